@@ -1,0 +1,1 @@
+"""What knows a host: `taps` any HuggingFace-style causal LM in torch, `verl` the trainer and its engines."""

@@ -1,0 +1,141 @@
+"""What an unmodified verl needs to train on a machine that has no accelerator: demo, tests and CI run on it.
+
+``wanted()`` says whether this process is one of those, ``install()`` puts the pieces in place. Both are called when
+verl loads its plugins, in the driver and in every Ray and vLLM process, so they stay cheap: whatever belongs to a heavy
+module of verl or vLLM is registered to run after *that* module is imported, by whoever imports it.
+
+The pieces, each with its reason, are listed in :data:`PATCHES`.
+"""
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+from packaging.version import Version
+
+from oar_plugin.hosts.verl.cpu.launch import cpu_environment, cpu_overrides
+
+__all__ = ["PATCHES", "Patch", "cpu_environment", "cpu_overrides", "install", "wanted"]
+
+logger = logging.getLogger(__name__)
+
+TESTED_VERL = (Version("0.9.1"), Version("0.10"))
+"""Versions of verl that the pieces were written against: first one, and the first one that needs a new look."""
+
+OTHER_ACCELERATORS = ("torch_npu", "torch_mlu", "torch_musa", "torch_xla", "habana_frameworks")
+"""Packages that add an accelerator to a CPU build of torch."""
+
+
+class Patch(NamedTuple):
+    """One thing that is changed, and what it is good for."""
+
+    module: str
+    """The module that is changed. The change is made once, right after somebody imports it."""
+    apply: str
+    """``module:function`` that makes the change. It is given the imported module."""
+    reason: str
+    until: str
+    """The day it can go."""
+
+
+PATCHES = (
+    Patch(
+        module="verl.utils.distributed",
+        apply="oar_plugin.hosts.verl.cpu.device:default_to_one_gloo",
+        reason="verl asks for the process group 'cpu:gloo,<device>:<backend>'; torch refuses 'cpu' twice.",
+        until="verl leaves out the second half when the device is the CPU.",
+    ),
+    Patch(
+        module="verl.workers.engine.fsdp.transformer_impl",
+        apply="oar_plugin.hosts.verl.cpu.engines:register",
+        reason="verl registers its FSDP engines for cuda and npu only.",
+        until="verl registers them for cpu.",
+    ),
+    Patch(
+        module="vllm.model_executor.layers.utils",
+        apply="oar_plugin.hosts.verl.cpu.vllm_worker:keep_weights_unpacked",
+        reason="vLLM's CPU linear layers pack their weights away at load time; verl must load new ones at every step.",
+        until="vLLM can reload a packed CPU layer in place.",
+    ),
+    Patch(
+        module="verl.workers.rollout.vllm_rollout.vllm_rollout",
+        apply="oar_plugin.hosts.verl.cpu.vllm_worker:send_through_private_socket",
+        reason="the weight socket is named after the Ray job id, which is 01000000 in every fresh local cluster: two "
+        "runs on one machine would load each other's weights.",
+        until="verl puts something unique to the cluster into the name.",
+    ),
+    Patch(
+        module="verl.workers.rollout.vllm_rollout.utils",
+        apply="oar_plugin.hosts.verl.cpu.vllm_worker:receive_through_private_socket",
+        reason="the other end of that socket.",
+        until="verl puts something unique to the cluster into the name.",
+    ),
+)
+
+_installed = False
+
+
+def wanted() -> bool:
+    """Whether verl runs on the CPU here.
+
+    ``VERL_PLATFORM=cpu`` asks for it and any other value refuses it. Without that variable the answer is yes only for a
+    CPU build of torch. "No accelerator visible" would not do: Ray hides the GPUs from an actor that asked for none, and
+    such an actor of a GPU run must not take the CPU for its platform.
+    """
+    import torch
+
+    asked = os.environ.get("VERL_PLATFORM", "").strip().lower()
+    if asked not in ("", "cpu") or torch.cuda.is_available() or torch.accelerator.is_available():
+        return False
+    if any(importlib.util.find_spec(name) for name in OTHER_ACCELERATORS):
+        return False
+    built_for_gpu = torch.version.cuda is not None or torch.version.hip is not None
+    return asked == "cpu" or not built_for_gpu
+
+
+def install() -> None:
+    """Make this process a CPU one. Does nothing the second time.
+
+    Warns, and goes on, when verl is not a version that the pieces were written against.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+
+    import wrapt
+
+    from oar_plugin.hosts.verl.cpu import device, distribution
+
+    _check_version()
+    device.select()
+    distribution.alias_vllm()
+    for patch in PATCHES:
+        wrapt.register_post_import_hook(_applier(patch), patch.module)
+
+
+def _applier(patch: Patch) -> Callable[[ModuleType], None]:
+    """A post-import hook that imports the code of the patch only when its module has been imported."""
+
+    def apply(module: ModuleType) -> None:
+        where, _, name = patch.apply.partition(":")
+        getattr(importlib.import_module(where), name)(module)
+        logger.debug("%s: %s", patch.module, patch.reason)
+
+    return apply
+
+
+def _check_version() -> None:
+    first, beyond = TESTED_VERL
+    found = Version(importlib.metadata.version("verl"))
+    if not first <= found < beyond:
+        logger.warning(
+            "oar: verl on a CPU was tested with %s up to, not including, %s; this is %s and may fail",
+            first,
+            beyond,
+            found,
+        )

@@ -1,0 +1,83 @@
+"""What the weights of a batch look like: the numbers to watch in a run (arXiv 2601.07408, diagnostics)."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor
+
+
+class Status(enum.IntEnum):
+    """What became of one response. Everything but `SCORED` and `NOT_NEEDED` is a fallback to plain GRPO, and counted."""
+
+    SCORED = 0
+    NOT_NEEDED = 1  # its advantage is exactly zero: no weight would change anything
+    NO_ANSWER = 2
+    TRUNCATED = 3
+    NO_REASONING = 4  # the answer opens the response
+    NON_FINITE = 5
+    CONSTANT = 6  # all importances equal (zero included): nothing to rank
+    NOT_SCORED = 7  # nothing came back for it
+
+
+FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
+
+
+def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
+    """`(sum w)^2 / (n sum w^2)` over the kept tokens of each response, `[B]`: 1 when the credit is even, 1/n when one token has all."""
+    weight_BL = weight_BL.masked_fill(~keep_BL, 0.0)
+    count_B = keep_BL.sum(-1).clamp_min(1)
+    return weight_BL.sum(-1).square() / (count_B * weight_BL.square().sum(-1)).clamp_min(
+        torch.finfo(weight_BL.dtype).tiny
+    )
+
+
+def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
+    """Part of the absolute weight on the top `share` of the kept tokens (at least one), `[B]`: `share` when even."""
+    mass_BL = weight_BL.abs().masked_fill(~keep_BL, 0.0)
+    ranked_BL = mass_BL.sort(-1, descending=True).values
+    take_B1 = (keep_BL.sum(-1, keepdim=True) * share).round().long().clamp_min(1)
+    position_L = torch.arange(weight_BL.shape[-1], device=weight_BL.device)
+    top_B = ranked_BL.masked_fill(position_L >= take_B1, 0.0).sum(-1)
+    return top_B / mass_BL.sum(-1).clamp_min(torch.finfo(weight_BL.dtype).tiny)
+
+
+def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> Tensor:
+    """Share of the tokens known to be causal among the top-k scores, k = their number, `[B]` (NaN where there are none)."""
+    causal_BL = causal_BL & keep_BL
+    order_BL = importance_BL.masked_fill(~keep_BL, -torch.inf).argsort(-1, descending=True)
+    rank_BL = torch.empty_like(order_BL).scatter_(-1, order_BL, torch.arange(order_BL.shape[-1]).expand_as(order_BL))
+    count_B1 = causal_BL.sum(-1, keepdim=True)
+    return ((rank_BL < count_B1) & causal_BL).sum(-1) / count_B1[:, 0]
+
+
+def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict[str, float]:
+    """Metrics of one batch, by name without prefix.
+
+    Args:
+        weight_BL: `[B, L]` weights as used.
+        reasoning_BL: bool `[B, L]`, reasoning tokens of the responses that were scored.
+        status_B: int `[B]` of `Status`.
+
+    Returns:
+        `ess_ratio`, `top10_mass` (means over scored responses; absent when there are none), `weight_max`,
+        `answer_found` (share of the responses that were looked at), `scored` (share of the batch),
+        `fallback/total` and `fallback/<reason>` (shares of the responses that could have mattered).
+    """
+    scored_B = status_B == Status.SCORED
+    needed = int((status_B != Status.NOT_NEEDED).sum())
+    missing = sum(int((status_B == s).sum()) for s in (Status.NO_ANSWER, Status.TRUNCATED))
+    metrics = {"scored": scored_B.float().mean().item()}
+    if needed:
+        metrics["answer_found"] = 1 - missing / needed
+        for reason in FALLBACKS:
+            metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / needed
+        metrics["fallback/total"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
+    if scored_B.any():
+        weight, keep = weight_BL[scored_B], reasoning_BL[scored_B]
+        metrics["ess_ratio"] = effective_sample_size(weight, keep).mean().item()
+        metrics["top10_mass"] = top_share(weight, keep).mean().item()
+        metrics["weight_max"] = weight.masked_fill(~keep, 0.0).max().item()
+        metrics["reasoning_tokens"] = keep.sum(-1).float().mean().item()
+    return metrics

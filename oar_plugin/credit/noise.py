@@ -1,0 +1,73 @@
+"""Random numbers that depend on *what* is scored, not on how the work is laid out.
+
+A sign or a noise value is a hash of (seed, response, coordinate). So a response gets the same draw alone or in a batch,
+on one process or sharded over eight, on a CPU or a GPU, and the host's random state is never touched: that is what lets
+the equivalence of layouts be tested exactly, and what lets each rank compute only the slice that it needs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# splitmix64 (Steele, Lea and Flood 2014): its finaliser passes the usual statistical batteries.
+_GOLDEN = -0x61C8864680B583EB
+_MIX_1 = -0x40A7B892E31B1A47
+_MIX_2 = -0x6B2FB644ECCEEE15
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's `>>` keeps the sign of an int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def response_seeds(token_T: Tensor, response_T: Tensor, num_responses: int, seed: int) -> Tensor:
+    """One 64-bit seed a response from its own tokens, int64 `[B]`.
+
+    Args:
+        token_T: int64 `[T]` token ids, packed.
+        response_T: int64 `[T]`, the response of each position, packed (responses contiguous).
+        num_responses: B.
+        seed: the run's seed (`algorithm.oar.seed`).
+    """
+    index_T = torch.arange(token_T.shape[0], device=token_T.device)
+    first_B = torch.full((num_responses,), token_T.shape[0], device=token_T.device).scatter_reduce_(
+        0, response_T, index_T, "amin"
+    )
+    place_T = index_T - first_B[response_T]
+    hashed_T = _mix(token_T.long() * _GOLDEN + _mix(place_T + 1))
+    total_B = torch.zeros(num_responses, dtype=torch.int64, device=token_T.device).index_add_(0, response_T, hashed_T)
+    return _mix(total_B + _mix(torch.full_like(total_B, seed + 1) * _GOLDEN))
+
+
+def signs(seed_N: Tensor, start: int, size: int) -> Tensor:
+    """Random signs (+1 or -1) for coordinates `start .. start + size - 1`, float32 `[N, size]`.
+
+    A vocabulary-parallel rank asks for its own slice and gets what the whole vocabulary would have there.
+    """
+    coordinate = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=seed_N.device)
+    bits = _mix(seed_N[:, None] + coordinate * _GOLDEN)
+    return (1 - 2 * (bits & 1)).float()
+
+
+def gaussian(seed_N: Tensor, size: int) -> Tensor:
+    """Standard normal values, float32 `[N, size]` (Box-Muller on two hashed uniforms)."""
+    coordinate = torch.arange(1, size + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
+    bits_1 = _mix(seed_N[:, None] + coordinate)
+    bits_2 = _mix(bits_1 ^ _MIX_1)
+    uniform_1 = (_shift(bits_1, 11) + 1).double() * 2.0**-53
+    uniform_2 = _shift(bits_2, 11).double() * 2.0**-53
+    return ((-2.0 * uniform_1.log()).sqrt() * torch.cos(2 * math.pi * uniform_2)).float()
+
+
+def position_seeds(seed_N: Tensor, place_N: Tensor, draw: int = 0) -> Tensor:
+    """A seed for each (response, place in the response, draw), int64 `[N]`."""
+    return _mix(_mix(seed_N + (place_N.long() + 1) * _GOLDEN) + (draw + 1) * _MIX_2)

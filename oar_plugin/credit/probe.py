@@ -1,0 +1,117 @@
+"""Outcome probes: from the logits at the answer's positions to the model's answer distribution.
+
+Let `z_p` be the logits at position `p` (they predict token `p + 1`) and `a_1 .. a_m` the answer's positions. The three
+probes of arXiv 2601.07408 all read the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
+
+| here           | in the paper | outcome                                                        |
+|----------------|--------------|----------------------------------------------------------------|
+| `last`         | LT-Logits    | softmax of the first row alone                                 |
+| `answer_mean`  | AS-Mean      | softmax of the *mean of the rows* (the answer teacher-forced)  |
+| `answer_joint` | AS-Joint     | the scalar mean over rows of `log p(a_j)`                      |
+
+`last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Probe = Literal["last", "answer_mean", "answer_joint"]
+PROBES: tuple[Probe, ...] = get_args(Probe)
+
+
+@dataclass(frozen=True)
+class AnswerRows:
+    """Which packed positions carry the probe of which response.
+
+    A response whose rows are spread over several sequence-parallel ranks appears on each of them with the rows that
+    rank holds; `share_N` is computed from the whole response, so that partial sums over ranks add up.
+
+    Attributes:
+        position_N: packed position of the logits row (one before the answer token), int64.
+        response_N: index of the response that the row belongs to, int64 in `[0, num_responses)`.
+        ordinal_N: place of the row in its answer (0 for the first answer token), int64.
+        token_N: the answer token that the row predicts, int64.
+        share_N: weight of the row in the pooled logits, float32. The shares of a response sum to 1 (over all ranks).
+        num_responses: how many responses the micro-batch has, answered or not.
+    """
+
+    position_N: Tensor
+    response_N: Tensor
+    ordinal_N: Tensor
+    token_N: Tensor
+    share_N: Tensor
+    num_responses: int
+
+    def __len__(self) -> int:
+        return self.position_N.shape[0]
+
+    def select(self, keep_N: Tensor) -> AnswerRows:
+        """The rows where `keep_N` (bool) is true; shares stay as they are."""
+        return AnswerRows(
+            self.position_N[keep_N],
+            self.response_N[keep_N],
+            self.ordinal_N[keep_N],
+            self.token_N[keep_N],
+            self.share_N[keep_N],
+            self.num_responses,
+        )
+
+    def shifted(self, by: int) -> AnswerRows:
+        """The same rows with every position moved by `by` (a shard's own coordinates)."""
+        return AnswerRows(
+            self.position_N + by, self.response_N, self.ordinal_N, self.token_N, self.share_N, self.num_responses
+        )
+
+
+def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_responses: int, probe: Probe) -> AnswerRows:
+    """Locate the rows that `probe` reads in a packed batch.
+
+    Args:
+        answer_T: bool `[T]`, true at answer tokens of responses that are to be scored.
+        response_T: int64 `[T]`, index of the response that each packed position belongs to.
+        token_T: int64 `[T]`, token ids.
+        num_responses: number of responses in the batch.
+        probe: which probe; `last` keeps only the first row of each response.
+
+    Returns:
+        The rows, in packed order. A token at packed position 0 has no row that predicts it and is dropped, as is an
+        answer token that opens its sequence (its predecessor belongs to another response).
+    """
+    at_N = answer_T.nonzero()[:, 0]
+    at_N = at_N[at_N > 0]
+    at_N = at_N[response_T[at_N - 1] == response_T[at_N]]
+    of_N = response_T[at_N]
+    first_N = torch.ones_like(of_N, dtype=torch.bool)
+    first_N[1:] = of_N[1:] != of_N[:-1]
+    index_N = torch.arange(len(at_N), device=at_N.device)
+    ordinal_N = index_N - torch.cummax(torch.where(first_N, index_N, 0), 0).values if len(at_N) else index_N
+    if probe == "last":
+        at_N, of_N, ordinal_N = at_N[first_N], of_N[first_N], ordinal_N[first_N]
+    count_B = torch.zeros(num_responses, device=at_N.device).index_add_(
+        0, of_N, torch.ones_like(of_N, dtype=torch.float32)
+    )
+    return AnswerRows(at_N - 1, of_N, ordinal_N, token_T[at_N], 1.0 / count_B[of_N], num_responses)
+
+
+def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
+    """Mean logits per response, `[B, V]`, float32 or better: the probe's logits for `last` and `answer_mean`.
+
+    Differentiable. On one of several sequence-parallel ranks it is that rank's part of the sum.
+    """
+    weighted_NV = _at_least_float32(logits_NV) * rows.share_N[:, None]
+    return weighted_NV.new_zeros(rows.num_responses, logits_NV.shape[-1]).index_add(0, rows.response_N, weighted_NV)
+
+
+def joint_log_prob(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
+    """The AS-Joint scalar: mean over the answer's tokens of `log p(a_j | ...)`, `[B]`, float32 or better."""
+    log_prob_N = _at_least_float32(logits_NV).log_softmax(-1).gather(-1, rows.token_N[:, None])[:, 0]
+    return log_prob_N.new_zeros(rows.num_responses).index_add(0, rows.response_N, log_prob_N * rows.share_N)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

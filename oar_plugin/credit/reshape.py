@@ -1,0 +1,61 @@
+"""The bi-level gate: from importance to weights that keep each response's total (arXiv 2601.07408, reshaping).
+
+Per response, over its `R` reasoning tokens:
+1. `s = log1p(I)`, min-max to [0, 1]; a constant response becomes all zeros;
+2. `q` = the tau-quantile of `s`, with linear interpolation. tau is a quantile and stays the same for every response (the
+   published code overwrites it sample by sample);
+3. `s < q`: `w = max(s / q, floor)`; `s >= q`: `w = 1 + beta (s - q) / (1 - q)`;
+4. `w <- w R / sum(w)`: the mass is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gate(
+    importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
+) -> Tensor:
+    """Weights for a batch of responses.
+
+    Args:
+        importance_BL: `[B, L]`, finite and not below -1 where `reasoning_BL` is true; ignored elsewhere.
+        reasoning_BL: bool `[B, L]`, the tokens to reshape.
+        tau: quantile in [0, 1]; 0.3-0.7 was the stable range in the paper.
+        beta: boost of the tokens above the quantile, >= 0.
+        floor: smallest weight (before the mass is restored) of the tokens below it, in (0, 1].
+
+    Returns:
+        float32 `[B, L]`: weights that average 1 over each response's reasoning tokens, 1 at every other token. A response
+        without reasoning tokens is all ones.
+    """
+    # float64: q and 1 - q are differences of scores that agree to many digits when a response is nearly flat.
+    score_BL = torch.log1p(importance_BL.double().masked_fill(~reasoning_BL, 0.0))
+    low_B1 = score_BL.masked_fill(~reasoning_BL, torch.inf).amin(-1, keepdim=True)
+    high_B1 = score_BL.masked_fill(~reasoning_BL, -torch.inf).amax(-1, keepdim=True)
+    span_B1 = high_B1 - low_B1
+    flat_B1 = ~(span_B1 > 0)
+    score_BL = torch.where(flat_B1, 0.0, (score_BL - low_B1) / torch.where(flat_B1, 1.0, span_B1))
+
+    quantile_B1 = _quantile(score_BL, reasoning_BL, tau)
+    tiny = torch.finfo(torch.float64).tiny
+    below_BL = (score_BL / quantile_B1.clamp_min(tiny)).clamp_min(floor)
+    above_BL = 1 + beta * (score_BL - quantile_B1) / (1 - quantile_B1).clamp_min(tiny)
+    weight_BL = torch.where(score_BL < quantile_B1, below_BL, above_BL)
+
+    count_B1 = reasoning_BL.sum(-1, keepdim=True)
+    mass_B1 = weight_BL.masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True).clamp_min(tiny)
+    return torch.where(reasoning_BL, weight_BL * count_B1 / mass_B1, 1.0).float()
+
+
+def _quantile(score_BL: Tensor, keep_BL: Tensor, tau: float) -> Tensor:
+    """Linear-interpolation quantile of the kept entries of each row, `[B, 1]`; 0 for a row that keeps nothing."""
+    sorted_BL = score_BL.masked_fill(~keep_BL, torch.inf).sort(-1).values
+    last_B1 = (keep_BL.sum(-1, keepdim=True) - 1).clamp_min(0)
+    rank_B1 = tau * last_B1.double()
+    lower_B1 = rank_B1.floor().long()
+    upper_B1 = torch.minimum(lower_B1 + 1, last_B1)
+    lower_value_B1, upper_value_B1 = sorted_BL.gather(-1, lower_B1), sorted_BL.gather(-1, upper_B1)
+    quantile_B1 = torch.lerp(lower_value_B1, upper_value_B1, rank_B1 - lower_B1)
+    return torch.where(keep_BL.any(-1, keepdim=True), quantile_B1, 0.0)

@@ -1,0 +1,175 @@
+"""Hooks on a causal LM that turn an ordinary forward into one that importance can be differentiated through.
+
+Inside `ModelTaps` a forward
+* makes the input embeddings the only leaf of the graph (every parameter is frozen, so backward computes no weight
+  gradient and touches no `.grad`);
+* gives the vocabulary projection *detached* hidden states, so the `[T, V]` logits carry no graph;
+* projects the answer's rows a second time, with a graph: `[N, V]`, N = a handful of rows a response.
+
+Works on plain modules and on modules wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and
+autocast. The answer's logits ride on the model's own output, so that FSDP sees a differentiable output and gathers the
+root's weights again for the backward, exactly as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Models that change the logits after the vocabulary projection; the second projection would miss that.
+# (Gemma 2/3, Granite, Cohere.) A value of None, 0 or 1 means that the model does not use it.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class UnsupportedModelError(ValueError):
+    """The model is built in a way that importance cannot be read from; the message says which."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The HuggingFace model inside FSDP1's wrapper (FSDP2 changes the class in place and needs nothing)."""
+    inner: nn.Module = getattr(module, "_fsdp_wrapped_module", module)
+    return inner
+
+
+def check_model(module: nn.Module) -> None:
+    """Refuse models that `ModelTaps` would read wrongly.
+
+    Raises:
+        UnsupportedModelError: no input or output embeddings to hook, or logits that are transformed after them.
+    """
+    model = unwrapped(module)
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        if getattr(model, getter, lambda: None)() is None:
+            raise UnsupportedModelError(f"{type(model).__name__}.{getter}() returns no module; OAR needs one to hook.")
+    config = getattr(model, "config", None)
+    for name in LOGIT_TRANSFORMS:
+        value = getattr(config, name, None)
+        if value not in (None, 0, 0.0, 1, 1.0):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} changes its logits after the vocabulary projection ({name}={value}); "
+                "OAR does not serve that yet. Use another model or algorithm.adv_estimator=grpo."
+            )
+
+
+class ModelTaps:
+    """Context manager that installs the hooks and takes every trace of them away again.
+
+    Usage, for each micro-batch::
+
+        with ModelTaps(model) as taps:
+            taps.prepare(row_position_N)
+            output = model(input_ids=..., use_cache=False)
+            (coefficient_NV * taps.answer_logits).sum().backward()
+            gradient = taps.embedding.grad        # [batch, sequence, H]
+
+    Args:
+        module: causal LM with `get_input_embeddings` and `get_output_embeddings`; may be wrapped by FSDP.
+        checkpoint_activations: recompute the layers that the model is set to checkpoint. Checkpointing acts only in
+            train mode, so those layers (not the dropout inside them) are put into it for the time being.
+
+    Raises:
+        UnsupportedModelError: see `check_model`.
+        RuntimeError: a parameter holds a pending gradient; FSDP1 would drop it.
+    """
+
+    def __init__(self, module: nn.Module, checkpoint_activations: bool = False) -> None:
+        check_model(module)
+        self.module = module
+        self.checkpoint_activations = checkpoint_activations
+        self.embedding: Tensor | None = None
+        self.answer_logits: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._noise: Callable[[Tensor], Tensor] | None = None
+        self._rows_only = False
+        self._hidden: Tensor | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._frozen: list[nn.Parameter] = []
+        self._retrained: list[nn.Module] = []
+
+    def prepare(
+        self,
+        row_position_N: Tensor,
+        noise: Callable[[Tensor], Tensor] | None = None,
+        rows_only: bool = False,
+    ) -> None:
+        """Set what the next forward is to be tapped for.
+
+        Args:
+            row_position_N: int64 `[N]`, rows of the flattened `[batch * sequence, H]` hidden states to project with a
+                graph; may be empty.
+            noise: given the embeddings, returns what to add to them after the leaf, of the same shape; None for nothing.
+            rows_only: project nothing but these rows; the model then returns logits `[1, N, V]`.
+        """
+        self._rows, self._noise, self._rows_only = row_position_N, noise, rows_only
+        self.embedding = self.answer_logits = self._hidden = None
+
+    def __enter__(self) -> ModelTaps:
+        if any(p.grad is not None for p in self.module.parameters()):
+            raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._frozen.append(parameter)
+        if self.checkpoint_activations:
+            for module in self.module.modules():
+                if getattr(module, "gradient_checkpointing", False) and not module.training:
+                    module.training = True  # not .train(): its children, dropout among them, stay in eval mode
+                    self._retrained.append(module)
+        model: Any = unwrapped(self.module)
+        head = model.get_output_embeddings()
+        self._handles = [
+            model.get_input_embeddings().register_forward_hook(self._make_leaf),
+            head.register_forward_pre_hook(self._detach_hidden),
+            # First among the head's and the model's own hooks: before FSDP gives the gathered weights back.
+            head.register_forward_hook(self._project_rows, prepend=True),
+            model.register_forward_hook(self._attach_rows, prepend=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        for module in self._retrained:
+            module.training = False
+        self._handles, self._frozen, self._retrained = [], [], []
+        self.embedding = self.answer_logits = self._hidden = self._rows = self._noise = None
+
+    def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if self._rows is None or self.embedding is not None:
+            return None
+        self.embedding = output.detach().requires_grad_(True)
+        if self._noise is None:
+            return self.embedding
+        return self.embedding + self._noise(self.embedding.detach()).to(output.dtype)
+
+    def _detach_hidden(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._rows is None:
+            return None
+        if self._rows_only:
+            return (args[0].flatten(0, -2)[self._rows][None], *args[1:])
+        self._hidden = args[0]
+        return (args[0].detach(), *args[1:])
+
+    def _project_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self._rows is None:
+            return
+        if self._rows_only:
+            self.answer_logits = output[0]
+            return
+        assert self._hidden is not None
+        rows_NH = self._hidden.flatten(0, -2)[self._rows]
+        self._hidden = None
+        # .forward, not the call: the hooks on the module are for the full projection.
+        self.answer_logits = module.forward(rows_NH)
+
+    def _attach_rows(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.answer_logits is not None and not self._rows_only:
+            output.hidden_states = (self.answer_logits,)

@@ -1,0 +1,246 @@
+"""Run verl in a process of its own and leave nothing behind.
+
+A run of verl is a driver, Ray's daemons, a dozen actors and vLLM's engine. When the driver dies of an exception or of
+Ctrl-C, some of them stay: those that another process started, and those that were given to init when their parent
+ended. :func:`run_verl` marks every process that descends from the driver with an environment variable and, however the
+run ends, ends whatever carries the mark, and nothing else.
+
+Two runs side by side do not meet: each has an own Ray cluster on free ports, an own Ray directory and an own socket for
+the weights (see ``vllm_worker.py``).
+"""
+
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import psutil
+
+from oar_plugin.hosts.verl.cpu.vllm_worker import SESSION_VARIABLE
+
+TIMED_OUT = 124
+"""Exit status of a run that was ended because its time was up, as the ``timeout`` command has it."""
+
+GRACE_S = 3.0
+"""How long the driver may take to shut Ray down by itself before everything is ended."""
+
+LONGEST_RAY_DIRECTORY = 40
+"""Ray appends about 60 characters and binds a Unix socket there, whose path has to stay below 108."""
+
+
+class Session:
+    """The processes and files of one run, found by its tag."""
+
+    def __init__(self) -> None:
+        self.tag = uuid.uuid4().hex[:12]
+        self._token = secrets.token_hex(32)
+        parent = tempfile.gettempdir()
+        self.ray_directory = Path(
+            tempfile.mkdtemp(prefix="oar-", dir=parent if len(parent) < LONGEST_RAY_DIRECTORY - 12 else "/tmp")
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What marks a process as one of this session, and gives Ray its directory.
+
+        Ray's cluster asks for a token. Given one here, it does not leave one in the user's home directory.
+        """
+        return {
+            SESSION_VARIABLE: self.tag,
+            "RAY_TMPDIR": str(self.ray_directory),
+            "RAY_AUTH_TOKEN": self._token,
+        }
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process with the tag in its environment, except this one."""
+        return [
+            process
+            for process in psutil.process_iter()
+            if process.pid != os.getpid() and _environment(process).get(SESSION_VARIABLE) == self.tag
+        ]
+
+    def memory(self) -> int:
+        """Memory of all processes in bytes, with what they share counted once (PSS)."""
+        total = 0
+        for process in self.processes():
+            try:
+                total += process.memory_full_info().pss
+            except psutil.Error:
+                continue
+        return total
+
+    def end(self) -> None:
+        """End every process of the session and remove its files. Safe to call twice.
+
+        Python's resource trackers go last: they remove the shared memory of the processes that they watched.
+        """
+        for spare_trackers in (True, False):
+            deadline = time.monotonic() + (2 if spare_trackers else 10)
+            while time.monotonic() < deadline:
+                living = self.processes()
+                if not living:
+                    break
+                for process in living:
+                    if not (spare_trackers and _is_resource_tracker(process)):
+                        _kill(process)
+                time.sleep(0.1)
+        shutil.rmtree(self.ray_directory, ignore_errors=True)
+        for socket in Path("/tmp").glob(f"rl-colocate-zmq-*-{self.tag}.sock"):
+            socket.unlink(missing_ok=True)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """The environment of a process; empty when it has gone or belongs to somebody else."""
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(psutil.Error):
+        process.kill()
+
+
+@contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as SIGINT does, so that ``finally`` blocks run. Main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM for as long as cleaning up takes. Main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def session() -> Iterator[Session]:
+    """A session that is ended on every way out: return, exception, Ctrl-C, SIGTERM."""
+    with _sigterm_as_exception():
+        opened = Session()
+        try:
+            yield opened
+        finally:
+            with _undisturbed():
+                opened.end()
+
+
+def run_verl(
+    args: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    log_path: str | os.PathLike[str] = "verl.log",
+    timeout_s: float = 600.0,
+    on_line: Callable[[str], None] | None = None,
+    on_start: Callable[[Session], None] | None = None,
+) -> int:
+    """Run ``python -m verl.trainer.main_ppo`` with these Hydra overrides and wait for it.
+
+    Ctrl-C and SIGTERM end the run and are then passed on to the caller as ``KeyboardInterrupt`` and ``SystemExit``.
+
+    Args:
+        args: overrides; usually ``cpu_overrides()`` and then your own.
+        env: variables on top of this process's; usually ``cpu_environment()``.
+        log_path: where standard output and error of all processes go.
+        timeout_s: after this many seconds the run is ended.
+        on_line: called with each line of output, without its newline, as it arrives.
+        on_start: called once with the session, when the driver has been started.
+
+    Returns:
+        The exit status of verl, or 124 when its time was up.
+    """
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *args]
+    with session() as opened, open(log_path, "wb") as log:
+        driver = subprocess.Popen(
+            command,
+            env={**os.environ, **(env or {}), **opened.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run in order
+        )
+        try:
+            if on_start is not None:
+                on_start(opened)
+            return _follow(driver, log, time.monotonic() + timeout_s, on_line)
+        finally:
+            with _undisturbed():
+                _ask_to_end(driver)
+
+
+def _follow(
+    driver: "subprocess.Popen[bytes]", log: IO[bytes], deadline: float, on_line: Callable[[str], None] | None
+) -> int:
+    """Copy the output of the driver until it ends or its time is up."""
+    assert driver.stdout is not None
+    output = driver.stdout.fileno()
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while True:
+            ended = driver.poll() is not None  # asked before reading: what comes after is still read
+            chunk = os.read(output, 1 << 16) if selector.select(timeout=0.2) else b""
+            if not chunk and not ended:
+                time.sleep(0.05)  # a closed pipe is always ready to be read
+            log.write(chunk)
+            log.flush()
+            *lines, rest = (rest + chunk).split(b"\n")
+            if ended and not chunk and rest:
+                lines, rest = [rest], b""
+            if on_line is not None:
+                for line in lines:
+                    on_line(line.decode(errors="replace"))
+            if ended and not chunk:
+                return driver.returncode
+            if time.monotonic() > deadline:
+                return TIMED_OUT
+
+
+def _ask_to_end(driver: "subprocess.Popen[bytes]") -> None:
+    """Give the driver a chance to shut Ray down."""
+    if driver.poll() is None:
+        driver.terminate()
+        try:
+            driver.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            driver.kill()
+            driver.wait()
+    if driver.stdout is not None:
+        driver.stdout.close()

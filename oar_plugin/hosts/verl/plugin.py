@@ -1,0 +1,86 @@
+"""The `verl.plugins` entry point: loaded by `import verl` in the driver and in every Ray worker.
+
+Registers, each when verl imports the module that holds the registry and not before (start-up time is paid by every
+process of a cluster):
+* the three v1 trainers, replaced by subclasses that build verl's own class unless the estimator is `oar`;
+* the FSDP engines, replaced by subclasses that act only on a batch that carries a request;
+* an estimator named `oar`, which explains itself where no trainer of ours is at work.
+
+verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+SERVED = "0.9.1"
+
+logger = logging.getLogger("oar_plugin")
+
+
+def serves(version: str) -> bool:
+    """Whether this verl is the one that the subclasses were written against."""
+    return version.split("+")[0] == SERVED
+
+
+def _register_trainers(module: ModuleType) -> None:
+    from oar_plugin.hosts.verl import trainer
+
+    trainer.register()
+
+
+def _register_fsdp(module: ModuleType) -> None:
+    from oar_plugin.hosts.verl import fsdp
+
+    fsdp.register(module)
+
+
+def _register_estimator(core_algos: Any) -> None:
+    @core_algos.register_adv_est("oar")
+    def oar(**kwargs: Any) -> None:
+        raise RuntimeError(
+            "algorithm.adv_estimator=oar was reached outside of OAR's trainers; it needs trainer.use_v1=True and "
+            "trainer.v1.trainer_mode in sync, colocate_async, separate_async"
+        )
+
+
+HOOKS = {
+    "verl.trainer.ppo.v1": _register_trainers,
+    "verl.workers.engine.fsdp.transformer_impl": _register_fsdp,
+    "verl.trainer.ppo.core_algos": _register_estimator,
+}
+
+
+def load() -> None:
+    """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
+    version = importlib.metadata.version("verl")
+    if not serves(version):
+        logger.warning(
+            "oar_plugin serves verl %s, this is verl %s: algorithm.adv_estimator=oar is not available. "
+            "Install verl==%s, or a newer oar_plugin.",
+            SERVED,
+            version,
+            SERVED,
+        )
+        return
+    try:
+        from oar_plugin.hosts.verl import cpu, hydra_conf
+
+        if cpu.wanted():
+            cpu.install()
+        hydra_conf.register()
+        for name, hook in HOOKS.items():
+            wrapt.register_post_import_hook(hook, name)
+    except Exception:
+        print("oar_plugin failed to load; algorithm.adv_estimator=oar is not available:", file=sys.stderr)
+        traceback.print_exc()
+
+
+load()

@@ -1,0 +1,238 @@
+"""verl's v1 trainers with token credit: three thin subclasses of its own three.
+
+A subclass adds to a step: mark the rows that matter, send the request along with the log-prob pass, multiply the host's
+advantage with the gate's weights. Everything else is the host's. The classes replace verl's in its registry, and build
+verl's own class unless the estimator is `oar`, so that no other run goes through this file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.protocol import DataProto
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.utils.debug import marked_timer
+from verl.workers.utils.padding import response_to_nested
+
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.estimator import Reshaped, reshape
+from oar_plugin.hosts.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request
+from oar_plugin.hosts.verl.dump import ResponseDump
+from oar_plugin.hosts.verl.settings import resolve, switched_on
+
+logger = logging.getLogger("oar_plugin")
+
+
+class OarTrainerMixin:
+    """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
+
+    config: DictConfig
+    global_steps: int
+    timing_raw: dict[str, float]
+    actor_rollout_wg: Any
+    tokenizer: Any
+
+    def __init__(self, config: DictConfig) -> None:
+        self.oar = resolve(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        self._dump = ResponseDump(self.oar.dump_dir, self.oar.dump_responses) if self.oar.dump_dir else None
+        logger.info("OAR is on: %s", self.oar)
+
+    # ---- importance, with the log-prob pass
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        correction = self.config.algorithm.get("rollout_correction", None)
+        bypass = bool(correction and correction.get("bypass_mode", False))
+        with marked_timer("oar", self.timing_raw):
+            self._mark_needed_rows(batch)
+        if not bypass:
+            with self._requesting(batch, importance_only=False):
+                return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+
+        # Old log-probs are the rollout's: no pass to ride on, so importance has its own.
+        batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        with marked_timer("oar", self.timing_raw), self._requesting(batch, importance_only=True):
+            batch.extra_info.update(
+                calculate_entropy=False,
+                compute_loss=False,
+                temperature=self.config.actor_rollout_ref.rollout.temperature,
+            )
+            self.actor_rollout_wg.compute_log_prob(batch)
+        return batch
+
+    @contextmanager
+    def _requesting(self, batch: Any, importance_only: bool) -> Iterator[None]:
+        request = Request.from_config(
+            self.oar, self.global_steps, self.config.data.max_response_length, importance_only
+        )
+        batch.extra_info[REQUEST] = request.to_dict()
+        try:
+            yield
+        finally:
+            # The reference pass of a LoRA actor goes through the same call; it must not score again.
+            batch.extra_info.pop(REQUEST, None)
+
+    def _mark_needed_rows(self, batch: Any) -> None:
+        """Write `oar_needed`: rows whose advantage is exactly zero learn nothing from any weight.
+
+        The advantage is the host's own, on rewards alone, before log-probs exist. With KL in the reward it is not known
+        yet, and every row is scored.
+        """
+        if self.config.algorithm.use_kl_in_reward:
+            needed_B = torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
+        else:
+            data = tq.kv_batch_get(
+                keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "rm_scores"]
+            )
+            data = DataProto(batch=data.to_padded_tensor())
+            data.batch["token_level_rewards"] = data.batch["token_level_scores"] = data.batch["rm_scores"]
+            data.non_tensor_batch["uid"] = np.array(data.batch.pop("uid").tolist(), dtype=object)
+            algorithm = self.config.algorithm
+            data = compute_advantage_for_multi_trajectories(
+                data,
+                batch_keys=batch.keys,
+                adv_estimator=self.oar.base_estimator,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                num_repeat=self.config.actor_rollout_ref.rollout.n,
+                norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+                config=algorithm,
+            )
+            needed_B = (data.batch["advantages"] != 0).any(-1)
+        field = torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged)
+        tq.kv_batch_put(
+            keys=batch.keys,
+            partition_id=batch.partition_id,
+            fields=TensorDict({NEEDED: field}, batch_size=len(batch)),
+        )
+
+    # ---- the host's advantage, times the weights
+
+    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        with self._base_estimator():
+            batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        with marked_timer("oar", self.timing_raw):
+            data = tq.kv_batch_get(
+                keys=batch.keys,
+                partition_id=batch.partition_id,
+                select_fields=["advantages", IMPORTANCE, SEGMENTS, REPORT],
+            )
+            mask = data["advantages"]
+            padded = data.to_padded_tensor()
+            advantage_BL = padded["advantages"]
+            report_B2 = padded[REPORT]
+            reshaped = reshape(
+                advantage_BL,
+                padded[IMPORTANCE],
+                padded[SEGMENTS] == Segment.REASONING,
+                report_B2[:, 0].round().long(),
+                self.oar,
+            )
+            tq.kv_batch_put(
+                keys=batch.keys,
+                partition_id=batch.partition_id,
+                fields=TensorDict(
+                    {"advantages": response_to_nested(reshaped.advantage_BL, mask)}, batch_size=len(batch)
+                ),
+            )
+            metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
+            if self._dump is not None:
+                self._dump_responses(batch, padded, reshaped)
+        workers = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        self.timing_raw["oar"] += report_B2[:, 1].sum().item() / workers
+        return batch
+
+    @contextmanager
+    def _base_estimator(self) -> Iterator[None]:
+        """verl spreads a session's advantage over its trajectories for `grpo` only, by name: let it see the base's."""
+        self.config.algorithm.adv_estimator = self.oar.base_estimator
+        try:
+            yield
+        finally:
+            self.config.algorithm.adv_estimator = "oar"
+
+    def _dump_responses(self, batch: Any, padded: TensorDict, reshaped: Reshaped) -> None:
+        assert self._dump is not None
+        rows = self._dump.choose(reshaped.status_B == Status.SCORED, reshaped.status_B != Status.NOT_NEEDED)
+        if not rows:
+            return
+        text = tq.kv_batch_get(
+            keys=[batch.keys[i] for i in rows],
+            partition_id=batch.partition_id,
+            select_fields=["prompts", "responses", "rm_scores"],
+        )
+        for place, row in enumerate(rows):
+            response = text["responses"].unbind()[place]
+            length = len(response)
+            self._dump.write(
+                step=self.global_steps,
+                uid=batch.keys[row],
+                prompt=self.tokenizer.decode(text["prompts"].unbind()[place]),
+                tokens=[self.tokenizer.decode(token) for token in response.tolist()],
+                segments=padded[SEGMENTS][row, :length],
+                importance=padded[IMPORTANCE][row, :length],
+                weights=reshaped.weight_BL[row, :length],
+                advantage=padded["advantages"][row, :length],
+                reward=text["rm_scores"].unbind()[place].sum().item(),
+                status=Status(int(reshaped.status_B[row])).name.lower(),
+            )
+
+
+class OarTrainerSync(OarTrainerMixin, PPOTrainerSync):
+    """Trainer and rollout share the devices and take turns."""
+
+    def __new__(cls, config: DictConfig) -> Any:
+        """verl's own trainer unless the estimator is `oar`."""
+        return super().__new__(cls) if switched_on(config) else PPOTrainerSync(config)
+
+
+class OarTrainerColocateAsync(OarTrainerMixin, PPOTrainerColocateAsync):
+    """Trainer and rollout share the devices; unfinished responses go on in the next step."""
+
+    def __new__(cls, config: DictConfig) -> Any:
+        """verl's own trainer unless the estimator is `oar`."""
+        return super().__new__(cls) if switched_on(config) else PPOTrainerColocateAsync(config)
+
+
+class OarTrainerSeparateAsync(OarTrainerMixin, PPOTrainerSeparateAsync):
+    """Trainer and rollout have devices of their own."""
+
+    def __new__(cls, config: DictConfig) -> Any:
+        """verl's own trainer unless the estimator is `oar`."""
+        return super().__new__(cls) if switched_on(config) else PPOTrainerSeparateAsync(config)
+
+
+TRAINERS = {
+    "sync": (PPOTrainerSync, OarTrainerSync),
+    "colocate_async": (PPOTrainerColocateAsync, OarTrainerColocateAsync),
+    "separate_async": (PPOTrainerSeparateAsync, OarTrainerSeparateAsync),
+}
+
+
+def register() -> None:
+    """Put the subclasses in the places of verl's own.
+
+    `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write, so the
+    registry's entries are replaced.
+
+    Raises:
+        RuntimeError: another plugin has already replaced a trainer; the two cannot both be first.
+    """
+    for name, (host, ours) in TRAINERS.items():
+        current = trainer_base.TRAINER_REGISTRY.get(name)
+        if current not in (host, ours):
+            raise RuntimeError(f"verl's trainer '{name}' was already replaced by {current}; OAR cannot replace it too.")
+        trainer_base.TRAINER_REGISTRY[name] = ours

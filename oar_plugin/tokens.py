@@ -1,0 +1,156 @@
+"""The bytes that each token of a response contributes to its text.
+
+The answer is searched in the text, the scores live on tokens, and what links them is the number of bytes of each token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Invert GPT-2's table of stand-ins: printable Latin-1 stands for itself, the rest is counted from 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+class TokenBytes:
+    """Turns the token ids of a response into the bytes of each token.
+
+    ``b"".join(token_bytes.pieces(ids))`` is the text that ``tokenizer.decode(ids, skip_special_tokens=True,
+    clean_up_tokenization_spaces=False)`` returns, in UTF-8. One difference is meant: bytes that are not valid UTF-8 (a
+    character cut in half) stay what they are, where ``decode`` puts replacement characters.
+
+    How a token becomes bytes is read from the tokenizer's decoder:
+
+    - byte-level BPE (GPT-2, Qwen, Llama 3): by GPT-2's table of stand-ins;
+    - SentencePiece in the ``tokenizers`` format (Llama 2, Gemma, T5): ``▁`` is a space, ``<0x0A>`` a byte, and where
+      ``decode`` drops the space before the first word, so does ``pieces``;
+    - anything else (WordPiece, tokenizers in pure Python): by decoding each token behind its predecessor, which is
+      slower. A character made of several tokens goes wholly to its last one there, and ``decode`` is matched as far
+      as a token's text depends on nothing but the token before it.
+
+    Special tokens and ids outside the vocabulary (padded embeddings, ignore indices) have no bytes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._table: dict[int, bytes] = {}
+        self._special = set(tokenizer.all_special_ids)
+        self._special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = getattr(backend, "decoder", None)
+        steps = _flat_steps(json.loads(decoder.__getstate__())) if decoder is not None else []
+        kinds = [step["type"] for step in steps]
+        self._byte_level = kinds == ["ByteLevel"]
+        self._metaspace = kinds == ["Metaspace"] and steps[0]["replacement"] == "▁"
+        self._byte_fallback = "ByteFallback" in kinds
+        sentence_piece = self._metaspace or _is_replace_chain(steps)
+        self._drops_first_space = (
+            steps[0]["prepend_scheme"] != "never" if self._metaspace else sentence_piece and kinds[-1] == "Strip"
+        )
+        self._by_table = self._byte_level or sentence_piece
+
+    def pieces(self, ids: Sequence[int] | torch.Tensor) -> list[bytes]:
+        """Give the bytes of each token of one response.
+
+        Args:
+            ids: token ids, ``[T]``.
+
+        Returns:
+            T byte strings, ``b""`` for special tokens and ids outside the vocabulary.
+        """
+        id_list: list[int] = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        if not self._by_table:
+            return self._decoded_in_context(id_list)
+        table = self._table
+        for token_id in set(id_list) - table.keys():
+            table[token_id] = self._bytes_of(token_id)
+        pieces = [table[token_id] for token_id in id_list]
+        if self._drops_first_space:
+            self._drop_first_space(pieces, id_list)
+        return pieces
+
+    def _token(self, token_id: int) -> str | None:
+        """The vocabulary entry of a token that shows in the text; None for the others."""
+        if token_id in self._special or token_id < 0:
+            return None
+        try:
+            return self._tokenizer.convert_ids_to_tokens(token_id)
+        except LookupError:  # what tokenizers in pure Python do with ids outside their vocabulary
+            return None
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            stand_ins = [_BYTE_LEVEL.get(character) for character in token]
+            # An added token may hold other characters ("<答案>"); `decode` then shows it as it is.
+            known = [byte for byte in stand_ins if byte is not None]
+            return bytes(known) if len(known) == len(stand_ins) else token.encode()
+        if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte.group(1), 16)])
+        return token.replace("▁", " ").encode()
+
+    def _drop_first_space(self, pieces: list[bytes], ids: list[int]) -> None:
+        first = next((position for position, piece in enumerate(pieces) if piece), None)
+        if first is None:
+            return
+        if self._metaspace:
+            # The Metaspace decoder drops every "▁" of the first token, not only the one in front.
+            pieces[first] = (self._token(ids[first]) or "").replace("▁", "").encode()
+        else:
+            pieces[first] = pieces[first].removeprefix(b" ")
+
+    def _decoded_in_context(self, ids: list[int]) -> list[bytes]:
+        pieces = [b""] * len(ids)
+        shown = [position for position, token_id in enumerate(ids) if self._token(token_id) is not None]
+        # Tokens [context, done) are the ones just written; decoding them again gives the text to take off.
+        context = done = 0
+        for now in range(1, len(shown) + 1):
+            before = self._decode([ids[position] for position in shown[context:done]])
+            after = self._decode([ids[position] for position in shown[context:now]])
+            # A character may still lack tokens; they get their bytes together with the one that completes it.
+            if after.endswith("\N{REPLACEMENT CHARACTER}") and now < len(shown):
+                continue
+            pieces[shown[now - 1]] = after[len(before) :].encode()
+            context, done = done, now
+        return pieces
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str | list[str] = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)
+
+
+def _flat_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a decoder in the ``tokenizers`` format, nested sequences opened."""
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for inner in decoder["decoders"] for step in _flat_steps(inner)]
+
+
+def _is_replace_chain(steps: list[dict[str, Any]]) -> bool:
+    """Whether these are the steps that Llama 2 and Gemma have: Replace, [ByteFallback,] Fuse[, Strip]."""
+    kinds = [step["type"] for step in steps if step["type"] != "ByteFallback"]
+    if kinds not in (["Replace", "Fuse"], ["Replace", "Fuse", "Strip"]):
+        return False
+    replaces = [(step["pattern"], step["content"]) for step in steps if step["type"] == "Replace"]
+    strips = [(step["content"], step["start"], step["stop"]) for step in steps if step["type"] == "Strip"]
+    return replaces == [({"String": "▁"}, " ")] and strips in ([], [(" ", 1, 0)])

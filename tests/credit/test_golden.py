@@ -1,0 +1,120 @@
+"""Agreement with the numbers that the published implementation returned (arXiv 2601.07408).
+
+Reads every `reference_*.json` (with its `.safetensors` of weights and noise) in the folder named by OAR_GOLDEN_DIR, by
+default the copy in this repository.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from oar_plugin.credit.gradient import joint_coefficients, kl_coefficients, saliency_importance
+from oar_plugin.credit.probe import PROBES, answer_rows, pool
+from oar_plugin.credit.reshape import gate
+from oar_plugin.hosts.taps import ModelTaps
+
+GOLDEN = Path(os.environ.get("OAR_GOLDEN_DIR", Path(__file__).parent.parent / "golden"))
+FILES = sorted(GOLDEN.glob("reference_*.json"))
+RELATIVE = 1e-5
+
+
+def test_there_are_golden_files():
+    assert FILES, f"no reference_*.json in {GOLDEN}"
+
+
+def load(path: Path):
+    reference = json.loads(path.read_text())
+    tensors = load_file(path.with_suffix(".safetensors"))
+    config = Qwen2Config(**reference["model_config"], attn_implementation="sdpa")
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model = Qwen2ForCausalLM(config)
+    model.load_state_dict(weights)
+    return reference, tensors, model.eval()
+
+
+def oar_g(model, case: dict, noise: torch.Tensor, probe: str) -> torch.Tensor:
+    """Importance of the reasoning tokens with the given noise."""
+    ids = torch.tensor(case["before"] + case["reasoning"] + case["conclude"] + case["answer"])
+    start, length = len(case["before"]), len(case["reasoning"])
+    answer = torch.zeros(len(ids), dtype=torch.bool)
+    answer[len(ids) - len(case["answer"]) :] = True
+    rows = answer_rows(answer, torch.zeros_like(ids), ids, 1, probe)
+    dtype = next(model.parameters()).dtype
+    full_noise = torch.zeros(1, len(ids), noise.shape[1], dtype=dtype)
+    full_noise[0, start : start + length] = noise.to(dtype)
+    with torch.no_grad():
+        clean = model(input_ids=ids[None]).logits[0, rows.position_N]
+    with ModelTaps(model) as taps:
+        taps.prepare(rows.position_N, lambda embedding: full_noise)
+        model(input_ids=ids[None], use_cache=False)
+        noisy = taps.answer_logits.detach()
+        if probe == "answer_joint":
+            scalar = (joint_coefficients(noisy, rows) * taps.answer_logits).sum()
+        else:
+            coefficients = kl_coefficients(pool(clean, rows), pool(noisy, rows))
+            scalar = (coefficients * pool(taps.answer_logits, rows)).sum()
+        scalar.backward()
+        importance = saliency_importance(taps.embedding.grad[0], taps.embedding.detach()[0])
+    return importance[start : start + length]
+
+
+def rounding_of_float32(path: Path, index: int, noise: torch.Tensor, probe: str) -> tuple[torch.Tensor, float]:
+    """Our importance in float64, and how far two float32 evaluations of the same formula are from it.
+
+    The published numbers are one more float32 evaluation. KL has no gradient at zero noise, so dJ/dz = P_noisy - P is a
+    difference of two softmaxes that agree to three or four digits, and the forward's float32 rounding is magnified by as
+    much: two correct float32 programs differ by up to 3e-3 of the largest score on these cases. The spread is measured
+    here, on the case itself, instead of being guessed.
+    """
+    reference, _, model = load(path)
+    case = reference["cases"][index]
+    singles = []
+    for attention in ("eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        singles.append(oar_g(model, case, noise, probe))
+    exact = oar_g(model.double(), case, noise, probe)
+    spread = max(((single - exact).abs().max() / exact.max()).item() for single in singles)
+    return exact, spread
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("probe", PROBES)
+def test_gradient_importance_agrees_with_the_published_numbers(path, probe):
+    """To 1e-5 of the response's largest score, beyond four times the float32 spread of the case."""
+    reference, tensors, _ = load(path)
+    for index, case in enumerate(reference["cases"]):
+        exact, spread = rounding_of_float32(path, index, tensors[f"case{index}.noise"], probe)
+        want = torch.tensor(case[f"gradient_{probe}"])
+        error = ((exact - want).abs().max() / want.max()).item()
+        print(f"{path.stem} case {index} {probe}: error {error:.1e}, float32 spread {spread:.1e}")
+        assert spread < 5e-3, "the tolerance would no longer tell right from wrong"
+        assert error < RELATIVE + 4 * spread
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_one_percent_more_noise_is_noticed(path):
+    """Negative control for the tolerance above: importance is linear in the noise, so 1 % more noise is 1 % off."""
+    reference, tensors, _ = load(path)
+    for index in range(2):
+        exact, spread = rounding_of_float32(path, index, tensors[f"case{index}.noise"] * 1.01, "answer_mean")
+        want = torch.tensor(reference["cases"][index]["gradient_answer_mean"])
+        assert ((exact - want).abs().max() / want.max()).item() > RELATIVE + 4 * spread
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_gate_agrees_with_the_published_numbers(path):
+    reference, _, _ = load(path)
+    for index, case in enumerate(reference["gates"]):
+        scores = torch.tensor(case["scores"])[None]
+        weights = gate(scores, torch.ones_like(scores, dtype=torch.bool), case["tau"], case["beta"], case["floor"])
+        want = torch.tensor(case["weights"])
+        torch.testing.assert_close(
+            weights[0], want, rtol=RELATIVE, atol=RELATIVE * want.max().item(), msg=f"gate {index}"
+        )

