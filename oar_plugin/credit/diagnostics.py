@@ -63,7 +63,7 @@ def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict
     Returns:
         `ess_ratio`, `top10_mass` (means over scored responses; absent when there are none), `weight_max`,
         `answer_found` (share of the responses that were looked at), `scored` (share of the batch),
-        `fallback/total` and `fallback/<reason>` (shares of the responses that could have mattered).
+        `fallback/any` and `fallback/<reason>` (shares of the responses that could have mattered).
     """
     scored_B = status_B == Status.SCORED
     needed = int((status_B != Status.NOT_NEEDED).sum())
@@ -73,7 +73,7 @@ def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict
         metrics["answer_found"] = 1 - missing / needed
         for reason in FALLBACKS:
             metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / needed
-        metrics["fallback/total"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
+        metrics["fallback/any"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
     if scored_B.any():
         weight, keep = weight_BL[scored_B], reasoning_BL[scored_B]
         metrics["ess_ratio"] = effective_sample_size(weight, keep).mean().item()

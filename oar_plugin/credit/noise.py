@@ -70,4 +70,4 @@ def gaussian(seed_N: Tensor, size: int) -> Tensor:
 
 def position_seeds(seed_N: Tensor, place_N: Tensor, draw: int = 0) -> Tensor:
     """A seed for each (response, place in the response, draw), int64 `[N]`."""
-    return _mix(_mix(seed_N + (place_N.long() + 1) * _GOLDEN) + (draw + 1) * _MIX_2)
+    return _mix(_mix(seed_N + (place_N.long() + 1) * _GOLDEN) + torch.full_like(seed_N, draw + 1) * _MIX_2)

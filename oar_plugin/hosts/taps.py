@@ -124,8 +124,10 @@ class ModelTaps:
         self._handles = [
             model.get_input_embeddings().register_forward_hook(self._make_leaf),
             head.register_forward_pre_hook(self._detach_hidden),
-            # First among the head's and the model's own hooks: before FSDP gives the gathered weights back.
+            # FSDP's own hooks stand between these two: it must see the rows as an output of the head (where verl shards
+            # that by itself) and of the model, to gather the weights again for their backward.
             head.register_forward_hook(self._project_rows, prepend=True),
+            head.register_forward_hook(self._take_rows),
             model.register_forward_hook(self._attach_rows, prepend=True),
         ]
         return self
@@ -158,17 +160,23 @@ class ModelTaps:
         self._hidden = args[0]
         return (args[0].detach(), *args[1:])
 
-    def _project_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if self._rows is None:
-            return
-        if self._rows_only:
-            self.answer_logits = output[0]
-            return
-        assert self._hidden is not None
+    def _project_rows(self, module: nn.Module, args: Any, output: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._hidden is None or self._rows is None:
+            return None
         rows_NH = self._hidden.flatten(0, -2)[self._rows]
         self._hidden = None
         # .forward, not the call: the hooks on the module are for the full projection.
-        self.answer_logits = module.forward(rows_NH)
+        return output, module.forward(rows_NH)
+
+    def _take_rows(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        if self._rows is None:
+            return None
+        if self._rows_only:
+            self.answer_logits = output[0]
+            return None
+        logits: Tensor
+        logits, self.answer_logits = output
+        return logits
 
     def _attach_rows(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.answer_logits is not None and not self._rows_only:

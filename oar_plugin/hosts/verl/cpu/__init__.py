@@ -56,6 +56,12 @@ PATCHES = (
         until="verl registers them for cpu.",
     ),
     Patch(
+        module="verl.utils.fsdp_utils",
+        apply="oar_plugin.hosts.verl.cpu.engines:leave_fsdp1_where_it_is",
+        reason="FSDP1's parameters are moved to '<device>:<index>' before a weight sync; a CPU has no index.",
+        until="verl moves them to get_device_id(), as it does for FSDP2.",
+    ),
+    Patch(
         module="vllm.model_executor.layers.utils",
         apply="oar_plugin.hosts.verl.cpu.vllm_worker:keep_weights_unpacked",
         reason="vLLM's CPU linear layers pack their weights away at load time; verl must load new ones at every step.",

@@ -48,3 +48,12 @@ def register(transformer_impl: ModuleType) -> None:
     ):
         cpu_engine = type(f"Cpu{engine.__name__}", (CpuFSDPMixin, engine), {"__module__": __name__})
         EngineRegistry.register(model_type=model_type, backend=["fsdp", "fsdp2"], device="cpu")(cpu_engine)
+
+
+def leave_fsdp1_where_it_is(fsdp_utils: Any) -> None:
+    """Skip the move of the model to the accelerator: it is where it belongs (``verl.utils.fsdp_utils``)."""
+
+    def load_fsdp_model_to_gpu(model: nn.Module) -> None:
+        """Nothing to do on a CPU."""
+
+    fsdp_utils.load_fsdp_model_to_gpu = load_fsdp_model_to_gpu

@@ -42,7 +42,7 @@ def cpu_overrides(workers: int = 1, rollout_parallel: int = 1) -> list[str]:
         "reward.num_workers=1",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "data.dataloader_num_workers=0",
-        # FSDP2 is the one that works on a CPU as it is. Flash attention and Triton kernels are not there, compiling
+        # FSDP2 needs fewer patches on a CPU than FSDP1. Flash attention and Triton kernels are not there, compiling
         # takes longer than the run.
         f"{actor}.strategy=fsdp2",
         f"{ref}.strategy=fsdp2",
@@ -72,7 +72,8 @@ def cpu_overrides(workers: int = 1, rollout_parallel: int = 1) -> list[str]:
         # Weights travel through shared memory, one bucket at a time. No single tensor may be larger than a bucket, and
         # verl's 2 GB are more than many containers have in /dev/shm.
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
-        # verl polls every 2 s for a finished batch: longer than a step.
+        # verl polls every 2 s for a finished batch: longer than a step. (An asynchronous trainer needs
+        # QuickReplayBufferAsync; algorithm.filter_groups needs verl's own buffer: path and name null.)
         "trainer.v1.sampler.custom_sampler.path=pkg://oar_plugin.hosts.verl.cpu.sampler",
         "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
     ]

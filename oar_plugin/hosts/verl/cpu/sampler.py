@@ -6,13 +6,20 @@ CPU takes a step in less than one. Chosen by ``trainer.v1.sampler.custom_sampler
 
 from typing import Any
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 POLL_SECONDS = 0.05
 
 
 class QuickReplayBuffer(ReplayBuffer):
     """verl's replay buffer for the synchronous trainer, polled every 50 ms."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(poll_interval=POLL_SECONDS, **kwargs)
+
+
+class QuickReplayBufferAsync(ReplayBufferAsync):
+    """verl's replay buffer for the asynchronous trainers, polled every 50 ms."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **kwargs)

@@ -1,0 +1,69 @@
+"""OAR-G the way the published code goes about it (arXiv 2601.07408): what ours is compared with.
+
+One response at a time: a clean forward, a noisy forward, one backward, all of them with the logits of the whole sequence
+in float32. The backward is a plain `J.backward()`, so it also computes the gradient of every weight; the paper's text
+asks for the input embeddings' gradient only, and `weight_gradients=False` is that reading.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def published_importance(
+    model: nn.Module,
+    token_L: Tensor,
+    reasoning_start: int,
+    reasoning_end: int,
+    answer_start: int,
+    answer_end: int,
+    sigma: float = 1e-3,
+    noise_RH: Tensor | None = None,
+    weight_gradients: bool = True,
+) -> Tensor:
+    """Importance of the reasoning tokens of one response, with the AS-Mean probe.
+
+    Args:
+        model: causal LM.
+        token_L: int64 `[L]`, one sequence; what follows the answer is cut off.
+        reasoning_start: first reasoning token.
+        reasoning_end: one after the last reasoning token.
+        answer_start: first answer token.
+        answer_end: one after the last answer token.
+        sigma: scale of the noise.
+        noise_RH: the noise itself, `[R, H]`; drawn when None.
+        weight_gradients: whether the weights get a gradient too, as in the published code.
+
+    Returns:
+        `[R]`, `|<dJ/de_t, e_t>|` with `J = KL(P || P_noisy)`.
+    """
+    lm: Any = model
+    token_1L = token_L[None, :answer_end]
+    with torch.no_grad():
+        clean_LV = _at_least_float32(lm(input_ids=token_1L, use_cache=False).logits[0])
+        clean_log_V = clean_LV[answer_start - 1 : answer_end - 1].mean(0).log_softmax(-1)
+
+    frozen = [] if weight_gradients else [p for p in model.parameters() if p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    embedding_1LH = lm.get_input_embeddings()(token_1L).detach().requires_grad_(True)
+    full_1LH = torch.zeros_like(embedding_1LH)
+    if noise_RH is None:
+        noise_RH = torch.randn_like(full_1LH[0, reasoning_start:reasoning_end]) * sigma
+    full_1LH[0, reasoning_start:reasoning_end] = noise_RH
+    noisy_LV = _at_least_float32(lm(inputs_embeds=embedding_1LH + full_1LH, use_cache=False).logits[0])
+    noisy_log_V = noisy_LV[answer_start - 1 : answer_end - 1].mean(0).log_softmax(-1)
+    (clean_log_V.exp() * (clean_log_V - noisy_log_V)).sum().backward()
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+
+    gradient_LH = embedding_1LH.grad
+    assert gradient_LH is not None
+    return (gradient_LH[0] * embedding_1LH.detach()[0]).sum(-1).abs()[reasoning_start:reasoning_end]
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,41 @@
+"""`oar`: the command line. Each sub-command lives in its own module and is imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "doctor": "what is installed, what OAR serves here, and what to do about what is missing",
+    "demo": "train a small reasoning model with OAR on this machine and show what happened",
+    "inspect": "show the responses that a run dumped, each token shaded by its weight",
+    "bench": "measure what OAR costs on this machine",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command; returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="oar",
+        description="Outcome-grounded Advantage Reshaping (OAR) for verl: token credit for reasoning models.",
+        epilog="In a verl run nothing of this is needed: pip install oar_plugin, then algorithm.adv_estimator=oar.",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    wanted = next((a for a in arguments if a in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == wanted:
+            importlib.import_module(f"oar_plugin.cli.{name}").add_arguments(subparser)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(importlib.import_module(f"oar_plugin.cli.{parsed.command}").run(parsed))
+    except KeyboardInterrupt:
+        print("oar: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

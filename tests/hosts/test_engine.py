@@ -1,0 +1,201 @@
+"""verl's real FSDP engine with importance against plain autograd on a plain HuggingFace model.
+
+The engines run in torchrun processes on gloo (see engine/worker.py for what the CPU stands in for). Errors are relative
+to the response's largest score.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
+from tests.hosts.engine import world
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("verl")
+
+SINGLE = ["packed", "dynamic", "importance_only", "padded", "checkpointing", "offload", "fsdp1"]
+DOUBLE = ["fsdp2", "fsdp2_checkpointing", "fsdp2_padded", "ulysses"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    world.make_model(path)
+    return path
+
+
+def launch(which: str, processes: int, folder: Path) -> dict:
+    target = folder / f"{which}.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*command, "-m", "tests.hosts.engine.worker", which, str(folder), str(target)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        cwd=root,
+        timeout=280,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return torch.load(target, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def single(folder) -> dict:
+    return launch("single", 1, folder)
+
+
+@pytest.fixture(scope="module")
+def double(folder) -> dict:
+    return launch("double", 2, folder)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape
+    return ((got - want).abs().max() / want.max()).item()
+
+
+def worst(result: dict, want: dict[int, torch.Tensor]) -> float:
+    """Largest error over the scored rows of one engine's result; all other rows must be zero."""
+    errors = [0.0]
+    for place, row in enumerate(result["rows"]):
+        if row in want:
+            errors.append(error(result[IMPORTANCE][place], want[row]))
+        else:
+            assert not result[IMPORTANCE][place].any()
+    return max(errors)
+
+
+@pytest.fixture(scope="module")
+def fisher(folder):
+    return world.reference(folder)
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_one_process_equals_plain_autograd(single, fisher, case):
+    assert worst(single[case], fisher) < 1e-5
+
+
+def test_packed_equals_one_by_one(single):
+    for row, alone in single["one_by_one"].items():
+        assert error(alone[IMPORTANCE][0], single["packed"][IMPORTANCE][row]) < 1e-5
+
+
+@pytest.mark.parametrize("case", DOUBLE)
+def test_two_processes_equal_plain_autograd(double, fisher, case):
+    for result in double[case]:
+        assert worst(result, fisher) < 1e-5
+
+
+@pytest.mark.parametrize("probe", ["last", "answer_joint"])
+def test_other_probes(single, double, folder, probe):
+    want = world.reference(folder, probe=probe)
+    assert worst(single[f"fisher_{probe}"], want) < 1e-5
+    if probe == "answer_joint":
+        for result in double["ulysses_joint"]:
+            assert worst(result, want) < 1e-5
+
+
+@pytest.mark.parametrize("probe", ["last", "answer_mean", "answer_joint"])
+def test_oar_g_equals_plain_autograd(single, double, folder, probe):
+    """5e-3: float32's rounding of P_noisy - P at sigma = 1e-3 (see credit/test_golden.py); the reference is float64 there."""
+    want = world.reference(folder, importance="oar_g", probe=probe)
+    tolerance = 1e-4 if probe == "answer_joint" else 5e-3
+    assert worst(single[f"oar_g_{probe}"], want) < tolerance
+    if probe == "answer_mean":
+        for result in double["ulysses_oar_g"]:
+            assert worst(result, want) < tolerance
+
+
+def test_lora_before_training_equals_the_base_model(single, fisher):
+    """A fresh adapter changes nothing, so neither may the importance."""
+    assert worst(single["lora"], fisher) < 1e-5
+
+
+def test_bf16_autocast_is_close(single, fisher):
+    """bf16 has 8 bits: 2^-8 for each of the layers in between; ranks are what the gate uses."""
+    assert worst(single["bf16"], fisher) < 0.2
+    assert worst(single["bf16"], fisher) > 1e-5, "this case did not run in bf16"
+
+
+def test_averaging_draws_averages(single, fisher):
+    """64 sign vectors: the mean differs from the first draw, and stays within what 64 draws can move."""
+    many, one = single["draws"][IMPORTANCE], single["packed"][IMPORTANCE]
+    for row in world.SCORED:
+        assert error(many[row], one[row]) > 1e-3
+        keep = many[row] > 0
+        assert 0.05 < (many[row][keep].mean() / one[row][keep].mean()) < 20
+
+
+@pytest.mark.parametrize("case", ["packed", "dynamic", "padded", "checkpointing", "offload", "lora"])
+def test_fused_log_probs_and_entropy_equal_verls_own(single, case):
+    assert single[case]["log_probs_error"] < 2e-5
+    assert single[case]["entropy_error"] < 2e-5
+
+
+@pytest.mark.parametrize("case", DOUBLE)
+def test_fused_log_probs_equal_verls_own_on_two_processes(double, case):
+    for result in double[case]:
+        assert result["log_probs_error"] < 2e-5
+
+
+def test_importance_alone_returns_no_log_probs(single):
+    assert "log_probs" not in single["importance_only"]
+
+
+def test_the_pass_is_deterministic(single):
+    for a, b in zip(single["packed"][IMPORTANCE], single["packed_again"][IMPORTANCE], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_status_and_segments(single):
+    status = [Status(int(report[0])).name for report in single["packed"][REPORT]]
+    assert status == world.STATUS
+    for row in world.SCORED:
+        assert torch.equal(single["packed"][SEGMENTS][row].long(), world.segments_of(world.ROWS[row][1]))
+    for row in set(range(8)) - set(world.SCORED):
+        assert (single["packed"][SEGMENTS][row] == Segment.OUTSIDE).all()
+
+
+def test_no_trace_is_left(single, double):
+    """Weights, requires_grad, gradients, train mode, hooks, optimizer, scaler, three random states."""
+    cases = [single[c] for c in [*SINGLE, "lora", "bf16", "oar_g_answer_mean"]] + [r for c in DOUBLE for r in double[c]]
+    for case in cases:
+        assert case["traces"] == []
+
+
+def test_training_goes_on_as_if_nothing_happened(single):
+    assert single["grad_norm"] == single["fresh_grad_norm"] > 0
+
+
+def test_every_kind_of_trace_would_be_noticed(single):
+    kinds = [
+        "grads",
+        "hooks",
+        "numpy_rng",
+        "optimizer",
+        "python_rng",
+        "requires_grad",
+        "scaler",
+        "torch_rng",
+        "training",
+    ]
+    assert single["noticed"] == sorted([*kinds, "weights"])
+
+
+def test_the_engine_is_inert_without_a_request(single):
+    """Losses, log-probs and weights of ordinary training are bit-identical to those of verl's own class."""
+    plugin, host = single["inert"]["plugin"], single["inert"]["host"]
+    assert plugin["class"].startswith("Oar")
+    assert host["class"] == "HostEngine"
+    assert plugin["norms"] == host["norms"]
+    assert torch.equal(plugin["log_probs"], host["log_probs"])
+    for name, weight in plugin["weights"].items():
+        assert torch.equal(weight, host["weights"][name]), name

@@ -1,0 +1,52 @@
+"""A configuration that cannot work is refused with the key, its value and what is allowed."""
+
+import pytest
+
+from oar_plugin.config import OarConfig, OarConfigError
+
+
+def test_defaults_are_the_papers_gate_and_the_measured_estimator():
+    config = OarConfig.parse(None)
+    assert (config.tau, config.beta, config.floor, config.sigma) == (0.4, 2.0, 0.1, 1e-3)
+    assert (config.importance, config.probe, config.base_estimator) == ("fisher", "answer_mean", "grpo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"tau": 1.5}, ["algorithm.oar.tau=1.5", "less than or equal to 1"]),
+        ({"tau": "high"}, ["algorithm.oar.tau='high'", "number"]),
+        ({"beta": -1}, ["algorithm.oar.beta=-1", "greater than or equal to 0"]),
+        ({"floor": 0}, ["algorithm.oar.floor=0", "greater than 0"]),
+        ({"sigma": 0}, ["algorithm.oar.sigma=0"]),
+        ({"num_draws": 0}, ["algorithm.oar.num_draws=0"]),
+        ({"warmup_steps": -1}, ["algorithm.oar.warmup_steps=-1"]),
+        ({"importance": "entropy"}, ["algorithm.oar.importance='entropy'", "'fisher'", "'oar_g'"]),
+        ({"probe": "mean"}, ["algorithm.oar.probe='mean'", "'answer_mean'"]),
+        ({"base_estimator": "gae"}, ["algorithm.oar.base_estimator='gae'", "'rloo'"]),
+        ({"teu": 0.3}, ["algorithm.oar.teu=0.3", "unknown key", "did you mean algorithm.oar.tau", "allowed keys"]),
+        ({"answer_patterns": []}, ["probe=answer_mean", "answer_patterns", "probe=last"]),
+        ({"answer_patterns": ["bxed"]}, ["bxed", "boxed"]),
+        ({"answer_patterns": ["regex:no group"]}, ["regex:no group", "group"]),
+    ],
+)
+def test_faults_are_explained(settings, parts):
+    with pytest.raises(OarConfigError) as error:
+        OarConfig.parse(settings)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_every_fault_is_listed():
+    with pytest.raises(OarConfigError) as error:
+        OarConfig.parse({"tau": 2, "beta": -1, "nonsense": 1})
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_no_pattern_is_fine_with_the_last_probe():
+    assert OarConfig.parse({"answer_patterns": [], "probe": "last"}).answer_patterns == ()
+
+
+def test_warm_up_goes_from_last_to_the_probe():
+    config = OarConfig.parse({"warmup_steps": 2, "probe": "answer_joint"})
+    assert [config.probe_at(step) for step in (1, 2, 3)] == ["last", "last", "answer_joint"]
