@@ -30,7 +30,7 @@ def resolve(config: DictConfig) -> OarConfig:
         OarConfigError: names each key at fault, its value and what is allowed.
     """
     group = OmegaConf.select(config, "algorithm.oar")
-    settings = OmegaConf.to_container(group, resolve=True) if group is not None else None
+    settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group
     if settings is not None and not isinstance(settings, Mapping):
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
     faults = list(_faults(config, settings))
@@ -61,6 +61,6 @@ def _faults(config: DictConfig, settings: Any) -> Iterator[str]:
         yield f"actor_rollout_ref.actor.strategy={strategy}: not served by OAR; allowed: {', '.join(STRATEGIES)}"
     if value("actor_rollout_ref.model.use_fused_kernels"):
         yield (
-            "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which the "
-            "probe reads; allowed: False"
+            "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
+            "the probe reads; allowed: False"
         )

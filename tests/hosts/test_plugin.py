@@ -1,0 +1,86 @@
+"""The entry point: what it registers, that it is inert, and that it is loud."""
+
+import importlib
+import importlib.metadata
+import sys
+
+import pytest
+
+pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
+
+from oar_plugin.hosts.verl import plugin
+
+
+def test_the_entry_point_is_declared():
+    names = {ep.name: ep.value for ep in importlib.metadata.entry_points(group="verl.plugins")}
+    assert names["oar"] == "oar_plugin.hosts.verl.plugin"
+
+
+@pytest.mark.parametrize(
+    ("version", "served"), [("0.9.1", True), ("0.9.1+local", True), ("0.9.2", False), ("0.10.0", False), ("0.9", False)]
+)
+def test_only_the_tested_verl_is_served(version, served):
+    assert plugin.serves(version) is served
+
+
+def test_another_verl_is_refused_loudly_and_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.0")
+    hooked = []
+    monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", lambda hook, name: hooked.append(name))
+    plugin.load()
+    assert "verl 0.10.0" in caplog.text
+    assert "pip" in caplog.text or "Install" in caplog.text
+    assert hooked == []
+
+
+def test_a_failure_while_loading_is_printed_and_does_not_raise(monkeypatch, capsys):
+    def fail(hook, name):
+        raise RuntimeError("broken wheel")
+
+    monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", fail)
+    plugin.load()
+    printed = capsys.readouterr().err
+    assert "oar_plugin failed to load" in printed
+    assert "broken wheel" in printed
+
+
+def test_importing_verl_does_not_import_the_trainers():
+    """Start-up time is paid by every process of a cluster."""
+    code = "import verl, sys; print([m for m in sys.modules if m.startswith(('verl.trainer.ppo.v1', 'vllm'))])"
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_trainers_are_ours_for_oar_and_verls_own_for_everything_else(mode, monkeypatch):
+    import verl  # noqa: F401
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    trainer = importlib.import_module("oar_plugin.hosts.verl.trainer")
+    host, ours = trainer.TRAINERS[mode]
+    assert get_trainer_cls(mode) is ours
+    monkeypatch.setattr(host, "__init__", lambda self, config: None)
+
+    def build(estimator):
+        config = {
+            "algorithm": {"adv_estimator": estimator},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": mode}},
+            "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}},
+        }
+        return get_trainer_cls(mode)(config=OmegaConf.create(config))
+
+    assert type(build("grpo")) is host
+    assert type(build("gae")) is host
+    assert type(build("oar")) is ours
+
+
+def test_the_estimator_explains_itself_outside_of_our_trainers():
+    import verl  # noqa: F401
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True"):
+        get_adv_estimator_fn("oar")()

@@ -1,0 +1,112 @@
+"""What stops a verl run at its start, and what the command line can say."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl")
+
+from oar_plugin.config import OarConfigError
+from oar_plugin.hosts.verl.hydra_conf import mentions_oar
+from oar_plugin.hosts.verl.settings import resolve, switched_on
+
+
+def config(**changes):
+    base = OmegaConf.create(
+        {
+            "algorithm": {"adv_estimator": "oar"},
+            "critic": {"enable": None},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
+            "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "model": {"use_fused_kernels": False}},
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(base, key.replace("__", "."), value, force_add=True)
+    return base
+
+
+def test_the_one_line_is_enough():
+    assert switched_on(config())
+    assert resolve(config()).importance == "fisher"
+
+
+def test_other_estimators_are_none_of_our_business():
+    assert not switched_on(config(algorithm__adv_estimator="grpo"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"actor_rollout_ref__actor__strategy": "megatron"}, ["actor.strategy=megatron", "fsdp, fsdp2"]),
+        ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
+        ({"trainer__use_v1": False}, ["trainer.use_v1=False", "allowed: True"]),
+        ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
+        ({"critic__enable": True}, ["critic.enable=True", "allowed: null or False"]),
+        ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator=gae", "critic", "allowed: grpo, rloo"]),
+        ({"algorithm__oar": {"tau": 3}}, ["algorithm.oar.tau=3"]),
+        ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(changes, parts):
+    with pytest.raises(OarConfigError) as error:
+        resolve(config(**changes))
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["algorithm.adv_estimator=oar"], True),
+        (["algorithm.adv_estimator=grpo"], False),
+        (["algorithm.adv_estimator=oar", "+algorithm.oar.tau=0.3"], False),
+        (["+oar=published", "algorithm.adv_estimator=oar"], True),
+        ([], False),
+    ],
+)
+def test_the_command_line_decides_whether_hydra_sees_our_keys(arguments, expected):
+    assert mentions_oar(arguments) is expected
+
+
+def main_ppo(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "HYDRA_FULL_ERROR": "0"},
+    )
+
+
+@pytest.mark.slow
+def test_hydra_composes_overrides_and_presets():
+    done = main_ppo("algorithm.adv_estimator=oar", "+oar=published", "algorithm.oar.tau=0.3", "--cfg", "job")
+    oar = OmegaConf.create(done.stdout).algorithm.oar
+    assert (oar.tau, oar.importance, oar.beta, oar.probe) == (0.3, "oar_g", 2.0, "answer_mean")
+
+
+@pytest.mark.slow
+def test_a_bad_setting_stops_the_run_before_anything_starts():
+    done = main_ppo("algorithm.adv_estimator=oar", "algorithm.oar.tau=1.5", "algorithm.oar.seed=-1")
+    assert done.returncode == 1
+    assert "algorithm.oar.tau=1.5" in done.stderr
+    assert "algorithm.oar.seed=-1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_another_estimator_composes_the_same_configuration_with_and_without_the_plugin():
+    with_plugin = main_ppo("algorithm.adv_estimator=grpo", "--cfg", "job")
+    before = os.environ.get("VERL_USE_EXTERNAL_PLUGINS")
+    os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
+    try:
+        without = main_ppo("algorithm.adv_estimator=grpo", "--cfg", "job")
+    finally:
+        os.environ.pop("VERL_USE_EXTERNAL_PLUGINS")
+        if before is not None:
+            os.environ["VERL_USE_EXTERNAL_PLUGINS"] = before
+    assert with_plugin.stdout == without.stdout
+    assert "oar" not in without.stdout.split("algorithm:")[1].split("trainer:")[0]
