@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operators allocate while it is active, until each is freed.
 
-    Sees forward, backward and recomputation alike (on a CPU, backward runs in the calling thread). Storages that existed
-    before count nothing, nor does scratch memory that a kernel allocates and frees within one operator.
+    Sees forward, backward and recomputation alike (on a CPU, backward runs in the calling thread). Storages that
+    existed before count nothing, nor does scratch memory that a kernel allocates and frees within one operator.
 
     Attributes:
         live: bytes alive now.
@@ -56,7 +56,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that `work` held at once on top of what was there before: CUDA's allocator, or `LiveBytes` on a CPU."""
+    """Most bytes that `work` held at once on top of what was there before, by CUDA's allocator or `LiveBytes`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -44,7 +44,7 @@ class Scores:
 
 @torch.no_grad()
 def log_prob_and_entropy(logits_TV: Tensor, label_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of each row, float32 `[T]`, in chunks of rows so that little is held at once."""
+    """Log-prob of each label and entropy of each row, float32 `[T]`, in chunks of rows."""
     log_probs, entropies = [], []
     for chunk, label in zip(logits_TV.split(CHUNK), label_T.split(CHUNK), strict=True):
         chunk = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
@@ -161,10 +161,12 @@ class Passes:
         total_T = torch.zeros(rows * length, device=token_BL.device)
         for draw in range(request.num_draws):
             forward(draw, importance_only or request.importance == "oar_g" or draw > 0)
-            assert taps.answer_logits is not None and taps.embedding is not None
+            assert taps.answer_logits is not None
             scorer.scalar(taps.answer_logits, draw).backward()
-            assert taps.embedding.grad is not None
-            total_T += scorer.importance(taps.embedding.grad, taps.embedding.detach()).flatten()
+            embedding = taps.embedding
+            assert embedding is not None
+            assert embedding.grad is not None
+            total_T += scorer.importance(embedding.grad, embedding.detach()).flatten()
         reasoning_T = segments_BL.flatten() == Segment.REASONING
         scores.importance.append(torch.where(reasoning_T, total_T / request.num_draws, 0.0).view_as(token_BL))
 

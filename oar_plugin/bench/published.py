@@ -1,7 +1,7 @@
 """OAR-G the way the published code goes about it (arXiv 2601.07408): what ours is compared with.
 
-One response at a time: a clean forward, a noisy forward, one backward, all of them with the logits of the whole sequence
-in float32. The backward is a plain `J.backward()`, so it also computes the gradient of every weight; the paper's text
+One response at a time: a clean forward, a noisy forward, one backward, all with float32 logits of the whole sequence.
+The backward is a plain `J.backward()`, so it also computes the gradient of every weight; the paper's text
 asks for the input embeddings' gradient only, and `weight_gradients=False` is that reading.
 """
 

@@ -86,37 +86,87 @@ def targets(result: Result) -> list[Target]:
     sized = None if (settings.responses, settings.response_length) == (64, 512) else "64 responses of 512 tokens"
     small = None if settings.size == "0.1b" else "0.1B parameters (--size 0.1b)"
 
-    ratio("importance adds, of a log-prob pass", "(b - a) / a", lambda a, b: (b - a) / a, (LOG_PROB, FUSED),
-          limit=1.15, stated_for=every)  # fmt: skip
-    ratio("same with activation checkpointing", "(b* - a) / a", lambda a, b: (b - a) / a, (LOG_PROB, FUSED_CKPT),
-          limit=2.2, stated_for=every)  # fmt: skip
+    ratio(
+        "importance adds, of a log-prob pass",
+        "(b - a) / a",
+        lambda a, b: (b - a) / a,
+        (LOG_PROB, FUSED),
+        limit=1.15,
+        stated_for=every,
+    )
+    ratio(
+        "same with activation checkpointing",
+        "(b* - a) / a",
+        lambda a, b: (b - a) / a,
+        (LOG_PROB, FUSED_CKPT),
+        limit=2.2,
+        stated_for=every,
+    )
     for ours, update, letter in ((FUSED, UPDATE, ""), (FUSED_CKPT, UPDATE_CKPT, "*")):
         if ours in have and update in have:
             ours_bytes, update_bytes = have[ours].peak_bytes, have[update].peak_bytes
-            assert ours_bytes is not None and update_bytes is not None
+            assert ours_bytes is not None
+            assert update_bytes is not None
             of_mode = "with" if letter else "without"
             formula = f"mem(b{letter}) / mem(e{letter})"
-            found.append(Target(f"peak memory against the update's, {of_mode} checkpointing", formula,
-                                ours_bytes / update_bytes, limit=1.0))  # fmt: skip
-            found.append(Target("  same, the update's weight gradients not counted", f"{formula} less gradients",
-                                ours_bytes / (update_bytes - result.weight_bytes)))  # fmt: skip
+            found.append(
+                Target(
+                    f"peak memory against the update's, {of_mode} checkpointing",
+                    formula,
+                    ours_bytes / update_bytes,
+                    limit=1.0,
+                )
+            )
+            found.append(
+                Target(
+                    "  same, the update's weight gradients not counted",
+                    f"{formula} less gradients",
+                    ours_bytes / (update_bytes - result.weight_bytes),
+                )
+            )
     ours = FUSED if FUSED in have else FUSED_CKPT
     letter = have[ours].letter
     for key in (PUBLISHED, PUBLISHED_FROZEN):
         d = have[key].letter
-        ratio(f"{have[key].title}: time over ours, log-probs included in ours", f"{d} / {letter}",
-              lambda d, b: d / b, (key, ours), limit=5.0, at_most=False, stated_for=sized)  # fmt: skip
-        ratio("  over what importance adds in ours", f"{d} / ({letter} - a)",
-              lambda d, b, a: d / (b - a), (key, ours, LOG_PROB))  # fmt: skip
-        ratio("  log-probs and importance, both ways", f"(a + {d}) / {letter}",
-              lambda d, b, a: (a + d) / b, (key, ours, LOG_PROB))  # fmt: skip
+        ratio(
+            f"{have[key].title}: time over ours, log-probs included in ours",
+            f"{d} / {letter}",
+            lambda d, b: d / b,
+            (key, ours),
+            limit=5.0,
+            at_most=False,
+            stated_for=sized,
+        )
+        ratio(
+            "  over what importance adds in ours",
+            f"{d} / ({letter} - a)",
+            lambda d, b, a: d / (b - a),
+            (key, ours, LOG_PROB),
+        )
+        ratio(
+            "  log-probs and importance, both ways",
+            f"(a + {d}) / {letter}",
+            lambda d, b, a: (a + d) / b,
+            (key, ours, LOG_PROB),
+        )
     ratio("importance alone, of a log-prob pass", "c / a", lambda c, a: c / a, (ONLY, LOG_PROB))
     ratio("same with activation checkpointing", "c* / a", lambda c, a: c / a, (ONLY_CKPT, LOG_PROB))
     for ours, update, star in ((FUSED, UPDATE, ""), (FUSED_CKPT, UPDATE_CKPT, "*")):
-        ratio(f"importance adds, of log-probs and update{' with checkpointing' if star else ''}",
-              f"(b{star} - a) / (a + e{star})", lambda a, b, e: (b - a) / (a + e), (LOG_PROB, ours, update))  # fmt: skip
-    ratio("finder, gate and diagnostics, of a log-prob pass", "f / a", lambda f, a: f / a, (BOOKKEEPING, LOG_PROB),
-          limit=0.03, stated_for=small)  # fmt: skip
+        mode = " with checkpointing" if star else ""
+        ratio(
+            f"importance adds, of log-probs and update{mode}",
+            f"(b{star} - a) / (a + e{star})",
+            lambda a, b, e: (b - a) / (a + e),
+            (LOG_PROB, ours, update),
+        )
+    ratio(
+        "finder, gate and diagnostics, of a log-prob pass",
+        "f / a",
+        lambda f, a: f / a,
+        (BOOKKEEPING, LOG_PROB),
+        limit=0.03,
+        stated_for=small,
+    )
     return found
 
 
@@ -124,22 +174,24 @@ def notes(result: Result) -> list[str]:
     """How the figures came about; what a reader must know before quoting one."""
     settings = result.settings
     tokens = settings.responses * (settings.prompt_length + settings.response_length)
+    counted = "by CUDA's allocator"
+    if result.machine["device"] == "cpu":
+        counted = "counted storage by storage, without scratch memory inside a kernel"
     lines = [
-        f"{settings.architecture} with random weights, {result.parameters / 1e6:.1f}M parameters (tied embeddings counted "
+        f"{settings.architecture} with random weights, {result.parameters / 1e6:.1f}M parameters (tied embeddings "
         f"once), vocabulary {result.vocab}, {settings.dtype}; {settings.responses} responses of "
-        f"{settings.response_length} tokens after prompts of {settings.prompt_length} ({tokens} tokens), answers of "
-        f"{settings.answer_length}, {settings.micro_batch} sequences a micro-batch; one process.",
-        f"{settings.rounds - 1} counted rounds, each candidate once a round; a warm-up round before them is thrown away. "
-        "Ratios are ratios of medians; the range beside them is over single rounds.",
+        f"{settings.response_length} tokens after prompts of {settings.prompt_length} ({tokens} tokens in all), answers of "
+        f"{settings.answer_length} tokens, {settings.micro_batch} sequences a micro-batch; one process.",
+        f"{settings.rounds - 1} counted rounds, each candidate once a round; a warm-up before them, on one "
+        "micro-batch, is thrown away. Ratios are ratios of medians; the range beside them is over single rounds.",
         "All sequences have one length and attention is sdpa with a causal mask, so packing would change nothing here.",
-        "Log-probs and entropy are taken in chunks of 2048 rows, in float32. The update's log-prob writes its gradient "
-        "over the logits (the leanest known), clips gradients and takes one AdamW step for the batch.",
-        "Memory is the peak of live bytes on top of weights and optimizer state, over two micro-batches (two responses in "
-        + ("d)." if result.machine["device"] == "cuda" else "d); on a CPU it is counted storage by storage, "
-           "without scratch memory inside a kernel."),
-        "d runs the published procedure on the scored responses, one at a time; d lets backward compute weight "
-        "gradients as the published code does, d' follows the paper's text and does not.",
-    ]  # fmt: skip
+        "Log-probs and entropy are taken in chunks of 2048 rows, in float32. The update's log-prob writes its "
+        "gradient over the logits (the leanest known); the update clips gradients and takes one AdamW step.",
+        "Memory is the peak on top of weights and optimizer state, over two micro-batches (two responses in d), "
+        f"{counted}.",
+        "d runs the published procedure on the scored responses, one at a time, and lets backward compute weight "
+        "gradients as the published code does; d' follows the paper's text and does not. Neither returns log-probs.",
+    ]
     if settings.importance != "fisher":
         lines.append(f"Ours computes {settings.importance} in b and c.")
     else:
@@ -177,8 +229,14 @@ def target_table(result: Result) -> Table:
         shown.add_column(name, justify="right" if name == "value" else "left")
     for target in targets(result):
         colour = {"reached": "green", "NOT reached": "red"}.get(target.verdict, "dim")
-        shown.add_row(target.name, target.formula, f"{target.value:.3g}", target.range_text, target.limit_text,
-                      f"[{colour}]{target.verdict}[/]")  # fmt: skip
+        shown.add_row(
+            target.name,
+            target.formula,
+            f"{target.value:.3g}",
+            target.range_text,
+            target.limit_text,
+            f"[{colour}]{target.verdict}[/]",
+        )
     return shown
 
 
@@ -204,7 +262,8 @@ def markdown(result: Result) -> str:
         f"{result.settings.dtype}, {machine['device']}",
         "",
         f"{where}; torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}. "
-        f"Load average (1, 5, 15 minutes) before {machine['load_average_before']}, after {machine['load_average_after']}.",
+        f"Load average (1, 5, 15 minutes) before {machine['load_average_before']}, "
+        f"after {machine['load_average_after']}.",
         "",
         "| | what | seconds | fastest .. slowest | CPU seconds | of a | peak MiB |",
         "|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Every candidate of `oar bench step`, measured side by side in one process.
 
 Round by round each candidate takes the whole batch once, so that a machine that slows down slows all of them; the first
-round is warm-up and thrown away. Memory is measured afterwards, on two micro-batches a candidate.
+round is warm-up, on one micro-batch, and thrown away. Memory is measured last, on two micro-batches a candidate.
 """
 
 from __future__ import annotations
@@ -166,14 +166,13 @@ def measure(settings: Settings, progress: Progress = lambda what: None) -> Resul
     with _threads(settings.threads):
         machine = describe_machine(device)
         passes, candidates = build_candidates(settings, device)
-        for number in range(settings.rounds):
+        for candidate in candidates.values():
+            progress(f"warm-up: {candidate.title}")
+            _warm_up(candidate, device, settings)
+        for number in range(1, settings.rounds):
             for candidate in candidates.values():
-                progress(
-                    f"round {number} of {settings.rounds - 1}: {candidate.title}"
-                    if number
-                    else f"warm-up: {candidate.title}"
-                )
-                _run_once(candidate, device, settings, counts=number > 0)
+                progress(f"round {number} of {settings.rounds - 1}: {candidate.title}")
+                _run_once(candidate, device)
         for candidate in candidates.values():
             progress(f"memory: {candidate.title}")
             if candidate.key != BOOKKEEPING:
@@ -238,23 +237,20 @@ def _keys(settings: Settings) -> list[str]:
     return [key for key in keys if key not in left_out[settings.checkpointing]]
 
 
-def _run_once(candidate: Candidate, device: torch.device, settings: Settings, counts: bool) -> None:
-    if not counts and candidate.key in (PUBLISHED, PUBLISHED_FROZEN):
-        _choose_published(candidate, device, settings)
-        return
-    wall, cpu = _timed(lambda: candidate.work(candidate.limit), device)
-    if counts:
-        candidate.seconds.append(wall * candidate.scale)
-        candidate.cpu_seconds.append(cpu * candidate.scale)
-
-
-def _choose_published(candidate: Candidate, device: torch.device, settings: Settings) -> None:
-    """Warm up on two responses, and measure as many in the counted rounds as were asked for or fit in the time."""
+def _warm_up(candidate: Candidate, device: torch.device, settings: Settings) -> None:
+    """One micro-batch; for the published procedure two responses, the second of which tells how many to measure."""
     candidate.work(1)
-    one, _ = _timed(lambda: candidate.work(1), device)
-    count = settings.published_responses or max(2, int(PUBLISHED_SECONDS / one))
-    candidate.limit = min(count, settings.scored)
-    candidate.scale = settings.scored / candidate.limit
+    if candidate.key in (PUBLISHED, PUBLISHED_FROZEN):
+        one, _ = _timed(lambda: candidate.work(1), device)
+        count = settings.published_responses or max(2, int(PUBLISHED_SECONDS / one))
+        candidate.limit = min(count, settings.scored)
+        candidate.scale = settings.scored / candidate.limit
+
+
+def _run_once(candidate: Candidate, device: torch.device) -> None:
+    wall, cpu = _timed(lambda: candidate.work(candidate.limit), device)
+    candidate.seconds.append(wall * candidate.scale)
+    candidate.cpu_seconds.append(cpu * candidate.scale)
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:

@@ -42,37 +42,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = step.add_argument_group("model")
-    model.add_argument("--size", default="0.1b", choices=("tiny", "10m", "50m", "0.1b", "0.5b", "1.5b", "7b"),
-                       help="parameters, about (tiny is for tests; default: %(default)s)")  # fmt: skip
+    model.add_argument(
+        "--size",
+        default="0.1b",
+        choices=("tiny", "10m", "50m", "0.1b", "0.5b", "1.5b", "7b"),
+        help="parameters, about (tiny is for tests; default: %(default)s)",
+    )
     model.add_argument("--architecture", default="qwen2", choices=("qwen2", "llama"), help="default: %(default)s")
     model.add_argument("--vocab", type=int, help="vocabulary (default: 32000; 152064 for 7b)")
-    model.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
-                       help="of weights and computation (default: %(default)s)")  # fmt: skip
-    model.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
-                       help="auto takes CUDA where there is one (default: %(default)s)")  # fmt: skip
+    model.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of weights and computation (default: %(default)s)",
+    )
+    model.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto takes CUDA where there is one (default: %(default)s)",
+    )
     batch = step.add_argument_group("batch")
     batch.add_argument("--responses", type=int, default=64, help="sequences (default: %(default)s)")
     batch.add_argument("--response-length", type=int, default=512, help="tokens each (default: %(default)s)")
     batch.add_argument("--prompt-length", type=int, default=128, help="tokens before them (default: %(default)s)")
     batch.add_argument("--answer-length", type=int, default=8, help="tokens in the box (default: %(default)s)")
     batch.add_argument("--micro-batch", type=int, default=4, help="sequences at a time (default: %(default)s)")
-    batch.add_argument("--scored-share", type=float, default=1.0,
-                       help="share of the responses that get importance: those whose group has a non-zero advantage "
-                       "(default: %(default)s)")  # fmt: skip
+    batch.add_argument(
+        "--scored-share",
+        type=float,
+        default=1.0,
+        help="share of the responses that get importance: those whose group has a non-zero advantage "
+        "(default: %(default)s)",
+    )
     how = step.add_argument_group("measurement")
-    how.add_argument("--importance", default="fisher", choices=("fisher", "oar_g"),
-                     help="estimator of b and c (default: %(default)s)")  # fmt: skip
-    how.add_argument("--checkpointing", default="both", choices=("on", "off", "both"),
-                     help="candidates with activation checkpointing, without, or both (default: %(default)s)")  # fmt: skip
-    how.add_argument("--rounds", type=int, default=5,
-                     help="rounds in all; the first is thrown away (default: %(default)s)")  # fmt: skip
-    how.add_argument("--published-responses", type=int,
-                     help="time d on so many responses and scale up, which the report then says (default: as many as take "
-                     "a minute a round)")  # fmt: skip
+    how.add_argument(
+        "--importance",
+        default="fisher",
+        choices=("fisher", "oar_g"),
+        help="estimator of b and c (default: %(default)s)",
+    )
+    how.add_argument(
+        "--checkpointing",
+        default="both",
+        choices=("on", "off", "both"),
+        help="candidates with activation checkpointing, without it, or both",
+    )
+    how.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="rounds in all; the first is a short warm-up and thrown away (default: %(default)s)",
+    )
+    how.add_argument(
+        "--published-responses",
+        type=int,
+        help="time d on so many responses and scale up, which the report then says "
+        "(default: as many as take a minute a round)",
+    )
     how.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
     how.add_argument("--seed", type=int, default=0, help="of weights, batch, signs and noise (default: %(default)s)")
-    step.add_argument("--out", type=Path, metavar="DIR",
-                      help="write step_<device>_<size>.md and .json there (default: only the terminal)")  # fmt: skip
+    step.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write step_<device>_<size>.md and .json there (default: only the terminal)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

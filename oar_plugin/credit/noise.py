@@ -51,21 +51,25 @@ def response_seeds(token_T: Tensor, response_T: Tensor, num_responses: int, seed
 def signs(seed_N: Tensor, start: int, size: int) -> Tensor:
     """Random signs (+1 or -1) for coordinates `start .. start + size - 1`, float32 `[N, size]`.
 
-    A vocabulary-parallel rank asks for its own slice and gets what the whole vocabulary would have there.
+    A vocabulary-parallel rank asks for its own slice and gets what the whole vocabulary would have there. One hash
+    serves 64 coordinates, a bit for each.
     """
-    coordinate = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=seed_N.device)
-    bits = _mix(seed_N[:, None] + coordinate * _GOLDEN)
-    return (1 - 2 * (bits & 1)).float()
+    first, last = start // 64, (start + size + 63) // 64
+    word = torch.arange(first + 1, last + 1, dtype=torch.int64, device=seed_N.device)
+    hashed = _mix(seed_N[:, None] + word * _GOLDEN)
+    bits = (hashed[:, :, None] >> torch.arange(64, device=seed_N.device)) & 1
+    skip = start - 64 * first
+    return (1 - 2 * bits.flatten(1)[:, skip : skip + size]).float()
 
 
 def gaussian(seed_N: Tensor, size: int) -> Tensor:
-    """Standard normal values, float32 `[N, size]` (Box-Muller on two hashed uniforms)."""
-    coordinate = torch.arange(1, size + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
-    bits_1 = _mix(seed_N[:, None] + coordinate)
-    bits_2 = _mix(bits_1 ^ _MIX_1)
-    uniform_1 = (_shift(bits_1, 11) + 1).double() * 2.0**-53
-    uniform_2 = _shift(bits_2, 11).double() * 2.0**-53
-    return ((-2.0 * uniform_1.log()).sqrt() * torch.cos(2 * math.pi * uniform_2)).float()
+    """Standard normal values, float32 `[N, size]` (Box-Muller: two values from two hashed 24-bit uniforms)."""
+    pairs = (size + 1) // 2
+    coordinate = torch.arange(1, pairs + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
+    hashed = _mix(seed_N[:, None] + coordinate)
+    radius = (-2.0 * ((_shift(hashed, 40) + 1).float() * 2.0**-24).log()).sqrt()
+    angle = (hashed & 0xFFFFFF).float() * (2.0 * math.pi * 2.0**-24)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :size]
 
 
 def position_seeds(seed_N: Tensor, place_N: Tensor, draw: int = 0) -> Tensor:

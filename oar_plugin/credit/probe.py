@@ -103,8 +103,12 @@ def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
 
     Differentiable. On one of several sequence-parallel ranks it is that rank's part of the sum.
     """
-    weighted_NV = _at_least_float32(logits_NV) * rows.share_N[:, None]
-    return weighted_NV.new_zeros(rows.num_responses, logits_NV.shape[-1]).index_add(0, rows.response_N, weighted_NV)
+    # A matmul rather than index_add: that is deterministic on CUDA, and several times faster. Never in half precision.
+    with torch.autocast(logits_NV.device.type, enabled=False):
+        logits_NV = _at_least_float32(logits_NV)
+        share_BN = logits_NV.new_zeros(rows.num_responses, len(rows))
+        share_BN[rows.response_N, torch.arange(len(rows), device=share_BN.device)] = rows.share_N.to(share_BN.dtype)
+        return share_BN @ logits_NV
 
 
 def joint_log_prob(logits_NV: Tensor, rows: AnswerRows) -> Tensor:

@@ -11,6 +11,7 @@ verl hides a plugin that fails to load (it logs at DEBUG). This module reports i
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import logging
 import sys
@@ -31,9 +32,8 @@ def serves(version: str) -> bool:
 
 
 def _register_trainers(module: ModuleType) -> None:
-    from oar_plugin.hosts.verl import trainer
-
-    trainer.register()
+    # Importing it registers them: whoever imports it first, a test say, triggers this hook half-way through.
+    importlib.import_module("oar_plugin.hosts.verl.trainer")
 
 
 def _register_fsdp(module: ModuleType) -> None:

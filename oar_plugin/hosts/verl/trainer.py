@@ -131,6 +131,8 @@ class OarTrainerMixin:
                 select_fields=["advantages", IMPORTANCE, SEGMENTS, REPORT],
             )
             mask = data["advantages"]
+            if IMPORTANCE not in data:
+                data.update(_nothing_scored(mask))
             padded = data.to_padded_tensor()
             advantage_BL = padded["advantages"]
             report_B2 = padded[REPORT]
@@ -191,6 +193,19 @@ class OarTrainerMixin:
             )
 
 
+def _nothing_scored(like: torch.Tensor) -> TensorDict:
+    """The three fields for a batch that no actor scored: every row falls back, and is counted."""
+    rows = like.unbind()
+    report = torch.tensor([float(Status.NOT_SCORED), 0.0])
+    fields = {
+        IMPORTANCE: [torch.zeros(len(row)) for row in rows],
+        SEGMENTS: [torch.zeros(len(row), dtype=torch.int8) for row in rows],
+        REPORT: [report] * len(rows),
+    }
+    nested = {name: torch.nested.as_nested_tensor(value, layout=torch.jagged) for name, value in fields.items()}
+    return TensorDict(nested, batch_size=len(rows))
+
+
 class OarTrainerSync(OarTrainerMixin, PPOTrainerSync):
     """Trainer and rollout share the devices and take turns."""
 
@@ -236,3 +251,6 @@ def register() -> None:
         if current not in (host, ours):
             raise RuntimeError(f"verl's trainer '{name}' was already replaced by {current}; OAR cannot replace it too.")
         trainer_base.TRAINER_REGISTRY[name] = ours
+
+
+register()

@@ -1,0 +1,213 @@
+"""What the trainer does to a batch, with verl's own advantage functions and an in-memory stand-in for TransferQueue."""
+
+import importlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
+
+pytest.importorskip("verl")
+
+import verl  # noqa: F401
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.hosts.verl import trainer as ours
+
+LENGTHS = [5, 7, 4, 6, 5, 5]
+UIDS = ["a", "a", "a", "b", "b", "b"]
+REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]  # group b has nothing to learn
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+class Queue:
+    """`kv_batch_get` and `kv_batch_put` on a dictionary."""
+
+    def __init__(self, fields):
+        self.fields = fields
+
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        names = [name for name in select_fields if name in self.fields]
+        return TensorDict({name: self.fields[name] for name in names}, batch_size=len(keys))
+
+    def kv_batch_put(self, keys, partition_id, fields):
+        self.fields.update({name: fields[name] for name in fields.keys()})
+        return batch_of(keys)
+
+
+def batch_of(keys):
+    class Batch(SimpleNamespace):
+        def __len__(self):
+            return len(self.keys)
+
+    return Batch(keys=keys, partition_id="train", extra_info={}, tags=[{} for _ in keys])
+
+
+def rm_scores(rewards, lengths):
+    rows = [torch.zeros(length) for length in lengths]
+    for row, reward in zip(rows, rewards, strict=True):
+        row[-1] = reward
+    return nested(rows)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return lambda **kwargs: build(monkeypatch, **kwargs)
+
+
+def build(monkeypatch, keys=None, rewards=REWARDS, lengths=LENGTHS, uids=UIDS, **oar):
+    queue = Queue(
+        {
+            "uid": NonTensorStack(*uids),
+            "response_mask": nested([torch.ones(length, dtype=torch.long) for length in lengths]),
+            "rm_scores": rm_scores(rewards, lengths),
+        }
+    )
+    monkeypatch.setattr(ours, "tq", queue)
+    monkeypatch.setattr(importlib.import_module("verl.trainer.ppo.v1.trainer_base"), "tq", queue)
+    trainer = object.__new__(ours.OarTrainerSync)
+    trainer.config = OmegaConf.create(
+        {
+            "algorithm": {
+                "adv_estimator": "oar",
+                "gamma": 1.0,
+                "lam": 1.0,
+                "use_kl_in_reward": False,
+                "norm_adv_by_std_in_grpo": True,
+            },
+            "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 1.0}},
+            "data": {"max_response_length": 16},
+        }
+    )
+    trainer.oar = OarConfig.parse(oar)
+    trainer.timing_raw = {}
+    trainer.global_steps = 1
+    trainer._dump = None
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
+    batch = batch_of(keys or [f"{uid}_{i}_0" for i, uid in enumerate(uids)])
+    return trainer, queue, batch
+
+
+def report_from_actor(queue, lengths=LENGTHS, status=Status.SCORED):
+    """Importance as an actor would send it: random on the first tokens, the last one is the answer."""
+    generator = torch.Generator().manual_seed(0)
+    segments = [torch.full((length,), int(Segment.REASONING), dtype=torch.int8) for length in lengths]
+    for row in segments:
+        row[-1] = Segment.ANSWER
+    queue.fields[SEGMENTS] = nested(segments)
+    queue.fields[IMPORTANCE] = nested([torch.rand(length, generator=generator) for length in lengths])
+    queue.fields[REPORT] = nested([torch.tensor([float(status), 0.5]) for _ in lengths])
+
+
+def host_advantage(estimator, rewards=REWARDS, lengths=LENGTHS, uids=UIDS):
+    scores = rm_scores(rewards, lengths).to_padded_tensor(0.0)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return get_adv_estimator_fn(estimator)(
+        token_level_rewards=scores, response_mask=mask.long(), index=np.array(uids, dtype=object)
+    )[0]
+
+
+def test_rows_of_groups_without_a_signal_are_marked(world):
+    trainer, queue, batch = world()
+    trainer._mark_needed_rows(batch)
+    assert [int(row) for row in queue.fields[NEEDED].unbind()] == [1, 1, 1, 0, 0, 0]
+
+
+def test_with_kl_in_the_reward_every_row_is_scored(world):
+    trainer, queue, batch = world()
+    trainer.config.algorithm.use_kl_in_reward = True
+    trainer._mark_needed_rows(batch)
+    assert [int(row) for row in queue.fields[NEEDED].unbind()] == [1] * 6
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
+def test_the_base_advantage_is_the_hosts_own_and_its_total_is_kept(world, estimator):
+    trainer, queue, batch = world(base_estimator=estimator)
+    report_from_actor(queue)
+    metrics = {}
+    trainer._compute_advantage(batch, metrics)
+    want = host_advantage(estimator)
+    got = queue.fields["advantages"].to_padded_tensor(0.0)
+    torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(got[0], want[0])
+    assert trainer.config.algorithm.adv_estimator == "oar"
+    assert metrics["oar/scored"] == 1.0
+
+
+def test_without_std_normalisation(world):
+    trainer, queue, batch = world()
+    trainer.config.algorithm.norm_adv_by_std_in_grpo = False
+    report_from_actor(queue, status=Status.NO_ANSWER)
+    trainer._compute_advantage(batch, {})
+    got = queue.fields["advantages"].to_padded_tensor(0.0)[:, 0]
+    torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
+
+
+def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
+    trainer, queue, batch = world()
+    report_from_actor(queue, status=Status.NO_ANSWER)
+    metrics = {}
+    trainer._compute_advantage(batch, metrics)
+    assert torch.equal(queue.fields["advantages"].to_padded_tensor(0.0), host_advantage("grpo"))
+    assert metrics["oar/fallback/no_answer"] == 1.0
+
+
+def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
+    """verl does this for the estimator *named* grpo only; a name of our own must not lose it."""
+    keys = ["a_0_0", "a_0_1", "a_1_0", "a_2_0"]
+    rewards, lengths, uids = [1.0, 1.0, 0.0, 0.0], [5, 6, 4, 5], ["a"] * 4
+    trainer, queue, batch = world(keys=keys, rewards=rewards, lengths=lengths, uids=uids)
+    report_from_actor(queue, lengths, status=Status.NO_ANSWER)
+    trainer._compute_advantage(batch, {})
+    got = queue.fields["advantages"].to_padded_tensor(0.0)[:, 0]
+    want = host_advantage("grpo", [1.0, 0.0, 0.0], [6, 4, 5], ["a"] * 3)[:, 0]
+    torch.testing.assert_close(got, want[[0, 0, 1, 2]])
+
+
+def test_seconds_of_the_actor_are_counted(world):
+    trainer, queue, batch = world()
+    report_from_actor(queue)
+    trainer._compute_advantage(batch, {})
+    assert trainer.timing_raw["oar"] >= 6 * 0.5
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, monkeypatch, mode, bypass):
+    trainer, queue, batch = world()
+    seen = []
+    cls = ours.TRAINERS[mode][1]
+    trainer.__class__ = cls
+    trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
+    host = importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer
+    monkeypatch.setattr(
+        host, "_compute_old_log_prob", lambda self, batch, metrics: seen.append(dict(batch.extra_info)) or batch
+    )
+    if mode == "separate_async":
+        trainer.local_trigger_step = 0
+        trainer.actor_rollout_wg.save_model_to_cpu = lambda step: None
+    trainer.actor_rollout_wg.compute_log_prob = lambda batch: seen.append(dict(batch.extra_info))
+    trainer._compute_old_log_prob(batch, {})
+    assert REQUEST not in batch.extra_info
+    requests = [info[REQUEST] for info in seen if REQUEST in info]
+    assert len(requests) == 1
+    assert requests[0]["importance_only"] is bypass
+    assert len(seen) == (2 if bypass else 1)
+
+
+def test_missing_importance_falls_back_for_the_whole_batch_and_is_counted(world):
+    trainer, queue, batch = world()
+    metrics = {}
+    trainer._compute_advantage(batch, metrics)
+    assert torch.equal(queue.fields["advantages"].to_padded_tensor(0.0), host_advantage("grpo"))
+    assert metrics["oar/fallback/not_scored"] == 1.0
