@@ -11,6 +11,7 @@ CPU_REQUIREMENTS = Path(__file__).parent / "oar_plugin" / "hosts" / "verl" / "cp
 
 
 def lines(path: Path) -> list[str]:
+    """The requirements in a file, without comments."""
     return [line.strip() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
 
 
@@ -23,7 +24,14 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["oar_plugin", "oar_plugin.*"]),
-    package_data={"oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml", "hosts/verl/cpu/requirements.txt", "hosts/verl/cpu/install.sh"]},
+    package_data={
+        "oar_plugin": [
+            "py.typed",
+            "hosts/verl/conf/**/*.yaml",
+            "hosts/verl/cpu/*.txt",
+            "hosts/verl/cpu/install.sh",
+        ]
+    },
     install_requires=[
         "torch>=2.6",
         "pydantic>=2.11,<3",

@@ -48,7 +48,9 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """No options: it looks at the Python it runs in."""
-    parser.epilog = "Exit status: 0 when a run with algorithm.adv_estimator=oar can start here, 1 when something is missing."
+    parser.epilog = (
+        "Exit status: 0 when a run with algorithm.adv_estimator=oar can start here, 1 when something is missing."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> Iterator[Finding]:
     """All findings, in the order a person would ask."""
     version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("Python", "ok" if (3, 10) <= sys.version_info < (3, 13) else "note", version, "3.11 is the tested one")
+    yield Finding(
+        "Python", "ok" if (3, 10) <= sys.version_info < (3, 13) else "note", version, "3.11 is the tested one"
+    )
     yield from _packages()
     yield from _plugin()
     yield from _devices()
@@ -120,7 +124,9 @@ def _plugin() -> Iterator[Finding]:
         yield Finding(subject, "ok", f"loaded by verl: {trainer}, {engine} on {device}")
     else:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding(subject, "missing", f"verl did not load it: {last}", 'python -c "import verl" shows the whole error')
+        yield Finding(
+            subject, "missing", f"verl did not load it: {last}", 'python -c "import verl" shows the whole error'
+        )
 
 
 def _devices() -> Iterator[Finding]:

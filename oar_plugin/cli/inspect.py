@@ -25,7 +25,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the page; returns 2 when there is nothing to show."""
     files = {int(path.stem.removeprefix("step_")): path for path in sorted(args.folder.glob("step_*.jsonl"))}
     if not files:
-        print(f"oar inspect: no step_*.jsonl in {args.folder}; did the run set algorithm.oar.dump_dir?", file=sys.stderr)
+        print(
+            f"oar inspect: no step_*.jsonl in {args.folder}; did the run set algorithm.oar.dump_dir?", file=sys.stderr
+        )
         return 2
     steps = args.steps or sorted(files)[-5:]
     unknown = [step for step in steps if step not in files]

@@ -25,7 +25,10 @@ FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCOR
 
 
 def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
-    """`(sum w)^2 / (n sum w^2)` over the kept tokens of each response, `[B]`: 1 when the credit is even, 1/n when one token has all."""
+    """`(sum w)^2 / (n sum w^2)` over the kept tokens of each response, `[B]`.
+
+    1 when the credit is even, 1/n when one token has it all.
+    """
     weight_BL = weight_BL.masked_fill(~keep_BL, 0.0)
     count_B = keep_BL.sum(-1).clamp_min(1)
     return weight_BL.sum(-1).square() / (count_B * weight_BL.square().sum(-1)).clamp_min(

@@ -16,7 +16,7 @@ from typing import Any
 SEGMENTS = ("outside", "reasoning", "conclude", "answer", "after")
 REASONING, CONCLUDE, ANSWER, AFTER = 1, 2, 3, 4
 
-ABOVE, BELOW = (224, 122, 31), (66, 133, 214)
+ABOVE, BELOW = (224, 122, 31), (96, 158, 230)
 """Colours of the largest and the smallest weight; weight 1 is white."""
 
 STATUS_TEXT = {
@@ -130,9 +130,13 @@ def _token(text: str, weight: float, importance: float, segment: int) -> str:
     tip = f"{_visible(text)}\n{name}\nweight {weight:.3f}\n" + (
         f"importance {importance:.3g}" if segment == REASONING else "not scored: weight stays 1"
     )
-    shown = escape(text) if text.strip() else escape(_visible(text))
+    gap = " " if text.startswith(" ") and text.strip() else ""  # unshaded: lines then break between the boxes
+    shown = escape(text[len(gap) :] if text.strip() else _visible(text))
     newline = "<br>" if "\n" in text else ""
-    return f'<span class="t s{segment}" style="background:{shade(weight)}" data-tip="{escape(tip)}">{shown}</span>{newline}'
+    return (
+        f'{gap}<span class="t s{segment}" style="background:{shade(weight)}" data-tip="{escape(tip)}">{shown}</span>'
+        f"{newline}"
+    )
 
 
 def _visible(text: str) -> str:
@@ -179,7 +183,7 @@ header {{ display: flex; flex-wrap: wrap; gap: 8px; align-items: center; font-si
 .prompt summary {{ cursor: pointer; font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
 pre {{ white-space: pre-wrap; margin: 6px 0 0 14px; }}
 .tokens {{ margin: 8px 0 2px; font: 15px/2.1 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }}
-.t {{ white-space: pre-wrap; padding: 3px 0; border-radius: 3px; border-bottom: 2px solid transparent; position: relative; cursor: default; }}
+.t {{ white-space: pre-wrap; padding: 3px 1px; border-radius: 3px; border-bottom: 2px solid transparent; position: relative; cursor: default; }}
 .legend .t {{ padding: 1px 4px; }}
 .s2 {{ border-bottom: 2px dotted #1c2126; }}
 .s3 {{ border-bottom: 3px double #1c2126; font-weight: 700; }}

@@ -181,4 +181,4 @@ def test_peak_counts_saved_activations_but_not_what_was_there_before():
 
     one = 4 * 100 * 100
     assert work(grad=False) == 2 * one
-    assert work(grad=True) == 9 * one
+    assert work(grad=True) == 8 * one  # exp keeps its result

@@ -81,6 +81,13 @@ def test_a_range_is_over_single_rounds(result):
     assert target.high == 6.0
 
 
+def test_processor_seconds_have_ratios_of_their_own(result):
+    result.candidates["fused"].cpu_seconds = [6.0, 6.0, 6.0]
+    (target,) = (t for t in report.targets(result) if t.formula == "(b - a) / a")
+    assert target.value == 1.0
+    assert target.cpu_value == 2.0
+
+
 def test_a_target_is_judged_only_under_its_conditions(result):
     result.settings = dataclasses.replace(result.settings, size="10m", responses=16, scored_share=0.5)
     verdict = {t.formula: t.verdict for t in report.targets(result)}

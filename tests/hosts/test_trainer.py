@@ -41,7 +41,7 @@ class Queue:
         return TensorDict({name: self.fields[name] for name in names}, batch_size=len(keys))
 
     def kv_batch_put(self, keys, partition_id, fields):
-        self.fields.update({name: fields[name] for name in fields.keys()})
+        self.fields.update({name: fields[name] for name in fields.keys()})  # noqa: SIM118 - a TensorDict
         return batch_of(keys)
 
 
@@ -184,7 +184,7 @@ def test_seconds_of_the_actor_are_counted(world):
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, monkeypatch, mode, bypass):
-    trainer, queue, batch = world()
+    trainer, _, batch = world()
     seen = []
     cls = ours.TRAINERS[mode][1]
     trainer.__class__ = cls

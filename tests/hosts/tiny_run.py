@@ -16,11 +16,11 @@ from oar_plugin.hosts.verl.cpu.session import run_verl
 from tests.hosts.engine.world import make_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     answer = solution_str.split("####")[-1].strip()
     return {"score": float(answer == ground_truth), "acc": float(answer == ground_truth)}
-'''
+"""
 
 
 def make_assets(folder: Path) -> None:

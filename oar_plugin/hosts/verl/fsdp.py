@@ -167,7 +167,8 @@ class OarFSDPMixin:
         if request.importance == "oar_g":
             with torch.no_grad():
                 output = self._forward(micro_batch, _Forward(request, None, request.importance_only))
-            assert self._scorer is not None and self._taps.answer_logits is not None
+            assert self._scorer is not None
+            assert self._taps.answer_logits is not None
             self._scorer.remember_clean(self._taps.answer_logits)
             host_seconds = _elapsed(started)
         total_T: Tensor | None = None
@@ -176,7 +177,8 @@ class OarFSDPMixin:
             drawn = self._forward(micro_batch, _Forward(request, draw, rows_only))
             if not rows_only:
                 output, host_seconds = drawn, _elapsed(started)
-            assert self._scorer is not None and self._taps.answer_logits is not None
+            assert self._scorer is not None
+            assert self._taps.answer_logits is not None
             self._scorer.scalar(self._taps.answer_logits, draw).backward()
             scores_T = self._gathered_scores()
             total_T = scores_T if total_T is None else total_T + scores_T
@@ -247,8 +249,10 @@ class OarFSDPMixin:
 
     def _gathered_scores(self) -> Tensor:
         """Scores of the packed micro-batch, `[T]`, on every rank; the leaf's gradient is read and dropped."""
-        assert self._taps is not None and self._scorer is not None and self._taps.embedding is not None
+        assert self._taps is not None
+        assert self._scorer is not None
         embedding = self._taps.embedding
+        assert embedding is not None
         assert embedding.grad is not None
         with torch.no_grad():
             local = self._scorer.importance(embedding.grad, embedding).flatten()

@@ -58,7 +58,7 @@ def segment_batch(
 
 def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
     """Extend segments of responses to whole sequences (prompt tokens are OUTSIDE), nested int64 like `input_ids`."""
-    lengths = input_ids.offsets().diff().tolist()
+    lengths = [len(row) for row in input_ids.unbind()]
     rows = [
         torch.nn.functional.pad(segment.long(), (length - len(segment), 0), value=int(Segment.OUTSIDE))
         for segment, length in zip(segments, lengths, strict=True)
