@@ -198,7 +198,7 @@ class OarFSDPMixin:
         """One tapped forward through verl's own `forward_step`, which knows inputs, autocast and outputs."""
         self._plan = plan
         _, output = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-        return output  # type: ignore[no-any-return]
+        return output
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
         """verl's inputs; in a scoring pass, also where the answer's rows are on this rank."""
