@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import secrets
@@ -28,13 +27,20 @@ DEFAULT_STEPS = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `oar demo`."""
-    parser.add_argument("--compare", action="store_true", help="also train with plain GRPO, from the same model and seed")
+    parser.add_argument(
+        "--compare", action="store_true", help="also train with plain GRPO, from the same model and seed"
+    )
     parser.add_argument("--steps", type=_positive, default=DEFAULT_STEPS, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling (default: %(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=Path("oar_demo"), help="each start makes a folder of its own in here (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("oar_demo"),
+        help="each start makes a folder of its own in here (default: %(default)s)",
     )
-    parser.epilog = "Needs two cores, about 6 GB of free memory and no GPU. Ctrl-C ends it and every process it started."
+    parser.epilog = (
+        "Needs two cores, about 6 GB of free memory and no GPU. Ctrl-C ends it and every process it started."
+    )
 
 
 def _positive(text: str) -> int:
@@ -54,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder = _new_folder(args.out)
     except OSError as error:
-        print(f"oar demo: cannot write to {args.out} ({error.strerror}): choose another place with --out", file=sys.stderr)
+        print(
+            f"oar demo: cannot write to {args.out} ({error.strerror}): choose another place with --out", file=sys.stderr
+        )
         return 1
 
     from oar_plugin.demo.training import TrainingFailed
@@ -113,24 +121,30 @@ def _run(console: Console, folder: Path, compare: bool, steps: int, seed: int) -
     held_out = data.held_out(HELD_OUT)
     train_file, validation_file = data.write_data(folder / "data", seed, steps * training.PROMPTS, held_out)
     example = held_out[0]
-    console.print(f"The task: [green]{example.prompt}[/]  ->  [green]{report_example(example)}[/]", highlight=False)
+    console.print(f"The task: [green]{example.prompt}[/]  ->  [green]{example.outline}[/]", highlight=False)
 
     model = _warm_start(console, tokenizer, seed)
     warm_start.save(model, tokenizer, folder / "model")
     before = _measure(console, model, tokenizer, held_out, "before training")
 
     results: dict[str, MethodResult] = {}
+    runs: dict[str, training.Run] = {}
     methods: tuple[training.Method, ...] = ("oar", "grpo") if compare else ("oar",)
     for method in methods:
         run = training.Run(folder / method, method, folder / "model", train_file, validation_file, steps, seed)
+        runs[method] = run
         outcome = training.train(run, console)
         trained = AutoModelForCausalLM.from_pretrained(run.trained_model).eval()
         accuracy = _measure(console, trained, tokenizer, held_out, f"after {steps} steps of {method.upper()}")
         results[method] = report.MethodResult(
-            accuracy, training.read_metrics(run.metrics_file), outcome.seconds, outcome.start_up_seconds, outcome.peak_bytes
+            accuracy,
+            training.read_metrics(run.metrics_file),
+            outcome.seconds,
+            outcome.start_up_seconds,
+            outcome.peak_bytes,
         )
 
-    rows = report.load_rows(folder / "oar" / "token_weights")
+    rows = report.load_rows(runs["oar"].weights_folder)
     report.draw_curve(folder / "curve.png", before, results)
     report.write_tokens_page(folder / "tokens.html", rows)
     _write_results(folder / "results.json", before, results)
@@ -143,24 +157,11 @@ def _run(console: Console, folder: Path, compare: bool, steps: int, seed: int) -
         {
             "curve": folder / "curve.png",
             "tokens and weights": folder / "tokens.html",
-            "the command, to repeat": folder / "oar" / "verl_command.sh",
+            "the command, to repeat": runs["oar"].script_file,
             "numbers": folder / "results.json",
-            "the trained model": results_model(folder, steps),
+            "the trained model": runs["oar"].trained_model,
         },
     )
-
-
-def report_example(problem: Problem) -> str:
-    """What a right response looks like, shortened."""
-    from oar_plugin.demo.task import result
-
-    a, op, b = problem.facts[0]
-    return f"so we now … {a} {op} {b} = {result(problem.facts[0])} ; … #### {problem.answer}"
-
-
-def results_model(folder: Path, steps: int) -> Path:
-    """Where the model that OAR trained lies."""
-    return folder / "oar" / "checkpoint" / f"global_step_{steps}" / "actor" / "huggingface"
 
 
 def _warm_start(console: Console, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -185,7 +186,9 @@ def _warm_start(console: Console, tokenizer: PreTrainedTokenizerFast, seed: int)
             lambda step, total, loss: progress.update(task, completed=step, total=total, loss=f"{loss:.2f}"),
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"Warm start: {parameters / 1e6:.2f} M parameters, {time.monotonic() - started:.0f} s", highlight=False)
+    console.print(
+        f"Warm start: {parameters / 1e6:.2f} M parameters, {time.monotonic() - started:.0f} s", highlight=False
+    )
     return model
 
 
@@ -218,8 +221,12 @@ def _write_results(path: Path, before: Accuracy, results: dict[str, MethodResult
         }
 
     methods = {
-        name: {**dataclasses.asdict(result), "accuracy": plain(result.accuracy), "metrics": None} for name, result in results.items()
+        name: {
+            **plain(result.accuracy),
+            "seconds": result.seconds,
+            "start_up_seconds": result.start_up_seconds,
+            "peak_bytes": result.peak_bytes,
+        }
+        for name, result in results.items()
     }
-    for method in methods.values():
-        del method["metrics"]
     path.write_text(json.dumps({"before": plain(before), "after": methods}, indent=2) + "\n")

@@ -100,9 +100,11 @@ def tokens_page(rows: Sequence[TokenRow], title: str) -> str:
     for row in rows:
         by_step[row.step].append(row)
     sections = "".join(
-        f'<section><h2>Step {step}</h2>{"".join(map(_card, by_step[step]))}</section>' for step in sorted(by_step)
+        f"<section><h2>Step {step}</h2>{''.join(map(_card, by_step[step]))}</section>" for step in sorted(by_step)
     )
-    return PAGE.format(title=escape(title), count=len(rows), legend=_legend(), sections=sections or "<p>Nothing to show.</p>")
+    return PAGE.format(
+        title=escape(title), count=len(rows), legend=_legend(), sections=sections or "<p>Nothing to show.</p>"
+    )
 
 
 def _card(row: TokenRow) -> str:
@@ -178,12 +180,15 @@ article {{ background: #fff; border: 1px solid #d9dee3; border-radius: 10px; pad
 header {{ display: flex; flex-wrap: wrap; gap: 8px; align-items: center; font-size: 13px; }}
 .chip {{ padding: 1px 9px; border: 1px solid #cdd4da; border-radius: 99px; white-space: nowrap; }}
 .chip.up, .chip.down {{ font-weight: 600; border-color: #1c2126; }}
-.uid {{ margin-left: auto; color: #6b7580; font-size: 11px; overflow: hidden; text-overflow: ellipsis; max-width: 220px; white-space: nowrap; }}
+.uid {{ margin-left: auto; color: #6b7580; font-size: 11px; overflow: hidden;
+  text-overflow: ellipsis; max-width: 220px; white-space: nowrap; }}
 .prompt {{ margin: 8px 0 0; color: #55606a; font-size: 13px; }}
 .prompt summary {{ cursor: pointer; font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
 pre {{ white-space: pre-wrap; margin: 6px 0 0 14px; }}
-.tokens {{ margin: 8px 0 2px; font: 15px/2.1 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }}
-.t {{ white-space: pre-wrap; padding: 3px 1px; border-radius: 3px; border-bottom: 2px solid transparent; position: relative; cursor: default; }}
+.tokens {{ margin: 8px 0 2px; font: 15px/2.1 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  overflow-wrap: anywhere; }}
+.t {{ white-space: pre-wrap; padding: 3px 1px; border-radius: 3px; border-bottom: 2px solid transparent;
+  position: relative; cursor: default; }}
 .legend .t {{ padding: 1px 4px; }}
 .s2 {{ border-bottom: 2px dotted #1c2126; }}
 .s3 {{ border-bottom: 3px double #1c2126; font-weight: 700; }}
@@ -193,9 +198,9 @@ pre {{ white-space: pre-wrap; margin: 6px 0 0 14px; }}
   border-radius: 6px; font: 12px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre; }}
 </style></head><body>
 <h1>{title}</h1>
-<p class="lead">{count} responses. OAR multiplies a response's advantage, token by token, by a weight: large where the token moves
-the model's own final answer, small where it does not. Weights of a response average 1, so nothing is added, only moved.
-Point at a token for its numbers.</p>
+<p class="lead">{count} responses. OAR multiplies the advantage of a response, token by token, by a weight: large where
+the token moves the model's own final answer, small where it does not. The weights of a response average 1: nothing is
+added, only moved. Point at a token for its numbers.</p>
 {legend}
 {sections}
 <div id="tip" role="tooltip"></div>

@@ -101,7 +101,9 @@ def draw_curve(path: Path, before: Accuracy, results: Mapping[str, MethodResult]
         )  # fmt: skip
     low, high = before.sampled.interval()
     axes.errorbar([0], [(low + high) / 2], yerr=[[(high - low) / 2]], fmt="none", color="#333333", capsize=4)
-    axes.plot([0], [before.sampled.value], "D", color="#333333", markersize=6, label="before training, held-out, sampled")
+    axes.plot(
+        [0], [before.sampled.value], "D", color="#333333", markersize=6, label="before training, held-out, sampled"
+    )
     axes.set(
         xlabel="training step", ylabel="share of right answers", ylim=(0, 1),
         title="Four sums modulo 10, one seed (thin: each batch, bold: mean of five)",
@@ -188,7 +190,9 @@ def print_summary(
         console.print(f"Mean weight of a token: {parts}. Only the results decide the answer.", highlight=False)
     console.print(f"[dim]{CAVEAT}[/]")
     lines = "\n".join(f"{label:<22} [cyan]{path}[/]" for label, path in files.items())
-    console.print(Panel(lines, title=f"done in {int(seconds) // 60}:{int(seconds) % 60:02d}", title_align="left", expand=False))
+    console.print(
+        Panel(lines, title=f"done in {int(seconds) // 60}:{int(seconds) % 60:02d}", title_align="left", expand=False)
+    )
     console.print(
         "Next: the same line in your own run, [bold]algorithm.adv_estimator=oar[/]; is my machine ready: "
         "[bold]oar doctor[/];\ntoken weights of your run: [bold]algorithm.oar.dump_dir=DIR[/], then [bold]oar inspect DIR[/].",

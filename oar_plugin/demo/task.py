@@ -54,6 +54,13 @@ class Problem:
         """The right answer, as it must stand behind ``####``."""
         return " ".join(str(result(fact)) for fact in self.facts)
 
+    @property
+    def outline(self) -> str:
+        """What a right response looks like, shortened for people."""
+        first = self.facts[0]
+        a, op, b = first
+        return f"so we now … {a} {op} {b} = {result(first)} ; … {MARKER} {self.answer}"
+
 
 def sample_problem(rng: random.Random) -> Problem:
     """Draw four facts, uniformly."""

@@ -69,6 +69,11 @@ class Run:
         return self.folder / "verl.log"
 
     @property
+    def script_file(self) -> Path:
+        """The run as a shell script, to repeat or to change."""
+        return self.folder / "verl_command.sh"
+
+    @property
     def weights_folder(self) -> Path:
         """What ``algorithm.oar.dump_dir`` names."""
         return self.folder / "token_weights"
@@ -134,7 +139,11 @@ class Run:
 
     def script(self) -> str:
         """A shell script that does the same run."""
-        lines = ["#!/usr/bin/env bash", f"# The demo's run with {self.method.upper()}, as verl saw it.", "set -euo pipefail"]
+        lines = [
+            "#!/usr/bin/env bash",
+            f"# The demo's run with {self.method.upper()}, as verl saw it.",
+            "set -euo pipefail",
+        ]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
         command = [shlex.quote(sys.executable), "-m verl.trainer.main_ppo", *map(shlex.quote, self.arguments())]
         return "\n".join([*lines, "", " \\\n  ".join(command), ""])
@@ -234,9 +243,8 @@ def train(run: Run, console: Console, timeout_s: float = 1800.0) -> Outcome:
         TrainingFailed: verl ended early.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
-    script = run.folder / "verl_command.sh"
-    script.write_text(run.script())
-    script.chmod(0o755)
+    run.script_file.write_text(run.script())
+    run.script_file.chmod(0o755)
     view = TrainingView(run)
     ended = threading.Event()
 

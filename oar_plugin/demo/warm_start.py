@@ -151,7 +151,11 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 @torch.inference_mode()
 def respond(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], greedy: bool, seed: int = 0
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    greedy: bool,
+    seed: int = 0,
 ) -> list[str]:
     """One response to each problem: the most likely tokens, or a sample at temperature 1."""
     prompts = tokenizer([chat_prompt(tokenizer, problem) for problem in problems], return_tensors="pt")["input_ids"]

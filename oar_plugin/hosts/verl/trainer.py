@@ -54,13 +54,13 @@ class OarTrainerMixin:
     # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        correction = self.config.algorithm.get("rollout_correction", None)
-        bypass = bool(correction and correction.get("bypass_mode", False))
         with marked_timer("oar", self.timing_raw):
             self._mark_needed_rows(batch)
-        if not bypass:
+        if not self._bypasses_log_probs():
             with self._requesting(batch, importance_only=False):
-                return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+                result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+            result.extra_info.pop(REQUEST, None)
+            return result
 
         # Old log-probs are the rollout's: no pass to ride on, so importance has its own.
         batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
@@ -72,6 +72,10 @@ class OarTrainerMixin:
             )
             self.actor_rollout_wg.compute_log_prob(batch)
         return batch
+
+    def _bypasses_log_probs(self) -> bool:
+        correction = self.config.algorithm.get("rollout_correction", None)
+        return bool(correction and correction.get("bypass_mode", False))
 
     @contextmanager
     def _requesting(self, batch: Any, importance_only: bool) -> Iterator[None]:
@@ -153,8 +157,9 @@ class OarTrainerMixin:
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
             if self._dump is not None:
                 self._dump_responses(batch, padded, reshaped)
-        workers = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        self.timing_raw["oar"] += report_B2[:, 1].sum().item() / workers
+        if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
+            workers = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+            self.timing_raw["oar"] += report_B2[:, 1].sum().item() / workers
         return batch
 
     @contextmanager
