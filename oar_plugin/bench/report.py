@@ -59,6 +59,8 @@ class Target:
             return "for information"
         if self.stated_for is not None:
             return f"not judged: the target is stated for {self.stated_for}"
+        if self.low is not None and self.high is not None and (self.low <= 0 or self.low <= self.limit <= self.high):
+            return "not judged: too noisy, single rounds disagree"
         return "reached" if (self.value <= self.limit if self.at_most else self.value >= self.limit) else "NOT reached"
 
     @property

@@ -116,12 +116,14 @@ def _run(console: Console, folder: Path, compare: bool, steps: int, seed: int) -
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)  # faster than two for matrices of this size, and always the same sums
 
-    console.print(f"[bold]OAR demo[/]: everything goes to [cyan]{folder}[/]")
+    console.print(f"[bold]OAR demo[/]: everything goes to [cyan]{folder}[/]", highlight=False, soft_wrap=True)
     tokenizer = build_tokenizer()
     held_out = data.held_out(HELD_OUT)
     train_file, validation_file = data.write_data(folder / "data", seed, steps * training.PROMPTS, held_out)
     example = held_out[0]
-    console.print(f"The task: [green]{example.prompt}[/]  ->  [green]{example.outline}[/]", highlight=False)
+    console.print(
+        f"The task: [green]{example.prompt}[/]  ->  [green]{example.outline}[/]", highlight=False, soft_wrap=True
+    )
 
     model = _warm_start(console, tokenizer, seed)
     warm_start.save(model, tokenizer, folder / "model")

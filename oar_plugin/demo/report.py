@@ -12,16 +12,10 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 
 from oar_plugin.demo.page import REASONING, TokenRow, token_row, tokens_page
 from oar_plugin.demo.task import WORDS
-
-__all__ = [
-    "Accuracy", "MethodResult", "Share", "draw_curve", "load_rows", "print_summary", "token_row", "tokens_page",
-    "weights_by_kind", "write_tokens_page",
-]  # fmt: skip
 
 REWARD = "critic/score/mean"
 STYLES = {"oar": ("OAR", "#0072B2", "-", "o"), "grpo": ("GRPO", "#D55E00", "--", "s")}
@@ -189,10 +183,10 @@ def print_summary(
         parts = ", ".join(f"{kind} [bold]{weight:.2f}[/]" for kind, weight in weights.items())
         console.print(f"Mean weight of a token: {parts}. Only the results decide the answer.", highlight=False)
     console.print(f"[dim]{CAVEAT}[/]")
-    lines = "\n".join(f"{label:<22} [cyan]{path}[/]" for label, path in files.items())
-    console.print(
-        Panel(lines, title=f"done in {int(seconds) // 60}:{int(seconds) % 60:02d}", title_align="left", expand=False)
-    )
+    console.rule(f"done in {int(seconds) // 60}:{int(seconds) % 60:02d}", align="left", style="dim")
+    for label, path in files.items():
+        console.print(f"{label:<24}[cyan]{path}[/]", highlight=False, soft_wrap=True)  # paths in one piece, to be copied
+    console.print()
     console.print(
         "Next: the same line in your own run, [bold]algorithm.adv_estimator=oar[/]; is my machine ready: "
         "[bold]oar doctor[/];\ntoken weights of your run: [bold]algorithm.oar.dump_dir=DIR[/], then [bold]oar inspect DIR[/].",

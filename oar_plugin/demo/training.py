@@ -21,11 +21,12 @@ from rich.text import Text
 
 from oar_plugin.demo.warm_start import MAX_NEW_TOKENS
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides
-from oar_plugin.hosts.verl.cpu.session import Session, run_verl
+from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, Session, run_verl
 
 Method = Literal["oar", "grpo"]
 
 PROMPTS, RESPONSES = 16, 8
+MICRO_BATCH = 32
 LEARNING_RATE = 5e-4
 MAX_PROMPT_TOKENS = 32
 REWARD = "critic/score/mean"
@@ -107,7 +108,7 @@ class Run:
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",
             f"{actor}.optim.lr={LEARNING_RATE}",
             f"{actor}.ppo_mini_batch_size={PROMPTS}",
-            f"{actor}.ppo_micro_batch_size_per_gpu=64",
+            f"{actor}.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
             f"{actor}.clip_ratio_low=0.2",
             f"{actor}.clip_ratio_high=0.28",
             f"{actor}.use_kl_loss=False",
@@ -117,7 +118,9 @@ class Run:
             f"{rollout}.max_model_len={MAX_PROMPT_TOKENS + MAX_NEW_TOKENS}",
             f"{rollout}.max_num_batched_tokens=4096",
             f"{rollout}.max_num_seqs={PROMPTS * RESPONSES}",
-            f"{rollout}.log_prob_micro_batch_size_per_gpu=64",
+            f"{rollout}.log_prob_micro_batch_size_per_gpu={MICRO_BATCH}",
+            # Room for twice the batch, 100 MB, in place of the 1 GB that vLLM would take.
+            f"+{rollout}.engine_kwargs.vllm.num_gpu_blocks_override={2 * PROMPTS * RESPONSES}",
             "reward.custom_reward_function.path=pkg://oar_plugin.demo.reward",
             f"trainer.total_training_steps={self.steps}",
             "trainer.total_epochs=1",
@@ -264,14 +267,18 @@ def train(run: Run, console: Console, timeout_s: float = 1800.0) -> Outcome:
             )
     finally:
         ended.set()
-    steps = read_metrics(run.metrics_file)
-    if code != 0 or len(steps) < run.steps or not run.trained_model.exists():
-        raise TrainingFailed(f"{diagnose(run.log_file)} (verl's exit status {code}; all of its output: {run.log_file})")
-    return Outcome(
-        seconds=time.monotonic() - view.started,
-        start_up_seconds=max(0.0, (view.first_step_at or view.started) - view.started),
-        peak_bytes=view.peak_bytes,
+    if code == TIMED_OUT:
+        raise TrainingFailed(f"verl did not finish within {timeout_s / 60:.0f} minutes (its output: {run.log_file})")
+    metrics = read_metrics(run.metrics_file)
+    if code != 0 or len(metrics) < run.steps or not run.trained_model.exists():
+        raise TrainingFailed(f"{diagnose(run.log_file)} (exit status {code}; all of its output: {run.log_file})")
+    seconds = time.monotonic() - view.started
+    start_up = max(0.0, (view.first_step_at or view.started) - view.started)
+    console.print(
+        f"{view.title()}: {run.steps} steps in {_clock(seconds)}, of which {_clock(start_up)} for verl to start",
+        highlight=False,
     )
+    return Outcome(seconds, start_up, view.peak_bytes)
 
 
 class _PlainReporter:

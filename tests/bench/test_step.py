@@ -7,6 +7,7 @@ import json
 import pytest
 
 from oar_plugin.bench import report
+from oar_plugin.bench.models import SHAPES
 from oar_plugin.bench.step import Candidate, Result, Settings, measure, steps
 from oar_plugin.cli import bench
 
@@ -40,8 +41,8 @@ def result() -> Result:
         Settings(),
         log_prob=[1.0, 2.0, 3.0],
         fused=[2.0, 4.0, 6.0],
-        fused_checkpointing=[7.0, 7.0, 7.0],
-        published=[8.0, 24.0, 40.0],
+        fused_checkpointing=[3.5, 7.0, 11.0],
+        published=[12.0, 24.0, 36.0],
         published_frozen_weights=[4.0, 12.0, 20.0],
         update=[6.0, 6.0, 6.0],
         update_checkpointing=[8.0, 8.0, 8.0],
@@ -77,8 +78,16 @@ def test_verdicts(result):
 
 def test_a_range_is_over_single_rounds(result):
     (target,) = (t for t in report.targets(result) if t.formula == "(b* - a) / a")
-    assert target.low == pytest.approx(4 / 3)
-    assert target.high == 6.0
+    assert target.low == 2.5
+    assert target.high == pytest.approx(8 / 3)
+
+
+@pytest.mark.parametrize("fused", [[4.0, 5.0, 4.0], [2.0, 1.9, 4.0]])
+def test_a_target_is_not_judged_where_rounds_disagree(result, fused):
+    """(b - a) / a beyond its limit in one round and within it in another, or negative, which cannot be."""
+    result.candidates["fused"].seconds = fused
+    (target,) = (t for t in report.targets(result) if t.formula == "(b - a) / a")
+    assert target.verdict.startswith("not judged: too noisy")
 
 
 def test_processor_seconds_have_ratios_of_their_own(result):
@@ -159,3 +168,14 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     for word in ("(b - a) / a", "examples:", "--scored-share", "published"):
         assert word in text
+
+
+def test_command_and_settings_agree():
+    """The command does not import torch to show its help, so its choices and defaults are written twice."""
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    given = vars(parser.parse_args(["step"]))
+    for field in dataclasses.fields(Settings):
+        assert given[field.name] == field.default
+    for size in SHAPES:
+        parser.parse_args(["step", "--size", size])
