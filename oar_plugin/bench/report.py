@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -152,7 +153,7 @@ def targets(result: Result) -> list[Target]:
         ratio(
             "  over what importance adds in ours",
             f"{d} / ({letter} - a)",
-            lambda d, b, a: d / (b - a),
+            lambda d, b, a: d / (b - a) if b != a else math.nan,
             (key, ours, LOG_PROB),
         )
         ratio(

@@ -82,9 +82,7 @@ def _obstacle() -> str | None:
     missing = [name for name in ("verl", "vllm", "psutil", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} is not installed here: start it with `bash recipes/cpu_demo/run.sh`, which installs it"
-    import psutil
-
-    free = psutil.virtual_memory().available / 1024**3
+    free = _free_memory() / 1024**3
     if free < NEEDED_GB:
         return f"needs {NEEDED_GB:.0f} GB of free memory, there are {free:.1f}: close other programs and start again"
     from oar_plugin.hosts.verl import cpu
@@ -92,6 +90,21 @@ def _obstacle() -> str | None:
     if not cpu.wanted():
         return "this is the demo for machines without a GPU: here use your own verl command with algorithm.adv_estimator=oar"
     return None
+
+
+def _free_memory() -> int:
+    """Bytes that new processes can have: of the machine, or of the container where that allows less."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        cache = int((group / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
+    except (OSError, ValueError, IndexError):  # no such limit ("max"), or no control groups of version 2
+        return free
+    return min(free, limit - used + cache)
 
 
 def _new_folder(parent: Path) -> Path:

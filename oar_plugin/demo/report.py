@@ -185,7 +185,9 @@ def print_summary(
     console.print(f"[dim]{CAVEAT}[/]")
     console.rule(f"done in {int(seconds) // 60}:{int(seconds) % 60:02d}", align="left", style="dim")
     for label, path in files.items():
-        console.print(f"{label:<24}[cyan]{path}[/]", highlight=False, soft_wrap=True)  # paths in one piece, to be copied
+        console.print(
+            f"{label:<24}[cyan]{path}[/]", highlight=False, soft_wrap=True
+        )  # paths in one piece, to be copied
     console.print()
     console.print(
         "Next: the same line in your own run, [bold]algorithm.adv_estimator=oar[/]; is my machine ready: "

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -183,12 +184,14 @@ class TrainingView:
     peak_bytes: int = 0
     metrics: list[dict[str, Any]] = field(default_factory=list)
     _looked_at: float = 0.0
+    _spinner: Spinner = field(default_factory=lambda: Spinner("dots"))
 
     def on_line(self, line: str) -> None:
         """Recognise the end of a stage of verl's start-up."""
         for index in range(self.stage, len(STAGES)):
             if STAGES[index][0] in line:
                 self.stage = index + 1
+        self.refresh()
 
     def refresh(self) -> None:
         """Read the metrics that verl has written since."""
@@ -199,7 +202,7 @@ class TrainingView:
         self.metrics = read_metrics(self.run.metrics_file)
         if self.metrics:
             self.stage = len(STAGES)
-            self.first_step_at = self.first_step_at or now
+            self.first_step_at = self.first_step_at or now - self.metrics[0].get("timing_s/step", 0.0)
 
     def title(self) -> str:
         """Name of the run."""
@@ -227,7 +230,7 @@ class TrainingView:
         status = self.status()
         table = Table.grid(padding=(0, 1))
         table.add_row(
-            Spinner("dots"),
+            self._spinner,
             Text(self.title(), style="bold"),
             ProgressBar(total=self.run.steps, completed=len(self.metrics), width=30),
             Text(_clock(time.monotonic() - self.started), style="cyan"),
@@ -258,10 +261,13 @@ def train(run: Run, console: Console, timeout_s: float = 1800.0) -> Outcome:
     def on_start(session: Session) -> None:
         threading.Thread(target=watch_memory, args=(session,), daemon=True).start()
 
-    reporter = Live(view, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
-    plain = None if reporter else _PlainReporter(view, console)
+    shown: AbstractContextManager[object] = (
+        Live(view, console=console, refresh_per_second=4, transient=True)
+        if console.is_terminal
+        else _PlainReporter(view, console)
+    )
     try:
-        with reporter or plain:  # type: ignore[union-attr]
+        with shown:
             code = run_verl(
                 run.arguments(), run.environment(), run.log_file, timeout_s, on_line=view.on_line, on_start=on_start
             )

@@ -25,5 +25,7 @@ fi
 free_mb=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
 [ "$free_mb" -ge 6000 ] || fail "needs about 6 GB of free memory, there are $free_mb MB: close other programs and start again"
 
-bash "$repository/oar_plugin/hosts/verl/cpu/install.sh" "$venv"
+errors=$(mktemp)
+bash "$repository/oar_plugin/hosts/verl/cpu/install.sh" "$venv" 2>"$errors" || fail "$(tail -n 1 "$errors")"
+rm -f "$errors"
 exec "$venv/bin/oar" demo "$@"

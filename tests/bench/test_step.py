@@ -82,7 +82,7 @@ def test_a_range_is_over_single_rounds(result):
     assert target.high == pytest.approx(8 / 3)
 
 
-@pytest.mark.parametrize("fused", [[4.0, 5.0, 4.0], [2.0, 1.9, 4.0]])
+@pytest.mark.parametrize("fused", [[4.0, 5.0, 4.0], [2.5, 1.9, 4.0]])
 def test_a_target_is_not_judged_where_rounds_disagree(result, fused):
     """(b - a) / a beyond its limit in one round and within it in another, or negative, which cannot be."""
     result.candidates["fused"].seconds = fused
