@@ -24,7 +24,7 @@ from oar_plugin.hosts.micro_batch import MicroBatchScorer
 from oar_plugin.hosts.request import Request
 from oar_plugin.hosts.taps import ModelTaps
 
-CHUNK = 2048  # rows of logits at a time, as verl's entropy_from_logits_with_chunking
+CHUNK = 256  # rows of logits at a time, as verl's entropy_from_logits_with_chunking
 
 
 @dataclass

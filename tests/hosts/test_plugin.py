@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("verl")
 
+import wrapt
 from omegaconf import OmegaConf
 
 from oar_plugin.hosts.verl import plugin
@@ -28,7 +29,7 @@ def test_only_the_tested_verl_is_served(version, served):
 def test_another_verl_is_refused_loudly_and_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.0")
     hooked = []
-    monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", lambda hook, name: hooked.append(name))
+    monkeypatch.setattr(wrapt, "register_post_import_hook", lambda hook, name: hooked.append(name))
     plugin.load()
     assert "verl 0.10.0" in caplog.text
     assert "pip" in caplog.text or "Install" in caplog.text
@@ -39,11 +40,17 @@ def test_a_failure_while_loading_is_printed_and_does_not_raise(monkeypatch, caps
     def fail(hook, name):
         raise RuntimeError("broken wheel")
 
-    monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", fail)
+    monkeypatch.setattr(wrapt, "register_post_import_hook", fail)
     plugin.load()
     printed = capsys.readouterr().err
     assert "oar_plugin failed to load" in printed
     assert "broken wheel" in printed
+
+
+def test_a_missing_dependency_is_printed_and_does_not_raise(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wrapt", None)
+    plugin.load()
+    assert "oar_plugin failed to load" in capsys.readouterr().err
 
 
 def test_importing_verl_does_not_import_the_trainers():

@@ -6,7 +6,8 @@ process of a cluster):
 * the FSDP engines, replaced by subclasses that act only on a batch that carries a request;
 * an estimator named `oar`, which explains itself where no trainer of ours is at work.
 
-verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr.
+verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr; so that it gets
+there, it imports nothing but the standard library at its top.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import sys
 import traceback
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 SERVED = "0.9.1"
 
@@ -71,6 +70,8 @@ def load() -> None:
         )
         return
     try:
+        import wrapt
+
         from oar_plugin.hosts.verl import cpu, hydra_conf
 
         if cpu.wanted():
