@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from oar_plugin.bench.passes import CHUNK
 from oar_plugin.bench.step import (
     BOOKKEEPING,
     FUSED,
@@ -199,7 +200,8 @@ def notes(result: Result) -> list[str]:
         "micro-batch, is thrown away. Ratios are ratios of medians of wall seconds; the range beside them is over single "
         "rounds. On a CPU the same ratio of processor seconds stands beside it: it moves less when the machine is shared.",
         "All sequences have one length and attention is sdpa with a causal mask, so packing would change nothing here.",
-        "Log-probs and entropy are taken in chunks of 2048 rows, in float32. The update's log-prob writes its "
+        f"Log-probs and entropy are taken in chunks of {CHUNK} rows, in float32 (verl: "
+        "entropy_from_logits_with_chunking). The update's log-prob writes its "
         "gradient over the logits (the leanest known); the update clips gradients and takes one AdamW step.",
         "Memory is the peak on top of weights and optimizer state, over two micro-batches (two responses in d), "
         f"{counted}.",
