@@ -22,13 +22,15 @@ def folder(tmp_path_factory):
 def check(steps, expected_steps):
     """What every step of a healthy run with OAR shows."""
     assert [step["step"] for step in steps] == expected_steps
-    for step in steps:
+    with_signal = [step for step in steps if step["oar/scored"] > 0]
+    assert with_signal, "eight groups, and in every step all of them without a signal?"
+    for step in with_signal:
         assert 0 < step["actor/grad_norm"] < 100
         assert step["timing_s/oar"] > 0
         assert step["oar/answer_found"] > 0.8, "the model writes its answer behind ####"
         assert step["oar/fallback/non_finite"] == step["oar/fallback/not_scored"] == 0
         assert step["oar/fallback/any"] < 0.3
-        assert 0 < step["oar/scored"] <= 1
+        assert step["oar/scored"] <= 1
         assert 0.1 < step["oar/ess_ratio"] < 1, "weights are neither even nor on one token"
         assert 0.1 < step["oar/top10_mass"] < 1
         assert 1 < step["oar/weight_max"] < 10
@@ -53,8 +55,8 @@ def test_three_steps_with_the_one_line(three_steps):
 
 
 def test_only_rows_with_an_advantage_are_scored(three_steps):
-    """Four rows a group, four groups: a group is scored as a whole or not at all."""
-    assert all((step["oar/scored"] * 16) % 4 == 0 for step in three_steps)
+    """Four rows a group, eight groups: a group is scored as a whole or not at all."""
+    assert all((step["oar/scored"] * 32) % 4 == 0 for step in three_steps)
     assert min(step["oar/scored"] for step in three_steps) < 1
 
 
