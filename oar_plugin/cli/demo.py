@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from oar_plugin.demo.report import Accuracy, MethodResult
     from oar_plugin.demo.task import Problem
 
-NEEDED_GB = 6.0
+NEEDED_GB = 6.5
 HELD_OUT = 512
 DEFAULT_STEPS = 40
 
@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("oar_demo"),
         help="each start makes a folder of its own in here (default: %(default)s)",
     )
-    parser.epilog = (
-        "Needs two cores, about 6 GB of free memory and no GPU. Ctrl-C ends it and every process it started."
-    )
+    parser.epilog = "Needs two cores, 6.5 GB of free memory and no GPU. Ctrl-C ends it and every process it started."
 
 
 def _positive(text: str) -> int:
@@ -84,7 +82,7 @@ def _obstacle() -> str | None:
         return f"{', '.join(missing)} is not installed here: start it with `bash recipes/cpu_demo/run.sh`, which installs it"
     free = _free_memory() / 1024**3
     if free < NEEDED_GB:
-        return f"needs {NEEDED_GB:.0f} GB of free memory, there are {free:.1f}: close other programs and start again"
+        return f"needs {NEEDED_GB:g} GB of free memory, there are {free:.1f}: close other programs and start again"
     from oar_plugin.hosts.verl import cpu
 
     if not cpu.wanted():

@@ -27,7 +27,7 @@ DATA_SOURCE = "oar_demo/four_sums"
 
 MISREMEMBERED = 0.2
 RIGHT_WHEN_MISREMEMBERED = 0.35
-SLIP = 0.1
+SLIP = 0.15
 
 Fact = tuple[int, str, int]
 

@@ -20,13 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from oar_plugin.demo.task import MARKER, WORDS, Problem, Tutor
 
 FACT_STEPS, FACT_BATCH, FACTS_A_ROW = 130, 64, 3
-STEPS, BATCH = 350, 32
+STEPS, BATCH = 420, 32
 WARM_UP_STEPS = 30
 LEARNING_RATE = 2e-3
 FILLER_WEIGHT = 0.1
 """Weight of a filler word in the loss: they are noise, and there are more of them than of anything else."""
-ANSWER_WEIGHT = 4.0
-"""Weight of the tokens behind ``####``: few, and copying the results to there is what takes longest to learn."""
+COPY_WEIGHT = 3.0
+"""Weight of the tokens that are copied: a sum from the prompt, the results into the answer. Slowest to learn, and few."""
 
 MAX_NEW_TOKENS = 80
 
@@ -111,7 +111,7 @@ def warm_start(
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     filler_V = _filler_V(tokenizer)
-    marker = tokenizer.convert_tokens_to_ids("Ġ" + MARKER)
+    marker, equals = tokenizer.convert_tokens_to_ids(["Ġ" + MARKER, "Ġ="])
     tutor = Tutor(seed=0)
     phases = (
         (fact_batches(tokenizer, tutor, 2 * seed), fact_steps, False),
@@ -124,7 +124,7 @@ def warm_start(
             rate = LEARNING_RATE * min(1.0, (done + 1) / WARM_UP_STEPS) * (decay + 0.01)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = _loss(model, ids, labels, filler_V, marker)
+            loss = _loss(model, ids, labels, filler_V, marker, equals)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,12 +135,14 @@ def warm_start(
     return model.eval()
 
 
-def _loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, filler_V: Tensor, marker: int) -> Tensor:
+def _loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, filler_V: Tensor, marker: int, equals: int) -> Tensor:
     """Weighted cross-entropy at the labelled positions; the vocabulary is only looked at there."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     labels = labels[:, 1:]
-    weights = torch.where(filler_V[labels.clamp_min(0)], FILLER_WEIGHT, 1.0)
-    weights[(labels == marker).cumsum(1).bool() & (labels != marker)] = ANSWER_WEIGHT
+    copied = (labels == marker).cumsum(1).bool() & (labels != marker)
+    for back in (1, 2):  # operator and second operand; before the first operand there is a choice, whether to go on
+        copied[:, :-back] |= labels[:, back:] == equals
+    weights = torch.where(filler_V[labels.clamp_min(0)], FILLER_WEIGHT, 1.0).masked_fill(copied, COPY_WEIGHT)
     labelled = labels != -100
     losses = F.cross_entropy(model.lm_head(hidden[labelled]), labels[labelled], reduction="none")
     return (losses * weights[labelled]).sum() / weights[labelled].sum()

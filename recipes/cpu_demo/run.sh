@@ -23,7 +23,7 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 
 free_mb=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
-[ "$free_mb" -ge 6000 ] || fail "needs about 6 GB of free memory, there are $free_mb MB: close other programs and start again"
+[ "$free_mb" -ge 6656 ] || fail "needs 6.5 GB of free memory, there are $free_mb MB: close other programs and start again"
 
 errors=$(mktemp)
 bash "$repository/oar_plugin/hosts/verl/cpu/install.sh" "$venv" 2>"$errors" || fail "$(tail -n 1 "$errors")"
