@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rich import box
@@ -162,23 +162,23 @@ def print_summary(
     table.add_column("")
     table.add_column("sampled", justify="right")
     table.add_column("greedy", justify="right")
-    table.add_column("a step", justify="right")
-    table.add_column("start-up", justify="right")
-    table.add_column("memory", justify="right")
-    table.add_row("before", str(before.sampled), str(before.greedy), "", "", "")
+    table.add_row("before", str(before.sampled), str(before.greedy))
     for name, result in results.items():
-        step = fmean(row["timing_s/step"] for row in result.metrics)
         table.add_row(
             f"after {len(result.metrics)} steps of {STYLES[name][0]}",
             str(result.accuracy.sampled),
             str(result.accuracy.greedy),
-            f"{step:.1f} s",
-            f"{result.start_up_seconds:.0f} s",
-            f"{result.peak_bytes / 1024**3:.1f} GB",
             style="bold" if name == "oar" else "",
         )
     console.print()
     console.print(table)
+    for name, result in results.items():
+        step = median(row["timing_s/step"] for row in result.metrics)
+        console.print(
+            f"{STYLES[name][0]}: {step:.1f} s a step, {result.start_up_seconds:.0f} s for verl to start, "
+            f"{result.peak_bytes / 1024**3:.1f} GB of memory at most",
+            highlight=False,
+        )
     if weights:
         parts = ", ".join(f"{kind} [bold]{weight:.2f}[/]" for kind, weight in weights.items())
         console.print(f"Mean weight of a token: {parts}. Only the results decide the answer.", highlight=False)
@@ -190,7 +190,9 @@ def print_summary(
         )  # paths in one piece, to be copied
     console.print()
     console.print(
-        "Next: the same line in your own run, [bold]algorithm.adv_estimator=oar[/]; is my machine ready: "
-        "[bold]oar doctor[/];\ntoken weights of your run: [bold]algorithm.oar.dump_dir=DIR[/], then [bold]oar inspect DIR[/].",
+        "Next\n"
+        "  the same line in your own verl command   [bold]algorithm.adv_estimator=oar[/]\n"
+        "  is my machine ready?                     [bold]oar doctor[/]\n"
+        "  token weights of your own run            [bold]algorithm.oar.dump_dir=DIR[/], then [bold]oar inspect DIR[/]",
         highlight=False,
     )
