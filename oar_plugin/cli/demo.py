@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NEEDED_GB = 6.5
 HELD_OUT = 512
-DEFAULT_STEPS = 40
+DEFAULT_STEPS = 35
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import threading
@@ -90,7 +91,7 @@ class Run:
         method = (
             [
                 "algorithm.adv_estimator=oar",
-                f"algorithm.oar.dump_dir={self.weights_folder}",
+                f"algorithm.oar.dump_dir={_quoted(self.weights_folder)}",
                 f"algorithm.oar.dump_responses={RESPONSES}",
             ]
             if self.method == "oar"
@@ -99,13 +100,13 @@ class Run:
         actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         return [
             *method,
-            f"data.train_files={self.train_file}",
-            f"data.val_files={self.validation_file}",
+            f"data.train_files={_quoted(self.train_file)}",
+            f"data.val_files={_quoted(self.validation_file)}",
             f"data.train_batch_size={PROMPTS}",
             f"data.max_prompt_length={MAX_PROMPT_TOKENS}",
             f"data.max_response_length={MAX_NEW_TOKENS}",
             f"data.seed={self.seed}",
-            f"actor_rollout_ref.model.path={self.model}",
+            f"actor_rollout_ref.model.path={_quoted(self.model)}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",
             f"{actor}.optim.lr={LEARNING_RATE}",
             f"{actor}.ppo_mini_batch_size={PROMPTS}",
@@ -129,7 +130,7 @@ class Run:
             "trainer.test_freq=-1",
             "trainer.val_before_train=False",
             "trainer.resume_mode=disable",
-            f"trainer.default_local_dir={self.folder / 'checkpoint'}",
+            f"trainer.default_local_dir={_quoted(self.folder / 'checkpoint')}",
             "trainer.logger=[console,file]",
         ]
 
@@ -142,15 +143,23 @@ class Run:
         return {**cpu_environment(), "VERL_FILE_LOGGER_PATH": str(self.metrics_file)}
 
     def script(self) -> str:
-        """A shell script that does the same run."""
+        """A shell script that does the same run; overrides given to it win."""
         lines = [
             "#!/usr/bin/env bash",
             f"# The demo's run with {self.method.upper()}, as verl saw it.",
             "set -euo pipefail",
         ]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
-        command = [shlex.quote(sys.executable), "-m verl.trainer.main_ppo", *map(shlex.quote, self.arguments())]
+        command = [shlex.quote(sys.executable), "-m verl.trainer.main_ppo", *map(shlex.quote, self.arguments()), '"$@"']
         return "\n".join([*lines, "", " \\\n  ".join(command), ""])
+
+
+def _quoted(path: Path) -> str:
+    """A path as Hydra reads it: in quotes where it would take a character for its own syntax."""
+    text = str(path)
+    if re.fullmatch(r"[\w./-]+", text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -214,17 +223,14 @@ class TrainingView:
         if not self.metrics:
             waiting = STAGES[self.stage][1] if self.stage < len(STAGES) else "the first step"
             return f"starting verl ({min(self.stage + 1, len(STAGES))}/{len(STAGES)}): {waiting}"
-        seconds = self._seconds_per_step()
+        rewards = [row[REWARD] for row in self.metrics[-5:]]
+        line = f"step {len(self.metrics)}/{self.run.steps}   reward {sum(rewards) / len(rewards):.2f}"
+        times = [row["timing_s/step"] for row in self.metrics[1:]][-5:]  # the first step still imports
+        if not times:
+            return line
+        seconds = sum(times) / len(times)
         left = (self.run.steps - len(self.metrics)) * seconds
-        recent = [row[REWARD] for row in self.metrics[-5:]]
-        return (
-            f"step {len(self.metrics)}/{self.run.steps}   reward {sum(recent) / len(recent):.2f}   "
-            f"{seconds:.1f} s a step   {_clock(left)} left"
-        )
-
-    def _seconds_per_step(self) -> float:
-        recent = [row.get("timing_s/step", 0.0) for row in self.metrics[-5:]]
-        return float(sum(recent) / len(recent))
+        return f"{line}   {seconds:.1f} s a step   {_clock(left)} left"
 
     def __rich__(self) -> RenderableType:
         status = self.status()

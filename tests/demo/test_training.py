@@ -37,6 +37,16 @@ def test_no_override_is_given_twice(run):
     assert repeated <= {"actor_rollout_ref.rollout.max_num_seqs"}
 
 
+def test_hydra_reads_the_paths_as_they_are(tmp_path):
+    parser = pytest.importorskip("hydra.core.override_parser.overrides_parser").OverridesParser.create()
+    folder = tmp_path / "it's (my) folder, {x}=1"
+    run = Run(folder, "oar", folder / "model", folder / "train", folder / "val", steps=4, seed=3)
+    found = {override.key_or_group: override.value() for override in parser.parse_overrides(run.overrides())}
+    assert found["actor_rollout_ref.model.path"] == str(folder / "model")
+    assert found["trainer.default_local_dir"] == str(folder / "checkpoint")
+    assert found["algorithm.oar.dump_dir"] == str(folder / "token_weights")
+
+
 def test_the_command_is_a_script_that_a_shell_accepts(run, tmp_path):
     script = tmp_path / "command.sh"
     script.write_text(run.script())
