@@ -8,21 +8,78 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from oar_plugin.credit.answer import make_finder
-from oar_plugin.credit.gradient import Importance
+from oar_plugin.credit.perturbation import Replacement
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
+
+Importance = Literal["fisher", "oar_g", "oar_p", "hybrid"]
+PERTURBING: tuple[Importance, ...] = ("oar_p", "hybrid")
+HYBRID_BUDGET = 0.3
 
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 
 
 class OarConfigError(ValueError):
     """A setting that cannot work. The message names the key, its value and what is allowed."""
+
+
+class PerturbationConfig(BaseModel):
+    """The settings of `algorithm.oar.perturbation`: counterfactual importance (`importance=oar_p` or `hybrid`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    backend: Literal["actor", "rollout"] = Field(
+        "actor",
+        description="Who runs the masked copies. actor: the training engine, after the log-prob pass. rollout: the vLLM "
+        "engines, from the moment a response is finished, while others are still being generated (oar_p only).",
+    )
+    budget: float | None = Field(
+        None,
+        gt=0,
+        description="How many units of a response get a copy of their own: up to 1 a share, above 1 a number. null: all of "
+        "them for oar_p, 0.3 for hybrid. hybrid chooses them by gradient, oar_p block by block; the others get a "
+        "calibrated estimate.",
+    )
+    span: Annotated[int, Field(ge=1, le=1024)] | Literal["lines", "operators"] = Field(
+        1,
+        description="What one copy replaces: that many tokens in a row, or everything up to a newline (lines) or to an "
+        "operator or newline (operators). The score is shared out evenly.",
+    )
+    replacement: Replacement = Field(
+        "pad",
+        description="What stands in for a token. pad: the padding token, as published. mean: the token whose embedding is "
+        "nearest to the mean embedding. sampled: a token drawn from the model's own prediction at that place.",
+    )
+    perturbations_per_forward: int | None = Field(
+        None,
+        ge=1,
+        description="Copies in one forward of the actor. null: as many as fit the token budget of the log-prob pass "
+        "(log_prob_max_token_len_per_gpu).",
+    )
+    timeout_s: float = Field(
+        300.0, gt=0, description="Seconds that one copy may take in a rollout engine, once it is its turn."
+    )
+    fallback: Literal["fisher", "none"] = Field(
+        "fisher",
+        description="What a response gets that the rollout engines could not score: fisher, computed by the actor in the "
+        "log-prob pass, or none, its plain advantage.",
+    )
+    max_in_flight: int = Field(
+        64, ge=1, description="Copies that a rollout engine works on at once when it generates nothing."
+    )
+    share_while_generating: float = Field(
+        0.15,
+        gt=0,
+        le=1,
+        description="Share of the time that copies may be in flight on a rollout engine that is generating: generation "
+        "keeps at least the rest. 1 lets them run freely, behind generation in priority.",
+    )
 
 
 class OarConfig(BaseModel):
@@ -33,7 +90,9 @@ class OarConfig(BaseModel):
     importance: Importance = Field(
         "fisher",
         description="How a token's importance is computed. fisher: squared gradient norm of a random root of the answer's "
-        "Fisher information, one backward, no noise. oar_g: as published, KL under Gaussian noise on the embeddings.",
+        "Fisher information, one backward, no noise. oar_g: as published, KL under Gaussian noise on the embeddings. "
+        "oar_p: exact, each token replaced in a forward of its own. hybrid: oar_p for the tokens with the largest fisher "
+        "score.",
     )
     base_estimator: BaseEstimator = Field(
         "grpo",
@@ -72,6 +131,9 @@ class OarConfig(BaseModel):
     seed: int = Field(
         0, ge=0, lt=2**31, description="Seed of the signs and the noise; the host's RNG is never touched."
     )
+    perturbation: PerturbationConfig = Field(
+        default_factory=PerturbationConfig, description="Counterfactual importance: oar_p and hybrid only."
+    )
     dump_dir: str | None = Field(
         None,
         description="Write the weights of a few responses of every step here, as JSON lines that `oar inspect` shows.",
@@ -86,7 +148,34 @@ class OarConfig(BaseModel):
                 "allowed: probe=last, or at least one pattern"
             )
         make_finder(self.answer_patterns)
+        if self.importance == "hybrid" and self.perturbation.backend != "actor":
+            raise ValueError(
+                "importance=hybrid with perturbation.backend=rollout: the gradient comes from the log-prob pass, when the "
+                "rollout engines have already given up weights and cache; allowed: perturbation.backend=actor, or "
+                "importance=oar_p"
+            )
+        if self.importance == "hybrid" and self.perturbation.budget == 1:
+            raise ValueError(
+                "importance=hybrid with perturbation.budget=1: nothing is left for the gradient to choose; allowed: a "
+                "budget below 1 or a number of positions, or importance=oar_p"
+            )
         return self
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether importance comes from masked copies."""
+        return self.importance in PERTURBING
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the rollout engines compute importance."""
+        return self.perturbs and self.perturbation.backend == "rollout"
+
+    @property
+    def budget(self) -> float:
+        """`perturbation.budget` with its default filled in."""
+        default = HYBRID_BUDGET if self.importance == "hybrid" else 1.0
+        return default if self.perturbation.budget is None else self.perturbation.budget
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> OarConfig:
@@ -108,12 +197,18 @@ class OarConfig(BaseModel):
 
     @classmethod
     def _explain(cls, fault: Any, prefix: str) -> str:
-        key = ".".join(str(part) for part in fault["loc"])
+        parts = [str(part) for part in fault["loc"]]
+        nested = parts[:1] == ["perturbation"]
+        # Of a union, pydantic names the branch that failed as well.
+        key = ".".join(parts[: 2 if nested else 1])
         where = f"{prefix}.{key}" if key else prefix
         if fault["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(key, cls.model_fields, n=1)
-            hint = f"did you mean {prefix}.{close[0]}? " if close else ""
-            return f"{where}={fault['input']!r}: unknown key; {hint}allowed keys: {', '.join(cls.model_fields)}"
+            group, fields = (
+                (f"{prefix}.perturbation", PerturbationConfig.model_fields) if nested else (prefix, cls.model_fields)
+            )
+            close = difflib.get_close_matches(parts[-1], fields, n=1)
+            hint = f"did you mean {group}.{close[0]}? " if close else ""
+            return f"{where}={fault['input']!r}: unknown key; {hint}allowed keys: {', '.join(fields)}"
         message = fault["msg"].removeprefix("Value error, ")
         return f"{where}: {message}" if not key else f"{where}={fault['input']!r}: {message}"
 

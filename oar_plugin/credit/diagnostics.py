@@ -19,6 +19,11 @@ class Status(enum.IntEnum):
     NON_FINITE = 5
     CONSTANT = 6  # all importances equal (zero included): nothing to rank
     NOT_SCORED = 7  # nothing came back for it
+    # Copies on the rollout engines (`perturbation.backend=rollout`) that could not be had:
+    TIMED_OUT = 8
+    TOO_LONG = 9  # no room for it in the engine
+    ABORTED = 10  # the engine dropped its copies, or its weights changed under them
+    ENGINE_FAILED = 11
 
 
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))

@@ -13,54 +13,56 @@ Both estimators differentiate a scalar of the probe's logits with respect to the
 In both, `J` is linear in the logits once its coefficients are held fixed (for the KL, `dJ/dz = P_noisy - P`), so the
 host only ever computes `sum(coefficient * logits)`. That is exact, keeps the vocabulary out of the graph but for the
 answer's rows, and works unchanged where a rank holds only some rows: coefficients come from the summed logits,
-the product from its own.
+the product from its own. A rank that holds some columns of the vocabulary passes its `VocabularyShard` and gets those
+columns of the coefficients.
 """
 
 from __future__ import annotations
-
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from oar_plugin.credit.noise import position_seeds, signs
 from oar_plugin.credit.probe import AnswerRows, Probe
-
-Importance = Literal["fisher", "oar_g"]
-IMPORTANCES: tuple[Importance, ...] = get_args(Importance)
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 
-def fisher_coefficients(logits_BV: Tensor, sign_BV: Tensor) -> Tensor:
+def fisher_coefficients(logits_BV: Tensor, sign_BV: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY) -> Tensor:
     """`sqrt(p) * u - p * <sqrt(p), u>` for `p = softmax(logits)`: a random root of the softmax's Fisher matrix, `[B, V]`."""
-    p_BV = logits_BV.softmax(-1)
+    p_BV = vocabulary.softmax(logits_BV)
     root_BV = p_BV.sqrt() * sign_BV
-    return root_BV - p_BV * root_BV.sum(-1, keepdim=True)
+    return root_BV - p_BV * vocabulary.total(root_BV.sum(-1, keepdim=True))
 
 
-def kl_coefficients(clean_logits_BV: Tensor, noisy_logits_BV: Tensor) -> Tensor:
+def kl_coefficients(
+    clean_logits_BV: Tensor, noisy_logits_BV: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+) -> Tensor:
     """Derivative of `KL(P || P_noisy)` with respect to the noisy logits: `P_noisy - P`, `[B, V]`.
 
     In float64: at sigma = 1e-3 the two distributions agree to four digits, and the difference is all there is.
     """
-    return noisy_logits_BV.double().softmax(-1) - clean_logits_BV.double().softmax(-1)
+    return vocabulary.softmax(noisy_logits_BV.double()) - vocabulary.softmax(clean_logits_BV.double())
 
 
-def joint_coefficients(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
+def joint_coefficients(logits_NV: Tensor, rows: AnswerRows, vocabulary: VocabularyShard = WHOLE_VOCABULARY) -> Tensor:
     """Derivative of `-mean_j log p(a_j)` with respect to each row: `(p - onehot(a_j)) * share`, `[N, V]`."""
-    p_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).softmax(-1)
-    p_NV.scatter_add_(-1, rows.token_N[:, None], -torch.ones_like(p_NV[:, :1]))
-    return p_NV * rows.share_N[:, None]
+    p_NV = vocabulary.softmax(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)))
+    return vocabulary.subtract_one_at(p_NV, rows.token_N) * rows.share_N[:, None]
 
 
-def fisher_signs(probe: Probe, rows: AnswerRows, seed_B: Tensor, vocabulary: int) -> Tensor:
+def fisher_signs(
+    probe: Probe, rows: AnswerRows, seed_B: Tensor, size: int, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+) -> Tensor:
     """The sign vectors of the Fisher norm: one a response (`[B, V]`), or one a row (`[N, V]`) for `answer_joint`.
+
+    `size` is the number of columns that this process holds.
 
     AS-Joint is a product of one distribution per answer token; its Fisher matrix is the sum over tokens, which needs
     independent signs per row.
     """
     if probe == "answer_joint":
-        return signs(position_seeds(seed_B[rows.response_N], rows.ordinal_N), 0, vocabulary)
-    return signs(seed_B, 0, vocabulary)
+        return signs(position_seeds(seed_B[rows.response_N], rows.ordinal_N), vocabulary.start, size)
+    return signs(seed_B, vocabulary.start, size)
 
 
 def fisher_importance(gradient_TH: Tensor) -> Tensor:

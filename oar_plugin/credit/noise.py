@@ -72,6 +72,13 @@ def gaussian(seed_N: Tensor, size: int) -> Tensor:
     return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :size]
 
 
+def gumbel(seed_N: Tensor, size: int) -> Tensor:
+    """Standard Gumbel values, float32 `[N, size]`, from hashed 24-bit uniforms."""
+    coordinate = torch.arange(1, size + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
+    uniform = (_shift(_mix(seed_N[:, None] + coordinate), 40).float() + 0.5) * 2.0**-24
+    return -(-uniform.log()).log()
+
+
 def position_seeds(seed_N: Tensor, place_N: Tensor, draw: int = 0) -> Tensor:
     """A seed for each (response, place in the response, draw), int64 `[N]`."""
     return _mix(_mix(seed_N + (place_N.long() + 1) * _GOLDEN) + torch.full_like(seed_N, draw + 1) * _MIX_2)

@@ -23,6 +23,7 @@ from oar_plugin.credit.gradient import (
 )
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
 from oar_plugin.credit.probe import AnswerRows, answer_rows, pool
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.hosts.request import Request
 
 
@@ -35,9 +36,12 @@ class MicroBatchScorer:
         token_T: int64 `[T]` packed token ids.
         offsets: int64 `[B + 1]`, where each sequence begins.
         local_T: int64 `[T]`, flattened position of each packed token on this rank, -1 where another rank holds it.
-        local_size: positions this rank holds, padding included.
+        local_size: embeddings this rank holds, padding included.
         sum_over_sequence_ranks: sums a tensor over the ranks that share the sequences, in place or not; identity where a
             rank holds whole sequences.
+        embedding_T: like `local_T` for the embeddings, where a rank holds fewer of them than of the logits' rows
+            (Megatron's sequence parallelism).
+        vocabulary: the columns of the logits that this rank holds.
     """
 
     def __init__(
@@ -49,8 +53,11 @@ class MicroBatchScorer:
         local_T: Tensor,
         local_size: int,
         sum_over_sequence_ranks: Callable[[Tensor], Tensor],
+        embedding_T: Tensor | None = None,
+        vocabulary: VocabularyShard = WHOLE_VOCABULARY,
     ) -> None:
         self.request = request
+        self.vocabulary = vocabulary
         self.sum_over_sequence_ranks = sum_over_sequence_ranks
         self.local_T = local_T
         num_responses = len(offsets) - 1
@@ -61,8 +68,9 @@ class MicroBatchScorer:
         here_N = local_T[rows.position_N] >= 0
         self.rows: AnswerRows = rows.select(here_N)
         self.local_row_N = local_T[self.rows.position_N]
-        reasoning_N = ((segments_T == Segment.REASONING) & (local_T >= 0)).nonzero()[:, 0]
-        self._noisy_local_N = local_T[reasoning_N]
+        embedding_T = local_T if embedding_T is None else embedding_T
+        reasoning_N = ((segments_T == Segment.REASONING) & (embedding_T >= 0)).nonzero()[:, 0]
+        self._noisy_local_N = embedding_T[reasoning_N]
         self._noisy_seed_N = self.seed_B[response_T[reasoning_N]]
         self._noisy_place_N = reasoning_N - offsets[response_T[reasoning_N]]
         self._local_size = local_size
@@ -98,19 +106,19 @@ class MicroBatchScorer:
         if request.importance == "oar_g":
             # Divided by sigma so that half precision does not underflow; `importance` multiplies it back.
             if request.probe == "answer_joint":
-                coefficients = joint_coefficients(logits_NV.detach(), rows) / request.sigma
+                coefficients = joint_coefficients(logits_NV.detach(), rows, self.vocabulary) / request.sigma
                 return (coefficients * logits_NV.float()).sum()
             assert self._clean_logits is not None
             noisy = self._probe_logits(logits_NV.detach())
-            coefficients = kl_coefficients(self._clean_logits, noisy) / request.sigma
+            coefficients = kl_coefficients(self._clean_logits, noisy, self.vocabulary) / request.sigma
             return (coefficients.float() * pool(logits_NV, rows)).sum()
 
         seed_B = self.seed_B if draw == 0 else position_seeds(self.seed_B, torch.zeros_like(self.seed_B), draw)
-        sign = fisher_signs(request.probe, rows, seed_B, logits_NV.shape[-1])
+        sign = fisher_signs(request.probe, rows, seed_B, logits_NV.shape[-1], self.vocabulary)
         if request.probe == "answer_joint":
-            coefficients = fisher_coefficients(logits_NV.detach(), sign) * rows.share_N[:, None]
+            coefficients = fisher_coefficients(logits_NV.detach(), sign, self.vocabulary) * rows.share_N[:, None]
             return (coefficients * logits_NV.float()).sum()
-        coefficients = fisher_coefficients(self._probe_logits(logits_NV.detach()), sign)
+        coefficients = fisher_coefficients(self._probe_logits(logits_NV.detach()), sign, self.vocabulary)
         return (coefficients * pool(logits_NV, rows)).sum()
 
     def importance(self, gradient: Tensor, embedding: Tensor) -> Tensor:

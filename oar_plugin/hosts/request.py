@@ -13,15 +13,39 @@ log-prob call. What comes back are three nested fields of the batch, one row a r
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from oar_plugin.config import OarConfig
-from oar_plugin.credit.gradient import Importance
+from oar_plugin.config import Importance, OarConfig
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
 NEEDED = "oar_needed"  # field: int64 [1] a row, 1 when the response's advantage is not zero
 IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_report"
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """The masked copies of one importance pass (`oar_p`, `hybrid`); see `oar_plugin.credit.perturbation`.
+
+    Attributes:
+        budget: share or number of units that get a copy.
+        span: tokens a unit, or where units end.
+        replacement_token: what to mask with; None: drawn from the model's prediction.
+        perturbations_per_forward: copies in one forward; None: as many as fit the token budget.
+    """
+
+    budget: float
+    span: int | Literal["lines", "operators"]
+    replacement_token: int | None
+    perturbations_per_forward: int | None = None
+
+    @classmethod
+    def from_config(cls, config: OarConfig, replacement_token: int | None) -> Perturbation | None:
+        """None when importance does not come from copies."""
+        if not config.perturbs:
+            return None
+        settings = config.perturbation
+        return cls(config.budget, settings.span, replacement_token, settings.perturbations_per_forward)
 
 
 @dataclass(frozen=True)
@@ -37,6 +61,7 @@ class Request:
         answer_patterns: for `make_finder`.
         max_response_length: a response as long as this that does not end in an end-of-sequence token is truncated.
         importance_only: nobody needs log-probs and entropy of this pass (bypass mode).
+        perturbation: the masked copies, for `oar_p` and `hybrid`.
     """
 
     importance: Importance
@@ -47,10 +72,16 @@ class Request:
     answer_patterns: tuple[str, ...]
     max_response_length: int
     importance_only: bool = False
+    perturbation: Perturbation | None = None
 
     @classmethod
     def from_config(
-        cls, config: OarConfig, step: int, max_response_length: int, importance_only: bool = False
+        cls,
+        config: OarConfig,
+        step: int,
+        max_response_length: int,
+        importance_only: bool = False,
+        replacement_token: int | None = None,
     ) -> Request:
         """The request of training step `step` (from 1)."""
         return cls(
@@ -62,6 +93,7 @@ class Request:
             answer_patterns=config.answer_patterns,
             max_response_length=max_response_length,
             importance_only=importance_only,
+            perturbation=Perturbation.from_config(config, replacement_token),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,4 +103,11 @@ class Request:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Request:
         """The inverse of `to_dict`."""
-        return cls(**{**values, "answer_patterns": tuple(values["answer_patterns"])})
+        perturbation = values.get("perturbation")
+        return cls(
+            **{
+                **values,
+                "answer_patterns": tuple(values["answer_patterns"]),
+                "perturbation": Perturbation(**perturbation) if perturbation else None,
+            }
+        )

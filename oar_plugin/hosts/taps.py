@@ -45,14 +45,58 @@ def check_model(module: nn.Module) -> None:
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         if getattr(model, getter, lambda: None)() is None:
             raise UnsupportedModelError(f"{type(model).__name__}.{getter}() returns no module; OAR needs one to hook.")
-    config = getattr(model, "config", None)
+    check_logits(getattr(model, "config", None))
+
+
+def check_logits(config: Any) -> None:
+    """Refuse a HuggingFace config whose model changes its logits after the vocabulary projection.
+
+    Raises:
+        UnsupportedModelError: names the setting.
+    """
     for name in LOGIT_TRANSFORMS:
         value = getattr(config, name, None)
         if value not in (None, 0, 0.0, 1, 1.0):
             raise UnsupportedModelError(
-                f"{type(model).__name__} changes its logits after the vocabulary projection ({name}={value}); "
+                f"the model changes its logits after the vocabulary projection ({name}={value}); "
                 "OAR does not serve that yet. Use another model or algorithm.adv_estimator=grpo."
             )
+
+
+class Traces:
+    """What a pass changes on a host's modules, remembered so that all of it can be taken back.
+
+    Attributes:
+        handles: of hooks.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._frozen: list[nn.Parameter] = []
+        self._retrained: list[nn.Module] = []
+
+    def freeze(self, module: nn.Module) -> None:
+        """Let no parameter ask for a gradient."""
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._frozen.append(parameter)
+
+    def put_into_train_mode(self, module: nn.Module) -> None:
+        """This module alone, where hosts look for it to recompute activations: its children, dropout among them, stay."""
+        if not module.training:
+            module.training = True  # not .train(), which takes the children along
+            self._retrained.append(module)
+
+    def undo(self) -> None:
+        """Take everything back."""
+        for handle in self.handles:
+            handle.remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        for module in self._retrained:
+            module.training = False
+        self.handles, self._frozen, self._retrained = [], [], []
 
 
 class ModelTaps:
@@ -86,9 +130,7 @@ class ModelTaps:
         self._noise: Callable[[Tensor], Tensor] | None = None
         self._rows_only = False
         self._hidden: Tensor | None = None
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._frozen: list[nn.Parameter] = []
-        self._retrained: list[nn.Module] = []
+        self._traces = Traces()
 
     def prepare(
         self,
@@ -110,18 +152,14 @@ class ModelTaps:
     def __enter__(self) -> ModelTaps:
         if any(p.grad is not None for p in self.module.parameters()):
             raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
-                self._frozen.append(parameter)
+        self._traces.freeze(self.module)
         if self.checkpoint_activations:
             for module in self.module.modules():
-                if getattr(module, "gradient_checkpointing", False) and not module.training:
-                    module.training = True  # not .train(): its children, dropout among them, stay in eval mode
-                    self._retrained.append(module)
+                if getattr(module, "gradient_checkpointing", False):
+                    self._traces.put_into_train_mode(module)
         model: Any = unwrapped(self.module)
         head = model.get_output_embeddings()
-        self._handles = [
+        self._traces.handles += [
             model.get_input_embeddings().register_forward_hook(self._make_leaf),
             head.register_forward_pre_hook(self._detach_hidden),
             # FSDP's own hooks stand between these two: it must see the rows as an output of the head (where verl shards
@@ -135,13 +173,7 @@ class ModelTaps:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        for module in self._retrained:
-            module.training = False
-        self._handles, self._frozen, self._retrained = [], [], []
+        self._traces.undo()
         self.embedding = self.answer_logits = self._hidden = self._rows = self._noise = None
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:

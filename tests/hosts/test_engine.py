@@ -4,9 +4,6 @@ The engines run in torchrun processes on gloo (see engine/worker.py for what the
 to the response's largest score.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
 from tests.hosts.engine import world
+from tests.hosts.engine.launch import error, launch, worst
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("verl")
@@ -31,22 +29,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def launch(which: str, processes: int, folder: Path) -> dict:
-    target = folder / f"{which}.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [*command, "-m", "tests.hosts.engine.worker", which, str(folder), str(target)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        cwd=root,
-        timeout=280,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return torch.load(target, weights_only=False)
-
-
 @pytest.fixture(scope="module")
 def single(folder) -> dict:
     return launch("single", 1, folder)
@@ -55,22 +37,6 @@ def single(folder) -> dict:
 @pytest.fixture(scope="module")
 def double(folder) -> dict:
     return launch("double", 2, folder)
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert got.shape == want.shape
-    return ((got - want).abs().max() / want.max()).item()
-
-
-def worst(result: dict, want: dict[int, torch.Tensor]) -> float:
-    """Largest error over the scored rows of one engine's result; all other rows must be zero."""
-    errors = [0.0]
-    for place, row in enumerate(result["rows"]):
-        if row in want:
-            errors.append(error(result[IMPORTANCE][place], want[row]))
-        else:
-            assert not result[IMPORTANCE][place].any()
-    return max(errors)
 
 
 @pytest.fixture(scope="module")

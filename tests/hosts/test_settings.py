@@ -40,7 +40,7 @@ def test_other_estimators_are_none_of_our_business():
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"actor_rollout_ref__actor__strategy": "megatron"}, ["actor.strategy=megatron", "fsdp, fsdp2"]),
+        ({"actor_rollout_ref__actor__strategy": "veomni"}, ["actor.strategy=veomni", "fsdp, fsdp2, megatron"]),
         ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({"trainer__use_v1": False}, ["trainer.use_v1=False", "allowed: True"]),
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
@@ -55,6 +55,35 @@ def test_combinations_that_cannot_work_are_refused(changes, parts):
         resolve(config(**changes))
     for part in parts:
         assert part in str(error.value)
+
+
+MEGATRON = "actor_rollout_ref__actor__megatron__"
+
+
+def test_megatron_is_served():
+    assert resolve(config(actor_rollout_ref__actor__strategy="megatron")).importance == "fisher"
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({MEGATRON + "dynamic_context_parallel": True}, ["dynamic_context_parallel=True", "allowed: False"]),
+        ({MEGATRON + "router_replay__mode": "R2"}, ["router_replay.mode=R2", "allowed: disabled"]),
+        ({MEGATRON + "use_megatron_fsdp": True}, ["use_megatron_fsdp=True", "allowed: False"]),
+        ({MEGATRON + "override_transformer_config__fp8": "e4m3"}, ["fp8=e4m3", "allowed: None"]),
+        ({MEGATRON + "qat__enable": True}, ["qat.enable=True", "allowed: False"]),
+        ({"actor_rollout_ref__model__mtp__enable": True}, ["mtp.enable=True", "allowed: False"]),
+        ({"actor_rollout_ref__model__lora__rank": 8}, ["lora.rank=8", "allowed: 0"]),
+        ({"algorithm__oar": {"importance": "oar_p"}}, ["importance=oar_p", "perturbation.backend=rollout"]),
+        ({"algorithm__oar": {"importance": "hybrid"}}, ["importance=hybrid", "allowed: fisher, oar_g"]),
+    ],
+)
+def test_what_megatron_does_not_serve_is_refused_there_and_only_there(changes, parts):
+    with pytest.raises(OarConfigError) as error:
+        resolve(config(actor_rollout_ref__actor__strategy="megatron", **changes))
+    for part in parts:
+        assert part in str(error.value)
+    assert resolve(config(**changes))
 
 
 @pytest.mark.parametrize(

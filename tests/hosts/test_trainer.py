@@ -19,7 +19,9 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
+from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord
 
 LENGTHS = [5, 7, 4, 6, 5, 5]
 UIDS = ["a", "a", "a", "b", "b", "b"]
@@ -211,3 +213,97 @@ def test_missing_importance_falls_back_for_the_whole_batch_and_is_counted(world)
     trainer._compute_advantage(batch, metrics)
     assert torch.equal(queue.fields["advantages"].to_padded_tensor(0.0), host_advantage("grpo"))
     assert metrics["oar/fallback/not_scored"] == 1.0
+
+
+# ---- importance from the rollout engines
+
+
+def report_from_engines(queue, statuses, lengths=LENGTHS):
+    """As the agent loop puts it into the queue with each response."""
+    report_from_actor(queue, lengths)
+    queue.fields[REPORT] = nested([torch.tensor([float(status), 0.0]) for status in statuses])
+    records = [OffloadRecord(int(s), 1, copies=4, tokens=40, generated_at=1e9, done_at=(1e9,) * 11) for s in statuses]
+    queue.fields[OFFLOAD] = torch.stack([record.to_row() for record in records])
+
+
+def offloading(world, **perturbation):
+    return world(importance="oar_p", perturbation={"backend": "rollout", **perturbation})
+
+
+@pytest.fixture
+def host_pass(monkeypatch):
+    """verl's log-prob pass; the actor answers 7 everywhere when it is asked."""
+    base = importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer
+    requests = []
+
+    def compute(self, batch, metrics):
+        if REQUEST in batch.extra_info:
+            requests.append(dict(batch.extra_info[REQUEST]))
+            queue = ours.tq
+            queue.fields[IMPORTANCE] = nested([torch.full((n,), 7.0) for n in LENGTHS])
+            queue.fields[REPORT] = nested([torch.tensor([float(Status.SCORED), 0.5]) for _ in LENGTHS])
+        return batch
+
+    monkeypatch.setattr(base, "_compute_old_log_prob", compute)
+    return requests
+
+
+def test_scores_of_the_engines_need_nothing_of_the_actor(world, host_pass):
+    trainer, queue, batch = offloading(world)
+    report_from_engines(queue, [Status.SCORED] * 3 + [Status.NOT_NEEDED] * 3)
+    before = [row.clone() for row in queue.fields[IMPORTANCE].unbind()]
+    metrics = {}
+    trainer._compute_old_log_prob(batch, metrics)
+    assert host_pass == []
+    trainer._compute_advantage(batch, metrics)
+    got = queue.fields["advantages"].to_padded_tensor(0.0)
+    want = host_advantage("grpo")
+    torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
+    assert (got[0, :4].argsort() == before[0][:4].argsort()).all()
+    assert metrics["oar/scored"] == 0.5
+    assert metrics["oar/offload/left_for_actor"] == 0
+    assert metrics["oar/offload/hidden_share"] == 1
+
+
+def test_what_an_engine_could_not_score_the_actor_does(world, host_pass):
+    trainer, queue, batch = offloading(world)
+    report_from_engines(queue, [Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER] + [Status.NOT_NEEDED] * 3)
+    first = queue.fields[IMPORTANCE].unbind()[0].clone()
+    metrics = {}
+    trainer._compute_old_log_prob(batch, metrics)
+    (request,) = host_pass
+    assert (request["importance"], request["perturbation"]) == ("fisher", None)
+    assert [int(row) for row in queue.fields[NEEDED].unbind()] == [0, 1, 0, 0, 0, 0]
+    trainer._compute_advantage(batch, metrics)
+    got = queue.fields["advantages"].to_padded_tensor(0.0)
+    want = host_advantage("grpo")
+    assert (got[0, :4].argsort() == first[:4].argsort()).all()
+    assert torch.equal(got[2], want[2])  # no answer: plain
+    assert metrics["oar/fallback/no_answer"] == pytest.approx(1 / 3)
+    assert metrics["oar/fallback/constant"] == pytest.approx(1 / 3)  # the made-up actor says 7 everywhere
+    assert metrics["oar/offload/fault/timed_out"] == 1
+
+
+def test_without_a_fallback_the_response_keeps_its_plain_advantage(world, host_pass):
+    trainer, queue, batch = offloading(world, fallback="none")
+    report_from_engines(queue, [Status.SCORED, Status.ENGINE_FAILED, Status.SCORED] + [Status.NOT_NEEDED] * 3)
+    metrics = {}
+    trainer._compute_old_log_prob(batch, metrics)
+    assert host_pass == []
+    trainer._compute_advantage(batch, metrics)
+    assert torch.equal(queue.fields["advantages"].to_padded_tensor(0.0)[1], host_advantage("grpo")[1])
+    assert metrics["oar/fallback/engine_failed"] == pytest.approx(1 / 3)
+
+
+def test_the_offload_sets_what_it_needs_in_verls_configuration(monkeypatch):
+    registered = []
+    server = importlib.import_module("oar_plugin.hosts.verl.rollout_server")
+    monkeypatch.setattr(server, "register", lambda *settings: registered.append(settings))
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"rollout": {"agent": {"agent_loop_manager_class": None}, "scheduling_policy": "fcfs"}}}
+    )
+    OmegaConf.set_struct(config, True)
+    offload.switch_on(config, OarConfig.parse({"perturbation": {"max_in_flight": 5}}))
+    assert registered == [(5, 0.15)]
+    assert config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == offload.MANAGER
+    assert config.actor_rollout_ref.rollout.scheduling_policy == "priority"

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides
+from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, tiny_model
 from oar_plugin.hosts.verl.cpu.session import run_verl
-from tests.hosts.engine.world import make_tokenizer
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     answer = solution_str.split("####")[-1].strip()
@@ -23,63 +16,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 """
 
 
-def make_assets(folder: Path) -> None:
-    """A model that has learnt the format and guesses the digit, prompts, and a reward function. About ten seconds."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
-    torch.set_num_threads(1)  # two threads only get in each other's way at this size
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    rng = random.Random(0)
-    for _ in range(150):
-        texts = [f"{rng.randint(0, 9)}?" + letters(rng) + f"#### {rng.randint(0, 3)}<eos>" for _ in range(32)]
-        rows = [tokenizer(text)["input_ids"] for text in texts]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
-        labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
-        labels[:, :2] = -100
-        model(input_ids=ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder / "model")
-    data = [
-        {
-            "data_source": "tiny",
-            "prompt": [{"role": "user", "content": f"{digit}?"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(digit % 4)},
-            "extra_info": {"index": i, "split": "train"},
-        }
-        for i, digit in enumerate(rng.choices(range(10), k=64))
-    ]
-    pd.DataFrame(data).to_parquet(folder / "data.parquet")
+def make_assets(folder: Path, length: tuple[int, int] = (3, 6)) -> None:
+    """The tiny model and its prompts, and a reward function that costs nothing."""
+    tiny_model.make_assets(folder, length)
     (folder / "reward.py").write_text(REWARD)
 
 
-def letters(rng: random.Random) -> str:
-    return "".join(rng.choice("abcdef") for _ in range(rng.randint(3, 6)))
-
-
-def overrides(folder: Path, name: str) -> list[str]:
+def overrides(folder: Path, name: str, workers: int, rollout_parallel: int, engine: str) -> list[str]:
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     return [
-        *cpu_overrides(),
+        *cpu_overrides(workers, rollout_parallel, engine),
         f"data.train_files={folder}/data.parquet",
         f"data.val_files={folder}/data.parquet",
         "data.train_batch_size=8",
@@ -88,7 +34,7 @@ def overrides(folder: Path, name: str) -> list[str]:
         f"actor_rollout_ref.model.path={folder}/model",
         f"{actor}.ppo_mini_batch_size=8",
         f"{actor}.ppo_micro_batch_size_per_gpu=8",
-        f"{actor}.optim.lr=1e-3",
+        f"{actor}.optim.lr=3e-4",
         f"{actor}.use_kl_loss=False",
         f"{rollout}.n=4",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
@@ -109,14 +55,32 @@ def overrides(folder: Path, name: str) -> list[str]:
     ]
 
 
-def run(folder: Path, name: str, *more: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run to the end; returns the metrics of each step as verl's own file logger wrote them."""
+def run(
+    folder: Path,
+    name: str,
+    *more: str,
+    env: dict[str, str] | None = None,
+    workers: int = 1,
+    rollout_parallel: int = 1,
+    engine: str = "dp",
+) -> list[dict[str, Any]]:
+    """Run to the end; returns the metrics of each step as verl's own file logger wrote them.
+
+    Args:
+        folder: with the assets.
+        name: of the run.
+        more: overrides; the last one for a key wins.
+        env: more environment variables.
+        workers: of the actor.
+        rollout_parallel: processes of the vLLM engine.
+        engine: which trains: dp or megatron.
+    """
     (folder / name).mkdir(exist_ok=True)
     metrics = folder / name / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     log = folder / name / "verl.log"
     status = run_verl(
-        [*overrides(folder, name), *more],
+        [*overrides(folder, name, workers, rollout_parallel, engine), *more],
         env={**cpu_environment(), "VERL_FILE_LOGGER_PATH": str(metrics), **(env or {})},
         log_path=log,
         timeout_s=420,

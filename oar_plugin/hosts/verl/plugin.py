@@ -3,7 +3,7 @@
 Registers, each when verl imports the module that holds the registry and not before (start-up time is paid by every
 process of a cluster):
 * the three v1 trainers, replaced by subclasses that build verl's own class unless the estimator is `oar`;
-* the FSDP engines, replaced by subclasses that act only on a batch that carries a request;
+* the FSDP and Megatron engines, replaced by subclasses that act only on a batch that carries a request;
 * an estimator named `oar`, which explains itself where no trainer of ours is at work.
 
 verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr; so that it gets
@@ -41,6 +41,15 @@ def _register_fsdp(module: ModuleType) -> None:
     fsdp.register(module)
 
 
+def _register_megatron(module: ModuleType) -> None:
+    try:
+        from oar_plugin.hosts.verl import megatron
+    except ImportError as error:  # verl would take it for its own engine's, and leave out Megatron altogether
+        logger.warning("oar_plugin does not fit this megatron-core; strategy=megatron works without OAR: %s", error)
+        return
+    megatron.register(module)
+
+
 def _register_estimator(core_algos: Any) -> None:
     @core_algos.register_adv_est("oar")
     def oar(**kwargs: Any) -> None:
@@ -53,6 +62,7 @@ def _register_estimator(core_algos: Any) -> None:
 HOOKS = {
     "verl.trainer.ppo.v1": _register_trainers,
     "verl.workers.engine.fsdp.transformer_impl": _register_fsdp,
+    "verl.workers.engine.megatron.transformer_impl": _register_megatron,
     "verl.trainer.ppo.core_algos": _register_estimator,
 }
 

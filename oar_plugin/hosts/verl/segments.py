@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
+from oar_plugin.credit.answer import AnswerFinder, Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.perturbation import Unit, unit_ends, units
 from oar_plugin.hosts.request import NEEDED, Request
 from oar_plugin.tokens import TokenBytes
 
@@ -35,25 +37,72 @@ def segment_batch(
     segments, status = [], []
     rows = zip(data["responses"].unbind(), data["response_mask"].unbind(), data[NEEDED].unbind(), strict=True)
     for response, mask, needed in rows:
-        found, state = None, Status.NOT_NEEDED
+        found, state = np.full(len(response), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
         if bool(needed.any()):
-            ids = response.tolist()
-            truncated = len(ids) >= request.max_response_length and ids[-1] not in eos_ids
             own = mask.cpu().numpy().astype(bool)
-            found = segment_tokens(token_bytes.pieces(ids), finder, own)
-            if truncated:
-                state = Status.TRUNCATED
-            elif found is None:
-                state = Status.NO_ANSWER
-            elif not (found == Segment.REASONING).any():
-                state = Status.NO_REASONING
-            else:
-                state = Status.SCORED
-        if state is not Status.SCORED or found is None:
-            found = np.full(len(response), Segment.OUTSIDE, dtype=np.int8)
+            found, state = segment_response(
+                response.tolist(), own, finder, token_bytes, eos_ids, request.max_response_length
+            )
         segments.append(torch.from_numpy(found))
         status.append(int(state))
     return segments, torch.tensor(status)
+
+
+def segment_response(
+    ids: Sequence[int],
+    own: np.ndarray,
+    finder: AnswerFinder,
+    token_bytes: TokenBytes,
+    eos_ids: Collection[int],
+    max_response_length: int,
+) -> tuple[np.ndarray, Status]:
+    """Segments of one response, and whether it can be scored.
+
+    Args:
+        ids: its tokens.
+        own: bool `[L]`, the model's own tokens.
+        finder: from `make_finder`.
+        token_bytes: the model's tokenizer.
+        eos_ids: tokens that end a response.
+        max_response_length: a response as long as this that does not end in one of them is truncated.
+
+    Returns:
+        int8 `[L]` (OUTSIDE everywhere unless the status is SCORED) and the status.
+    """
+    nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
+    if len(ids) >= max_response_length and ids[-1] not in eos_ids:
+        return nothing, Status.TRUNCATED
+    found = segment_tokens(token_bytes.pieces(ids), finder, own)
+    if found is None:
+        return nothing, Status.NO_ANSWER
+    if not (found == Segment.REASONING).any():
+        return nothing, Status.NO_REASONING
+    return found, Status.SCORED
+
+
+def response_units(
+    segments: Sequence[int], ids: Sequence[int], span: int | Literal["lines", "operators"], token_bytes: TokenBytes
+) -> list[Unit]:
+    """The units of one response that masked copies replace; see `oar_plugin.credit.perturbation.units`.
+
+    Args:
+        segments: `Segment` of each response token.
+        ids: the tokens.
+        span: `algorithm.oar.perturbation.span`.
+        token_bytes: the model's tokenizer.
+    """
+    reasoning = [segment == Segment.REASONING for segment in segments]
+    if isinstance(span, int):
+        return units(reasoning, span)
+    return units(reasoning, ends=unit_ends(token_bytes.pieces(ids), span))
+
+
+def end_of_sequence_tokens(model_config: Any) -> set[int]:
+    """Tokens that end a response: the tokenizer's, and those of the generation config (verl's `HFModelConfig`)."""
+    tokens = {model_config.tokenizer.eos_token_id}
+    generation = getattr(model_config.generation_config, "eos_token_id", None)
+    tokens.update(generation if isinstance(generation, list) else [generation])
+    return {token for token in tokens if token is not None}
 
 
 def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:

@@ -11,8 +11,40 @@ from oar_plugin.config import OarConfig, OarConfigError
 
 ESTIMATOR = "oar"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
-STRATEGIES = ("fsdp", "fsdp2")
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
 CRITIC_BASED = ("gae",)
+MEGATRON_TESTED = "0.16."  # versions of megatron-core that begin like this
+
+# What the Megatron engine does not serve: key, the values that are allowed, and why the others are not.
+MEGATRON_ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (
+        "actor_rollout_ref.actor.megatron.dynamic_context_parallel",
+        (False, None),
+        "its groups change with every micro-batch, and scores would be summed over the wrong ranks",
+    ),
+    (
+        "actor_rollout_ref.actor.megatron.router_replay.mode",
+        ("disabled", None),
+        "routes are recorded in a forward without a backward, which OAR's log-prob pass is not",
+    ),
+    (
+        "actor_rollout_ref.actor.megatron.use_megatron_fsdp",
+        (False, None),
+        "its sharded weights were not tested with a backward that freezes them",
+    ),
+    (
+        "actor_rollout_ref.actor.megatron.override_transformer_config.fp8",
+        (None, False),
+        "a backward in fp8 moves its scaling history, which belongs to training",
+    ),
+    ("actor_rollout_ref.actor.megatron.qat.enable", (False, None), "quantised layers were not tested"),
+    (
+        "actor_rollout_ref.model.mtp.enable",
+        (False, None),
+        "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
+    ),
+    ("actor_rollout_ref.model.lora.rank", (0, None), "adapters under Megatron were not tested"),
+)
 
 
 def switched_on(config: DictConfig) -> bool:
@@ -36,7 +68,14 @@ def resolve(config: DictConfig) -> OarConfig:
     faults = list(_faults(config, settings))
     if faults:
         raise OarConfigError("\n".join(faults))
-    return OarConfig.parse(settings)  # type: ignore[arg-type]
+    oar = OarConfig.parse(settings)  # type: ignore[arg-type]
+    if oar.offloads:
+        from oar_plugin.hosts.verl import offload
+
+        faults = list(offload.faults(config))
+        if faults:
+            raise OarConfigError("\n".join(faults))
+    return oar
 
 
 def _faults(config: DictConfig, settings: Any) -> Iterator[str]:
@@ -59,8 +98,24 @@ def _faults(config: DictConfig, settings: Any) -> Iterator[str]:
     strategy = value("actor_rollout_ref.actor.strategy")
     if strategy not in STRATEGIES:
         yield f"actor_rollout_ref.actor.strategy={strategy}: not served by OAR; allowed: {', '.join(STRATEGIES)}"
+    if strategy == "megatron":
+        yield from _megatron_faults(config, settings or {})
     if value("actor_rollout_ref.model.use_fused_kernels"):
         yield (
             "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
             "the probe reads; allowed: False"
+        )
+
+
+def _megatron_faults(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    for key, allowed, reason in MEGATRON_ALLOWED:
+        found = OmegaConf.select(config, key)
+        if found not in allowed:
+            yield f"{key}={found}: not served by OAR under Megatron ({reason}); allowed: {allowed[0]}"
+    importance = settings.get("importance")
+    backend = (settings.get("perturbation") or {}).get("backend")
+    if importance == "hybrid" or (importance == "oar_p" and backend != "rollout"):
+        yield (
+            f"algorithm.oar.importance={importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
+            "built for its actor; allowed: fisher, oar_g, or oar_p with algorithm.oar.perturbation.backend=rollout"
         )

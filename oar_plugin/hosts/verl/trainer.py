@@ -23,7 +23,9 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
+from verl.workers.config import HFModelConfig
 from verl.workers.utils.padding import response_to_nested
 
 from oar_plugin.credit.answer import Segment
@@ -31,6 +33,9 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
 from oar_plugin.hosts.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request
 from oar_plugin.hosts.verl.dump import ResponseDump
+from oar_plugin.hosts.verl.offload import FIELDS, Offloaded, switch_on
+from oar_plugin.hosts.verl.offload_record import OFFLOAD
+from oar_plugin.hosts.verl.replacement import replacement_token
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 
 logger = logging.getLogger("oar_plugin")
@@ -45,17 +50,33 @@ class OarTrainerMixin:
     actor_rollout_wg: Any
     tokenizer: Any
 
+    _replacement: int | None = None
+    _offloaded: Offloaded | None = None  # of the batch under way
+    _asked: frozenset[str] | set[str] = frozenset()  # rows of it that the actor was asked for
+
     def __init__(self, config: DictConfig) -> None:
         self.oar = resolve(config)
+        if self.oar.offloads:
+            switch_on(config, self.oar)
         super().__init__(config)  # type: ignore[call-arg]
         self._dump = ResponseDump(self.oar.dump_dir, self.oar.dump_responses) if self.oar.dump_dir else None
         logger.info("OAR is on: %s", self.oar)
+
+    def _init_tokenizer(self) -> None:
+        super()._init_tokenizer()  # type: ignore[misc]
+        if self.oar.perturbs:
+            model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
+            self._replacement = replacement_token(self.oar, self.tokenizer, model.local_path)
 
     # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         with marked_timer("oar", self.timing_raw):
-            self._mark_needed_rows(batch)
+            asked_B = self._mark_needed_rows(batch)
+            if self._offloaded is not None:
+                metrics.update({f"oar/offload/{name}": v for name, v in self._offloaded.metrics(asked_B).items()})
+        if self._offloaded is not None and not asked_B.any():  # the rollout engines have scored everything
+            return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if not self._bypasses_log_probs():
             with self._requesting(batch, importance_only=False):
                 result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
@@ -79,8 +100,9 @@ class OarTrainerMixin:
 
     @contextmanager
     def _requesting(self, batch: Any, importance_only: bool) -> Iterator[None]:
+        oar = self.oar.model_copy(update={"importance": "fisher"}) if self.oar.offloads else self.oar
         request = Request.from_config(
-            self.oar, self.global_steps, self.config.data.max_response_length, importance_only
+            oar, self.global_steps, self.config.data.max_response_length, importance_only, self._replacement
         )
         batch.extra_info[REQUEST] = request.to_dict()
         try:
@@ -89,39 +111,50 @@ class OarTrainerMixin:
             # The reference pass of a LoRA actor goes through the same call; it must not score again.
             batch.extra_info.pop(REQUEST, None)
 
-    def _mark_needed_rows(self, batch: Any) -> None:
-        """Write `oar_needed`: rows whose advantage is exactly zero learn nothing from any weight.
+    def _mark_needed_rows(self, batch: Any) -> torch.Tensor:
+        """Write `oar_needed`, the rows that the actor is to score, and return it, bool `[B]`.
 
-        The advantage is the host's own, on rewards alone, before log-probs exist. With KL in the reward it is not known
-        yet, and every row is scored.
+        Rows whose advantage is exactly zero learn nothing from any weight. The advantage is the host's own, on rewards
+        alone, before log-probs exist. With KL in the reward it is not known yet, and every row is scored. Rows that the
+        rollout engines have scored are done.
         """
-        if self.config.algorithm.use_kl_in_reward:
-            needed_B = torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
-        else:
-            data = tq.kv_batch_get(
-                keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "rm_scores"]
-            )
-            data = DataProto(batch=data.to_padded_tensor())
-            data.batch["token_level_rewards"] = data.batch["token_level_scores"] = data.batch["rm_scores"]
-            data.non_tensor_batch["uid"] = np.array(data.batch.pop("uid").tolist(), dtype=object)
-            algorithm = self.config.algorithm
-            data = compute_advantage_for_multi_trajectories(
-                data,
-                batch_keys=batch.keys,
-                adv_estimator=self.oar.base_estimator,
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                num_repeat=self.config.actor_rollout_ref.rollout.n,
-                norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
-                config=algorithm,
-            )
-            needed_B = (data.batch["advantages"] != 0).any(-1)
+        needed_B = self._rows_with_an_advantage(batch)
+        if self.oar.offloads:
+            data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*FIELDS, OFFLOAD])
+            self._offloaded = Offloaded(batch.keys, data, [tag.get("is_padding", False) for tag in batch.tags])
+            needed_B &= self._offloaded.left_for_actor(batch.keys)
+            needed_B &= self.oar.perturbation.fallback != "none"
+        self._asked = {key for key, needed in zip(batch.keys, needed_B.tolist(), strict=True) if needed}
         field = torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged)
         tq.kv_batch_put(
             keys=batch.keys,
             partition_id=batch.partition_id,
             fields=TensorDict({NEEDED: field}, batch_size=len(batch)),
         )
+        return needed_B
+
+    def _rows_with_an_advantage(self, batch: Any) -> torch.Tensor:
+        if self.config.algorithm.use_kl_in_reward:
+            return torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "rm_scores"]
+        )
+        data = DataProto(batch=data.to_padded_tensor())
+        data.batch["token_level_rewards"] = data.batch["token_level_scores"] = data.batch["rm_scores"]
+        data.non_tensor_batch["uid"] = np.array(data.batch.pop("uid").tolist(), dtype=object)
+        algorithm = self.config.algorithm
+        data = compute_advantage_for_multi_trajectories(
+            data,
+            batch_keys=batch.keys,
+            adv_estimator=self.oar.base_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            num_repeat=self.config.actor_rollout_ref.rollout.n,
+            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+            config=algorithm,
+        )
+        needed_B: torch.Tensor = (data.batch["advantages"] != 0).any(-1)
+        return needed_B
 
     # ---- the host's advantage, times the weights
 
@@ -135,7 +168,9 @@ class OarTrainerMixin:
                 select_fields=["advantages", IMPORTANCE, SEGMENTS, REPORT],
             )
             mask = data["advantages"]
-            if IMPORTANCE not in data:
+            if self._offloaded is not None:
+                data.update(self._offloaded.merge(batch.keys, mask, self._asked, data))
+            elif IMPORTANCE not in data:
                 data.update(_nothing_scored(mask))
             padded = data.to_padded_tensor()
             advantage_BL = padded["advantages"]
@@ -182,13 +217,16 @@ class OarTrainerMixin:
             select_fields=["prompts", "responses", "rm_scores"],
         )
         for place, row in enumerate(rows):
-            response = text["responses"].unbind()[place]
+            prompt, response = (text[name].unbind()[place].tolist() for name in ("prompts", "responses"))
             length = len(response)
             self._dump.write(
                 step=self.global_steps,
                 uid=batch.keys[row],
-                prompt=self.tokenizer.decode(text["prompts"].unbind()[place]),
-                tokens=[self.tokenizer.decode(token) for token in response.tolist()],
+                prompt=self.tokenizer.decode(prompt),
+                prompt_ids=prompt,
+                # Text does not bring the ids back: half a character in a token reads as a replacement character.
+                token_ids=response,
+                tokens=[self.tokenizer.decode(token) for token in response],
                 segments=padded[SEGMENTS][row, :length],
                 importance=padded[IMPORTANCE][row, :length],
                 weights=reshaped.weight_BL[row, :length],

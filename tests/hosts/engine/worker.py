@@ -1,7 +1,6 @@
 """Run by torchrun: verl's real FSDP engine with importance, in several configurations; results go to a file.
 
-CPU stand-ins: gloo for NCCL; for packed batches under Ulysses a dense attention in place of flash-attn's varlen kernel
-(it goes through verl's own Ulysses wrapper), and an all-to-all made of all-gathers, which gloo lacks.
+CPU stand-ins: gloo for NCCL; under Ulysses, see `oar_plugin/hosts/verl/cpu/ulysses.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
-from oar_plugin.hosts.request import NEEDED, REQUEST, Request
+from oar_plugin.hosts.request import NEEDED, REQUEST, Perturbation, Request
+from oar_plugin.hosts.verl.cpu import ulysses
 from tests.hosts.engine import world
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -130,13 +132,19 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
         if before.keys() != after.keys():
             return [path]
         return [d for k in before for d in differences(before[k], after[k], f"{path}/{k}")]
-    if isinstance(before, torch.Tensor):
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
         return [] if torch.equal(before, after) else [path]
     return [] if before == after else [path]
 
 
 def run(
-    engine: Any, rows: list[int], packed: bool, dynamic: bool = False, only: bool = False, **request: Any
+    engine: Any,
+    rows: list[int],
+    packed: bool,
+    dynamic: bool = False,
+    only: bool = False,
+    look: Callable[[Any], dict[str, Any]] = state,
+    **request: Any,
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
         "importance": "fisher",
@@ -150,12 +158,12 @@ def run(
         **request,
     }
     with engine.eval_mode():
-        plain = engine.infer_batch(flags(batch(rows), packed, dynamic))["model_output"]
-        before = state(engine)
+        plain = engine.infer_batch(flags(batch(rows), packed, dynamic)).get("model_output", {})
+        before = look(engine)
         data = flags(batch(rows), packed, dynamic)
         tu.assign_non_tensor_data(data, REQUEST, Request(**values).to_dict())
         output = engine.infer_batch(data)["model_output"]
-        traces = differences(before, state(engine))
+        traces = differences(before, look(engine))
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     for key, value in output.items():
         result[key] = [row.clone() for row in value.unbind()]
@@ -195,41 +203,53 @@ def noticed(engine: Any) -> list[str]:
     return sorted({path.split("/")[1] for path in differences(before, state(engine))})
 
 
-def stand_ins() -> None:
-    import transformers.integrations.flash_attention as flash
-    import verl.models.transformers.monkey_patch as monkey_patch
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+EXACT = Perturbation(budget=1.0, span=1, replacement_token=world.PAD)
+OAR_P = {"importance": "oar_p", "perturbation": EXACT}
 
-    def varlen(q, k, v, attention_mask, query_length, *args, position_ids=None, **kwargs):
-        repeat = q.shape[2] // k.shape[2]
-        k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
-        segment = (position_ids == 0).cumsum(-1)
-        causal = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
-        mask = (segment[:, :, None] == segment[:, None, :]) & causal
-        scores = torch.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
-        return torch.einsum("bnqk,bknh->bqnh", scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1), v)
 
-    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-        keep = {k: v for k, v in kwargs.items() if k == "position_ids"}
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = flash._flash_attention_forward(
-            query, key, value, attention_mask, query_length=query.shape[1], is_causal=True, **keep
-        )
-        return out, None
+def perturbed(folder: str) -> dict[str, Any]:
+    """OAR-P in one process."""
+    every = list(range(8))
+    out: dict[str, Any] = {}
+    engine = build(folder)
+    for probe in ("last", "answer_mean", "answer_joint"):
+        out[probe] = run(engine, every, True, probe=probe, **OAR_P)
+    out["dynamic"] = run(engine, every, True, dynamic=True, **OAR_P)
+    out["importance_only"] = run(engine, every, True, only=True, **OAR_P)
+    for name, changes in {
+        "one_by_one": {"perturbations_per_forward": 1},
+        "span": {"span": 4},
+        "lines": {"span": "lines"},
+        "sampled": {"replacement_token": None},
+        "blocks": {"budget": 0.5},
+    }.items():
+        out[name] = run(engine, every, True, importance="oar_p", perturbation=replace(EXACT, **changes))
+    out["hybrid"] = run(engine, every, True, importance="hybrid", perturbation=replace(EXACT, budget=0.3))
+    out["grad_norm"] = train_step(engine, True)
+    out["fresh_grad_norm"] = train_step(build(folder), True)
+    out["padded"] = run(build(folder, packed=False), every, False, **OAR_P)
+    out["lora"] = run(build(folder, lora=4), every, True, **OAR_P)
+    out["checkpointing"] = run(build(folder, checkpointing=True), every, True, **OAR_P)
+    out["bf16"] = run(build(folder, dtype="bf16"), every, True, **OAR_P)
+    out["fsdp1"] = run(build(folder, strategy="fsdp"), every, True, **OAR_P)
+    return out
 
-    def all_to_all(outputs, inputs, group=None, async_op=False):
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        stacked = torch.stack([x.contiguous() for x in inputs])
-        gathered = [torch.empty_like(stacked) for _ in range(size)]
-        dist.all_gather(gathered, stacked, group=group)
-        for j in range(size):
-            outputs[j].copy_(gathered[j][rank])
 
-    AttentionInterface.register("dense_varlen", attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("dense_varlen", lambda *args, **kwargs: None)
-    monkey_patch._flash_attention_forward = varlen
-    dist.all_to_all = all_to_all
+def perturbed_double(folder: str) -> dict[str, Any]:
+    """OAR-P in two processes: data parallel with three rows to score here and one there, then a Ulysses pair."""
+    rows = [[0, 1, 3, 2], [4, 5, 6, 7]][dist.get_rank()]
+    out: dict[str, Any] = {}
+    engine = build(folder)
+    out["fsdp2"] = gather(run(engine, rows, True, **OAR_P))
+    out["fsdp2_blocks"] = gather(run(engine, rows, True, importance="oar_p", perturbation=replace(EXACT, budget=0.5)))
+    out["fsdp2_hybrid"] = gather(run(engine, rows, True, importance="hybrid", perturbation=replace(EXACT, budget=0.3)))
+    ulysses.install()
+    engine = build(folder, sp=2, attention=ulysses.ATTENTION)
+    for probe in ("answer_mean", "answer_joint"):
+        out[f"ulysses_{probe}"] = gather(run(engine, list(range(8)), True, probe=probe, **OAR_P))
+    sampled = replace(EXACT, replacement_token=None)
+    out["ulysses_sampled"] = gather(run(engine, list(range(8)), True, importance="oar_p", perturbation=sampled))
+    return out
 
 
 def single(folder: str) -> dict[str, Any]:
@@ -277,8 +297,8 @@ def double(folder: str) -> dict[str, Any]:
     out["fsdp2"] = gather(run(build(folder), rows, True))
     out["fsdp2_checkpointing"] = gather(run(build(folder, checkpointing=True), rows, True))
     out["fsdp2_padded"] = gather(run(build(folder, packed=False), rows, False))
-    stand_ins()
-    engine = build(folder, sp=2, attention="dense_varlen")
+    ulysses.install()
+    engine = build(folder, sp=2, attention=ulysses.ATTENTION)
     out["ulysses"] = gather(run(engine, list(range(8)), True))
     out["ulysses_oar_g"] = gather(run(engine, list(range(8)), True, importance="oar_g"))
     out["ulysses_joint"] = gather(run(engine, list(range(8)), True, probe="answer_joint"))
@@ -295,7 +315,8 @@ if __name__ == "__main__":
     which, folder, target = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result = {"single": single, "double": double}[which](folder)
+    kinds = {"single": single, "double": double, "perturbed": perturbed, "perturbed_double": perturbed_double}
+    result = kinds[which](folder)
     if dist.get_rank() == 0:
         torch.save(result, Path(target))
     dist.barrier()

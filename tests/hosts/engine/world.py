@@ -5,21 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
+from oar_plugin.credit.perturbation import sample_replacements, units
+from oar_plugin.hosts.verl.cpu.tiny_model import make_tokenizer
 
 MAX_RESPONSE_LENGTH = 40
 SIGMA = 1e-3
+PAD = 256  # the tokenizer's padding token, as make_tokenizer numbers it
 
 # prompt, response, needed. The last three fall back: no answer, truncated, nothing to reason about.
 ROWS = [
     ("3+4?", "well 3+4 is 7 then\n#### 7<eos>", True),
     ("12*3?", "hmm 12*3=36 ok\n#### 36<eos>", True),
     ("1+1?", "so 2\n#### 2<eos>", False),
-    ("9-5?", "9-5, that is 4\n#### 4\nyes<eos>", True),
+    ("9-5?", "9-5, that is 4\n#### 400\nyes<eos>", True),
     ("8/2?", "8/2\n#### 4<eos>", True),
     ("7?", "no idea at all<eos>", True),
     ("5?", "it goes on and on and on #### 5 and on..", True),
@@ -29,16 +31,7 @@ SCORED = [0, 1, 3, 4]
 STATUS = ["SCORED", "SCORED", "NOT_NEEDED", "SCORED", "SCORED", "NO_ANSWER", "TRUNCATED", "NO_REASONING"]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<pad>", "<eos>")])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-
-
-def make_model(folder: Path, tied: bool = False) -> None:
+def make_model(folder: Path, tied: bool = False, layers: int = 2) -> None:
     """Save a random model and its tokenizer."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -47,7 +40,7 @@ def make_model(folder: Path, tied: bool = False) -> None:
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -81,11 +74,19 @@ def segments_of(response: str) -> torch.Tensor:
 
 
 def reference(
-    folder: Path, importance: str = "fisher", probe: str = "answer_mean", seed: int = 0
+    folder: Path,
+    importance: str = "fisher",
+    probe: str = "answer_mean",
+    seed: int = 0,
+    columns: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[int, torch.Tensor]:
-    """Importance of each scored response, one at a time, with plain autograd on a plain HuggingFace model."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    vocabulary, hidden = model.config.vocab_size, model.config.hidden_size
+    """Importance of each scored response, one at a time, with plain autograd on a plain HuggingFace model.
+
+    `columns`: the Fisher norm over the first columns of the vocabulary only.
+    """
+    model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    vocabulary, hidden = columns or model.config.vocab_size, model.config.hidden_size
     result = {}
     for row in SCORED:
         prompt, response = encode()[row]
@@ -111,7 +112,7 @@ def reference(
             (gradient,) = torch.autograd.grad(scalar, embedding)
             scores = (gradient * embedding).sum(-1).abs()[0]
         else:
-            logits = model(inputs_embeds=embedding).logits[0, rows]
+            logits = model(inputs_embeds=embedding).logits[0, rows, :columns]
             if probe == "answer_joint":
                 sign = signs(position_seeds(seed_1.expand(len(rows)), torch.arange(len(rows))), 0, vocabulary)
             else:
@@ -122,5 +123,45 @@ def reference(
             (gradient,) = torch.autograd.grad((coefficient * logits).sum() / len(logits), embedding)
             scores = gradient.square().sum(-1)[0]
         keep = segments == Segment.REASONING
-        result[row] = torch.where(keep, scores.detach(), 0.0)[len(prompt) :]
+        result[row] = torch.where(keep, scores.detach(), 0.0)[len(prompt) :].float()
+    return result
+
+
+def counterfactual(
+    folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False, ends: str = ""
+) -> dict[int, torch.Tensor]:
+    """OAR-P of each scored response: a whole forward of a plain HuggingFace model in float64 for each copy."""
+    model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64).eval()
+    result = {}
+    for row in SCORED:
+        prompt, response = encode()[row]
+        segments = segments_of(ROWS[row][1])
+        answer = (segments == Segment.ANSWER).nonzero()[:, 0] + len(prompt)
+        ids = torch.cat([prompt, response])[: answer[-1] + 1]
+        clean_logits = model(input_ids=ids[None]).logits[0].detach()
+
+        def outcome(logits: torch.Tensor, ids: torch.Tensor = ids, answer: torch.Tensor = answer) -> torch.Tensor:
+            rows = logits[answer - 1]
+            if probe == "answer_joint":
+                return rows.log_softmax(-1).gather(-1, ids[answer][:, None]).mean()
+            return (rows[0] if probe == "last" else rows.mean(0)).log_softmax(-1)
+
+        replacement = torch.full_like(ids, PAD)
+        if sampled:
+            seed = response_seeds(ids, torch.zeros_like(ids), 1, 0)
+            at = torch.arange(1, len(ids))
+            seeds = position_seeds(seed.expand(len(at)), at)
+            replacement[1:] = sample_replacements(clean_logits[:-1], ids[1:], seeds)
+        text = ROWS[row][1]
+        reasoning = (segments == Segment.REASONING).tolist()
+        at_end = [c == ends for c in text.replace("<eos>", "\0")] if ends else None
+        importance = torch.zeros(len(response), dtype=torch.float64)
+        for unit in units(reasoning, span, at_end):
+            masked = ids.clone()
+            where = torch.tensor(unit) + len(prompt)
+            masked[where] = replacement[where]
+            p, q = outcome(clean_logits), outcome(model(input_ids=masked[None]).logits[0].detach())
+            score = p - q if probe == "answer_joint" else (p.exp() * (p - q)).sum()
+            importance[list(unit)] = score.clamp_min(0) / len(unit)
+        result[row] = importance.float()
     return result

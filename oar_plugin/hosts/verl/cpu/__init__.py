@@ -62,6 +62,19 @@ PATCHES = (
         until="verl moves them to get_device_id(), as it does for FSDP2.",
     ),
     Patch(
+        module="verl.workers.config.engine",
+        apply="oar_plugin.hosts.verl.cpu.precision:admit_float32",
+        reason="verl's configuration admits half precision for Megatron only.",
+        until="it admits fp32.",
+    ),
+    Patch(
+        module="verl.workers.engine.megatron.transformer_impl",
+        apply="oar_plugin.hosts.verl.cpu.megatron:stand_in",
+        reason="megatron-core and mbridge ask for CUDA and TransformerEngine; verl moves the storage of DDP's flat parameters, "
+        "which are there only with the distributed optimizer, and that one takes CUDA tensors only.",
+        until="see each piece in that module.",
+    ),
+    Patch(
         module="vllm.model_executor.layers.utils",
         apply="oar_plugin.hosts.verl.cpu.vllm_worker:keep_weights_unpacked",
         reason="vLLM's CPU linear layers pack their weights away at load time; verl must load new ones at every step.",

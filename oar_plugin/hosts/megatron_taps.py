@@ -1,0 +1,218 @@
+"""Hooks on Megatron's model chunks that turn an ordinary forward into one that importance can be differentiated through.
+
+The counterpart of `taps.py` for megatron-core. Inside `MegatronTaps` a forward
+* makes the output of `GPTModel.embedding` on the first stage the only leaf of the graph: every parameter is frozen, so
+  backward computes no weight gradient and never reaches DDP's gradient buffers;
+* gives the vocabulary projection *detached* hidden states, so that the `[T, V / TP]` logits carry no graph;
+* projects the answer's rows a second time, with a graph: `[N, V / TP]`, N = a handful of rows a response.
+
+Hidden states are `[s, b, H]`, flattened `[s * b, H]`; under sequence parallelism each tensor-parallel rank holds one
+contiguous slice of that. The rows cross the tensor-parallel group (`N * H` numbers each way), the logits do not.
+
+The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own. So a forward's purpose is
+a `Tap`, set right before it, and the gradient is delivered by the leaf itself the moment it exists: nothing is kept for
+micro-batches whose backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from oar_plugin.hosts.taps import Traces, UnsupportedModelError
+
+# What a schedule calls when a backward begins and ends: each would scale the loss, or start a reduction of gradients.
+SCHEDULE_FUNCTIONS = (
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "no_sync_func",
+    "param_sync_func",
+)
+
+
+def unwrapped(chunk: nn.Module) -> Any:
+    """The model inside DDP's and the mixed-precision wrappers."""
+    model: Any = chunk
+    while not isinstance(model, GPTModel) and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model
+
+
+def check_chunks(chunks: Sequence[nn.Module]) -> None:
+    """Refuse models that `MegatronTaps` would read wrongly.
+
+    Raises:
+        UnsupportedModelError: names what is not served, and what to change.
+    """
+    for chunk in chunks:
+        model = unwrapped(chunk)
+        if type(model) is not GPTModel:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: under Megatron, OAR serves megatron.core's GPTModel only (no vision-language, "
+                "Mamba or otherwise derived models); use actor_rollout_ref.actor.strategy=fsdp2"
+            )
+        config: Any = get_model_config(model)
+        refused = {
+            "num_moe_experts": "mixture-of-experts layers were not tested; use another model",
+            "mtp_num_layers": "set actor_rollout_ref.model.mtp.enable=False",
+            "fp8": "a backward in fp8 moves its scaling history; leave override_transformer_config.fp8 out",
+            "fp4": "leave override_transformer_config.fp4 out",
+            "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
+            "hybrid_context_parallel": "its schedule replaces the forward that OAR hooks; set it to False",
+            "defer_embedding_wgrad_compute": "it keeps activations of every forward; set it to False",
+            "experimental_attention_variant": "its context-parallel layout was not tested; use another model",
+        }
+        for name, advice in refused.items():
+            value = getattr(config, name, None)
+            if value not in (None, False, 0):
+                raise UnsupportedModelError(
+                    f"{name}={value} in Megatron's transformer config: not served by OAR; {advice}"
+                )
+        graphs = getattr(config, "cuda_graph_impl", "none")
+        if graphs != "none":
+            raise UnsupportedModelError(
+                f"cuda_graph_impl={graphs} in Megatron's transformer config: hooks do not run inside captured graphs; "
+                "set it to none"
+            )
+        if model.position_embedding_type == "learned_absolute":
+            raise UnsupportedModelError(
+                "position_embedding_type=learned_absolute: Megatron adds it inside the embedding that OAR differentiates; "
+                "use a model with rotary positions"
+            )
+        if model.post_process and (
+            type(model.output_layer) is not ColumnParallelLinear or model.output_layer.bias is not None
+        ):
+            raise UnsupportedModelError(
+                f"{type(model.output_layer).__name__} as vocabulary projection: OAR serves megatron.core's plain "
+                "ColumnParallelLinear without bias; use a model without adapters or transforms there"
+            )
+
+
+@dataclass
+class Tap:
+    """What one forward of one micro-batch is for.
+
+    Attributes:
+        row_position_N: int64 `[N]`, rows of the flattened hidden states `[s * b, H]` of this rank's context-parallel
+            shard to project with a graph; may be empty.
+        rows_only: project nothing but these rows; the model then returns logits without a meaning.
+        receive: called with the gradient and the embedding, `[s, b, H]`, in the backward of the first stage. None: no
+            gradient is wanted and the embeddings stay as they are.
+        noise: given the embeddings, what to add to them after the leaf, of the same shape; None for nothing.
+        answer_logits: set by the forward of the last stage: `[N, V / TP]`.
+    """
+
+    row_position_N: Tensor
+    rows_only: bool
+    receive: Callable[[Tensor, Tensor], None] | None = None
+    noise: Callable[[Tensor], Tensor] | None = None
+    answer_logits: Tensor | None = None
+
+
+class MegatronTaps:
+    """Context manager that installs the hooks and takes every trace of them away again.
+
+    Args:
+        chunks: the model chunks of this rank, wrapped or not; several under an interleaved pipeline.
+
+    Attributes:
+        tap: what the forward under way is for; None: nothing, the hooks let it pass.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.chunks = chunks
+        self.tap: Tap | None = None
+        self._traces = Traces()
+        self._functions: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> MegatronTaps:
+        # Chunks may share a config: remember every value before the first one is changed.
+        configs = {id(config): config for config in map(get_model_config, self.chunks)}.values()
+        self._functions = [(config, name, getattr(config, name)) for config in configs for name in SCHEDULE_FUNCTIONS]
+        for config, name, _ in self._functions:
+            setattr(config, name, None)
+        for chunk in self.chunks:
+            self._traces.freeze(chunk)
+            self._recompute(chunk)
+            model = unwrapped(chunk)
+            if model.pre_process:
+                self._traces.handles.append(model.embedding.register_forward_hook(self._make_leaf))
+            if model.post_process:
+                hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
+                self._traces.handles.append(hook)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._traces.undo()
+        for config, name, value in self._functions:
+            setattr(config, name, value)
+        self._functions = []
+        self.tap = None
+
+    def _recompute(self, chunk: nn.Module) -> None:
+        """Megatron recomputes activations in train mode only: put what decides that into it, but nothing with dropout."""
+        if get_model_config(chunk).recompute_granularity is None:
+            return
+        for module in chunk.modules():
+            if isinstance(module, TransformerBlock | Attention):
+                self._traces.put_into_train_mode(module)
+
+    def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        tap = self.tap
+        if tap is None or tap.receive is None:
+            return None
+        receive = tap.receive
+        leaf = output.detach().requires_grad_(True)
+
+        def deliver(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            receive(leaf.grad, leaf.detach())
+            leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(deliver)
+        return leaf if tap.noise is None else leaf + tap.noise(leaf.detach()).to(leaf.dtype)
+
+    def _project_rows(
+        self, module: ColumnParallelLinear, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.tap is None:
+            return None
+        hidden: Tensor = args[0]
+        weight = kwargs.get("weight")  # the embedding's, where the two are tied
+        rows_NH = self._rows(hidden.flatten(0, 1), self.tap.row_position_N, module.sequence_parallel)
+        self.tap.answer_logits = nn.functional.linear(rows_NH, module.weight if weight is None else weight)
+        # Something has to be projected: with rows_only one position stands in, and nobody reads its logits.
+        return ((hidden[:1] if self.tap.rows_only else hidden).detach(), *args[1:]), kwargs
+
+    @staticmethod
+    def _rows(hidden_TH: Tensor, position_N: Tensor, scattered: bool) -> Tensor:
+        """Rows of the hidden states on every tensor-parallel rank, `[N, H]`; their gradients are summed on the way back."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if scattered:
+            local_N = position_N - parallel_state.get_tensor_model_parallel_rank() * len(hidden_TH)
+            here_N = ((local_N >= 0) & (local_N < len(hidden_TH))).nonzero()[:, 0]
+            mine_NH = hidden_TH.new_zeros(len(position_N), hidden_TH.shape[-1])
+            rows_NH = reduce_from_tensor_model_parallel_region(
+                mine_NH.index_put((here_N,), hidden_TH[local_N[here_N]]), group=group
+            )
+        else:
+            rows_NH = hidden_TH[position_N]
+        copied: Tensor = copy_to_tensor_model_parallel_region(rows_NH, group=group)
+        return copied

@@ -1,0 +1,304 @@
+"""verl's agent loop with scoring: after a response is finished and rewarded, before it enters the replay queue.
+
+The engines hold the current weights until the batch is complete, so the copies of early responses run while late ones are
+still being generated. A response is scored once it is known that it can matter: as soon as two rewards of its group differ.
+A group whose rewards are all equal costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from oar_plugin.credit.answer import Segment, make_finder
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord, deciles
+from oar_plugin.hosts.verl.replacement import replacement_token
+from oar_plugin.hosts.verl.segments import end_of_sequence_tokens, response_units, segment_response
+from oar_plugin.hosts.verl.settings import resolve
+from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
+from oar_plugin.tokens import TokenBytes
+
+logger = logging.getLogger("oar_plugin")
+
+PRIORITY = 2**30
+"""Of the copies: behind anything that is generated (vLLM serves small numbers first)."""
+
+ATTEMPTS = 2
+STATUS_OF_FAULT = {
+    "timed_out": Status.TIMED_OUT,
+    "too_long": Status.TOO_LONG,
+    "aborted": Status.ABORTED,
+    "non_finite": Status.NON_FINITE,
+    "failed": Status.ENGINE_FAILED,
+}
+
+# Advantages of these are zero for every response of a group whose rewards are equal. Others normalise over the batch.
+ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
+
+
+class Group:
+    """The responses to one prompt: says, as early as it is known, whether their rewards differ.
+
+    Args:
+        size: responses that are to come.
+        decides: False where equal rewards do not mean that nothing is to be learnt; then every response matters at once.
+    """
+
+    def __init__(self, size: int, decides: bool) -> None:
+        self._missing = size
+        self._rewards: set[float] = set()
+        self._differ = decides is False
+        self._known = asyncio.Event()
+        self._settle()
+
+    def report(self, reward: float | None) -> None:
+        """A response is finished; None when it failed, or has no reward yet (then every other one may matter)."""
+        self._missing -= 1
+        if reward is not None:
+            self._rewards.add(reward)
+        self._settle()
+
+    def reward_comes_later(self) -> None:
+        """Rewards are computed after this loop: all responses may matter."""
+        self._differ = True
+        self._settle()
+
+    async def matters(self) -> bool:
+        """Whether two rewards differ; waits until they do, or until all are in."""
+        await self._known.wait()
+        return self._differ
+
+    def _settle(self) -> None:
+        self._differ = self._differ or len(self._rewards) > 1
+        if self._differ or self._missing <= 0:
+            self._known.set()
+
+
+class ScoredOutput(AgentLoopOutput):
+    """verl's output of a session with our fields beside its own."""
+
+    oar_fields: Any = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """verl's, and ours."""
+        fields = super().as_dict()
+        fields.pop("oar_fields", None)
+        fields.update(self.oar_fields)
+        return fields
+
+    @classmethod
+    def of(cls, output: AgentLoopOutput) -> ScoredOutput:
+        """The same output, able to carry our fields."""
+        values = {name: getattr(output, name) for name in type(output).model_fields}
+        scored = cls.model_construct(_fields_set=output.model_fields_set | {"oar_fields"}, **values)
+        assert isinstance(scored, ScoredOutput)
+        return scored
+
+
+@dataclass
+class _Session:
+    """One run of an agent loop. Validation has none."""
+
+    group: Group
+    step: int
+    generated_at: float = 0.0
+    reported: bool = False
+
+    def report(self, reward: float | None) -> None:
+        self.reported = True
+        self.group.report(reward)
+
+
+_session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
+
+
+class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's agent-loop worker; see the module."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._oar = resolve(self.config)
+        self._finder = make_finder(self._oar.answer_patterns)
+        self._token_bytes = TokenBytes(self.tokenizer)
+        self._eos_ids = end_of_sequence_tokens(self.model_config)
+        self._replacement = replacement_token(self._oar, self.tokenizer, self.model_config.local_path)
+        self._groups: dict[str, Group] = {}
+
+    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+        uid = prompt["uid"]
+        if not trajectory["validate"]:
+            algorithm = self.config.algorithm
+            decides = self._oar.base_estimator in ZERO_WHEN_EQUAL and not algorithm.use_kl_in_reward
+            size = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+            self._groups[uid] = Group(size, decides)
+        try:
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+        finally:
+            self._groups.pop(uid, None)
+
+    async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
+        if trajectory["validate"]:
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        session = _Session(self._groups[kwargs["uid"]], kwargs["global_steps"])
+        token = _session.set(session)
+        try:
+            return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        finally:
+            _session.reset(token)
+            if not session.reported:  # it failed, or had nothing to say: the others must not wait for it
+                session.report(None)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        session = _session.get()
+        if session is not None:
+            session.generated_at = time.time()
+            output = [ScoredOutput.of(one) for one in output] if isinstance(output, list) else ScoredOutput.of(output)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
+        await super()._compute_score(outputs, kwargs=kwargs)
+        session = _session.get()
+        if session is None:
+            return
+        reward = outputs[-1].reward_score
+        if reward is None:
+            session.group.reward_comes_later()
+        session.report(reward)
+        for output in outputs:
+            assert isinstance(output, ScoredOutput)
+            output.oar_fields = await self._fields(output, session)
+
+    async def _fields(self, output: AgentLoopOutput, session: _Session) -> dict[str, Tensor]:
+        """Importance, segments and reports of one output; a fault of ours never stops a run."""
+        length = len(output.response_ids)
+        importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
+        record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
+        try:
+            if await session.group.matters():
+                segments, record = self._look_at(output, record)
+                if record.status == Status.SCORED:
+                    importance, record = await self._score(output, segments, session.step, record)
+            else:
+                record = replace(record, status=int(Status.NOT_NEEDED))
+        except Exception:
+            logger.exception("OAR could not score a response; it falls back")
+            record = replace(record, status=Status.ENGINE_FAILED)
+        if record.status != Status.SCORED:
+            segments = np.zeros_like(segments)
+        report = torch.tensor([float(record.status), 0.0])
+        return {
+            IMPORTANCE: torch.from_numpy(importance),
+            SEGMENTS: torch.from_numpy(segments),
+            REPORT: report,
+            OFFLOAD: record.to_row(),
+        }
+
+    def _look_at(self, output: AgentLoopOutput, record: OffloadRecord) -> tuple[np.ndarray, OffloadRecord]:
+        """Segments of a response, and whether it can be scored."""
+        if output.multi_modal_data:
+            return np.zeros(len(output.response_ids), dtype=np.int8), record
+        segments, status = segment_response(
+            output.response_ids,
+            np.array(output.response_mask, dtype=bool),
+            self._finder,
+            self._token_bytes,
+            self._eos_ids,
+            self.config.data.max_response_length,
+        )
+        return segments, replace(record, status=int(status))
+
+    async def _score(
+        self, output: AgentLoopOutput, segments: np.ndarray, step: int, record: OffloadRecord
+    ) -> tuple[np.ndarray, OffloadRecord]:
+        """Importance of a response, float32 `[L]`; zeros when the engines could not score it."""
+        task = self._task(output, segments, step)
+        result, attempts, began = None, 0, time.time()
+        while attempts < ATTEMPTS:
+            attempts += 1
+            began = time.time()
+            result = await self._call(task, after_exchange=result is not None and result.fault == "aborted")
+            if result.fault in (None, "too_long"):
+                break
+            logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
+        assert result is not None
+        status = Status.SCORED if result.fault is None else STATUS_OF_FAULT[result.fault]
+        record = replace(
+            record,
+            status=int(status),
+            attempts=attempts,
+            copies=result.copies,
+            retried=result.retried,
+            tokens=result.tokens,
+            cached_tokens=result.cached_tokens,
+            done_at=deciles([began + seconds for seconds in result.done_at]),
+        )
+        importance = np.zeros(len(segments), dtype=np.float32)
+        if result.importance is not None:
+            importance[:] = result.importance  # what Ray hands out cannot be written to
+        return importance, record
+
+    def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
+        oar = self._oar
+        answer = np.flatnonzero(segments == Segment.ANSWER)
+        prompt_length = len(output.prompt_ids)
+        return ScoringTask(
+            token_ids=[*output.prompt_ids, *output.response_ids[: int(answer[-1]) + 1]],
+            prompt_length=prompt_length,
+            answer_start=prompt_length + int(answer[0]),
+            units=response_units(segments.tolist(), output.response_ids, oar.perturbation.span, self._token_bytes),
+            response_length=len(segments),
+            probe=oar.probe_at(max(step, 1)),
+            budget=oar.budget,
+            replacement_token=self._replacement,
+            seed=oar.seed,
+            priority=PRIORITY,
+        )
+
+    async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
+        """One call to one engine. Whatever goes wrong comes back as a fault.
+
+        Args:
+            task: what to score.
+            after_exchange: first wait until the engine admits requests again; that is no fault of its, and takes as long as
+                the trainer takes.
+        """
+        request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
+        server_id, call = None, None
+        try:
+            server_id, server = await self.llm_client._acquire_server(request_id, prompt_ids=task.token_ids)
+            if after_exchange:
+                await server.oar_wait_open.remote()
+            call = server.oar_score.remote(task, self._oar.perturbation.timeout_s)
+            result: ScoringResult = await call
+            return result
+        except asyncio.CancelledError:
+            if call is not None:
+                ray.cancel(call)
+            raise
+        except Exception as error:
+            logger.warning("OAR: scoring failed on server %s: %s", server_id, str(error).splitlines()[-1:])
+            return ScoringResult.failed("failed")
+        finally:
+            if server_id is not None:
+                self.llm_client._release_server(server_id, request_id=request_id)
+
+
+class OarAgentLoopManager(AgentLoopManagerTQ):
+    """verl's agent-loop manager with our workers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(OarAgentLoopWorker)

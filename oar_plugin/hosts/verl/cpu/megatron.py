@@ -1,0 +1,222 @@
+"""What stands in for CUDA and TransformerEngine while verl's real Megatron engine runs on a CPU.
+
+Everything else is the real thing: megatron-core's schedules, parallel states, DDP, tensor- and sequence-parallel linears,
+recomputation and pipeline communication (on gloo), mbridge's weight conversion, verl's packing and vocabulary-parallel
+log-probs. Each piece, with its reason and the day it can go:
+
+* `torch.cuda.current_device`, `synchronize`: megatron-core places tensors and waits with them unconditionally. Until it
+  asks for the device.
+* `device="cuda"` in megatron-core: literals in schedules, masks and optimizer. Replaced in megatron's own view of `torch`
+  only; wrapping `torch.zeros` itself breaks transformers' initialisation on the meta device. Until the same day.
+* CUDA random states: checkpoints save and restore them. The CPU's are the real ones here. Until the same day.
+* RMSNorm under sequence parallelism: megatron's wrapper of torch's norm refuses it, and TransformerEngine's needs a GPU.
+  Until the refusal goes.
+* Fused norm and linear: mbridge maps weights by the names of TransformerEngine's fused layer. Until it maps the local spec.
+* Core attention: TransformerEngine's knows packed sequences and context parallelism, megatron-core's own neither. Until it
+  does.
+* `nn.Module.cuda`, `Tensor.cuda`: mbridge moves the model there, megatron-core an index of padded sequences under context
+  parallelism. Until they ask for the device.
+
+The optimizer has to be megatron-core's ordinary one, without clipping: its distributed optimizer and its clipping take CUDA
+tensors only. A run sets `use_distributed_optimizer=False` and `clip_grad=0`; the config group `cpu_smoke/megatron` does.
+
+Not covered by a run with these: TransformerEngine, flash-attention, NCCL, fused kernels, Megatron-Bridge, bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class _MegatronsTorch(types.ModuleType):
+    """`torch` as megatron-core sees it: factories put on the CPU what was meant for `cuda`, and pin nothing."""
+
+    FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in self.FACTORIES:
+            return found
+
+        def factory(*args: Any, **kwargs: Any) -> Tensor:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
+            return found(*args, **kwargs)
+
+        return factory
+
+
+class _GatherOverContext(torch.autograd.Function):
+    """`[t, ...]` of each context-parallel rank on every one of them, `[CP, t, ...]`; gradients are summed on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        gathered = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(gathered, x.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed = gradient.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[ctx.group.rank()], None
+
+
+def zigzag(lengths: list[int], size: int, rank: int) -> Tensor:
+    """Positions of the padded pack that a context-parallel rank holds: a chunk from both ends of every sequence."""
+    mine, start = [], 0
+    for length in lengths:
+        half = length // size // 2
+        mine.append(torch.arange(start + rank * half, start + (rank + 1) * half))
+        mine.append(torch.arange(start + length - (rank + 1) * half, start + length - rank * half))
+        start += length
+    return torch.cat(mine)
+
+
+class DenseCoreAttention(nn.Module):
+    """Causal attention over packed `[t, n, h]` or padded `[s, b, n, h]` sequences; keys and values are gathered over CP."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(  # noqa: D102
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        from megatron.core import parallel_state
+
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
+            return self._packed(query, key, value, lengths).flatten(1)
+        # Padding is on the right, where a causal mask keeps it from the tokens before it.
+        length = [query.shape[0] * parallel_state.get_context_parallel_world_size()]
+        rows = [self._packed(query[:, i], key[:, i], value[:, i], length) for i in range(query.shape[1])]
+        return torch.stack(rows, 1).flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        from megatron.core import parallel_state
+
+        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        position = torch.arange(sum(lengths))
+        if size > 1:
+            group = parallel_state.get_context_parallel_group()
+            order = torch.cat([zigzag(lengths, size, r) for r in range(size)]).argsort()
+            key, value = (_GatherOverContext.apply(x, group).flatten(0, 1)[order] for x in (key, value))
+            position = zigzag(lengths, size, rank)
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        everywhere = torch.arange(sum(lengths))
+        mask = (sequence[position][:, None] == sequence) & (position[:, None] >= everywhere)
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        scores = torch.einsum("qnh,knh->nqk", query, key) * (self.scale or query.shape[-1] ** -0.5)
+        return torch.einsum("nqk,knh->qnh", scores.masked_fill(~mask, float("-inf")).softmax(-1), value)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm that may see a slice of the sequence only."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _layer_spec(config: Any, vp_stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    class NormAndLinear(ColumnParallelLinear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+            self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self._eps = config.layernorm_epsilon
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            normed = nn.functional.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self._eps)
+            return super().forward(normed, *args, **kwargs)
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    layer.self_attention.submodules.core_attention = DenseCoreAttention
+    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = NormAndLinear
+    number = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=RMSNorm)
+
+
+def stand_in(engine: Any) -> None:
+    """Put everything in place for verl's engine, whose module this is."""
+    install()
+    for name in ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu"):
+        setattr(engine, name, lambda *args, **kwargs: None)
+
+
+def install() -> None:
+    """Put everything in place for megatron-core and mbridge. Does nothing the second time.
+
+    Raises:
+        RuntimeError: there is a GPU, for which these would stand in.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("these stand in for a GPU; there is one")
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # megatron's jit_fuser is torch.compile
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism asks for it
+    if isinstance(
+        getattr(sys.modules.get("megatron.core.optimizer.distrib_optimizer"), "torch", None), _MegatronsTorch
+    ):
+        return
+    import mbridge.core.llm_bridge
+    import megatron.core.distributed.finalize_model_grads
+    import megatron.core.optimizer.distrib_optimizer
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *args: None
+    random.CudaRNGStatesTracker.add = lambda self, name, seed: setattr(self, "_is_initialized", True)
+    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+    seen = _MegatronsTorch("torch")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            setattr(module, "torch", seen)  # noqa: B010  a module has no such attribute, says mypy
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, use_transformer_engine=True, vp_stage=None: (
+        _layer_spec(config, vp_stage)
+    )

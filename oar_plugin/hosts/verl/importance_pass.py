@@ -1,0 +1,175 @@
+"""What verl's engines share in an importance pass: which rows are scored, in step with whom, and the fields of the result.
+
+An engine's mixin supplies the pass itself, `_score`. It acts only on a batch that carries a request; every other call goes
+to verl's own code untouched. With one, the rows that are to be scored come first and get a forward with a graph and a
+backward to the input embeddings; the other rows get verl's plain no-gradient forward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, distributed
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_torch_device
+from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
+
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Request
+from oar_plugin.hosts.verl.engine_copies import EngineCopies
+from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, segment_batch, sequence_segments
+from oar_plugin.tokens import TokenBytes
+
+SECONDS = "oar_seconds"  # of `_score`'s output: actor seconds spent on each row
+
+
+class ImportancePass:
+    """The batch's side of importance for a verl engine. Put a subclass before the engine in the list of bases."""
+
+    # What the host's engine provides.
+    engine_config: Any
+    model_config: Any
+
+    token_bytes: TokenBytes | None = None
+    _eos_ids: set[int]
+
+    def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
+        """Forward with a graph and backward to the embeddings of every row of `data`.
+
+        Returns:
+            verl's output of an inference. Its `model_output` also holds nested `IMPORTANCE` (float32, one value a token of
+            `input_ids`) and `SECONDS` (`[1]` a row); it holds no log-probs when only importance was asked for.
+        """
+        raise NotImplementedError
+
+    def _check_served(self, request: Request) -> None:
+        """Refuse, once, a model or a request whose importance would be wrong; set `token_bytes` and `_eos_ids`."""
+        raise NotImplementedError
+
+    def _data_parallel_group(self) -> Any:
+        return self.get_data_parallel_group()  # type: ignore[attr-defined]
+
+    def _micro_batches_divided_by(self) -> int:
+        """verl's engine runs micro-batches in multiples of this number."""
+        return 1
+
+    def infer_batch(self, data: TensorDict, loss_function: Any = None) -> Any:
+        """verl's `infer_batch`; with a request in `data`, importance comes along with the log-probs."""
+        values = tu.pop(data, key=REQUEST, default=None)
+        if values is None:
+            return super().infer_batch(data, loss_function)  # type: ignore[misc]
+        return self._infer_with_importance(data, Request.from_dict(values))
+
+    def _infer_with_importance(self, data: TensorDict, request: Request) -> dict[str, Any]:
+        self._check_served(request)
+        assert self.token_bytes is not None
+        maybe_fix_3d_position_ids(data)
+        segments, status_B = segment_batch(data, request, self.token_bytes, self._eos_ids)
+        data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
+
+        order, num_ahead = torch.arange(len(status_B)), 0
+        if request.importance != "oar_p":  # that one needs no gradient: plain log-probs for every row
+            order, num_ahead = self._scored_first(data, status_B)
+        outputs = []
+        if num_ahead:
+            outputs.append(self._score(tu.index_select_tensor_dict(data, order[:num_ahead]), request))
+        if num_ahead < len(order) and not request.importance_only:
+            outputs.append(self._infer_plainly(tu.index_select_tensor_dict(data, order[num_ahead:])))
+
+        result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
+        inverse = torch.argsort(order)
+        for output in outputs:  # of a pipeline, only the last stage has log-probs and losses
+            result["loss"] += output.get("loss", [])
+        for key in ("log_probs", "entropy"):
+            if all(key in output.get("model_output", {}) for output in outputs) and not request.importance_only:
+                rows = [row for output in outputs for row in output["model_output"][key].unbind()]
+                result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
+        importance, seconds = self._gradient_importance(segments, order, outputs[:1] if num_ahead else [])
+        if request.perturbation is not None:
+            started = time.perf_counter()
+            hold_back_non_finite(importance, status_B)
+            importance = EngineCopies(self, data, request).importance(segments, status_B, importance)
+            share = elapsed(started) / max(1, int((status_B == Status.SCORED).sum()))
+            seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
+        hold_back_non_finite(importance, status_B)
+        report = torch.stack([status_B.float(), torch.tensor(seconds)], dim=1)
+        result["model_output"].update(
+            {IMPORTANCE: nested(importance), SEGMENTS: nested(segments), REPORT: nested(list(report))}
+        )
+        return result
+
+    def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
+        """An order of the rows with those to score in front, and how many rows take the scoring pass.
+
+        Every data-parallel rank must run the same number of micro-batches, so the ranks agree on the largest number of
+        rows; a rank with fewer fills up with rows it does not score.
+        """
+        scored_B = status_B == Status.SCORED
+        order = torch.cat([scored_B.nonzero()[:, 0], (~scored_B).nonzero()[:, 0]])
+        total, ahead = len(status_B), self.largest_count(int(scored_B.sum()))
+        step = self._micro_batches_divided_by()
+        if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+            step *= self._scoring_micro_batch_size(data, total)
+        return order, min(total, math.ceil(ahead / step) * step)
+
+    def _scoring_micro_batch_size(self, data: TensorDict, total: int) -> int:
+        """Rows a micro-batch when batches are not dynamic: never more than the actor update takes at once."""
+        sizes = [data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu]
+        return math.gcd(min(size for size in sizes if size), total // self._micro_batches_divided_by())
+
+    def _limit_micro_batches(self, data: TensorDict) -> None:
+        """Give the scoring pass the micro-batches of the actor update: its activations are kept for the backward too."""
+        if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+            budgets = [data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu]
+            tu.assign_non_tensor(data, max_token_len_per_gpu=min(b for b in budgets if b))
+        else:
+            tu.assign_non_tensor(data, micro_batch_size_per_gpu=self._scoring_micro_batch_size(data, len(data)))
+
+    def _infer_plainly(self, data: TensorDict) -> Any:
+        if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+            rows = len(data) // self._micro_batches_divided_by()
+            tu.assign_non_tensor(data, micro_batch_size_per_gpu=math.gcd(data["micro_batch_size_per_gpu"], rows))
+        return super().infer_batch(data, None)  # type: ignore[misc]
+
+    def _gradient_importance(
+        self, segments: list[Tensor], order: Tensor, outputs: list[dict[str, Any]]
+    ) -> tuple[list[Tensor], list[float]]:
+        """Importance of each response and the seconds it took; zeros for the rows that were not scored."""
+        importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
+        seconds = [0.0] * len(segments)
+        for output in outputs:
+            rows = output["model_output"]
+            for place, (row, cost) in enumerate(zip(rows[IMPORTANCE].unbind(), rows[SECONDS].unbind(), strict=True)):
+                index = int(order[place])
+                importance[index] = row[len(row) - len(segments[index]) :].cpu()
+                seconds[index] = float(cost)
+        return importance, seconds
+
+    def largest_count(self, count: int) -> int:
+        """The largest of the data-parallel ranks' counts: all of them must make the same number of forwards."""
+        counts = torch.tensor(count, device=get_device_id())
+        distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=self._data_parallel_group())
+        return int(counts.item())
+
+
+def hold_back_non_finite(importance: list[Tensor], status_B: Tensor) -> None:
+    """Zeros, and the status that says why, for responses whose scores are not numbers. In place."""
+    for index, row in enumerate(importance):
+        if not torch.isfinite(row).all():
+            importance[index] = torch.zeros_like(row)
+            status_B[index] = Status.NON_FINITE
+
+
+def nested(rows: list[Tensor]) -> Tensor:
+    """A field of the batch from its rows."""
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def elapsed(since: float) -> float:
+    """Seconds since `time.perf_counter()` said `since`, the device's work included."""
+    get_torch_device().synchronize()
+    return time.perf_counter() - since

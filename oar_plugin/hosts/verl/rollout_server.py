@@ -1,0 +1,120 @@
+"""verl's vLLM server with a scoring method, and the replica that starts it.
+
+The replica is registered in the driver of a run that offloads, under verl's own name `vllm` (verl tests the name elsewhere),
+and starts verl's own server class for reward and teacher models.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
+from oar_plugin.hosts.vllm.throttle import Throttle
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
+
+
+class Closed(RuntimeError):
+    """The server takes no requests now."""
+
+
+class OarVLLMHttpServer(vLLMHttpServer):
+    """Generates as verl's server does, and scores responses with what generation leaves over."""
+
+    max_in_flight: int
+    share_while_generating: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # vLLM's V2 runner hands out prompt rows differently, and needs a GPU to be tested; the first one is asked for.
+        if os.environ.get(RUNNER, "0") not in ("0", "false", "False"):
+            raise RuntimeError(
+                f"{RUNNER}={os.environ[RUNNER]}: algorithm.oar.perturbation.backend=rollout needs vLLM's first model "
+                "runner; allowed: 0, or backend=actor"
+            )
+        os.environ[RUNNER] = "0"
+        super().__init__(*args, **kwargs)
+        self._throttle = Throttle(self.max_in_flight, self.share_while_generating, self.config.max_num_seqs)
+        self._scorer: ResponseScorer | None = None
+
+    def _get_worker_extension_cls(self) -> str:
+        return WORKER_EXTENSION
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's own; the throttle knows that something is being generated."""
+        with self._throttle.generating():
+            return await super().generate(*args, **kwargs)
+
+    async def oar_score(self, task: ScoringTask, timeout_s: float) -> ScoringResult:
+        """Score one response; see `ResponseScorer.score`. Weights that change meanwhile make it `aborted`."""
+        if self._scorer is None:
+            self._scorer = ResponseScorer(
+                self.engine,
+                self._throttle,
+                self.config.max_model_len,
+                admit=self._admit,
+                lora_request=self._lora_request,
+            )
+        version = self.global_steps
+        result = await self._scorer.score(task, timeout_s)
+        if result.fault is None and self.global_steps != version:
+            return replace(result, importance=None, fault="aborted")
+        return result
+
+    async def oar_wait_open(self) -> None:
+        """Return when requests are admitted again after an exchange of weights, however long that takes."""
+        while self._submission_paused and not self._rejecting:
+            await self._resume_event.wait()
+
+    @asynccontextmanager
+    async def _admit(self) -> AsyncIterator[None]:
+        """verl's gate: the exchange of weights waits for requests already past it, and none may follow.
+
+        Generation parks at a closed gate. A copy does not: it would be scored with other weights than its siblings.
+        """
+        if self._submission_paused:
+            raise Closed("weights are being exchanged")
+        self._admitting += 1
+        try:
+            yield
+        finally:
+            self._admitting -= 1
+
+    async def _lora_request(self) -> Any:
+        """The adapter that generation uses, when there is one."""
+        if not self.lora_as_adapter or VLLM_LORA_INT_ID not in await self.engine.list_loras():
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(lora_name=VLLM_LORA_NAME, lora_int_id=VLLM_LORA_INT_ID, lora_path=VLLM_LORA_PATH)
+
+
+def register(max_in_flight: int, share_while_generating: float) -> None:
+    """Make the servers that this driver starts ones that can score.
+
+    Args:
+        max_in_flight: see `Throttle`.
+        share_while_generating: see `Throttle`.
+    """
+    settings = {"max_in_flight": max_in_flight, "share_while_generating": share_while_generating}
+    # verl decides what a server's constructor gets; what ours needs to know travels with its class.
+    server = ray.remote(type("ScoringServer", (OarVLLMHttpServer,), settings))
+
+    class OarVLLMReplica(vLLMReplica):
+        """verl's replica with our server; verl's own server for anything but the policy."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if not (self.is_reward_model or self.is_teacher_model):
+                self.server_class = server
+
+    RolloutReplicaRegistry.register("vllm", lambda: OarVLLMReplica)

@@ -1,0 +1,311 @@
+"""Scores one response on a vLLM engine: its reference, its masked copies, and what to do when one does not come back.
+
+**Prefix cache.** Copies share everything before the token that they replace, so they read the cache; that saves half of their
+tokens. vLLM turns this off for requests that ask for prompt log-probabilities, and for a reason: of a position that it finds
+in the cache it has no hidden state, and it hands back *uninitialised memory* in its row, without an error. So all requests of a
+response have a salt of their own (blocks of other requests, or of this response scored before, are out of reach), the worker
+counts the rows that it read (`outcomes`), and a copy with a row missing is run a second time, under a new salt and without
+the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from oar_plugin.credit.perturbation import Unit, replacement_seeds, search
+from oar_plugin.credit.probe import Probe
+from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, OutcomeSpec
+from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, open_gate, tagged_request, was_aborted
+from oar_plugin.hosts.vllm.throttle import Throttle
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Fault = Literal["timed_out", "too_long", "aborted", "non_finite", "failed"]
+"""Out of time; does not fit into the engine with one more token; the engine or its gate turned a request away; a score is not
+a finite number; an error, or an outcome that could not be had twice."""
+
+RESPONSES_AT_ONCE = 16
+"""Responses whose copies may be under way together: each keeps a reference in the worker and its prefix in the cache."""
+
+assert RESPONSES_AT_ONCE <= MAX_REFERENCES, "a reference must outlive its copies"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoringTask:
+    """One response to score.
+
+    Attributes:
+        token_ids: prompt and response, cut at the end of the answer.
+        prompt_length: tokens of the prompt in it.
+        answer_start: index in `token_ids` of the answer's first token; the answer runs to their end.
+        units: positions in the response that a copy replaces at once (`perturbation.units`), all before the answer.
+        response_length: tokens of the whole response.
+        probe: what the answer's distribution is.
+        budget: see `perturbation.copies_of_budget`.
+        replacement_token: what a copy has in place of a token; None: a draw from the model's own prediction.
+        seed: of these draws (`algorithm.oar.seed`).
+        priority: vLLM's, larger is later; other than 0 only for an engine with priority scheduling.
+    """
+
+    token_ids: Sequence[int]
+    prompt_length: int
+    answer_start: int
+    units: Sequence[Unit]
+    response_length: int
+    probe: Probe
+    budget: float
+    replacement_token: int | None
+    seed: int
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.units or any(self.prompt_length + t >= self.answer_start for unit in self.units for t in unit):
+            raise ValueError("a response is scored by units, all of which lie before its answer")
+
+
+@dataclass(frozen=True)
+class ScoringResult:
+    """What came of a `ScoringTask`.
+
+    Attributes:
+        importance: float32 `[response_length]`, nats, 0 outside of the units; None with a fault.
+        fault: why there is none.
+        copies: copies that were scored by the engine.
+        tokens: prompt tokens of all requests, the reference and second attempts among them.
+        cached_tokens: how many of these came from the prefix cache.
+        retried: requests made a second time.
+        done_at: seconds since the call began at which each copy was done, ascending.
+    """
+
+    importance: NDArray[np.float32] | None
+    fault: Fault | None
+    copies: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+    retried: int = 0
+    done_at: tuple[float, ...] = ()
+
+    @classmethod
+    def failed(cls, fault: Fault) -> ScoringResult:
+        """Of a response that no engine has seen."""
+        return cls(importance=None, fault=fault)
+
+
+LoraGetter = Callable[[], Awaitable["LoRARequest | None"]]
+"""The adapter that generation uses now."""
+
+
+async def _no_lora() -> None:
+    return None
+
+
+class ResponseScorer:
+    """Scores responses on one engine, whose workers have `OutcomeExtension` installed.
+
+    Args:
+        engine: takes the requests. All of its requests must meet the same workers: with data parallelism inside of the
+            engine a copy may not find its reference, and its response is `failed`.
+        throttle: every request waits for its turn there, references too.
+        max_model_len: of the engine.
+        admit: see `Admit`.
+        lora_request: asked once a response.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        throttle: Throttle,
+        max_model_len: int,
+        admit: Admit = open_gate,
+        lora_request: LoraGetter = _no_lora,
+    ) -> None:
+        self.engine = engine
+        self.throttle = throttle
+        self.max_model_len = max_model_len
+        self.admit = admit
+        self.lora_request = lora_request
+        self._responses = asyncio.Semaphore(RESPONSES_AT_ONCE)
+
+    async def score(self, task: ScoringTask, timeout_s: float | None = None) -> ScoringResult:
+        """Importance of one response.
+
+        Args:
+            task: what to score.
+            timeout_s: seconds that one request may take in the engine; None: any. Waiting for a turn does not count: how long
+                that takes is generation's business.
+
+        Returns:
+            A result, with a fault where importance could not be had; raises nothing but cancellation. When this returns
+            or is cancelled no request of it is left in the engine, and its workers keep nothing of it.
+        """
+        run = _Run(self, task, timeout_s)
+        if len(task.token_ids) + 1 > self.max_model_len:  # a request generates a token, whether it is wanted or not
+            return ScoringResult.failed("too_long")
+        try:
+            importance_L = await self._score(run)
+        except _Failure as failure:
+            return run.result(None, failure.fault)
+        except Exception:
+            logger.warning("a response could not be scored on the rollout engine", exc_info=True)
+            return run.result(None, "failed")
+        return run.result(importance_L, None)
+
+    async def _score(self, run: _Run) -> NDArray[np.float32]:
+        async with self._responses:
+            try:
+                return await run.importance()
+            finally:
+                # A task of its own: it is to happen even if this one is cancelled again meanwhile.
+                await asyncio.shield(asyncio.ensure_future(self._forget(run.key)))
+
+    async def _forget(self, key: str) -> None:
+        try:
+            await self.engine.collective_rpc("oar_forget", kwargs={"keys": [key]})
+        except Exception:
+            # Of a dead engine nothing is left to forget; with a live one the worker's bound holds.
+            logger.debug("a reference was not forgotten", exc_info=True)
+
+
+class _Failure(Exception):
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault)
+        self.fault: Fault = fault
+
+
+class _Run:
+    """One call of `score`."""
+
+    def __init__(self, scorer: ResponseScorer, task: ScoringTask, timeout_s: float | None) -> None:
+        self.scorer = scorer
+        self.task = task
+        self.timeout_s = timeout_s
+        self.key = uuid.uuid4().hex
+        self._began = time.monotonic()
+        self._copies = self._tokens = self._cached_tokens = self._retried = 0
+        self._done_at: list[float] = []
+        self._lora: LoRARequest | None = None
+        self._replacements: dict[int, int] = {}  # by position in token_ids
+
+    def result(self, importance_L: NDArray[np.float32] | None, fault: Fault | None) -> ScoringResult:
+        return ScoringResult(
+            importance=importance_L,
+            fault=fault,
+            copies=self._copies,
+            tokens=self._tokens,
+            cached_tokens=self._cached_tokens,
+            retried=self._retried,
+            done_at=tuple(self._done_at),
+        )
+
+    async def importance(self) -> NDArray[np.float32]:
+        """float32 `[response_length]`, finite.
+
+        Raises:
+            _Failure: it could not be had.
+        """
+        task = self.task
+        self._lora = await self.scorer.lora_request()
+        await self._reference()
+        rounds = search(task.units, task.response_length, task.budget)
+        wanted = next(rounds)
+        while True:
+            scores = await _all_or_none([self._copy(unit) for unit in wanted])
+            try:
+                wanted = rounds.send(scores)
+            except StopIteration as stop:
+                importance_L: NDArray[np.float32] = stop.value.float().numpy()
+                break
+        if not np.isfinite(importance_L).all():
+            raise _Failure("non_finite")
+        return importance_L
+
+    async def _reference(self) -> None:
+        """Keep the response's own outcome in the worker, and find the replacement of every token."""
+        task = self.task
+        at = sorted({task.prompt_length + t for unit in task.units for t in unit})
+        if task.replacement_token is not None:
+            self._replacements = dict.fromkeys(at, task.replacement_token)
+            await self._attempt_twice(task.token_ids, OutcomeSpec(self.key, "reference", task.probe, task.answer_start))
+            return
+        seeds = replacement_seeds(torch.tensor(task.token_ids), torch.tensor(at), task.seed).tolist()
+        spec = OutcomeSpec(self.key, "reference", task.probe, task.answer_start, tuple(at), tuple(seeds))
+        drawn = await self._attempt_twice(task.token_ids, spec)
+        self._replacements = dict(zip(at, map(int, drawn), strict=True))
+
+    async def _copy(self, unit: Unit) -> float:
+        """The score of the copy in which `unit` is replaced."""
+        task = self.task
+        token_ids = list(task.token_ids)
+        for t in unit:
+            token_ids[task.prompt_length + t] = self._replacements[task.prompt_length + t]
+        if token_ids == list(task.token_ids):
+            return 0.0
+        (score,) = await self._attempt_twice(token_ids, OutcomeSpec(self.key, "copy", task.probe, task.answer_start))
+        self._copies += 1
+        self._done_at.append(time.monotonic() - self._began)
+        return score
+
+    async def _attempt_twice(self, token_ids: Sequence[int], spec: OutcomeSpec) -> list[float]:
+        """The tokens drawn for a reference, or the score of a copy."""
+        numbers = await self._attempt(token_ids, spec, self.key, use_cache=True)
+        if numbers is None or not math.isfinite(numbers[0]):
+            self._retried += 1
+            numbers = await self._attempt(token_ids, spec, uuid.uuid4().hex, use_cache=False)
+        if numbers is None:
+            raise _Failure("failed")
+        score, rows, *drawn = numbers
+        if not math.isfinite(score):
+            raise _Failure("non_finite" if rows == self._probe_rows else "failed")
+        return drawn if spec.role == "reference" else [score]
+
+    @property
+    def _probe_rows(self) -> int:
+        return 1 if self.task.probe == "last" else len(self.task.token_ids) - self.task.answer_start
+
+    async def _attempt(
+        self, token_ids: Sequence[int], spec: OutcomeSpec, salt: str, use_cache: bool
+    ) -> list[float] | None:
+        """What the worker found, see `OutcomeRecorder.step`; None where that is not complete, or was lost on its way."""
+        scorer = self.scorer
+        async with scorer.throttle.slot():
+            try:
+                request = tagged_request(
+                    scorer.engine, token_ids, spec, salt, use_cache, self.task.priority, self._lora, scorer.admit
+                )
+                output = await asyncio.wait_for(request, self.timeout_s)
+            except asyncio.TimeoutError:
+                raise _Failure("timed_out") from None
+            except Refused as refused:
+                raise _Failure("aborted") from refused
+        self._tokens += len(token_ids)
+        self._cached_tokens += output.num_cached_tokens or 0
+        if was_aborted(output):
+            raise _Failure("aborted")
+        numbers = numbers_of(output)
+        return numbers if len(numbers) == 2 + len(spec.sample) else None
+
+
+async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list[float]:
+    """Results of all; where one raises or this is cancelled, the others are cancelled and have ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

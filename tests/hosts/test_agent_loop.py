@@ -1,0 +1,247 @@
+"""The agent-loop worker between verl's loop and a server: what is scored, retried, given up. Servers are made up here."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl")
+
+import verl  # noqa: F401
+from ray.exceptions import RayActorError
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
+from verl.trainer.ppo.v1 import agent_loop_tq
+
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.answer import Segment, make_finder
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.hosts.verl import agent_loop
+from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord
+from oar_plugin.hosts.vllm.scorer import ScoringResult
+from oar_plugin.tokens import TokenBytes
+from tests.hosts.engine import world
+
+
+class Server:
+    """Answers as it is told to: a fault, an exception, or scores of 1, 2, 3 ..."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.tasks = []
+        self.waited = 0
+        self.oar_score = SimpleNamespace(remote=self._score)
+        self.oar_wait_open = SimpleNamespace(remote=self._wait_open)
+
+    async def _score(self, task, timeout_s):
+        self.tasks.append(task)
+        await asyncio.sleep(0)
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            return ScoringResult(None, answer, 0, 0, 0, 0, ())
+        importance = np.zeros(task.response_length, dtype=np.float32)
+        for place, unit in enumerate(task.units):
+            importance[list(unit)] = 1.0 + place
+        importance.flags.writeable = False  # as Ray hands it out
+        return ScoringResult(importance, None, len(task.units), 100, 40, 0, (0.1, 0.2))
+
+    async def _wait_open(self):
+        self.waited += 1
+
+
+class Client:
+    def __init__(self, server):
+        self.server = server
+        self.held = 0
+
+    async def _acquire_server(self, request_id, **extra):
+        self.held += 1
+        return "one", self.server
+
+    def _release_server(self, server_id, request_id):
+        self.held -= 1
+
+
+def build(server, **oar):
+    worker = object.__new__(agent_loop.OarAgentLoopWorker)
+    tokenizer = world.make_tokenizer()
+    worker.config = OmegaConf.create(
+        {
+            "algorithm": {"use_kl_in_reward": False},
+            "data": {"max_response_length": world.MAX_RESPONSE_LENGTH},
+            "actor_rollout_ref": {"rollout": {"n": 2}},
+        }
+    )
+    worker._oar = OarConfig.parse(
+        {"importance": "oar_p", "answer_patterns": ["hash"], "perturbation": {"backend": "rollout"}, **oar}
+    )
+    worker._finder = make_finder(("hash",))
+    worker._token_bytes = TokenBytes(tokenizer)
+    worker._eos_ids = {tokenizer.eos_token_id}
+    worker._replacement = world.PAD
+    worker._groups = {}
+    worker.llm_client = Client(server)
+    return worker
+
+
+def output(row=0, reward=1.0):
+    prompt, response = world.encode()[row]
+    return AgentLoopOutput(
+        prompt_ids=prompt.tolist(), response_ids=response.tolist(), response_mask=[1] * len(response),
+        metrics=AgentLoopMetrics(), reward_score=reward,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Sessions of one prompt through the worker; returns each session's fields as they would enter the queue."""
+    base = agent_loop.OarAgentLoopWorker.__mro__[1]
+
+    async def loop(self, sampling_params, trajectory, **kwargs):
+        made = kwargs["outputs"][kwargs["session_id"]]
+        if isinstance(made, Exception):
+            raise made
+        await self._agent_loop_postprocess(made, trajectory["validate"], **kwargs)
+
+    async def postprocess(self, output, validate, **kwargs):
+        outputs = output if isinstance(output, list) else [output]
+        await self._compute_score(outputs, kwargs=kwargs)
+        if kwargs["session_id"] == 0:
+            await asyncio.sleep(0.01)  # the first one is the last to get through
+        kwargs["queue"][kwargs["session_id"]] = [one.as_dict() for one in outputs]
+
+    async def score(self, outputs, kwargs):
+        """The rewards are there already."""
+
+    async def prompt(self, prompt, sampling_params, trajectory, trace=False):
+        sessions = [
+            self._run_agent_loop(sampling_params, trajectory=trajectory, session_id=i, **prompt)
+            for i in range(len(prompt["outputs"]))
+        ]
+        await asyncio.gather(*sessions, return_exceptions=True)
+
+    monkeypatch.setattr(base, "_run_agent_loop", loop)
+    monkeypatch.setattr(base, "_agent_loop_postprocess", postprocess)
+    monkeypatch.setattr(base, "_compute_score", score)
+    monkeypatch.setattr(base, "_run_prompt", prompt)
+
+    def go(worker, outputs, validate=False):
+        worker.config.actor_rollout_ref.rollout.n = len(outputs)
+        queue = {}
+        task = dict(uid="u", global_steps=1, outputs=outputs, queue=queue)
+        asyncio.run(asyncio.wait_for(worker._run_prompt(task, {}, {"validate": validate}), 5))
+        assert worker._groups == {}
+        assert worker.llm_client.held == 0
+        return queue
+
+    return go
+
+
+def status_of(fields):
+    record = OffloadRecord.from_row(fields[OFFLOAD])
+    assert fields[REPORT][0] == record.status
+    return Status(record.status)
+
+
+def test_a_group_with_a_signal_is_scored(run):
+    server = Server()
+    fields = run(build(server), [output(0, 1.0), output(1, 0.0)])
+    for session, row in ((0, 0), (1, 1)):
+        (ours,) = fields[session]
+        assert status_of(ours) is Status.SCORED
+        segments = world.segments_of(world.ROWS[row][1])
+        assert torch.equal(ours[SEGMENTS].long(), segments)
+        reasoning = segments == Segment.REASONING
+        assert torch.equal(ours[IMPORTANCE][reasoning], torch.arange(1.0, reasoning.sum() + 1))
+        assert not ours[IMPORTANCE][~reasoning].any()
+    task = next(t for t in server.tasks if t.response_length == len(output(0).response_ids))
+    text = world.make_tokenizer().decode(task.token_ids)
+    assert text == "3+4?well 3+4 is 7 then\n#### 7"
+    assert text[task.answer_start :] == "7"
+    assert task.priority > 0
+    assert task.replacement_token == world.PAD
+
+
+def test_a_group_of_equal_rewards_costs_nothing(run):
+    server = Server()
+    fields = run(build(server), [output(0, 1.0), output(1, 1.0), output(3, 1.0)])
+    assert [status_of(fields[i][0]) for i in range(3)] == [Status.NOT_NEEDED] * 3
+    assert server.tasks == []
+
+
+def test_with_a_base_that_normalises_over_the_batch_equal_rewards_are_scored(run):
+    fields = run(build(Server(), base_estimator="reinforce_plus_plus_baseline"), [output(0, 1.0), output(1, 1.0)])
+    assert [status_of(fields[i][0]) for i in range(2)] == [Status.SCORED] * 2
+
+
+def test_validation_is_not_scored(run):
+    server = Server()
+    fields = run(build(server), [output(0, 1.0), output(1, 0.0)], validate=True)
+    assert server.tasks == []
+    assert IMPORTANCE not in fields[0][0]
+
+
+def test_responses_that_cannot_be_scored_are_not_sent(run):
+    server = Server()
+    fields = run(build(server), [output(5, 0.0), output(6, 0.0), output(7, 1.0)])
+    assert [status_of(fields[i][0]) for i in range(3)] == [Status.NO_ANSWER, Status.TRUNCATED, Status.NO_REASONING]
+    assert server.tasks == []
+
+
+def test_a_session_that_failed_holds_nobody_up(run):
+    fields = run(build(Server()), [output(0, 1.0), RuntimeError("lost"), output(1, 1.0)])
+    assert [status_of(fields[i][0]) for i in (0, 2)] == [Status.NOT_NEEDED] * 2
+    fields = run(build(Server()), [output(0, 1.0), RuntimeError("lost"), output(1, 0.0)])
+    assert [status_of(fields[i][0]) for i in (0, 2)] == [Status.SCORED] * 2
+
+
+def test_every_trajectory_of_a_session_is_scored(run):
+    fields = run(build(Server()), [[output(0, 1.0), output(1, 1.0)], output(3, 0.0)])
+    assert [status_of(ours) for ours in fields[0]] == [Status.SCORED] * 2
+
+
+@pytest.mark.parametrize("fault", ["timed_out", "aborted", "non_finite", "failed", RayActorError(), ValueError("bad")])
+def test_a_fault_is_retried_once_and_then_counted(run, fault):
+    once = Server(fault)
+    fields = run(build(once), [output(0, 1.0), RuntimeError("lost"), output(5, 0.0)])
+    assert status_of(fields[0][0]) is Status.SCORED
+    assert OffloadRecord.from_row(fields[0][0][OFFLOAD]).attempts == 2
+    assert once.waited == (fault == "aborted")
+
+    twice = Server(fault, fault)
+    fields = run(build(twice), [output(0, 1.0), RuntimeError("lost"), output(5, 0.0)])
+    name = fault if isinstance(fault, str) else "failed"
+    assert status_of(fields[0][0]) is agent_loop.STATUS_OF_FAULT[name]
+    assert len(twice.tasks) == 2
+    assert not fields[0][0][IMPORTANCE].any()
+    assert not fields[0][0][SEGMENTS].any()
+
+
+def test_what_is_too_long_is_not_sent_again(run):
+    server = Server("too_long", "too_long")
+    fields = run(build(server), [output(0, 1.0), RuntimeError("lost"), output(5, 0.0)])
+    assert status_of(fields[0][0]) is Status.TOO_LONG
+    assert len(server.tasks) == 1
+
+
+def test_tokens_that_are_not_the_models_own_are_not_masked(run):
+    """A tool's output in the middle of a response."""
+    server = Server()
+    multi_turn = output(0, 1.0)
+    multi_turn.response_mask[5:9] = [0] * 4
+    run(build(server), [multi_turn, output(5, 0.0)])
+    masked = {t for unit in server.tasks[0].units for t in unit}
+    assert masked
+    assert not masked & set(range(5, 9))
+
+
+def test_the_manager_starts_our_workers(monkeypatch):
+    monkeypatch.setattr(agent_loop_tq.AgentLoopManager, "__init__", lambda self, *args, **kwargs: None)
+    manager = agent_loop.OarAgentLoopManager()
+    assert manager.agent_loop_workers_class.__ray_metadata__.modified_class is agent_loop.OarAgentLoopWorker

@@ -1,0 +1,168 @@
+"""OAR-P on the rollout engines in whole runs: real verl, real Ray, real vLLM on a CPU.
+
+Importance is compared with a plain HuggingFace model in float64, one whole forward a copy: that of the first step with the
+weights on disk, that of the second with what the first one made of them.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+
+from transformers import Qwen2ForCausalLM
+
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.noise import position_seeds, response_seeds
+from oar_plugin.credit.perturbation import sample_replacements, search, units
+from oar_plugin.hosts.masked_copies import Candidate
+from oar_plugin.hosts.verl.cpu.tiny_model import make_tokenizer
+from tests.hosts import tiny_run
+from tests.hosts.test_masked_copies import one_by_one
+from tests.hosts.test_verl_run import check
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+
+COPIES = "algorithm.oar.perturbation"
+OFFLOAD = [
+    "algorithm.oar.importance=oar_p",
+    f"{COPIES}.backend=rollout",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=16",
+    "data.max_response_length=64",
+    "actor_rollout_ref.rollout.max_model_len=96",
+    "algorithm.oar.dump_responses=6",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("verl")
+    tiny_run.make_assets(path, length=(20, 45))
+    return path
+
+
+def dumped(folder, name, step):
+    return [json.loads(line) for line in (folder / name / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def model_of(folder, checkpoint=None):
+    """The model on disk; with the adapter of a checkpoint merged into it."""
+    model = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).eval()
+    if checkpoint is not None:
+        state = torch.load(checkpoint / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
+        state = {name: getattr(value, "_local_tensor", value).double() for name, value in state.items()}
+        settings = json.loads((checkpoint / "actor" / "lora_train_meta.json").read_text())
+        adapted = [name for name in state if "lora_A" in name]
+        assert adapted
+        for name in adapted:
+            layer = model.get_submodule(name.removeprefix("base_model.model.").partition(".lora_A")[0])
+            change = state[name.replace("lora_A", "lora_B")] @ state[name]
+            layer.weight.data += change * settings["lora_alpha"] / settings["r"]
+    return model
+
+
+def expected(model, row, budget=1.0, sampled=False):
+    """Importance of a dumped response."""
+    prompt = row["prompt_ids"]
+    segments = torch.tensor(row["segments"])
+    answer = (segments == Segment.ANSWER).nonzero()[:, 0] + len(prompt)
+    ids = torch.tensor([*prompt, *row["token_ids"]])[: answer[-1] + 1]
+    replacement = torch.full_like(ids, make_tokenizer().pad_token_id)
+    if sampled:
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0]
+        at = torch.arange(1, len(ids))
+        seeds = position_seeds(response_seeds(ids, torch.zeros_like(ids), 1, 0).expand(len(at)), at)
+        replacement[1:] = sample_replacements(logits[:-1], ids[1:], seeds)
+    candidate = Candidate(ids, len(prompt), int(answer[0]))
+    under_way = search(units((segments == Segment.REASONING).tolist()), len(segments), budget)
+    wanted = next(under_way)
+    while True:
+        try:
+            wanted = under_way.send(one_by_one(model, candidate, wanted, "answer_mean", replacement))
+        except StopIteration as stop:
+            return stop.value
+
+
+def worst(rows, model, **settings):
+    """Largest error, relative to the response's largest score, or to a thousandth of a nat where that is smaller.
+
+    A divergence of two nearly equal distributions carries the rounding of float32 logits: about 1e-6 times its square root.
+    """
+    errors = []
+    for row in rows:
+        assert row["status"] == "scored"
+        want = expected(model, row, **settings)
+        error = (torch.tensor(row["importance"], dtype=torch.float64) - want).abs().max()
+        errors.append((error / want.max().clamp_min(1e-3)).item())
+    assert len(errors) >= 4, "at least one group with a signal was dumped"
+    return max(errors)
+
+
+@pytest.fixture(scope="module")
+def offloaded(folder):
+    return tiny_run.run(
+        folder,
+        "sync",
+        *OFFLOAD,
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=2",
+        "trainer.save_freq=1",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        f"algorithm.oar.dump_dir={folder}/sync/dump",
+    )
+
+
+def test_a_run_whose_engines_score(offloaded):
+    """With a LoRA adapter, which vLLM applies beside the weights."""
+    check(offloaded, [1, 2, 3])
+    for step in offloaded:
+        assert step["oar/offload/scored"] == 1
+        assert step["oar/offload/left_for_actor"] == 0
+        assert step["oar/offload/responses"] <= step["oar/scored"] * 32 + 1e-6
+        assert step["oar/offload/cached_share"] > 0.1, "copies share their prefix"
+        assert 0 <= step["oar/offload/hidden_share"] <= 1
+        assert step["oar/offload/exposed_s"] < 60
+        assert not [name for name in step if "offload/fault" in name]
+
+
+def test_every_reasoning_token_got_a_copy(offloaded):
+    step = offloaded[0]
+    if step["oar/scored"]:
+        per_response = step["oar/offload/copies"] / step["oar/offload/responses"]
+        assert per_response == pytest.approx(step["oar/reasoning_tokens"], rel=0.05)
+
+
+def test_offloaded_scores_equal_single_copies_of_the_same_weights(offloaded, folder):
+    assert worst(dumped(folder, "sync", 1), model_of(folder)) < 1e-4
+
+
+def test_after_an_update_the_engines_score_with_the_new_weights(offloaded, folder):
+    rows = dumped(folder, "sync", 2)
+    assert worst(rows, model_of(folder, folder / "sync" / "checkpoints" / "global_step_1")) < 1e-4
+    assert worst(rows, model_of(folder)) > 1e-2, "the old weights would not be told from the new ones"
+
+
+def test_tensor_parallel_engines_on_a_budget(folder):
+    """Two FSDP workers, one vLLM engine over two processes; half of the copies, sampled replacements."""
+    steps = tiny_run.run(
+        folder,
+        "parallel",
+        *OFFLOAD,
+        "trainer.total_training_steps=2",
+        f"{COPIES}.budget=0.5",
+        f"{COPIES}.replacement=sampled",
+        f"{COPIES}.share_while_generating=1",
+        f"algorithm.oar.dump_dir={folder}/parallel/dump",
+        workers=2,
+        rollout_parallel=2,
+        # One core for each process of the engine; the second shares the first's where there is no other.
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"},
+    )
+    check(steps, [1, 2])
+    assert worst(dumped(folder, "parallel", 1), model_of(folder), budget=0.5, sampled=True) < 1e-4
+    assert steps[0]["oar/offload/copies"] < 0.7 * steps[0]["oar/offload/responses"] * steps[0]["oar/reasoning_tokens"]

@@ -1,0 +1,276 @@
+"""Which rows count, and what is made of them: against softmaxes of the whole prompt, whatever the engine's steps were."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from oar_plugin.credit.noise import position_seeds, response_seeds
+from oar_plugin.credit.perturbation import sample_replacements
+from oar_plugin.credit.probe import PROBES
+from oar_plugin.hosts.vllm import outcomes
+from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, OutcomeRecorder, OutcomeSpec, Scheduled
+from oar_plugin.hosts.vllm.versions import TESTED, unsupported
+
+V, D, START, LENGTH = 50, 8, 11, 16
+HEAD_DV = torch.randn(D, V, generator=torch.Generator().manual_seed(0))
+JUNK_D = torch.full((D,), 1e3)
+
+
+def project(hidden_RD):
+    return hidden_RD @ HEAD_DV
+
+
+class Prompt:
+    """A prompt and its hidden states."""
+
+    def __init__(self, seed: int, length: int = LENGTH) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.token_ids = torch.randint(0, V, (length,), generator=generator).tolist()
+        self.hidden_LD = torch.randn(length, D, generator=generator)
+
+    def outcome(self, probe: str) -> torch.Tensor:
+        logits = project(self.hidden_LD.double().float())[START - 1 : -1].double()
+        if probe == "answer_joint":
+            at = torch.tensor(self.token_ids[START:])
+            return logits.log_softmax(-1).gather(-1, at[:, None]).mean()
+        return (logits[0] if probe == "last" else logits.mean(0)).log_softmax(-1)
+
+
+def expected(reference: Prompt, copy: Prompt, probe: str) -> float:
+    p, q = reference.outcome(probe), copy.outcome(probe)
+    return (p - q).item() if probe == "answer_joint" else (p.exp() * (p - q)).sum().item()
+
+
+def spec(role: str = "copy", key: str = "k", probe: str = "answer_mean", **kwargs) -> OutcomeSpec:
+    return OutcomeSpec(key, role, probe, START, **kwargs)
+
+
+def step(recorder: OutcomeRecorder, *parts: tuple[str, OutcomeSpec, Prompt, int, int]) -> dict[str, list[float]]:
+    """One step of an engine with other traffic between the parts `(request, spec, prompt, first, count)`."""
+    rows, items = [JUNK_D], []
+    for request, its_spec, prompt, first, count in parts:
+        items.append(Scheduled(request, its_spec, prompt.token_ids, first, count, len(rows)))
+        computed = list(prompt.hidden_LD[first : first + count])
+        rows += [*computed, *[JUNK_D] * (count - len(computed)), JUNK_D]
+    return recorder.step(torch.stack(rows), items)
+
+
+def whole(recorder: OutcomeRecorder, request: str, its_spec: OutcomeSpec, prompt: Prompt) -> list[float]:
+    return step(recorder, (request, its_spec, prompt, 0, len(prompt.token_ids)))[request]
+
+
+@pytest.fixture
+def recorder():
+    return OutcomeRecorder(project)
+
+
+REFERENCE, COPY = Prompt(1), Prompt(2)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+class TestScore:
+    def rows(self, probe: str) -> int:
+        return 1 if probe == "last" else LENGTH - START
+
+    def test_is_the_divergence_of_the_outcomes(self, recorder, probe):
+        assert whole(recorder, "r", spec("reference", probe=probe), REFERENCE) == [0.0, self.rows(probe)]
+        score, rows = whole(recorder, "c", spec(probe=probe), COPY)
+        assert rows == self.rows(probe)
+        assert score == pytest.approx(expected(REFERENCE, COPY, probe), rel=1e-5)
+        assert recorder.counts() == {"references": 1, "requests": 0}
+
+    def test_does_not_depend_on_the_steps(self, recorder, probe, monkeypatch):
+        monkeypatch.setattr(outcomes, "_ROWS", 3)
+        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
+        prompts = {f"c{i}": Prompt(10 + i) for i in range(6)}
+        want = {name: expected(REFERENCE, prompt, probe) for name, prompt in prompts.items()}
+        draw = random.Random(0)
+        for _ in range(30):
+            at, got = dict.fromkeys(prompts, 0), {}
+            while at:
+                chosen = draw.sample(sorted(at), draw.randint(1, len(at)))
+                sizes = {c: draw.randint(1, LENGTH - at[c]) for c in chosen}
+                found = step(recorder, *[(c, spec(probe=probe), prompts[c], at[c], sizes[c]) for c in chosen])
+                assert set(found) == {c for c in chosen if at[c] + sizes[c] == LENGTH}
+                got |= found
+                for c in chosen:
+                    # Now and then preempted: from the beginning, or from what the cache still has of this request.
+                    at[c] = draw.choice([0, at[c]]) if draw.random() < 0.3 and c not in found else at[c] + sizes[c]
+                    if c in found:
+                        del at[c]
+            for name, (score, rows) in got.items():
+                assert rows == self.rows(probe)
+                assert score == pytest.approx(want[name], rel=1e-5)
+        assert recorder.counts()["requests"] == 0
+
+    def test_is_nan_where_a_row_came_from_the_cache(self, recorder, probe):
+        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
+        score, rows = step(recorder, ("c", spec(probe=probe), COPY, START, LENGTH - START))["c"]
+        assert math.isnan(score)
+        assert rows == 0
+
+    def test_is_nan_where_the_cache_filled_a_gap_after_a_preemption(self, recorder, probe):
+        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
+        step(recorder, ("c", spec(probe=probe), COPY, 0, START - 1))
+        score, _ = step(recorder, ("c", spec(probe=probe), COPY, START + 1, LENGTH - START - 1))["c"]
+        assert math.isnan(score)
+
+    def test_is_nan_without_reference(self, recorder, probe):
+        score, rows = whole(recorder, "c", spec(probe=probe), COPY)
+        assert math.isnan(score)
+        assert rows == NO_REFERENCE
+
+    def test_is_nan_where_logits_are(self, recorder, probe):
+        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
+        broken = Prompt(2)
+        broken.hidden_LD[START - 1, 0] = math.nan
+        score, rows = whole(recorder, "c", spec(probe=probe), broken)
+        assert math.isnan(score)
+        assert rows == self.rows(probe)
+        score, _ = whole(recorder, "r2", spec("reference", key="broken", probe=probe), broken)
+        assert math.isnan(score)
+
+
+def test_a_gap_later_in_the_answer_is_noticed(recorder):
+    whole(recorder, "r", spec("reference"), REFERENCE)
+    step(recorder, ("c", spec(), COPY, 0, START + 1))
+    score, rows = step(recorder, ("c", spec(), COPY, START + 2, LENGTH - START - 2))["c"]
+    assert math.isnan(score)
+    assert rows == 2
+
+
+def test_a_request_id_that_is_used_again_starts_anew(recorder):
+    whole(recorder, "r", spec("reference"), REFERENCE)
+    step(recorder, ("c", spec(), Prompt(9), 0, START + 2))
+    score, rows = whole(recorder, "c", spec(), COPY)
+    assert rows == LENGTH - START
+    assert score == pytest.approx(expected(REFERENCE, COPY, "answer_mean"), rel=1e-5)
+
+
+def test_a_reference_of_another_probe_is_none(recorder):
+    whole(recorder, "r", spec("reference", probe="last"), REFERENCE)
+    assert math.isnan(whole(recorder, "c", spec(probe="answer_mean"), COPY)[0])
+
+
+def test_small_divergences_survive(recorder):
+    near = Prompt(1)
+    near.hidden_LD = near.hidden_LD + 1e-4 * COPY.hidden_LD
+    whole(recorder, "r", spec("reference"), REFERENCE)
+    score, _ = whole(recorder, "c", spec(), near)
+    assert 0 < score == pytest.approx(expected(REFERENCE, near, "answer_mean"), rel=0.01)
+
+
+class TestDraws:
+    AT = (1, 4, 5, 9)
+
+    def want(self) -> list[int]:
+        token_L = torch.tensor(REFERENCE.token_ids)
+        at = torch.tensor(self.AT)
+        return sample_replacements(project(REFERENCE.hidden_LD)[at - 1], token_L[at], self.seeds()).tolist()
+
+    def seeds(self) -> torch.Tensor:
+        token_L = torch.tensor(REFERENCE.token_ids)
+        seed_1 = response_seeds(token_L, torch.zeros_like(token_L), 1, 7)
+        return position_seeds(seed_1.expand(len(self.AT)), torch.tensor(self.AT))
+
+    def spec(self) -> OutcomeSpec:
+        return spec("reference", sample=self.AT, seeds=tuple(self.seeds().tolist()))
+
+    @pytest.mark.parametrize("cuts", [(), (3,), (4,), (2, 5, 12)])
+    def test_follow_the_numbers_however_the_prompt_is_cut(self, recorder, cuts):
+        bounds = [0, *cuts, LENGTH]
+        for low, high in pairwise(bounds):
+            found = step(recorder, ("r", self.spec(), REFERENCE, low, high - low))
+        assert found["r"] == [0.0, LENGTH - START, *self.want()]
+        score, _ = whole(recorder, "c", spec(), COPY)
+        assert score == pytest.approx(expected(REFERENCE, COPY, "answer_mean"), rel=1e-5)
+
+    def test_are_none_where_a_row_was_not_computed(self, recorder):
+        found = step(recorder, ("r", self.spec(), REFERENCE, 4, LENGTH - 4))
+        assert len(found["r"]) == 2
+        assert math.isnan(found["r"][0])
+        assert recorder.counts()["references"] == 0
+
+    def test_need_no_more_memory_for_many(self, recorder, monkeypatch):
+        monkeypatch.setattr(outcomes, "_DRAWN_ROWS", 2)
+        assert whole(recorder, "r", self.spec(), REFERENCE)[2:] == self.want()
+
+
+class TestMemory:
+    def test_references_are_forgotten(self, recorder):
+        whole(recorder, "r", spec("reference"), REFERENCE)
+        step(recorder, ("c", spec(), COPY, 0, LENGTH - 1), ("d", spec(key="other"), COPY, 0, LENGTH - 1))
+        recorder.forget(["k", "unknown"])
+        assert recorder.counts() == {"references": 0, "requests": 1}
+
+    def test_aborted_requests_are_dropped(self, recorder):
+        step(recorder, *[(f"c{i}", spec(), COPY, 0, LENGTH - 1) for i in range(3)])
+        recorder.retain({"c1": None})
+        assert recorder.counts()["requests"] == 1
+
+    def test_the_least_recently_used_reference_makes_room(self, recorder):
+        for i in range(MAX_REFERENCES):
+            whole(recorder, "r", spec("reference", key=str(i)), REFERENCE)
+        whole(recorder, "c", spec(key="0"), COPY)
+        whole(recorder, "r", spec("reference", key="new"), REFERENCE)
+        assert recorder.counts()["references"] == MAX_REFERENCES
+        assert not math.isnan(whole(recorder, "c", spec(key="0"), COPY)[0])
+        assert math.isnan(whole(recorder, "c", spec(key="1"), COPY)[0])
+
+
+def test_a_rank_without_logits_calls_for_the_same_rows(monkeypatch):
+    """Tensor parallel: projecting is a collective, so both ranks must call it alike; one gets nothing from it."""
+    monkeypatch.setattr(outcomes, "_ROWS", 4)
+    calls: dict[str, list[torch.Tensor]] = {"driver": [], "other": []}
+    driver = OutcomeRecorder(lambda hidden_RD: (calls["driver"].append(hidden_RD), project(hidden_RD))[1])
+    other = OutcomeRecorder(lambda hidden_RD: calls["other"].append(hidden_RD))
+    for recorder in (driver, other):
+        whole(recorder, "r", spec("reference"), REFERENCE)
+        step(recorder, ("a", spec(), COPY, 0, 13), ("b", spec(key="none"), COPY, 0, 13), ("x", spec(), COPY, 12, 2))
+        found = step(recorder, ("a", spec(), COPY, 13, 3), ("b", spec(key="none"), COPY, 13, 3))
+        assert set(found) == {"a", "b"}
+        assert recorder.counts()["requests"] == 1
+    assert len(calls["driver"]) == len(calls["other"])
+    for one, two in zip(calls["driver"], calls["other"], strict=True):
+        assert torch.equal(one, two)
+    assert other.counts()["references"] == 0
+
+
+def test_a_spec_survives_its_journey():
+    one = spec("reference", sample=(1, 2), seeds=(3, -4))
+    values = one.to_dict() | {"sample": [1, 2], "seeds": [3, -4]}  # serialisers make lists of tuples
+    assert OutcomeSpec.from_dict(values) == one
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"role": "judge"},
+        {"probe": "first"},
+        {"start": 0},
+        {"sample": (3, 3), "seeds": (1, 2)},
+        {"sample": (START,), "seeds": (1,)},
+        {"sample": (0,), "seeds": (1,)},
+        {"sample": (1,), "seeds": ()},
+        {"role": "copy", "sample": (1,), "seeds": (1,)},
+    ],
+)
+def test_nonsense_is_refused(values):
+    with pytest.raises(ValueError, match=r"scored|drawn"):
+        OutcomeSpec.from_dict(spec("reference").to_dict() | values)
+
+
+def test_a_prompt_that_ends_before_its_answer_scores_nan(recorder):
+    whole(recorder, "r", spec("reference"), REFERENCE)
+    assert math.isnan(whole(recorder, "c", spec(), Prompt(2, START))[0])
+    assert recorder.counts()["requests"] == 0
+
+
+def test_an_untested_version_is_named():
+    assert all(unsupported(f"{version}.3+cpu") is None for version in TESTED)
+    assert "0.31.0" in (unsupported("0.31.0") or "")
