@@ -1,0 +1,94 @@
+"""A process pool whose tasks have real time and memory limits, callable from any thread.
+
+Time limits by signal work in a process's main thread only, and verl computes rewards in threads. Here a task that runs too
+long is killed with its process, and a new process takes its place.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import signal
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+from pebble import ProcessExpired, ProcessPool
+
+Result = TypeVar("Result")
+
+# Longer than a task may wait for its turn, even behind many that are killed: the last resort against a pool that is stuck.
+_PATIENCE_S = 300.0
+_MEMORY_BYTES = 4 * 1024**3
+# sympy's caches grow: start over once in a while.
+_TASKS_A_PROCESS = 20_000
+
+
+class TaskTimedOut(Exception):
+    """A task ran longer than its limit and was killed."""
+
+
+class TaskCrashed(Exception):
+    """A task raised, or its process died."""
+
+
+class GuardedPool:
+    """Runs functions in other processes; whatever they do, `run` returns or raises in bounded time.
+
+    Args:
+        processes: tasks that run at a time.
+        timeout_s: seconds that a task may run; waiting for a free process does not count.
+        warm_up: called once in each process before its first task; its time does not count either.
+    """
+
+    def __init__(self, processes: int, timeout_s: float, warm_up: Callable[[], None]) -> None:
+        self.timeout_s = timeout_s
+        # Not forked: the caller has threads, and a fork copies the locks that they hold.
+        self._pool = ProcessPool(
+            max_workers=processes,
+            max_tasks=_TASKS_A_PROCESS,
+            initializer=_prepare,
+            initargs=[warm_up],
+            context=multiprocessing.get_context("spawn"),
+        )
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """`function(*args)`, from a module that can be imported, with arguments that can be pickled.
+
+        Raises:
+            TaskTimedOut: it took longer than `timeout_s`.
+            TaskCrashed: it raised, or its process died; the cause is chained.
+        """
+        try:
+            future = self._pool.schedule(_limited, args=[self.timeout_s, function, args], timeout=self.timeout_s)
+            result: Result = future.result(_PATIENCE_S)
+        except FutureTimeoutError as error:
+            raise TaskTimedOut(f"{function.__name__} took longer than {self.timeout_s:g} s") from error
+        except ProcessExpired as error:
+            raise TaskCrashed(f"{function.__name__}: its process died (exit status {error.exitcode})") from error
+        except Exception as error:  # whatever the task raised
+            raise TaskCrashed(f"{function.__name__}: {type(error).__name__}: {error}") from error
+        return result
+
+    def close(self) -> None:
+        """End all processes, also those that are busy."""
+        self._pool.stop()
+        self._pool.join()
+
+
+def _limited(seconds: float, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
+    """In the process: the kernel ends it should it outlive its limit, which only happens when nobody is left to kill it."""
+    signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
+    try:
+        return function(*args)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _prepare(warm_up: Callable[[], None]) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    # Not a Python handler: that would wait for a long operation on big numbers to end.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    warm_up()

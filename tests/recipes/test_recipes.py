@@ -1,0 +1,127 @@
+"""Every recipe: what it is made of, that only the estimator sets it apart from its baseline, that verl and OAR accept it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
+from verl.utils.config import validate_config
+
+from oar_plugin.hosts.verl.cpu.smoke import architecture_of, group_of
+from oar_plugin.hosts.verl.recipe import VARIANTS, RecipeError, command, compose_recipe
+from oar_plugin.hosts.verl.settings import resolve
+from oar_plugin.plan import plan
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(path.parent for path in FOLDER.glob("*/recipe.yaml"))
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+
+_composed: dict[tuple[Path, str], dict] = {}
+
+
+def composed(recipe, variant="oar"):
+    if (recipe, variant) not in _composed:
+        _composed[recipe, variant] = compose_recipe(recipe, variant)
+    return _composed[recipe, variant]
+
+
+def flat(config):
+    """`a.b.c -> value`, interpolations unresolved."""
+    container = OmegaConf.to_container(config, resolve=False)
+
+    def walk(node, path):
+        if isinstance(node, dict) and node:
+            for key, value in node.items():
+                yield from walk(value, f"{path}.{key}" if path else str(key))
+        else:
+            yield path, node
+
+    return dict(walk(container, ""))
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 12
+
+
+@every_recipe
+def test_has_what_a_recipe_has(recipe):
+    assert {"README.md", "recipe.yaml", "oar.yaml", "grpo.yaml", "run.sh"} == {path.name for path in recipe.iterdir()}
+    assert os.access(recipe / "run.sh", os.X_OK)
+    subprocess.run(["bash", "-n", recipe / "run.sh"], check=True)
+    assert recipe.name in (FOLDER / "README.md").read_text(), "listed"
+
+
+@every_recipe
+def test_baseline_differs_in_the_estimator_only(recipe):
+    oar, grpo = flat(composed(recipe)), flat(composed(recipe, "grpo"))
+    different = {key for key in oar.keys() | grpo.keys() if oar.get(key) != grpo.get(key)}
+    assert {key for key in different if not key.startswith("algorithm.oar.")} == {"algorithm.adv_estimator"}
+    assert oar["algorithm.adv_estimator"] == "oar"
+    assert grpo["algorithm.adv_estimator"] == "grpo"
+
+
+@every_recipe
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_verl_and_oar_accept_it(recipe, variant):
+    config = composed(recipe, variant)
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    if variant == "oar":
+        assert resolve(config).base_estimator == "grpo"
+
+
+@every_recipe
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fits_the_gpus_that_it_names(recipe, variant):
+    made = plan(composed(recipe, variant), gpu="A100-80")
+    assert made.fits, made.verdict
+    assert made.headroom >= 0
+
+
+@every_recipe
+def test_baseline_and_oar_write_to_different_places(recipe):
+    assert composed(recipe).trainer.default_local_dir != composed(recipe, "grpo").trainer.default_local_dir
+    assert recipe.name in composed(recipe).trainer.experiment_name
+
+
+@every_recipe
+def test_prompt_and_response_fit_the_engines(recipe):
+    config = composed(recipe)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    shared = actor.megatron.context_parallel_size if "megatron" in actor else actor.ulysses_sequence_parallel_size
+    assert longest <= rollout.max_model_len
+    assert longest <= actor.ppo_max_token_len_per_gpu * shared, "verl refuses a response longer than a micro-batch"
+
+
+@every_recipe
+def test_smoke_group_is_there(recipe, monkeypatch):
+    monkeypatch.setenv("OAR_SMOKE", "/nowhere")
+    config = compose_recipe(recipe, "oar", [f"+cpu_smoke={group_of(composed(recipe))}"])
+    assert config.trainer.device == "cpu"
+    assert config.actor_rollout_ref.model.path == "/nowhere/model"
+
+
+def test_stand_in_has_the_architecture_of_the_model():
+    assert architecture_of("Qwen/Qwen2.5-7B") == "qwen2"
+    assert architecture_of("01-ai/Yi-1.5-34B-Chat-16K") == "llama"
+    assert architecture_of("Qwen/Qwen3-30B-A3B-Base") == "qwen3_moe"
+
+
+def test_a_folder_that_is_no_recipe_is_named(tmp_path):
+    with pytest.raises(RecipeError, match=r"has no oar\.yaml"):
+        compose_recipe(tmp_path)
+
+
+def test_an_override_that_is_not_there_is_named():
+    with pytest.raises(RecipeError, match=r"data\.no_such_key"):
+        compose_recipe(RECIPES[0], "oar", ["data.no_such_key=1"])
+
+
+def test_command_runs_the_variant():
+    words = command(RECIPES[0], "grpo", ["data.seed=1"])
+    assert words[:3] == ["python", "-m", "verl.trainer.main_ppo"]
+    assert words[-3:] == ["--config-name", "grpo", "data.seed=1"]
