@@ -1,9 +1,11 @@
-"""Peak of live tensor bytes, counted storage by storage; the same on every machine."""
+"""Memory: the peak of live tensor bytes, counted storage by storage, the same on every machine; and what is left."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,3 +69,13 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     with LiveBytes() as counter:
         work()
     return counter.peak
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be had without pushing anything out, now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

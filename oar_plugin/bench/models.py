@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,9 +31,11 @@ class Shape:
     vocab: int = 32_000
 
 
-# With 32k tied embeddings unless said otherwise; from 0.5b on, the shapes of Qwen2.5.
+# With tied embeddings of 32k tokens unless said otherwise; from 0.5b on, the shapes of Qwen2.5.
 SHAPES: dict[str, Shape] = {
     "tiny": Shape(64, 128, 2, 4, 2, vocab=1024),
+    # Heads of 32, the smallest that vLLM serves on a CPU.
+    "1m": Shape(128, 352, 4, 4, 2, vocab=4096),
     "10m": Shape(256, 704, 4, 4, 2),
     "50m": Shape(512, 1408, 12, 8, 2),
     "0.1b": Shape(768, 2048, 12, 12, 4),
@@ -56,7 +59,19 @@ def build_model(
         device: where it is built.
         seed: of the weights.
     """
-    shape = SHAPES[size]
+    return build_shape(SHAPES[size], architecture, vocab, context, dtype, device, seed)
+
+
+def build_shape(
+    shape: Shape,
+    architecture: Architecture,
+    vocab: int,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> nn.Module:
+    """A causal LM of any shape; see `build_model`."""
     config = AutoConfig.for_model(
         architecture,
         vocab_size=vocab,
@@ -137,12 +152,17 @@ def build_batch(
     scored: int,
     device: torch.device,
     seed: int,
+    tokenizer: Any = None,
 ) -> Batch:
-    """Synthetic responses with an answer planted as tokens, so that its length is exact."""
-    tokenizer: Any = build_tokenizer()
+    """Synthetic responses with an answer planted as tokens, so that its length is exact.
+
+    `tokenizer`: of the model, when it is not one of `build_model`.
+    """
+    tokenizer = tokenizer or build_tokenizer()
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     source = random.Random(seed)
-    opening, closing = tokenizer.encode("\\boxed{"), tokenizer.encode("}")
-    digits = [tokenizer.encode(digit)[0] for digit in "123456789"]
+    opening, closing = encode("\\boxed{"), encode("}")
+    digits = [encode(digit)[0] for digit in "123456789"]
     reasoning_length = response_length - len(opening) - answer_length - len(closing) - 1
     if reasoning_length < 1:
         raise ValueError(f"a response of {response_length} tokens has no room for an answer of {answer_length}")
@@ -150,7 +170,7 @@ def build_batch(
     for _ in range(responses):
         text: list[int] = []
         while len(text) < prompt_length + reasoning_length:
-            text += tokenizer.encode(_sentence(source))
+            text += encode(_sentence(source))
         text = text[: prompt_length + reasoning_length]
         answer = source.choices(digits, k=answer_length)
         rows.append([*text, *opening, *answer, *closing, tokenizer.eos_token_id])

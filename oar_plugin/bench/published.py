@@ -1,16 +1,27 @@
-"""OAR-G the way the published code goes about it (arXiv 2601.07408): what ours is compared with.
+"""OAR-G and OAR-P the way the published code goes about it (arXiv 2601.07408): what ours is compared with.
 
-One response at a time: a clean forward, a noisy forward, one backward, all with float32 logits of the whole sequence.
-The backward is a plain `J.backward()`, so it also computes the gradient of every weight; the paper's text
-asks for the input embeddings' gradient only, and `weight_gradients=False` is that reading.
+One response at a time, all with float32 logits of the whole sequence.
+
+OAR-G: a clean forward, a noisy forward, one backward. The backward is a plain `J.backward()`, so it also computes the gradient
+of every weight; the paper's text asks for the input embeddings' gradient only, and `weight_gradients=False` is that reading.
+
+OAR-P: a clean forward, and one batch of copies of the whole sequence, each with the padding token in place of one of its
+reasoning tokens. No cache. Where the batch does not fit into memory it is cut into several.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from oar_plugin.bench.memory import free_bytes
+from oar_plugin.credit.perturbation import Unit, divergence, log_distribution
+
+# Of the memory that is left, what a batch of copies may take: estimates are rough, and other work needs some too.
+_MEMORY_SHARE = 0.5
 
 
 def published_importance(
@@ -63,6 +74,50 @@ def published_importance(
     gradient_LH = embedding_1LH.grad
     assert gradient_LH is not None
     return (gradient_LH[0] * embedding_1LH.detach()[0]).sum(-1).abs()[reasoning_start:reasoning_end]
+
+
+@torch.no_grad()
+def published_perturbation(
+    model: nn.Module, token_T: Tensor, unit_list: Sequence[Unit], answer_start: int, padding: int, at_once: int
+) -> Tensor:
+    """Counterfactual importance of one response, with the AS-Mean probe.
+
+    Args:
+        model: causal LM.
+        token_T: int64 `[T]`, one sequence that ends with its answer.
+        unit_list: positions in the *sequence* that each copy replaces; one position each, as published.
+        answer_start: first answer token.
+        padding: what replaces them.
+        at_once: copies in one forward; see `copies_that_fit`.
+
+    Returns:
+        `[U]` float64, `KL(P || P^(u))`.
+    """
+    lm: Any = model
+
+    def outcomes(token_KT: Tensor) -> Tensor:
+        logits_KTV = _at_least_float32(lm(input_ids=token_KT, use_cache=False).logits)
+        # In float64, unlike the published code: a vocabulary a copy costs nothing, and makes the KL comparable.
+        return log_distribution(logits_KTV[:, answer_start - 1 : -1].mean(1))
+
+    reference_V = outcomes(token_T[None])[0]
+    scores = []
+    for begin in range(0, len(unit_list), at_once):
+        group = unit_list[begin : begin + at_once]
+        token_KT = token_T.repeat(len(group), 1)
+        for place, unit in enumerate(group):
+            token_KT[place, list(unit)] = padding
+        scores.append(divergence(reference_V, outcomes(token_KT), "answer_mean"))
+    return torch.cat(scores)
+
+
+def copies_that_fit(model: nn.Module, length: int) -> int:
+    """Whole sequences of `length` tokens that `published_perturbation` can put into one forward; at least one."""
+    lm: Any = model
+    config, weight = lm.config, next(model.parameters())
+    logits = config.vocab_size * (4 if weight.dtype == torch.float32 else 4 + weight.element_size())
+    activations = (8 * config.hidden_size + 3 * config.intermediate_size) * weight.element_size()
+    return max(1, int(_MEMORY_SHARE * free_bytes(weight.device)) // (length * (logits + activations)))
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

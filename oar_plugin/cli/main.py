@@ -10,6 +10,10 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": "what is installed, what OAR serves here, and what to do about what is missing",
     "demo": "train a small reasoning model with OAR on this machine and show what happened",
+    "data": "make the files that the recipes train on and validate with",
+    "plan": "say what a recipe takes before it starts: memory, time, what OAR adds, and whether it fits",
+    "smoke": "run a recipe for two steps on this machine, without a GPU",
+    "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
     "bench": "measure what OAR costs on this machine",
 }
@@ -29,7 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == wanted:
             importlib.import_module(f"oar_plugin.cli.{name}").add_arguments(subparser)
-    parsed = parser.parse_args(arguments)
+    # argparse does not take up a list of positional arguments again after an option, and overrides may stand anywhere.
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides += rest
     try:
         return int(importlib.import_module(f"oar_plugin.cli.{parsed.command}").run(parsed))
     except KeyboardInterrupt:

@@ -82,3 +82,11 @@ def test_a_plugin_that_verl_did_not_load_is_found(machine):
     machine.answer.stdout = "OAR PPOTrainerSync FSDPEngineWithLMHead cuda\n"
     machine.answer.stderr = "ImportError: something\n"
     assert "ImportError: something" in missing()["entry point"].text
+
+
+@pytest.mark.parametrize(("version", "level"), [("0.28.0", "ok"), ("0.11.0", "note"), (None, "note")])
+def test_it_says_whether_the_rollout_engines_can_score(machine, version, level):
+    machine.installed["vllm"] = version
+    (finding,) = [finding for finding in doctor.examine() if finding.subject == "offload"]
+    assert finding.level == level
+    assert (finding.level == "ok") or "backend=actor" in finding.advice

@@ -1,11 +1,13 @@
-"""`oar bench`: what importance costs on this machine."""
+"""`oar bench step`: what importance adds to a training step."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-_STEP_HELP = """\
+from oar_plugin.cli.bench.common import SIZES, add_model, complain, fields, print_notes, progress_bar, write_report
+
+_HELP = """\
 Measure what outcome-grounded importance adds to a training step, against what the step costs anyway and against the
 published procedure. Builds a model with random weights; needs torch and transformers, no verl, no download.
 
@@ -22,7 +24,7 @@ How to read it: (b - a) / a is what importance adds to the log-prob pass; one me
 mem(b) / mem(e) at most one means that whatever memory the update needs is enough for importance.
 """
 
-_STEP_EXAMPLES = """\
+_EXAMPLES = """\
 examples:
   oar bench step --size 10m --responses 16 --rounds 3        a minute or a few on a laptop
   oar bench step --size 1.5b --dtype bfloat16                on a GPU
@@ -31,37 +33,23 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `oar bench` on `parser`."""
-    commands = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare `oar bench step`."""
     step = commands.add_parser(
         "step",
         help="cost of importance in a training step, against the log-prob pass, the update and the published code",
-        description=_STEP_HELP,
-        epilog=_STEP_EXAMPLES,
+        description=_HELP,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = step.add_argument_group("model")
     model.add_argument(
         "--size",
         default="0.1b",
-        choices=("tiny", "10m", "50m", "0.1b", "0.5b", "1.5b", "7b"),
+        choices=("tiny", *SIZES),
         help="parameters, about (tiny is for tests; default: %(default)s)",
     )
-    model.add_argument("--architecture", default="qwen2", choices=("qwen2", "llama"), help="default: %(default)s")
-    model.add_argument("--vocab", type=int, help="vocabulary (default: 32000; 152064 for 7b)")
-    model.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16"),
-        help="of weights and computation (default: %(default)s)",
-    )
-    model.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda"),
-        help="auto takes CUDA where there is one (default: %(default)s)",
-    )
+    add_model(model, "4096 for 1m; 152064 for 7b; else 32000")
     batch = step.add_argument_group("batch")
     batch.add_argument("--responses", type=int, default=64, help="sequences (default: %(default)s)")
     batch.add_argument("--response-length", type=int, default=512, help="tokens each (default: %(default)s)")
@@ -111,41 +99,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar bench`; 0, or 2 for arguments that cannot work."""
+    """Run `oar bench step`: see `oar_plugin.cli.bench.run`."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as ProgressBar
 
     from oar_plugin.bench import report
     from oar_plugin.bench.step import Settings, measure, steps
+    from oar_plugin.bench.targets import target_table
 
-    values = {name: value for name, value in vars(args).items() if name in Settings.__dataclass_fields__}
-    settings = Settings(**values)
+    settings = Settings(**fields(args, Settings))
     console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         settings.check()
-        with ProgressBar(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("", total=steps(settings))
-            begun = False
-
-            def progress(what: str) -> None:
-                nonlocal begun
-                bar.update(task, description=what, advance=1 if begun else 0)
-                begun = True
-
+        with progress_bar(console, steps(settings)) as progress:
             result = measure(settings, progress)
     except ValueError as error:
-        Console(stderr=True).print(f"oar bench step: {error}", style="red", markup=False, highlight=False)
-        return 2
+        return complain("step", error, 2)
     console.print(report.table(result))
-    console.print(report.target_table(result))
-    for note in report.notes(result):
-        console.print(f"- {note}", markup=False, highlight=False)
+    console.print(target_table(report.targets(result)))
+    print_notes(console, report.notes(result))
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         stem = f"step_{result.machine['device']}_{settings.size}"
-        (args.out / f"{stem}.md").write_text("# What importance costs in a step\n\n" + report.markdown(result))
-        (args.out / f"{stem}.json").write_text(report.to_json(result) + "\n")
-        console.print(f"written: {args.out / stem}.md, {args.out / stem}.json", markup=False)
+        page = "# What importance costs in a step\n\n" + report.markdown(result)
+        write_report(console, args.out, stem, lambda plot: page, {"json": report.to_json(result) + "\n"})
     return 0

@@ -1,0 +1,98 @@
+"""What the commands of `oar bench` share: arguments for the model, a progress bar, how results and errors are printed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from rich.console import Console
+
+SIZES = ("1m", "10m", "50m", "0.1b", "0.5b", "1.5b", "7b")
+
+
+def add_model(model: argparse._ArgumentGroup, vocabulary: str) -> None:
+    """Declare architecture, vocabulary, dtype and device."""
+    model.add_argument("--architecture", default="qwen2", choices=("qwen2", "llama"), help="default: %(default)s")
+    model.add_argument("--vocab", type=int, help=f"vocabulary (default: {vocabulary})")
+    model.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of weights and computation (default: %(default)s)",
+    )
+    model.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto takes CUDA where there is one (default: %(default)s)",
+    )
+
+
+def fields(args: argparse.Namespace, settings: type[DataclassInstance]) -> dict[str, Any]:
+    """The arguments that are fields of a dataclass."""
+    return {name: value for name, value in vars(args).items() if name in settings.__dataclass_fields__}
+
+
+@contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar, and what to call as each of `total` pieces of work begins."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as ProgressBar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = False
+
+        def progress(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, advance=1 if begun else 0)
+            begun = True
+
+        yield progress
+
+
+def complain(command: str, error: Exception, status: int) -> int:
+    """Say what went wrong with `oar bench COMMAND`; returns `status`."""
+    from rich.console import Console
+
+    Console(stderr=True).print(f"oar bench {command}: {error}", style="red", markup=False, highlight=False)
+    return status
+
+
+def write_report(
+    console: Console,
+    folder: Path,
+    stem: str,
+    markdown: Callable[[str | None], str],
+    others: Mapping[str, str],
+    draw: Callable[[Path], bool] | None = None,
+) -> None:
+    """Write a report and say where.
+
+    Args:
+        console: for the names.
+        folder: made when it is not there.
+        stem: of the files' names.
+        markdown: the page, given the name of the plot, or None where there is none.
+        others: further files, text by ending.
+        draw: draws a plot into a file; False when it cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plot = f"{stem}.png" if draw is not None and draw(folder / f"{stem}.png") else None
+    texts = {"md": markdown(plot), **others}
+    for ending, text in texts.items():
+        (folder / f"{stem}.{ending}").write_text(text)
+    written = [*(f"{stem}.{ending}" for ending in texts), *([plot] if plot else [])]
+    console.print(f"written: {', '.join(str(folder / name) for name in written)}", markup=False)
+
+
+def print_notes(console: Console, notes: list[str]) -> None:
+    """A line each."""
+    for note in notes:
+        console.print(f"- {note}", markup=False, highlight=False)
