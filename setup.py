@@ -40,10 +40,21 @@ setup(
     ],
     extras_require={
         "cpu": lines(CPU_REQUIREMENTS),
+        # The Megatron backend. Ranges that were tested, on a CPU; on GPUs bring TransformerEngine yourself, built for your
+        # CUDA. mbridge is the weight converter of actor_rollout_ref.actor.megatron.vanilla_mbridge=True.
+        "megatron": ["megatron-core>=0.16.1,<0.17", "mbridge>=0.15.1,<0.16"],
+        # The recipes' reward and data. math-verify parses LaTeX with the version of antlr that Hydra needs.
+        "recipes": [
+            "math-verify[antlr4-9-3]>=0.9,<0.10",
+            "pebble>=5.1,<6",
+            "datasets>=4,<6",
+            "pyyaml>=6,<7",
+        ],
         "plots": ["matplotlib>=3.9,<4"],
         "dev": [
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
+            "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100,<7",
             "ruff>=0.14,<1",
             "mypy>=1.18,<3",

@@ -6,9 +6,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-$PWD/.venv-cpu}
-bash oar_plugin/hosts/verl/cpu/install.sh "$venv" cpu,plots,dev
+bash oar_plugin/hosts/verl/cpu/install.sh "$venv" cpu,plots,dev,megatron,recipes
 python="$venv/bin/python"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
-exec "$python" -m pytest "$@"
+# Two tests at a time: most of a whole run of verl is one process that waits for the imports of another.
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -8,9 +8,9 @@ tokens only the four results decide the answer, so one can see on a page of text
 
 The demonstrations come from a tutor who is wrong at about a quarter of the steps: he misremembers a fifth of the 200
 facts (he usually writes the same wrong digit, sometimes the right one) and slips now and then at the others. A model
-that imitates him perfectly gets all four sums right in about 30 % of its attempts when it samples, and in about 40 % when
-it takes the most likely token. Reinforcement learning then has something definite to repair, and how well the model
-starts does not depend on where exactly the imitation is stopped.
+that imitates him perfectly gets all four sums right in about 37 % of its attempts when it samples; a small one gets near
+30 %, and 40 % when it takes the most likely token. Reinforcement learning then has something definite to repair, and
+how well the model starts does not depend on where exactly the imitation is stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DATA_SOURCE = "oar_demo/four_sums"
 
 MISREMEMBERED = 0.2
 RIGHT_WHEN_MISREMEMBERED = 0.35
-SLIP = 0.15
+SLIP = 0.12
 
 Fact = tuple[int, str, int]
 

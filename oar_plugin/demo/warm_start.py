@@ -20,18 +20,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from oar_plugin.demo.task import MARKER, WORDS, Problem, Tutor
 
 FACT_STEPS, FACT_BATCH, FACTS_A_ROW = 130, 64, 3
-STEPS, BATCH = 420, 32
+LONGEST, COOL_DOWN, BATCH = 480, 140, 32
 WARM_UP_STEPS = 30
 LEARNING_RATE = 2e-3
 FILLER_WEIGHT = 0.1
 """Weight of a filler word in the loss: they are noise, and there are more of them than of anything else."""
 COPY_WEIGHT = 3.0
 """Weight of the tokens that are copied: a sum from the prompt, the results into the answer. Slowest to learn, and few."""
+COPIES_BELOW = 0.05
+"""Loss on those tokens at which the model is taken to copy. Then the learning rate cools down, and the form settles."""
 
 MAX_NEW_TOKENS = 80
 
 Progress = Callable[[int, int, float], None]
-"""Called after each step with the step, the number of all steps, and the loss."""
+"""Called after each step with the step, the number of steps that it will be at most, and the loss."""
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -104,39 +106,55 @@ def warm_start(
     seed: int,
     on_step: Progress | None = None,
     fact_steps: int = FACT_STEPS,
-    steps: int = STEPS,
+    longest: int = LONGEST,
+    cool_down: int = COOL_DOWN,
 ) -> LlamaForCausalLM:
-    """Build the model and train it. The same seed on the same machine gives the same weights."""
+    """Build the model and train it. The same seed on the same machine gives the same weights.
+
+    When a model starts to copy differs from seed to seed and from machine to machine. So the second phase lasts until
+    this one does, though not longer than ``longest`` steps, and ends with ``cool_down`` steps at a falling rate.
+    """
     model = build_model(tokenizer, seed)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     filler_V = _filler_V(tokenizer)
     marker, equals = tokenizer.convert_tokens_to_ids(["Ġ" + MARKER, "Ġ="])
     tutor = Tutor(seed=0)
-    phases = (
-        (fact_batches(tokenizer, tutor, 2 * seed), fact_steps, False),
-        (response_batches(tokenizer, tutor, 2 * seed + 1), steps, True),
-    )
     done = 0
-    for batches, length, decays in phases:
-        for step, (ids, labels) in enumerate(islice(batches, length)):
-            decay = 0.5 * (1 + math.cos(math.pi * step / length)) if decays else 1.0
-            rate = LEARNING_RATE * min(1.0, (done + 1) / WARM_UP_STEPS) * (decay + 0.01)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            loss = _loss(model, ids, labels, filler_V, marker, equals)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            done += 1
-            if on_step is not None:
-                on_step(done, fact_steps + steps, loss.item())
+
+    def learn(ids: Tensor, labels: Tensor, rate: float, total: int) -> float:
+        nonlocal done
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (done + 1) / WARM_UP_STEPS)
+        loss, copy_loss = _losses(model, ids, labels, filler_V, marker, equals)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        done += 1
+        if on_step is not None:
+            on_step(done, total, loss.item())
+        return copy_loss
+
+    for ids, labels in islice(fact_batches(tokenizer, tutor, 2 * seed), fact_steps):
+        learn(ids, labels, LEARNING_RATE, fact_steps + longest + cool_down)
+    batches = response_batches(tokenizer, tutor, 2 * seed + 1)
+    smooth = math.inf
+    for step, (ids, labels) in enumerate(islice(batches, longest)):
+        copy_loss = learn(ids, labels, LEARNING_RATE, fact_steps + longest + cool_down)
+        smooth = copy_loss if step == 0 else 0.9 * smooth + 0.1 * copy_loss
+        if smooth < COPIES_BELOW:
+            break
+    end = done + cool_down
+    for step, (ids, labels) in enumerate(islice(batches, cool_down)):
+        learn(ids, labels, LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / cool_down)), end)
     return model.eval()
 
 
-def _loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, filler_V: Tensor, marker: int, equals: int) -> Tensor:
-    """Weighted cross-entropy at the labelled positions; the vocabulary is only looked at there."""
+def _losses(
+    model: LlamaForCausalLM, ids: Tensor, labels: Tensor, filler_V: Tensor, marker: int, equals: int
+) -> tuple[Tensor, float]:
+    """Weighted cross-entropy at the labelled positions, and the plain one of the copied tokens among them."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     labels = labels[:, 1:]
     copied = (labels == marker).cumsum(1).bool() & (labels != marker)
@@ -145,7 +163,8 @@ def _loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, filler_V: Tensor
     weights = torch.where(filler_V[labels.clamp_min(0)], FILLER_WEIGHT, 1.0).masked_fill(copied, COPY_WEIGHT)
     labelled = labels != -100
     losses = F.cross_entropy(model.lm_head(hidden[labelled]), labels[labelled], reduction="none")
-    return (losses * weights[labelled]).sum() / weights[labelled].sum()
+    loss = (losses * weights[labelled]).sum() / weights[labelled].sum()
+    return loss, losses[copied[labelled]].detach().mean().item()
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
