@@ -17,7 +17,14 @@ pytest.importorskip("psutil")
 
 from oar_plugin.hosts.verl import cpu  # noqa: E402
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, distribution, vllm_worker  # noqa: E402
-from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, Session, run_verl, session  # noqa: E402
+from oar_plugin.hosts.verl.cpu.session import (  # noqa: E402
+    ATTEMPTS,
+    RAY_DID_NOT_START,
+    TIMED_OUT,
+    Session,
+    run_verl,
+    session,
+)
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 
@@ -225,15 +232,32 @@ class TestRunVerl:
         return run_verl([code], log_path="log", on_start=self.opened.append, **{"timeout_s": 60, **kwargs})
 
     def assert_nothing_is_left(self):
-        (opened,) = self.opened
-        assert opened.processes() == []
-        assert not opened.ray_directory.exists()
+        assert self.opened
+        for opened in self.opened:
+            assert opened.processes() == []
+            assert not opened.ray_directory.exists()
 
     def test_passes_on_the_exit_status_and_every_line(self):
         lines: list[str] = []
         assert self.run("print('last', end=''); sys.exit(3)", on_line=lines.append) == 3
         assert lines == ["child started", "last"]
         assert Path("log").read_text() == "child started\nlast"
+        self.assert_nothing_is_left()
+
+    def test_starts_again_when_ray_did_not_start(self):
+        code = (
+            "import pathlib; first = not pathlib.Path('seen').exists(); pathlib.Path('seen').touch()\n"
+            f"if first: raise Exception({RAY_DID_NOT_START!r})"
+        )
+        assert self.run(code) == 0
+        assert len(self.opened) == 2
+        self.assert_nothing_is_left()
+
+    def test_any_other_failure_is_final_and_so_is_the_last_attempt(self):
+        assert self.run("raise Exception('something else')") == 1
+        assert len(self.opened) == 1
+        assert self.run(f"raise Exception({RAY_DID_NOT_START!r})") == 1
+        assert len(self.opened) == 1 + ATTEMPTS
         self.assert_nothing_is_left()
 
     def test_ends_when_its_time_is_up(self):

@@ -115,7 +115,6 @@ def test_a_run_that_loses_a_node_goes_on_from_its_checkpoint(tmp_path):
         assert status > 0, "a lost node ends the run with an error; it must not hang\n" + cluster.log("first")
 
         saved = checkpointed(tmp_path)
-        assert max(cluster.steps()) >= saved
         cluster.tell("add")
         again = cluster.start("second", steps=saved + 2)
         ended = threading.Timer(420, again.kill)

@@ -6,6 +6,7 @@ weights on disk, that of the second with what the first one made of them.
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,17 +20,16 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import position_seeds, response_seeds
 from oar_plugin.credit.perturbation import sample_replacements, search, units
 from oar_plugin.hosts.masked_copies import Candidate
-from oar_plugin.hosts.verl.cpu.tiny_model import make_tokenizer
-from tests.hosts import tiny_run
+from oar_plugin.hosts.verl.cpu.smoke import run_smoke
+from oar_plugin.hosts.verl.cpu.tiny_model import make_assets, make_tokenizer
 from tests.hosts.test_masked_copies import one_by_one
 from tests.hosts.test_verl_run import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "qwen2_5_7b_oar_p"
 COPIES = "algorithm.oar.perturbation"
-OFFLOAD = [
-    "algorithm.oar.importance=oar_p",
-    f"{COPIES}.backend=rollout",
+LONG = [
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=16",
     "data.max_response_length=64",
     "actor_rollout_ref.rollout.max_model_len=96",
@@ -40,12 +40,12 @@ OFFLOAD = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("verl")
-    tiny_run.make_assets(path, length=(20, 45))
+    make_assets(path, length=(20, 45))
     return path
 
 
-def dumped(folder, name, step):
-    return [json.loads(line) for line in (folder / name / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+def dumped(folder, step):
+    return [json.loads(line) for line in (folder / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()]
 
 
 def model_of(folder, checkpoint=None):
@@ -104,16 +104,21 @@ def worst(rows, model, **settings):
 
 @pytest.fixture(scope="module")
 def offloaded(folder):
-    return tiny_run.run(
+    """The smoke test of the recipe, with every token a copy of its own, a step longer, and an update that is felt."""
+    return run_smoke(
+        RECIPE,
         folder,
-        "sync",
-        *OFFLOAD,
-        "trainer.total_training_steps=3",
-        "trainer.test_freq=2",
-        "trainer.save_freq=1",
-        "actor_rollout_ref.model.lora_rank=4",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-        f"algorithm.oar.dump_dir={folder}/sync/dump",
+        overrides=[
+            *LONG,
+            f"{COPIES}.span=1",
+            f"{COPIES}.budget=null",
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=1",
+            "actor_rollout_ref.model.lora_rank=4",
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+            f"algorithm.oar.dump_dir={folder}/dump",
+        ],
+        timeout_s=420,
     )
 
 
@@ -138,31 +143,35 @@ def test_every_reasoning_token_got_a_copy(offloaded):
 
 
 def test_offloaded_scores_equal_single_copies_of_the_same_weights(offloaded, folder):
-    assert worst(dumped(folder, "sync", 1), model_of(folder)) < 1e-4
+    assert worst(dumped(folder, 1), model_of(folder)) < 1e-4
 
 
 def test_after_an_update_the_engines_score_with_the_new_weights(offloaded, folder):
-    rows = dumped(folder, "sync", 2)
-    assert worst(rows, model_of(folder, folder / "sync" / "checkpoints" / "global_step_1")) < 1e-4
+    rows = dumped(folder, 2)
+    assert worst(rows, model_of(folder, folder / "checkpoints" / "global_step_1")) < 1e-4
     assert worst(rows, model_of(folder)) > 1e-2, "the old weights would not be told from the new ones"
 
 
-def test_tensor_parallel_engines_on_a_budget(folder):
+def test_tensor_parallel_engines_on_a_budget(folder, monkeypatch):
     """Two FSDP workers, one vLLM engine over two processes; half of the copies, sampled replacements."""
-    steps = tiny_run.run(
+    # One core for each process of the engine; the second shares the first's where there is no other.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if (os.cpu_count() or 1) > 1 else "0|0")
+    steps = run_smoke(
+        RECIPE,
         folder,
-        "parallel",
-        *OFFLOAD,
-        "trainer.total_training_steps=2",
-        f"{COPIES}.budget=0.5",
-        f"{COPIES}.replacement=sampled",
-        f"{COPIES}.share_while_generating=1",
-        f"algorithm.oar.dump_dir={folder}/parallel/dump",
-        workers=2,
-        rollout_parallel=2,
-        # One core for each process of the engine; the second shares the first's where there is no other.
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"},
+        overrides=[
+            *LONG,
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=mp",
+            f"{COPIES}.span=1",
+            f"{COPIES}.budget=0.5",
+            f"{COPIES}.replacement=sampled",
+            f"{COPIES}.share_while_generating=1",
+            f"algorithm.oar.dump_dir={folder}/parallel/dump",
+        ],
+        timeout_s=420,
     )
     check(steps, [1, 2])
-    assert worst(dumped(folder, "parallel", 1), model_of(folder), budget=0.5, sampled=True) < 1e-4
+    assert worst(dumped(folder / "parallel", 1), model_of(folder), budget=0.5, sampled=True) < 1e-4
     assert steps[0]["oar/offload/copies"] < 0.7 * steps[0]["oar/offload/responses"] * steps[0]["oar/reasoning_tokens"]

@@ -9,15 +9,17 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
-from tests.hosts import tiny_run
+from oar_plugin.hosts.verl.cpu.tiny_model import make_assets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("verl")
-    tiny_run.make_assets(path)
+    make_assets(path)
     return path
 
 
@@ -44,7 +46,7 @@ def check(steps, expected_steps):
 def three_steps(folder):
     """The smoke test of the standard recipe, a step longer."""
     return run_smoke(
-        Path(__file__).parents[2] / "recipes" / "qwen2_5_7b_math",
+        RECIPES / "qwen2_5_7b_math",
         folder,
         overrides=[
             "trainer.total_training_steps=3",
@@ -83,43 +85,36 @@ def test_responses_are_dumped_for_people_to_look_at(three_steps, folder):
         assert "####" in "".join(row["tokens"])
 
 
-def test_asynchronous_packed_dynamic_with_kl_in_reward_correction_and_offload(folder):
-    """colocate_async, packed sequences, dynamic batches, checkpointing, RLOO, reference model, rollout correction; OAR-P on the
+def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
+    """The recipe (packed, dynamic batches, checkpointing) with RLOO, a reference model, rollout correction, and OAR-P on the
     rollout engines, whose copies are aborted at each exchange of weights and run again with the new ones."""
-    steps = tiny_run.run(
+    steps = run_smoke(
+        RECIPES / "qwen2_5_7b_colocate_async",
         folder,
-        "async",
-        "trainer.total_training_steps=2",
-        "trainer.v1.trainer_mode=colocate_async",
-        "trainer.v1.sampler.custom_sampler.name=QuickReplayBufferAsync",
-        "actor_rollout_ref.model.use_remove_padding=True",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
-        "actor_rollout_ref.actor.use_dynamic_bsz=True",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=512",
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True",
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=512",
-        "algorithm.use_kl_in_reward=True",
-        "algorithm.rollout_correction.rollout_is=token",
-        "algorithm.oar.base_estimator=rloo",
-        "algorithm.oar.importance=oar_p",
-        "algorithm.oar.perturbation.backend=rollout",
+        overrides=[
+            "algorithm.use_kl_in_reward=True",
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.oar.base_estimator=rloo",
+            "algorithm.oar.importance=oar_p",
+            "algorithm.oar.perturbation.backend=rollout",
+        ],
+        timeout_s=420,
     )
     check(steps, [1, 2])
     assert all(step["oar/scored"] > 0.9 for step in steps), "with KL in the reward no advantage is known to be zero"
     assert all(step["oar/offload/scored"] > 0.5 for step in steps)
 
 
-def test_bypass_mode_lora_and_the_published_estimator(folder):
-    steps = tiny_run.run(
+def test_lora_in_bypass_mode_with_the_published_estimator(folder):
+    steps = run_smoke(
+        RECIPES / "qwen2_5_7b_lora",
         folder,
-        "bypass",
-        "trainer.total_training_steps=2",
-        "algorithm.rollout_correction.bypass_mode=True",
-        "actor_rollout_ref.model.lora_rank=4",
-        "algorithm.oar.base_estimator=reinforce_plus_plus_baseline",
-        "algorithm.oar.importance=oar_g",
-        "algorithm.oar.warmup_steps=1",
+        overrides=[
+            "algorithm.rollout_correction.bypass_mode=True",
+            "algorithm.oar.base_estimator=reinforce_plus_plus_baseline",
+            "algorithm.oar.importance=oar_g",
+            "algorithm.oar.warmup_steps=1",
+        ],
+        timeout_s=420,
     )
     check(steps, [1, 2])

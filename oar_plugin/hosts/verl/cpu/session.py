@@ -9,6 +9,7 @@ Two runs side by side do not meet: each has an own Ray cluster on free ports, an
 the weights (see ``vllm_worker.py``).
 """
 
+import logging
 import os
 import secrets
 import selectors
@@ -30,11 +31,19 @@ import psutil
 
 from oar_plugin.hosts.verl.cpu.vllm_worker import SESSION_VARIABLE
 
+logger = logging.getLogger(__name__)
+
 TIMED_OUT = 124
 """Exit status of a run that was ended because its time was up, as the ``timeout`` command has it."""
 
 GRACE_S = 3.0
 """How long the driver may take to shut Ray down by itself before everything is ended."""
+
+RAY_DID_NOT_START = "The current node timed out during startup"
+"""What Ray says when its daemons did not find each other within 30 s, which is fixed in its code: a busy machine."""
+
+ATTEMPTS = 3
+"""How often a run is started when Ray did not start."""
 
 LONGEST_RAY_DIRECTORY = 40
 """Ray appends about 60 characters and binds a Unix socket there, whose path has to stay below 108."""
@@ -173,24 +182,49 @@ def run_verl(
 ) -> int:
     """Run ``python -m verl.trainer.main_ppo`` with these Hydra overrides and wait for it.
 
+    When Ray itself did not start, because the machine was too busy for its limit of 30 s, the run is started again.
     Ctrl-C and SIGTERM end the run and are then passed on to the caller as ``KeyboardInterrupt`` and ``SystemExit``.
 
     Args:
         args: overrides; usually ``cpu_overrides()`` and then your own.
         env: variables on top of this process's; usually ``cpu_environment()``.
         log_path: where standard output and error of all processes go.
-        timeout_s: after this many seconds the run is ended.
+        timeout_s: after this many seconds, over all attempts, the run is ended.
         on_line: called with each line of output, without its newline, as it arrives.
-        on_start: called once with the session, when the driver has been started.
+        on_start: called with the session, when a driver has been started.
 
     Returns:
         The exit status of verl, or 124 when its time was up.
     """
+    deadline = time.monotonic() + timeout_s
+    for attempt in range(1, ATTEMPTS + 1):
+        status = _run_once(args, env or {}, Path(log_path), deadline, on_line, on_start)
+        if attempt == ATTEMPTS or status in (0, TIMED_OUT) or not _ray_did_not_start(Path(log_path)):
+            break
+        logger.warning(
+            "Ray did not start within 30 s: is the machine busy? Starting again (%d of %d)", attempt, ATTEMPTS
+        )
+    return status
+
+
+def _ray_did_not_start(log: Path) -> bool:
+    return RAY_DID_NOT_START in log.read_text(errors="replace")
+
+
+def _run_once(
+    args: Sequence[str],
+    env: Mapping[str, str],
+    log_path: Path,
+    deadline: float,
+    on_line: Callable[[str], None] | None,
+    on_start: Callable[[Session], None] | None,
+) -> int:
+    """One attempt of `run_verl`."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *args]
-    with session() as opened, open(log_path, "wb") as log:
+    with session() as opened, log_path.open("wb") as log:
         driver = subprocess.Popen(
             command,
-            env={**os.environ, **(env or {}), **opened.environment()},
+            env={**os.environ, **env, **opened.environment()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -199,7 +233,7 @@ def run_verl(
         try:
             if on_start is not None:
                 on_start(opened)
-            return _follow(driver, log, time.monotonic() + timeout_s, on_line)
+            return _follow(driver, log, deadline, on_line)
         finally:
             with _undisturbed():
                 _ask_to_end(driver)
