@@ -114,6 +114,7 @@ def offloaded(folder):
             f"{COPIES}.budget=null",
             "trainer.total_training_steps=3",
             "trainer.save_freq=1",
+            "trainer.max_actor_ckpt_to_keep=null",
             "actor_rollout_ref.model.lora_rank=4",
             "actor_rollout_ref.actor.optim.lr=1e-2",
             f"algorithm.oar.dump_dir={folder}/dump",
