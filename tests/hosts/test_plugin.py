@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -55,11 +56,23 @@ def test_a_missing_dependency_is_printed_and_does_not_raise(monkeypatch, capsys)
     assert "oar_plugin failed to load" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("silenced", [False, True])
+def test_our_warnings_are_heard_once_whatever_the_root_logger_does(silenced):
+    silence = "logging.root.setLevel('ERROR'); logging.root.handlers[0].setLevel('ERROR')"  # as vLLM's API server does
+    code = f"""
+import logging
+logging.basicConfig(level="WARNING")
+import oar_plugin.hosts.verl.plugin
+{silence if silenced else ""}
+logging.getLogger("oar_plugin.somewhere").warning("look here")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.count("look here") == 1
+
+
 def test_importing_verl_does_not_import_the_trainers():
     """Start-up time is paid by every process of a cluster."""
     code = "import verl, sys; print([m for m in sys.modules if m.startswith(('verl.trainer.ppo.v1', 'vllm'))])"
-    import subprocess
-
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip().splitlines()[-1] == "[]"
 

@@ -1,6 +1,7 @@
 """verl's reward function: paid is an answer that equals the ground truth, and nothing stalls training."""
 
 import asyncio
+import logging
 import time
 
 import pytest
@@ -46,6 +47,7 @@ def test_each_row_has_every_key_and_says_why_it_got_nothing(response, truth, fla
 
 
 def test_an_answer_that_takes_for_ever_pays_nothing_in_bounded_time_and_is_flagged(caplog):
+    caplog.set_level(logging.WARNING, logger="oar_plugin")
     started = time.monotonic()
     row = compute_score("test", r"\boxed{9^{9^{9^{9}}}}", "7")
     assert time.monotonic() - started < 120, "its ten seconds, and the start of new processes on a busy machine"

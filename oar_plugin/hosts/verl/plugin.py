@@ -30,6 +30,24 @@ def serves(version: str) -> bool:
     return version.split("+")[0] == SERVED
 
 
+class _WhereRootIsSilent(logging.StreamHandler[Any]):
+    """Writes our warnings to stderr where no handler of the root logger would.
+
+    vLLM's API server imports model_hosting_container_standards, which raises the level of the root logger and of its
+    handlers to ERROR, in every process that verl's rollout is imported in.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
+            super().emit(record)
+
+
+def _be_heard() -> None:
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(_WhereRootIsSilent())
+
+
 def _register_trainers(module: ModuleType) -> None:
     # Importing it registers them: whoever imports it first, a test say, triggers this hook half-way through.
     importlib.import_module("oar_plugin.hosts.verl.trainer")
@@ -69,6 +87,7 @@ HOOKS = {
 
 def load() -> None:
     """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
+    _be_heard()
     version = importlib.metadata.version("verl")
     if not serves(version):
         logger.warning(
