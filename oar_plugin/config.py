@@ -121,6 +121,11 @@ class OarConfig(BaseModel):
     floor: float = Field(
         0.1, gt=0, le=1, description="Smallest weight of the tokens below it, before mass is restored."
     )
+    max_weight: float | None = Field(
+        None,
+        gt=1,
+        description="Bound on the weight of any single token; what is cut off goes to the response's other tokens. null: none.",
+    )
     sigma: float = Field(1e-3, gt=0, le=1, description="Noise scale of oar_g.")
     num_draws: int = Field(
         1,

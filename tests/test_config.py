@@ -18,6 +18,7 @@ def test_defaults_are_the_papers_gate_and_the_measured_estimator():
         ({"tau": "high"}, ["algorithm.oar.tau='high'", "number"]),
         ({"beta": -1}, ["algorithm.oar.beta=-1", "greater than or equal to 0"]),
         ({"floor": 0}, ["algorithm.oar.floor=0", "greater than 0"]),
+        ({"max_weight": 1}, ["algorithm.oar.max_weight=1", "greater than 1"]),
         ({"sigma": 0}, ["algorithm.oar.sigma=0"]),
         ({"num_draws": 0}, ["algorithm.oar.num_draws=0"]),
         ({"warmup_steps": -1}, ["algorithm.oar.warmup_steps=-1"]),

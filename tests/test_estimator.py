@@ -59,3 +59,15 @@ def test_constant_importance_falls_back_and_is_counted():
     _, result = batch(importance=torch.ones(2, 5))
     assert (result.weight_BL == 1).all()
     assert result.metrics["fallback/constant"] == 1.0
+
+
+def test_max_weight_bounds_every_token_and_keeps_the_total():
+    advantage, plain = batch()
+    limit = 1.2
+    assert plain.weight_BL.max() > limit
+    importance = torch.tensor([[0.0, 1.0, 5.0, 0.1, 0.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
+    reasoning = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
+    status = torch.tensor([Status.SCORED] * 2)
+    result = reshape(advantage, importance, reasoning, status, OarConfig(max_weight=limit))
+    assert result.metrics["weight_max"] == pytest.approx(limit)
+    torch.testing.assert_close(result.advantage_BL.sum(-1), advantage.sum(-1))

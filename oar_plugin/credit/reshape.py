@@ -59,3 +59,26 @@ def _quantile(score_BL: Tensor, keep_BL: Tensor, tau: float) -> Tensor:
     lower_value_B1, upper_value_B1 = sorted_BL.gather(-1, lower_B1), sorted_BL.gather(-1, upper_B1)
     quantile_B1 = torch.lerp(lower_value_B1, upper_value_B1, rank_B1 - lower_B1)
     return torch.where(keep_BL.any(-1, keepdim=True), quantile_B1, 0.0)
+
+
+def bounded(weight_BL: Tensor, reasoning_BL: Tensor, max_weight: float) -> Tensor:
+    """The same weights with none above `max_weight`; what is cut off goes to the others in proportion.
+
+    Args:
+        weight_BL: `[B, L]` from `gate`: positive, with a mean of 1 over each response's reasoning tokens.
+        reasoning_BL: bool `[B, L]`, the tokens that take part.
+        max_weight: above 1; as the mean stays 1, a bound of 1 would leave nothing to reshape.
+
+    Returns:
+        float32 `[B, L]`, `min(c w, max_weight)` with one `c >= 1` a response, so that its mean stays 1 and the order of its
+        tokens is kept; a response without a weight above the bound stays as it is.
+    """
+    ranked_BL = weight_BL.double().masked_fill(~reasoning_BL, 0.0).sort(-1, descending=True).values
+    count_B1 = reasoning_BL.sum(-1, keepdim=True)
+    # With the k largest at the bound, the rest is stretched to what is left of the mass; the smallest k that fits is right.
+    cut_L = torch.arange(weight_BL.shape[-1], device=weight_BL.device)
+    rest_BL = ranked_BL.flip(-1).cumsum(-1).flip(-1)
+    stretch_BL = (count_B1 - cut_L * max_weight) / rest_BL.clamp_min(torch.finfo(torch.float64).tiny)
+    fits_BL = stretch_BL * ranked_BL <= max_weight * (1 + 1e-12)
+    stretch_B1 = stretch_BL.gather(-1, fits_BL.int().argmax(-1, keepdim=True)).clamp_min(1.0)
+    return torch.where(reasoning_BL, (weight_BL * stretch_B1).clamp_max(max_weight), weight_BL).float()
