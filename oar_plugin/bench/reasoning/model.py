@@ -12,8 +12,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from oar_plugin.bench.reasoning.vocabulary import EOS, PAD, VOCABULARY
 
 
-def build_model(seed: int, hidden: int = 96, layers: int = 2, heads: int = 4) -> LlamaForCausalLM:
-    """A Llama with random weights and tied embeddings; 190 thousand parameters unless told otherwise."""
+def build_model(seed: int, hidden: int = 64, layers: int = 2, heads: int = 4) -> LlamaForCausalLM:
+    """A Llama with random weights and tied embeddings; 100 thousand parameters unless told otherwise."""
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=hidden,

@@ -8,7 +8,7 @@ is filler, a copy of the prompt, or form.
 |-----------------|--------------------------------|---------------|-----------------------------------------|
 | `parallel`      | `3 + 4 ; 9 - 2 ; ... = ?`      | `3 + 4 = 7 ;` | directly: the answer lists them all     |
 | `parallel_long` | the same, eight sums           | the same      | directly, with twice the tokens         |
-| `chain`         | `3 + 4 - 2 + ... = ?`          | `+ 4 = 7 ;`   | each through the next, the last directly |
+| `chain`         | `3 ; + 4 ; - 2 ; ... = ?`      | `3 + 4 = 7 ;` | each through the next, the last directly |
 | `lookup`        | `A : D ; B : G ; ... ; A ?`    | `A -> D ;`    | each through the next, among distractors |
 | `tracking`      | `3 8 5 / A B / B C / ... = ?`  | `A B = 8 3 5 ;` | state by state, the last one directly |
 """
@@ -224,7 +224,7 @@ class Chain(Task):
         value = start
         for op, b in operations:
             value = result((value, op, b))
-        words = [str(start), *(word for op, b in operations for word in (op, str(b))), "=", "?"]
+        words = [str(start), *(word for op, b in operations for word in (";", op, str(b))), "=", "?"]
         return Problem(tuple(encode(words)), (value,), (start, tuple(operations)))
 
     def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
@@ -232,19 +232,19 @@ class Chain(Task):
         value, operations = problem.content
         steps = []
         for op, b in operations:
-            value = _perhaps_wrong(result((value, op, b)), rng, error_rate)
-            steps.append(Step((op, str(b)), (str(value),)))
+            before, value = value, _perhaps_wrong(result((value, op, b)), rng, error_rate)
+            steps.append(Step((str(before), op, str(b)), (str(value),)))
         return steps, [str(value)]
 
     @property
     def prompt_length(self) -> int:
         """See `Task`."""
-        return 2 * self.steps + 3
+        return 3 * self.steps + 3
 
     @property
     def step_length(self) -> int:
         """See `Task`."""
-        return 5
+        return 6
 
     @property
     def answer_length(self) -> int:
