@@ -81,7 +81,9 @@ class Run:
         method_of(self.method)
         gate_of(self.gate)
         if self.lr <= 0 or min(self.steps, self.prompts, self.evaluate_every) < 1 or self.copies < 2:
-            raise ValueError("lr, steps and prompts must be positive, and a group has at least two responses (--copies 2)")
+            raise ValueError(
+                "lr, steps and prompts must be positive, and a group has at least two responses (--copies 2)"
+            )
 
     @property
     def arm(self) -> Run:
@@ -134,7 +136,9 @@ Progress = Callable[[str], None]
 """Called as each training begins, with its name."""
 
 
-def study(runs: Sequence[Run], folder: Path, cache: Path | None = None, progress: Progress | None = None) -> list[Record]:
+def study(
+    runs: Sequence[Run], folder: Path, cache: Path | None = None, progress: Progress | None = None
+) -> list[Record]:
     """All runs, those with a record in `folder` taken from there.
 
     Args:
@@ -276,11 +280,16 @@ def _update(
         causal_N = rollout.causal_BL[:, start:][keep_BR]
     found = {"gradient_norm": norm.item(), "entropy": entropy_N.mean().item()}
     if causal_N.any():
-        found |= {"entropy_causal": entropy_N[causal_N].mean().item(), "entropy_other": entropy_N[~causal_N].mean().item()}
+        found |= {
+            "entropy_causal": entropy_N[causal_N].mean().item(),
+            "entropy_other": entropy_N[~causal_N].mean().item(),
+        }
     return found
 
 
-def grid(base: Run, tasks: Sequence[str], methods: Sequence[str], rates: Sequence[float], seeds: Sequence[int]) -> list[Run]:
+def grid(
+    base: Run, tasks: Sequence[str], methods: Sequence[str], rates: Sequence[float], seeds: Sequence[int]
+) -> list[Run]:
     """Every combination, seeds outermost, so that a study that is cut short has whole seeds."""
     return [
         replace(base, task=task, method=method, lr=lr, seed=seed)

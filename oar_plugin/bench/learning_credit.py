@@ -115,7 +115,7 @@ class CreditPass:
         response_T = torch.arange(rows).repeat_interleave(length)
         seed_B = response_seeds(rollout.token_BL.flatten(), response_T, rows, self.seed)
         seed_N = position_seeds(seed_B[self._target_N // length], self._target_N % length)
-        sign_NV = signs(seed_N, 0, self._logits_NV.shape[-1])
+        self._sign_NV = sign_NV = signs(seed_N, 0, self._logits_NV.shape[-1])
         self._coefficient_NV = fisher_coefficients(self._logits_NV.detach(), sign_NV)
         log_prob_N, entropy_N = log_prob_and_entropy(
             self._logits_NV.detach(), rollout.token_BL.flatten()[self._target_N]

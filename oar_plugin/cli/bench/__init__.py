@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 
-MODULES = {"step": "step", "perturbation": "perturbation", "run": "whole_run", "scaling": "scaling"}
+MODULES = {
+    "step": "step",
+    "perturbation": "perturbation",
+    "run": "whole_run",
+    "scaling": "scaling",
+    "learning": "learning",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
