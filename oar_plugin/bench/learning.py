@@ -198,7 +198,7 @@ def train(run: Run, model: LlamaForCausalLM) -> Record:
         if len(rollout):
             weight_BL = torch.ones(rollout.token_BL.shape)
             if method is not None:
-                weight_BL = _weights(run, model, rollout, method, step, entry)
+                weight_BL = reshaped_weights(run, model, rollout, method, step, entry)
             scored = time.perf_counter()
             entry |= _update(model, optimizer, rollout, weight_BL)
             record.importance_seconds += scored - sampled
@@ -209,7 +209,7 @@ def train(run: Run, model: LlamaForCausalLM) -> Record:
     return record
 
 
-def _weights(
+def reshaped_weights(
     run: Run, model: LlamaForCausalLM, rollout: Rollout, method: Method, step: int, entry: dict[str, float]
 ) -> Tensor:
     """Weights `[B, L]`; what they look like goes into `entry`."""
@@ -255,10 +255,8 @@ def describe_weights(
     }
 
 
-def _update(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout, weight_BL: Tensor
-) -> dict[str, float]:
-    """One step of Adam on the clipped objective, averaged over the tokens of all responses."""
+def training_loss(model: LlamaForCausalLM, rollout: Rollout, weight_BL: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """The clipped objective, averaged over the tokens of all responses; with it the policy's entropies."""
     start = rollout.prompt_length
     token_BR, keep_BR = rollout.token_BL[:, start:], rollout.response_BL[:, start:]
     base: Any = model.model
@@ -270,21 +268,29 @@ def _update(
     clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     # Rows without an advantage add nothing to the sum, but their tokens count in the mean.
     loss = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N).sum() / rollout.graded.tokens
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
         entropy_N = -(log_prob_NV.exp() * log_prob_NV).sum(-1)
         causal_N = rollout.causal_BL[:, start:][keep_BR]
-    found = {"gradient_norm": norm.item(), "entropy": entropy_N.mean().item()}
+    found = {"entropy": entropy_N.mean().item()}
     if causal_N.any():
         found |= {
             "entropy_causal": entropy_N[causal_N].mean().item(),
             "entropy_other": entropy_N[~causal_N].mean().item(),
         }
-    return found
+    return loss, found
+
+
+def _update(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout, weight_BL: Tensor
+) -> dict[str, float]:
+    """One step of Adam."""
+    loss, found = training_loss(model, rollout, weight_BL)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {**found, "gradient_norm": norm.item()}
 
 
 def grid(

@@ -19,8 +19,9 @@ from oar_plugin.bench.passes import log_prob_and_entropy
 from oar_plugin.bench.reasoning.vocabulary import PAD
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.gradient import fisher_coefficients, fisher_importance
+from oar_plugin.credit.gradient import fisher_importance
 from oar_plugin.credit.noise import position_seeds, response_seeds, signs
+from oar_plugin.credit.onward import onward_coefficients
 from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.hosts.masked_copies import Candidate, MaskedCopies, Replacements
@@ -115,8 +116,7 @@ class CreditPass:
         response_T = torch.arange(rows).repeat_interleave(length)
         seed_B = response_seeds(rollout.token_BL.flatten(), response_T, rows, self.seed)
         seed_N = position_seeds(seed_B[self._target_N // length], self._target_N % length)
-        self._sign_NV = sign_NV = signs(seed_N, 0, self._logits_NV.shape[-1])
-        self._coefficient_NV = fisher_coefficients(self._logits_NV.detach(), sign_NV)
+        self._sign_NV = signs(seed_N, 0, self._logits_NV.shape[-1])
         log_prob_N, entropy_N = log_prob_and_entropy(
             self._logits_NV.detach(), rollout.token_BL.flatten()[self._target_N]
         )
@@ -127,21 +127,24 @@ class CreditPass:
         assert self._taps is not None
         self._taps.__exit__(*error)
         self._taps = None
-        del self._logits_NV, self._coefficient_NV
+        del self._logits_NV, self._sign_NV
 
-    def fisher_norm(self, weight_BL: Tensor) -> Tensor:
+    def fisher_norm(self, weight_BL: Tensor, temperature: float = 1.0) -> Tensor:
         """One backward: Fisher norm of every token with respect to a weighted set of next-token distributions.
 
         Args:
             weight_BL: `[B, L]`, of the distribution that token `t` was drawn from, in units of its Fisher information
                 (the scalar's coefficients get the root); read at response tokens.
+            temperature: of the distributions whose Fisher information is taken; 1 for the policy's own.
 
         Returns:
             float32 `[B, L]`, `||d / de_t sum_s sqrt(weight_s) c_s . z_s||^2`.
         """
         assert self._taps is not None
-        root_N1 = weight_BL.flatten()[self._target_N].clamp_min(0).sqrt()[:, None]
-        scalar = (root_N1 * self._coefficient_NV * self._logits_NV).sum()
+        assert self._taps.embedding is not None
+        weight_N = weight_BL.flatten()[self._target_N].clamp_min(0)
+        coefficient_NV = onward_coefficients(self._logits_NV.detach(), weight_N, self._sign_NV, temperature)
+        scalar = (coefficient_NV * self._logits_NV).sum()
         (gradient,) = torch.autograd.grad(scalar, self._taps.embedding, retain_graph=True)
         self.backwards += 1
         return fisher_importance(gradient)

@@ -88,7 +88,7 @@ def roll_out(
     response_BR = sample(model, prompt_BP, copies, task.max_response_length, noise)
     rows = response_BR.tolist()
     readings = [task.read(problems[row // copies], rows[row]) for row in range(len(rows))]
-    reward_PG = torch.tensor([float(reading.right) for reading in readings]).view(prompts, copies)
+    reward_PG = torch.tensor(_rewards(readings)).view(prompts, copies)
     spread_P1 = reward_PG.std(1, keepdim=True)
     advantage_B = ((reward_PG - reward_PG.mean(1, keepdim=True)) / (spread_P1 + 1e-6)).flatten()
     lengths = [reading.length for reading in readings]
@@ -106,6 +106,10 @@ def roll_out(
         [readings[row] for row in used_N.tolist()],
         graded,
     )
+
+
+def _rewards(readings: list[Reading]) -> list[float]:
+    return [float(reading.right) for reading in readings]
 
 
 def _lay_out(

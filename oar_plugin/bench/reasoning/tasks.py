@@ -29,6 +29,7 @@ from oar_plugin.demo.task import MARKER, WORDS, result
 
 _FINDER = make_finder(("hash",))
 _OFF_BY = (-2, -1, 1, 2)
+_KEYS = NAMES[:6]
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ class Task(ABC):
 
     @property
     def max_response_length(self) -> int:
-        """Tokens of the longest demonstration and a few more."""
-        return self.steps * (self.step_length + self.filler[1]) + self.answer_length + 2 + 4
+        """Tokens of the longest demonstration and half as many more: a policy may drift towards longer ones."""
+        return 3 * (self.steps * (self.step_length + self.filler[1]) + self.answer_length + 2) // 2
 
     def demonstration(
         self, problem: Problem, rng: random.Random, error_rate: float, filler: tuple[int, int] | None = None
@@ -254,17 +255,17 @@ class Chain(Task):
 
 @dataclass(frozen=True)
 class Lookup(Task):
-    """Follow a few links in a table of ten; before each, another line of the table is mentioned."""
+    """Follow a few links in a table of six; before each, another line of the table is mentioned."""
 
     EQUALS: ClassVar[str] = "->"
 
     def problem(self, rng: random.Random) -> Problem:
         """See `Task`."""
-        values = list(NAMES)
+        values = list(_KEYS)
         rng.shuffle(values)
-        table = dict(zip(NAMES, values, strict=True))
-        lines = rng.sample(NAMES, len(NAMES))
-        start = last = rng.choice(NAMES)
+        table = dict(zip(_KEYS, values, strict=True))
+        lines = rng.sample(_KEYS, len(_KEYS))
+        start = last = rng.choice(_KEYS)
         for _ in range(self.steps):
             last = table[last]
         words = [word for key in lines for word in (key, ":", table[key], ";")]
@@ -277,8 +278,8 @@ class Lookup(Task):
         for _ in range(self.steps):
             there = table[here]
             if rng.random() < error_rate:
-                there = rng.choice([name for name in NAMES if name != there])
-            other = rng.choice(NAMES)
+                there = rng.choice([name for name in _KEYS if name != there])
+            other = rng.choice(_KEYS)
             steps.append(Step((here,), (there,), (other, ":", table[other], ";")))
             here = there
         return steps, [here]
@@ -286,7 +287,7 @@ class Lookup(Task):
     @property
     def prompt_length(self) -> int:
         """See `Task`."""
-        return 4 * len(NAMES) + 2
+        return 4 * len(_KEYS) + 2
 
     @property
     def step_length(self) -> int:
