@@ -1,7 +1,7 @@
-"""Importances that were tried for chains of reasoning, where the answer no longer depends on early results.
+"""Importances that were tried for chains of reasoning and are not in the package; README.md says how they did.
 
-Each takes a `CreditPass` and returns `[B, L]`; `oar bench learning --method benchmarks.candidates.importance:NAME` trains
-with it. `w[s]` stands for a weight of the distribution that token `s` was drawn from.
+Each takes a `CreditPass` and returns `[B, L]`: `oar bench learning --methods benchmarks.candidates.importance:NAME` trains
+with it (from the repository's root, with `PYTHONPATH=.`). `T` is the temperature of `oar_plugin.credit.onward`.
 """
 
 from __future__ import annotations
@@ -10,201 +10,130 @@ import torch
 from torch import Tensor
 
 from oar_plugin.bench.learning_credit import CreditPass
+from oar_plugin.credit.onward import SURE, TEMPERATURE
 
 
-def _unit(importance_BL: Tensor, keep_BL: Tensor) -> Tensor:
-    """Scaled so that the largest kept score of a response is 1, 0 elsewhere."""
-    kept_BL = importance_BL * keep_BL
+def _scaled(credit: CreditPass, importance_BL: Tensor) -> Tensor:
+    """To a highest score of 1 in each response, over its reasoning."""
+    kept_BL = importance_BL * credit.rollout.reasoning_BL
     return kept_BL / kept_BL.amax(-1, keepdim=True).clamp_min(1e-30)
 
 
-def _share(importance_BL: Tensor, keep_BL: Tensor) -> Tensor:
-    kept_BL = importance_BL * keep_BL
-    return kept_BL / kept_BL.sum(-1, keepdim=True).clamp_min(1e-30)
+def _answer(credit: CreditPass, temperature: float = 1.0) -> Tensor:
+    return _scaled(credit, credit.fisher_norm(credit.rollout.answer_BL.float(), temperature))
+
+
+def _later(credit: CreditPass, temperature: float = 1.0) -> Tensor:
+    return _scaled(credit, credit.fisher_norm(credit.rollout.reasoning_BL.float(), temperature))
+
+
+def _undecided(credit: CreditPass) -> Tensor:
+    return -torch.expm1(-credit.entropy_BL / SURE)
+
+
+def _passed(credit: CreditPass, hops: int, temperature: float = 1.0) -> Tensor:
+    """(b) The answer first, then again and again the rows that predict what was found: the largest of all hops."""
+    weight_BL = credit.rollout.answer_BL.float()
+    largest_BL = torch.zeros(weight_BL.shape)
+    for _ in range(hops):
+        weight_BL = _scaled(credit, credit.fisher_norm(weight_BL, temperature))
+        largest_BL = torch.maximum(largest_BL, weight_BL)
+    return largest_BL
+
+
+def _at_once(credit: CreditPass, answer_weight: float, temperature: float) -> Tensor:
+    """One backward for answer and reasoning; the answer's rows together weigh `answer_weight` times the reasoning's."""
+    rollout = credit.rollout
+    share_B1 = (
+        answer_weight
+        * rollout.reasoning_BL.sum(-1, keepdim=True)
+        / rollout.answer_BL.sum(-1, keepdim=True).clamp_min(1)
+    )
+    return _scaled(credit, credit.fisher_norm(rollout.reasoning_BL + rollout.answer_BL * share_B1, temperature))
 
 
 def joint(credit: CreditPass) -> Tensor:
-    """The Fisher norm of the answer's tokens, one backward."""
+    """The answer's rows alone, signs of their own for each."""
     with credit:
-        return credit.fisher_norm(credit.rollout.answer_BL.float())
+        return _answer(credit)
 
 
-def future(credit: CreditPass) -> Tensor:
-    """(a) Of all later tokens of the response, one backward."""
-    r = credit.rollout
+def later(credit: CreditPass) -> Tensor:
+    """(a) All later rows, answer included, one backward."""
     with credit:
-        return credit.fisher_norm((r.reasoning_BL | r.answer_BL).float())
+        return credit.fisher_norm((credit.rollout.reasoning_BL | credit.rollout.answer_BL).float())
 
 
-def decided(credit: CreditPass) -> Tensor:
-    """(e) Fisher norm of the answer times the entropy at the token."""
+def sure_later(credit: CreditPass) -> Tensor:
+    """(d) All later rows, those of low entropy counting most: what follows from the context, not filler."""
+    rollout = credit.rollout
     with credit:
-        return (
-            _unit(credit.fisher_norm(credit.rollout.answer_BL.float()), credit.rollout.reasoning_BL) * credit.entropy_BL
-        )
+        sure_BL = (-2 * credit.entropy_BL).exp()
+        return credit.fisher_norm(sure_BL * (rollout.reasoning_BL | rollout.answer_BL))
 
 
-def future_decided(credit: CreditPass) -> Tensor:
-    """(a) times entropy at the token."""
-    r = credit.rollout
+def passed_2(credit: CreditPass) -> Tensor:
+    """(b) Two hops."""
     with credit:
-        return _unit(credit.fisher_norm((r.reasoning_BL | r.answer_BL).float()), r.reasoning_BL) * credit.entropy_BL
+        return _passed(credit, 2)
 
 
-def _passed(credit: CreditPass, hops: int, decay: float, decide: bool, combine: str) -> Tensor:
-    r = credit.rollout
+def passed_3_flat(credit: CreditPass) -> Tensor:
+    """(b) Three hops at T."""
     with credit:
-        total = torch.zeros(r.token_BL.shape)
-        weight = r.answer_BL.float()
-        for hop in range(hops):
-            found = _unit(credit.fisher_norm(weight), r.reasoning_BL)
-            if decide:
-                found = _unit(found * credit.entropy_BL, r.reasoning_BL)
-            found = found * decay**hop
-            total = torch.maximum(total, found) if combine == "max" else total + found
-            weight = total if combine == "max" else found
-        return total
+        return _passed(credit, 3, TEMPERATURE)
 
 
-def passed2(credit: CreditPass) -> Tensor:
-    """(b) Two backwards: answer, then the tokens it found; the larger of both, each scaled to 1."""
-    return _passed(credit, 2, 1.0, False, "max")
-
-
-def passed4(credit: CreditPass) -> Tensor:
-    return _passed(credit, 4, 1.0, False, "max")
-
-
-def passed8(credit: CreditPass) -> Tensor:
-    return _passed(credit, 8, 1.0, False, "max")
-
-
-def passed2_decided(credit: CreditPass) -> Tensor:
-    return _passed(credit, 2, 1.0, True, "max")
-
-
-def passed4_decided(credit: CreditPass) -> Tensor:
-    return _passed(credit, 4, 1.0, True, "max")
+def passed_6_flat(credit: CreditPass) -> Tensor:
+    """(b) Six hops at T."""
+    with credit:
+        return _passed(credit, 6, TEMPERATURE)
 
 
 def power(credit: CreditPass) -> Tensor:
-    """(c) Two backwards: (a), then rows weighted by it plus the answer."""
-    r = credit.rollout
-    keep = r.reasoning_BL
+    """(c) All later rows, then the rows that this found, with the answer."""
+    rollout = credit.rollout
     with credit:
-        first = _unit(credit.fisher_norm((keep | r.answer_BL).float()), keep)
-        return credit.fisher_norm(first + r.answer_BL.float())
+        return credit.fisher_norm(_later(credit) + rollout.answer_BL)
 
 
-def power_decided(credit: CreditPass) -> Tensor:
-    r = credit.rollout
-    keep = r.reasoning_BL
+def fisher_undecided(credit: CreditPass) -> Tensor:
+    """(e) The answer's rows, times uncertainty."""
     with credit:
-        first = _unit(credit.fisher_norm((keep | r.answer_BL).float()) * credit.entropy_BL, keep)
-        return _unit(credit.fisher_norm(first + r.answer_BL.float()), keep) * credit.entropy_BL
-
-
-def log_decided(credit: CreditPass) -> Tensor:
-    """(f) log1p-scaled geometric mean of (a) and the entropy."""
-    r = credit.rollout
-    with credit:
-        return (
-            _unit(credit.fisher_norm((r.reasoning_BL | r.answer_BL).float()), r.reasoning_BL) * credit.entropy_BL
-        ).sqrt()
-
-
-def sure_future(credit: CreditPass) -> Tensor:
-    """(d) Fisher norm of all later rows, those of low entropy counting most: form, copies and results that follow, not filler."""
-    r = credit.rollout
-    with credit:
-        sure = (-credit.entropy_BL).exp()
-        return credit.fisher_norm(sure.square() * (r.reasoning_BL | r.answer_BL))
-
-
-def sure_future_decided(credit: CreditPass) -> Tensor:
-    r = credit.rollout
-    with credit:
-        sure = (-credit.entropy_BL).exp()
-        return (
-            _unit(credit.fisher_norm(sure.square() * (r.reasoning_BL | r.answer_BL)), r.reasoning_BL)
-            * credit.entropy_BL
-        )
-
-
-def surprise_future(credit: CreditPass) -> Tensor:
-    r = credit.rollout
-    with credit:
-        return _unit(credit.fisher_norm((r.reasoning_BL | r.answer_BL).float()), r.reasoning_BL) * (
-            1 - credit.log_prob_BL.exp()
-        )
-
-
-def _sat(credit: CreditPass) -> Tensor:
-    return 1 - (-credit.entropy_BL / 0.3).exp()
-
-
-def _sure(credit: CreditPass) -> Tensor:
-    return (-2 * credit.entropy_BL).exp() * credit.rollout.reasoning_BL
-
-
-def sf_sat(credit: CreditPass) -> Tensor:
-    r = credit.rollout
-    with credit:
-        return _unit(credit.fisher_norm(_sure(credit) + r.answer_BL), r.reasoning_BL) * _sat(credit)
-
-
-def sf_ans(credit: CreditPass) -> Tensor:
-    r = credit.rollout
-    with credit:
-        sure = _sure(credit)
-        total = sure.sum(-1, keepdim=True) / 4
-        return _unit(credit.fisher_norm(sure + r.answer_BL * total), r.reasoning_BL)
-
-
-def sf_ans_sat(credit: CreditPass) -> Tensor:
-    r = credit.rollout
-    with credit:
-        sure = _sure(credit)
-        total = sure.sum(-1, keepdim=True) / 4
-        return _unit(credit.fisher_norm(sure + r.answer_BL * total), r.reasoning_BL) * _sat(credit)
+        return _answer(credit) * _undecided(credit)
 
 
 def two(credit: CreditPass) -> Tensor:
-    r = credit.rollout
+    """Answer and later rows, each scaled, added; the policy's own distributions."""
     with credit:
-        return _unit(credit.fisher_norm(_sure(credit)), r.reasoning_BL) + _unit(
-            credit.fisher_norm(r.answer_BL.float()), r.reasoning_BL
-        )
+        return _answer(credit) + _later(credit)
 
 
-def two_sat(credit: CreditPass) -> Tensor:
-    r = credit.rollout
+def two_flat(credit: CreditPass) -> Tensor:
+    """The same at T."""
     with credit:
-        return (
-            _unit(credit.fisher_norm(_sure(credit)), r.reasoning_BL)
-            + _unit(credit.fisher_norm(r.answer_BL.float()), r.reasoning_BL)
-        ) * _sat(credit)
+        return _answer(credit, TEMPERATURE) + _later(credit, TEMPERATURE)
 
 
-def fisher_sat(credit: CreditPass) -> Tensor:
-    r = credit.rollout
+def three_to_one_flat(credit: CreditPass) -> Tensor:
+    """`onward` without its uncertainty."""
     with credit:
-        return _unit(credit.fisher_norm(r.answer_BL.float()), r.reasoning_BL) * _sat(credit)
+        return 3 * _answer(credit, TEMPERATURE) + _later(credit, TEMPERATURE)
 
 
-def passed2_sure(credit: CreditPass) -> Tensor:
-    r = credit.rollout
+def at_once_flat(credit: CreditPass) -> Tensor:
+    """`two_flat` in one backward, the answer's rows weighing four times the others."""
     with credit:
-        one = _unit(credit.fisher_norm(r.answer_BL.float()), r.reasoning_BL)
-        return one + _unit(credit.fisher_norm(one * _sure(credit)), r.reasoning_BL)
+        return _at_once(credit, 4.0, TEMPERATURE)
 
 
-def sat(credit: CreditPass) -> Tensor:
+def at_once_undecided(credit: CreditPass) -> Tensor:
+    """The same times uncertainty: `onward` at the cost of the Fisher norm."""
     with credit:
-        return _sat(credit)
+        return _at_once(credit, 4.0, TEMPERATURE) * _undecided(credit)
 
 
-def sure_only(credit: CreditPass) -> Tensor:
-    """Low entropy at the token itself, no influence: a control."""
+def uncertainty(credit: CreditPass) -> Tensor:
+    """Control: uncertainty without influence."""
     with credit:
-        return _sure(credit)
+        return _undecided(credit)

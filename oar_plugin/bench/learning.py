@@ -164,6 +164,14 @@ def study(
     return records
 
 
+def after_grpo(run: Run, steps: int, cache: Path | None = None) -> LlamaForCausalLM:
+    """The policy of a run's task after some steps of GRPO at its learning rate, on problems that no seed from 0 on sees."""
+    model = warm_model(TASKS[run.task], run.warm_start, None, cache)
+    if steps:
+        train(replace(run, method="grpo", seed=-1, steps=steps, evaluate_every=steps), model)
+    return model
+
+
 def gate_of(name: str) -> Callable[..., Tensor] | None:
     """A gate of one's own; None for the package's.
 

@@ -15,6 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from oar_plugin.bench.learning import Record, Run
+from oar_plugin.bench.learning_alignment import Alignment
 
 BASELINE = "grpo"
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
@@ -47,13 +48,8 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The method, and the settings that are not the defaults."""
-        method = self.run.method.rpartition(":")[2]
-        defaults = {field.name: field.default for field in fields(Run)}
-        changed = [
-            f"{name}={getattr(self.run, name)}" for name in _SETTINGS if getattr(self.run, name) != defaults[name]
-        ]
-        return " ".join([method, *changed])
+        """See `method_name`."""
+        return method_name(self.run)
 
     def rewards(self) -> dict[tuple[int, int], float]:
         """Mean training reward over the whole run, by seed."""
@@ -112,6 +108,14 @@ class Comparison:
     p: float | None
     wins: int
     p_holm: float | None = None
+
+
+def method_name(run: Run) -> str:
+    """The method, and the settings that are not the defaults."""
+    method = run.method.rpartition(":")[2]
+    defaults = {field.name: field.default for field in fields(Run)}
+    changed = [f"{name}={getattr(run, name)}" for name in _SETTINGS if getattr(run, name) != defaults[name]]
+    return " ".join([method, *changed])
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
@@ -242,7 +246,7 @@ def sections(records: Sequence[Record], task: str) -> list[tuple[str, tuple[str,
     """Title, columns and rows of the tables of a task."""
     every = arms(records, task)
     found = compare(every)
-    tables = [
+    found_tables = [
         (f"{task}: every learning rate", REWARD_COLUMNS, [reward_cells(arm) for arm in every]),
         (
             f"{task}: each method at its best learning rate, best first",
@@ -252,8 +256,8 @@ def sections(records: Sequence[Record], task: str) -> list[tuple[str, tuple[str,
     ]
     if found:
         title = f"{task}: mean reward over the run against GRPO, each at its best learning rate, same seeds"
-        tables.insert(1, (title, TEST_COLUMNS, [test_cells(c) for c in found]))
-    return tables
+        found_tables.insert(1, (title, TEST_COLUMNS, [test_cells(c) for c in found]))
+    return found_tables
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -270,13 +274,27 @@ def tables(records: Sequence[Record]) -> list[Table]:
     return shown
 
 
+def alignment_table(found: Sequence[Alignment], after: int) -> Table:
+    """What `--alignment` shows of one task."""
+    first = found[0]
+    title = f"{first.run.task}: a batch's gradient and the policy gradient, after {after} steps of GRPO"
+    table = Table(title=title, caption="progress: of a step of Adam along the policy gradient; ± standard error")
+    for column in ("method", "progress", f"of {method_name(first.run)}'s", "difference", "cosine"):
+        table.add_column(column)
+    for each in found:
+        share = each.progress / first.progress
+        difference = f"{each.against:+.4f} ± {each.error:.4f}"
+        table.add_row(method_name(each.run), f"{each.progress:.4f}", f"{share:.2f}", difference, f"{each.cosine:.3f}")
+    return table
+
+
 def notes(records: Sequence[Record]) -> list[str]:
     """What one has to know to read the figures."""
     run = records[0].run
     starts = len({record.run.warm_start for record in records})
     return [
-        f"{run.prompts} prompts x {run.copies} responses a step, one Adam update each, clip 0.2 / 0.28, token mean, no KL term; "
-        f"{starts} warm start(s).",
+        f"{run.prompts} prompts x {run.copies} responses a step, one Adam update each, clip 0.2 / 0.28, token mean, no KL "
+        f"term; {starts} warm start(s).",
         "Runs of one seed see the same problems and the same sampling noise, so differences are paired.",
         "Mean reward: of the sampled training responses, over all steps. Steps to a threshold: first step at which the mean "
         f"of the last {WINDOW} rewards is there; median over seeds.",

@@ -46,3 +46,22 @@ def test_study_and_report(tmp_path, monkeypatch, capsys):
 def test_numbers_that_cannot_be(wrong, tmp_path, capsys):
     assert main(["bench", "learning", *wrong, "--results", str(tmp_path)]) == 2
     assert "at least" in " ".join(capsys.readouterr().err.split())
+
+
+def test_alignment_trains_nothing(tmp_path, monkeypatch, capsys):
+    from oar_plugin.bench import learning, learning_alignment
+    from oar_plugin.bench.learning_alignment import Alignment
+
+    def align(runs, model, reference_batches, batches, progress):
+        assert (model, reference_batches, batches) == ("model", 10, 2)
+        return [Alignment(run, 0.5, 0.2 + place / 10, place / 10, 0.01) for place, run in enumerate(runs)]
+
+    monkeypatch.setattr(learning_alignment, "align", align)
+    monkeypatch.setattr(learning, "after_grpo", lambda run, steps, cache: "model")
+    monkeypatch.setattr(learning, "study", lambda *_: pytest.fail("trained"))
+    arguments = ["bench", "learning", "--methods", "grpo", "onward", "--alignment", "2", "--lr", "1e-3", "2e-3"]
+    assert main([*arguments, "--results", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "+0.1000 ± 0.0100" in shown
+    assert shown.count("onward") == 1
+    assert main(["bench", "learning", "--alignment", "1", "--results", str(tmp_path)]) == 2

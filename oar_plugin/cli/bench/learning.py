@@ -5,25 +5,34 @@ from __future__ import annotations
 import argparse
 from dataclasses import MISSING
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oar_plugin.cli.bench.common import complain, fields, print_notes, progress_bar, write_report
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from oar_plugin.bench.learning import Run
+
 TASKS = ("parallel", "parallel_long", "chain", "lookup", "tracking")
-METHODS = ("grpo", "uniform", "random", "oracle", "entropy", "fisher", "oar_g", "oar_p")
+METHODS = ("grpo", "uniform", "random", "oracle", "entropy", "fisher", "onward", "oar_g", "oar_p")
 # One warm model a task and warm start, about two minutes each, then a minute a run.
 _HELP = """\
-Train small models with GRPO and with reshaped credit, from the same start, on the same problems with the same sampling noise,
-and see which learns faster. The tasks are made up so that the tokens that decide the answer are known; everything about
-credit is the package's own code. One process, no downloads: a warm model takes about two minutes and is kept, a run of
-50 steps about 40 seconds.
+Train small models with GRPO and with reshaped credit, from the same start, on the same problems with the same sampling
+noise, and see which learns faster. The tasks are made up so that the tokens that decide the answer are known; everything
+about credit is the package's own code. One process, no downloads: a warm model takes about two minutes and is kept, a
+run of 40 steps 10 to 40 seconds.
 
 Every finished run is a file in --results and is not repeated: stop at any time, and go on with the same command. The
-report covers all runs that were asked for; compare methods at their own best learning rates, and give --seeds at least 3.
+report covers all runs that were asked for; compare methods at their own best learning rates, with --seeds 3 at least.
+
+With --alignment nothing is trained: it says in a minute how much of a step towards the policy gradient each method makes.
 
 tasks:    parallel (the answer lists all results), parallel_long (twice as many), chain (each result needs the last one),
           lookup (hops through a table, among distractors), tracking (the state after each swap)
-methods:  grpo; uniform, random, oracle (the causal tokens are known) and entropy as controls; fisher, oar_g, oar_p;
-          or module:function, which gets an oar_plugin.bench.learning_credit.CreditPass and returns importance [B, L]
+methods:  grpo; uniform, random, entropy and oracle (the causal tokens are known) as controls; fisher, onward (for chains),
+          oar_g, oar_p; or module:function, which gets an oar_plugin.bench.learning_credit.CreditPass and returns
+          importance [B, L]
 """
 
 _EXAMPLES = """\
@@ -32,6 +41,7 @@ examples:
   oar bench learning --tasks parallel chain --methods grpo random oracle fisher \\
       --lr 3e-4 6e-4 1.2e-3 --seeds 3 --out benchmarks                               a study, with a page and a plot
   oar bench learning --tasks chain --methods grpo fisher --tau 0.7                    another gate
+  oar bench learning --tasks chain --methods grpo oracle random fisher onward --alignment 10
 """
 
 
@@ -83,6 +93,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--cache", type=Path, metavar="DIR", help="where warm models are kept (default: ~/.cache/oar_plugin)"
     )
+    command.add_argument(
+        "--alignment",
+        type=int,
+        metavar="BATCHES",
+        help="do not train: compare gradients over so many batches, against an average over five times as many",
+    )
+    command.add_argument(
+        "--after",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="of GRPO before --alignment measures (default: %(default)s)",
+    )
     command.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="write learning.md, .json and, with matplotlib, .png there"
@@ -117,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         for each in runs:
             each.check()
+        if args.alignment is not None:
+            return _align(args, runs, console)
         with threads(args.threads), progress_bar(console, len(runs)) as progress:
             records = study(runs, args.results, args.cache, progress)
     except ValueError as error:
@@ -133,4 +158,23 @@ def run(args: argparse.Namespace) -> int:
             {"json": report.to_json(records) + "\n"},
             lambda file: report.draw(file, records),
         )
+    return 0
+
+
+def _align(args: argparse.Namespace, runs: list[Run], console: Console) -> int:
+    """`--alignment`: one table a task, at the first learning rate and seed."""
+    from oar_plugin.bench import learning_report as report
+    from oar_plugin.bench.learning import after_grpo
+    from oar_plugin.bench.learning_alignment import align
+    from oar_plugin.bench.machine import threads
+
+    if args.alignment < 2:
+        raise ValueError("--alignment needs at least 2 batches")
+    for task in args.tasks:
+        chosen = [each for each in runs if each.task == task and each.seed == 0 and each.lr == args.lr[0]]
+        with threads(args.threads), progress_bar(console, 6 * args.alignment + 1) as progress:
+            progress("policy")
+            model = after_grpo(chosen[0], args.after, args.cache)
+            found = align(chosen, model, 5 * args.alignment, args.alignment, progress)
+        console.print(report.alignment_table(found, args.after))
     return 0
