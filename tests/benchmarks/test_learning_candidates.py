@@ -14,8 +14,8 @@ from oar_plugin.bench.learning_rollout import roll_out
 from oar_plugin.bench.reasoning.model import build_model
 from oar_plugin.bench.reasoning.tasks import TASKS
 
-gates = importlib.import_module("benchmarks.candidates.gates")
-importances = importlib.import_module("benchmarks.candidates.importance")
+gates = importlib.import_module("benchmarks.candidates.learning.gates")
+importances = importlib.import_module("benchmarks.candidates.learning.importance")
 
 
 def public(module):

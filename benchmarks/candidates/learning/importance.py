@@ -1,7 +1,8 @@
 """Importances that were tried for chains of reasoning and are not in the package; README.md says how they did.
 
-Each takes a `CreditPass` and returns `[B, L]`: `oar bench learning --methods benchmarks.candidates.importance:NAME` trains
-with it (from the repository's root, with `PYTHONPATH=.`). `T` is the temperature of `oar_plugin.credit.onward`.
+Each takes a `CreditPass` and returns `[B, L]`: `oar bench learning --methods
+benchmarks.candidates.learning.importance:NAME` trains with it (from the repository's root, with `PYTHONPATH=.`). `T` is
+the temperature of `oar_plugin.credit.onward`.
 """
 
 from __future__ import annotations

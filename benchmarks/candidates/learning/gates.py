@@ -1,6 +1,7 @@
 """Gates that were tried in place of `oar_plugin.credit.reshape.gate`, with its arguments; README.md says how they did.
 
-`oar bench learning --gate benchmarks.candidates.gates:NAME` trains with one (from the repository's root, with `PYTHONPATH=.`).
+`oar bench learning --gate benchmarks.candidates.learning.gates:NAME` trains with one (from the repository's root, with
+`PYTHONPATH=.`).
 """
 
 from __future__ import annotations
