@@ -21,7 +21,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gradient import fisher_importance
 from oar_plugin.credit.noise import position_seeds, response_seeds, signs
-from oar_plugin.credit.onward import TEMPERATURE, flattened_coefficients, onward_importance
+from oar_plugin.credit.onward import TEMPERATURE, onward_coefficients, onward_importance, onward_weights
 from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.hosts.masked_copies import Candidate, MaskedCopies, Replacements
@@ -143,8 +143,8 @@ class CreditPass:
         assert self._taps is not None
         assert self._taps.embedding is not None
         weight_N = weight_BL.flatten()[self._target_N].clamp_min(0)
-        coefficient_NV = flattened_coefficients(self._logits_NV.detach(), self._sign_NV, temperature)
-        scalar = (weight_N.sqrt()[:, None] * coefficient_NV * self._logits_NV).sum()
+        coefficient_NV = onward_coefficients(self._logits_NV.detach(), weight_N, self._sign_NV, temperature)
+        scalar = (coefficient_NV * self._logits_NV).sum()
         (gradient,) = torch.autograd.grad(scalar, self._taps.embedding, retain_graph=True)
         self.backwards += 1
         return fisher_importance(gradient)
@@ -177,7 +177,8 @@ def _onward(credit: CreditPass) -> Tensor:
     rollout = credit.rollout
     with credit:
         answer_BL = credit.fisher_norm(rollout.answer_BL.float(), TEMPERATURE)
-        onward_BL = credit.fisher_norm(rollout.reasoning_BL.float(), TEMPERATURE)
+        weight_BL = onward_weights(rollout.reasoning_BL, credit.entropy_BL)
+        onward_BL = credit.fisher_norm(weight_BL, TEMPERATURE)
         return onward_importance(answer_BL, onward_BL, credit.entropy_BL, rollout.reasoning_BL)
 
 

@@ -117,9 +117,15 @@ def two_flat(credit: CreditPass) -> Tensor:
 
 
 def three_to_one_flat(credit: CreditPass) -> Tensor:
-    """`onward` without its uncertainty."""
+    """The answer's part weighing three times the other."""
     with credit:
         return 3 * _answer(credit, TEMPERATURE) + _later(credit, TEMPERATURE)
+
+
+def three_to_one_undecided(credit: CreditPass) -> Tensor:
+    """The same times uncertainty: the first version of `onward`."""
+    with credit:
+        return (3 * _answer(credit, TEMPERATURE) + _later(credit, TEMPERATURE)) * _undecided(credit)
 
 
 def at_once_flat(credit: CreditPass) -> Tensor:
@@ -129,7 +135,7 @@ def at_once_flat(credit: CreditPass) -> Tensor:
 
 
 def at_once_undecided(credit: CreditPass) -> Tensor:
-    """The same times uncertainty: `onward` at the cost of the Fisher norm."""
+    """The same times uncertainty."""
     with credit:
         return _at_once(credit, 4.0, TEMPERATURE) * _undecided(credit)
 

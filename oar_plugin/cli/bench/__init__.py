@@ -1,4 +1,4 @@
-"""`oar bench`: what importance costs on this machine. A module for each thing that is measured."""
+"""`oar bench`: what importance costs on this machine, and what it brings. A module for each thing that is measured."""
 
 from __future__ import annotations
 
