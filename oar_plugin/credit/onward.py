@@ -5,8 +5,8 @@ early results, so importance that reads only the answer's rows pays the last ste
 the rows of the reasoning count as well: an early result moves the predictions of the step that goes on from it.
 
 With `F(w)_t = ||d / de_t sum_s sqrt(w_s) c_s . z_s||^2`, where `c_s` is a random root of the Fisher matrix of
-`softmax(z_s / TEMPERATURE)` with signs of its own for each row (`oar_plugin.credit.gradient.fisher_coefficients`), and `H_t` the
-entropy of the distribution that token `t` was drawn from:
+`softmax(z_s / TEMPERATURE)` with signs of its own for each row (`oar_plugin.credit.gradient.fisher_coefficients`), and
+`H_t` the entropy of the distribution that token `t` was drawn from:
 
     influence_t = max(F(answer)_t / max_t F(answer), F(exp(-2 H) on reasoning)_t / max_t F(...))
     I_t = influence_t^(1/3) (1 - exp(-H_t / SURE)) exp(-H_t / NOISE)
@@ -23,8 +23,8 @@ Not in the paper. It estimates no single quantity: each part does, up to scale, 
 (`benchmarks/candidates/learning/README.md` has what was measured, and what was not).
 
 Cost: two backwards through one forward, where the Fisher norm takes one, and a projection of every reasoning row to the
-vocabulary whose gradient reaches the hidden states. No graph over `[T, V]` logits is needed for that: `dJ/dh_s = sqrt(w_s) W^T c_s`
-can be computed from logits without a graph, a chunk of rows at a time.
+vocabulary whose gradient reaches the hidden states. No graph over `[T, V]` logits is needed for that:
+`dJ/dh_s = sqrt(w_s) W^T c_s` can be computed from logits without a graph, a chunk of rows at a time.
 """
 
 from __future__ import annotations
