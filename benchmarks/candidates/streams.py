@@ -54,6 +54,17 @@ def coefficients(batch: MicroBatch, logits_NV: Tensor, kind: str = "fisher", dra
         seed_B = seed_B if draw == 0 else position_seeds(seed_B, torch.zeros_like(seed_B), draw)
         return (fisher_coefficients(pooled_BV.detach(), signs(seed_B, 0, pooled_BV.shape[-1])) * pooled_BV).sum()
     p_BV = pooled_BV.detach().softmax(-1)
+    if kind == "eigen":
+        fisher_BVV = torch.diag_embed(p_BV) - p_BV[:, :, None] * p_BV[:, None]
+        value_BV, vector_BVV = torch.linalg.eigh(fisher_BVV.double())
+        c_BV = vector_BVV[:, :, -1 - draw] * value_BV[:, -1 - draw, None].clamp_min(0).sqrt()
+        return (c_BV.float() * pooled_BV).sum()
+    if kind == "top":
+        at_B = p_BV.topk(draw + 1).indices[:, draw]
+        c_BV = -p_BV
+        c_BV = c_BV.scatter_add(-1, at_B[:, None], torch.ones(len(p_BV), 1))
+        streams.p = p_BV.gather(-1, at_B[:, None])
+        return (c_BV * pooled_BV).sum()
     top_B = p_BV.argmax(-1)
     rest_BV = p_BV.scatter(-1, top_B[:, None], 0.0)
     rest_BV = rest_BV / rest_BV.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -76,11 +87,11 @@ def streams(model: nn.Module, batch: MicroBatch, kind: str = "fisher", draw: int
         handles.append(layer.register_forward_pre_hook(keep_input, with_kwargs=True))
         attention: Any = layer.self_attn
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            handles.append(projection.register_forward_hook(lambda m, a, output, n=number: projections[n].append(output)))
+            handles.append(
+                projection.register_forward_hook(lambda m, a, output, n=number: projections[n].append(output))
+            )
         handles.append(attention.o_proj.register_forward_pre_hook(lambda m, a, n=number: projections[n].append(a[0])))
-    handles.append(
-        layers[-1].register_forward_hook(lambda m, a, o: inputs.append(o[0] if isinstance(o, tuple) else o))
-    )
+    handles.append(layers[-1].register_forward_hook(lambda m, a, o: inputs.append(o[0] if isinstance(o, tuple) else o)))
     try:
         with ModelTaps(model) as taps:
             taps.prepare(batch.rows().position_N, rows_only=True)

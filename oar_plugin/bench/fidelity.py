@@ -366,9 +366,7 @@ def _costs(
             seconds[estimator.name].append(timed(partial(estimator.score, model, batch), device)[0])
     base = statistics.median(plain)
     return {
-        name: Cost(
-            work[name].forward / tokens, work[name].backward / tokens, statistics.median(values) / base, base
-        )
+        name: Cost(work[name].forward / tokens, work[name].backward / tokens, statistics.median(values) / base, base)
         for name, values in seconds.items()
     }
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from oar_plugin.bench.fidelity_attention import attention_patching
 from oar_plugin.bench.fidelity_responses import MicroBatch
 from oar_plugin.bench.passes import log_prob_and_entropy
 from oar_plugin.credit.noise import gaussian
@@ -138,13 +139,16 @@ def package_estimators() -> list[Estimator]:
     for name, about in (("mean", "by the token nearest to the mean embedding"), ("sampled", "by a drawn token")):
         found.append(Estimator(f"oar_p {name}", partial(by_copies, replacement=name), f"exact, replaced {about}"))
     for span in (2, 4, 8):
-        found.append(Estimator(f"oar_p span {span}", partial(by_copies, span=span), f"{span} tokens replaced at a time"))
+        found.append(
+            Estimator(f"oar_p span {span}", partial(by_copies, span=span), f"{span} tokens replaced at a time")
+        )
     for budget in (0.1, 0.3, 0.5):
         score = partial(by_copies, budget=budget, gradient=fisher)
         found.append(Estimator(f"hybrid {budget}", score, f"exact for the {budget:.0%} with the largest Fisher norm"))
     for draws in (1, 4, 16):
         score = partial(by_gradient, importance="fisher", draws=draws)
         found.append(Estimator(f"fisher {draws}", score, f"Fisher norm, {draws} sign vector{'s' * (draws > 1)}"))
+    found.append(Estimator("attention", attention_patching, _first_line(attention_patching)))
     for draws in (1, 8):
         score = partial(by_gradient, importance="oar_g", draws=draws)
         found.append(Estimator(f"oar_g {draws}", score, f"OAR-G as published, mean of {draws} draw{'s' * (draws > 1)}"))

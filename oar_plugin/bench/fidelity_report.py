@@ -170,8 +170,8 @@ def notes(summary: Summary) -> list[str]:
     first = [m for m in result.measured if m.dtype == summary.dtypes[0]]
     counted = sum(len(m.correct) for m in first)
     lines = [
-        f"{counted} responses, on average {statistics.fmean(r for m in first for r in m.reasoning):.0f} reasoning tokens each; "
-        f"probe {settings.probe}; {sum(m.unusable for m in first)} more without an answer or without reasoning were left out.",
+        f"{counted} responses, on average {statistics.fmean(r for m in first for r in m.reasoning):.0f} reasoning "
+        f"tokens each; probe {settings.probe}; {sum(m.unusable for m in first)} more without an answer or without reasoning were left out.",
         "Reference: exact OAR-P (PAD) in float32. Spearman and overlap are with it; the overlap is of the 20 % largest scores.",
         "Intervals (95 %) are percentile bootstraps over responses within each task and model seed. They say nothing about "
         "models of other seeds; the page has each seed's mean.",
@@ -352,16 +352,12 @@ def _rounded(value: Any) -> Any:
 
 # ---- plots
 
-_SHOWN = (REFERENCE, BASELINE, "oar_g 1", "hybrid 0.3", "entropy", "random")
+_SHOWN = (REFERENCE, "attention", BASELINE, "oar_g 1", "hybrid 0.3", "entropy", "random")
 
 
 def shown_estimators(summary: Summary, extra: int = 2) -> list[str]:
     """Names that plots of curves and examples show: the usual ones and the best of `--also`."""
-    added = [
-        row
-        for row in summary.main
-        if row.name in {e.name for e in summary.result.estimators if e.added}
-    ]
+    added = [row for row in summary.main if row.name in {e.name for e in summary.result.estimators if e.added}]
     added.sort(key=lambda row: -row.means["overlap"].value)
     names = [row.name for row in summary.main]
     return [name for name in _SHOWN if name in names] + [row.name for row in added[:extra]]
@@ -385,7 +381,9 @@ def draw(path: Path, summary: Summary) -> bool:
             continue
         mean = row.means["overlap"]
         colour = "#f58518" if row.name in added else "#4c78a8"
-        cost.errorbar(row.passes, mean.value, [[mean.value - mean.low], [mean.high - mean.value]], fmt="o", color=colour)
+        cost.errorbar(
+            row.passes, mean.value, [[mean.value - mean.low], [mean.high - mean.value]], fmt="o", color=colour
+        )
         cost.annotate(row.name, (row.passes, mean.value), xytext=(4, 3), textcoords="offset points", fontsize=7)
     cost.set(xscale="log", xlabel="passes, forward and backward", ylabel="overlap of the top 20 % with exact OAR-P")
     cost.set_title("dashed: targets; orange: given with --also", fontsize=9)
@@ -393,7 +391,9 @@ def draw(path: Path, summary: Summary) -> bool:
     for name in shown_estimators(summary) if sources else []:
         points = [statistics.fmean(column) for column in zip(*(m.curves[name] for m in sources), strict=True)]
         curve.plot([100 * share for share in DELETED], points, "o-", label=name, markersize=3)
-    curve.set(xlabel="% of the reasoning tokens replaced, largest scores first", ylabel="answer's probability, untouched = 1")
+    curve.set(
+        xlabel="% of the reasoning tokens replaced, largest scores first", ylabel="answer's probability, untouched = 1"
+    )
     if sources:
         curve.legend(frameon=False, fontsize=8)
     for axes in (cost, curve):

@@ -138,7 +138,5 @@ def micro_batches(
         segments_BT = torch.nn.utils.rnn.pad_sequence([row.segments_T for row in rows], True, int(Segment.OUTSIDE))
         yield (
             chosen,
-            MicroBatch(
-                tuple(rows), token_BT.to(device), segments_BT.to(device), pad_token, mean_token, probe, seed
-            ),
+            MicroBatch(tuple(rows), token_BT.to(device), segments_BT.to(device), pad_token, mean_token, probe, seed),
         )

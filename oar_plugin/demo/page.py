@@ -103,8 +103,8 @@ def tokens_page(rows: Sequence[TokenRow], title: str) -> str:
         f"<section><h2>Step {step}</h2>{''.join(map(_card, by_step[step]))}</section>" for step in sorted(by_step)
     )
     lead = (
-        f"{len(rows)} responses. OAR multiplies the advantage of a response, token by token, by a weight: large where the token "
-        "moves the model's own final answer, small where it does not. The weights of a response average 1: nothing is added, "
+        f"{len(rows)} responses. OAR multiplies the advantage of a response, token by token, by a weight: large where the "
+        "token moves the model's own final answer, small where it does not. The weights of a response average 1: nothing is added, "
         "only moved. Point at a token for its numbers."
     )
     return page(title, lead, sections or "<p>Nothing to show.</p>")
@@ -121,7 +121,9 @@ def page(title: str, lead: str, sections: str) -> str:
     return PAGE.format(title=escape(title), lead=escape(lead, quote=False), legend=_legend(), sections=sections)
 
 
-def shaded(tokens: Sequence[str], weights: Sequence[float], importance: Sequence[float], segments: Sequence[int]) -> str:
+def shaded(
+    tokens: Sequence[str], weights: Sequence[float], importance: Sequence[float], segments: Sequence[int]
+) -> str:
     """HTML of the tokens of a response, each shaded by its weight; the arguments are those of `TokenRow`."""
     parts = zip(tokens, weights, importance, segments, strict=True)
     return f'<p class="tokens">{"".join(_token(*part) for part in parts)}</p>'

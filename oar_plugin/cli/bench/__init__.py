@@ -11,6 +11,7 @@ MODULES = {
     "run": "whole_run",
     "scaling": "scaling",
     "learning": "learning",
+    "fidelity": "fidelity",
 }
 
 
