@@ -51,7 +51,7 @@ class Settings:
         dtypes: of weights and computation. The reference is float32 whatever they are.
         probe: the outcome that is watched.
         micro_batch: responses at a time.
-        rounds: of the timing, on the first micro-batch of each source.
+        rounds: of the timing, on the first micro-batch of each task.
         also: files with further estimators.
         model: a folder with a causal LM; None for the tasks.
         responses_file: its responses.
@@ -179,7 +179,7 @@ class Measured:
         reasoning: reasoning tokens, one a response.
         judged: one a response, by estimator.
         curves: mean deletion curve, by estimator.
-        costs: by estimator.
+        costs: by estimator; of the first model of each task only.
         failed: by estimator, why it gave no scores.
         unusable: responses without an answer.
         right: share of right answers.
@@ -246,11 +246,14 @@ def measure(settings: Settings, sources: Iterator[Source], progress: Progress) -
             reference: list[Tensor] | None = None
             for dtype in settings.dtypes:
                 progress(f"{source.name}, seed {source.seed}, {dtype}")
-                measured, scores = _judge(settings, source, dtype, result.estimators, reference, device)
+                known = {m.task for m in result.measured if m.dtype == dtype}
+                measured, scores = _judge(
+                    settings, source, dtype, result.estimators, reference, device, time=source.name not in known
+                )
                 result.measured.append(measured)
                 if reference is None:
                     reference = scores[REFERENCE]
-                    if source.seed == 0:
+                    if source.name not in known:
                         result.examples += _examples(source, scores)
 
     result.seconds, _ = timed(run, device)
@@ -265,6 +268,7 @@ def _judge(
     every: Sequence[Estimator],
     reference: list[Tensor] | None,
     device: torch.device,
+    time: bool,
 ) -> tuple[Measured, dict[str, list[Tensor]]]:
     model = source.model if dtype == "float32" else copy.deepcopy(source.model)
     model = model.to(device=device, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
@@ -309,7 +313,7 @@ def _judge(
             for name, rows in scores.items()
         },
         {name: [statistics.fmean(point) for point in zip(*rows, strict=True)] for name, rows in curves.items() if rows},
-        _costs(model, batches[0][1], [e for e in every if e.name in scores], settings.rounds, device),
+        _costs(model, batches[0][1], [e for e in every if e.name in scores], settings.rounds, device) if time else {},
         failed,
         source.unusable,
         source.right,

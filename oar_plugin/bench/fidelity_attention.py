@@ -6,7 +6,7 @@ For decoders with `self_attn.{q,k,v,o}_proj`, rotary positions from `rotary_emb`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from oar_plugin.bench.fidelity_responses import MicroBatch
 from oar_plugin.credit.gradient import patching_importance, principal_coefficients, replaced_key_effect
-from oar_plugin.credit.probe import pool
+from oar_plugin.credit.probe import AnswerRows, pool
 from oar_plugin.hosts.taps import ModelTaps, unwrapped
 
 
@@ -65,6 +65,25 @@ def _keeps_input(kept: list[Tensor]) -> Any:
 
 def attention_patching(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Attention patching towards PAD: the softmax taken again with a PAD's key, along the answer's leading direction."""
+    return patching_importance(*attention_effects(model, batch, leading_direction))
+
+
+def leading_direction(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
+    """The scalar to differentiate."""
+    pooled_BV = pool(logits_NV, rows)
+    return (principal_coefficients(pooled_BV.detach()) * pooled_BV).sum()
+
+
+def attention_effects(
+    model: nn.Module, batch: MicroBatch, scalar: Callable[[Tensor, AnswerRows], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Effect and bound of replacing each token by PAD, `[B, T]` each, summed over layers; see `replaced_key_effect`.
+
+    Args:
+        model: causal LM.
+        batch: what is scored.
+        scalar: of the answer's logits `[N, V]` and their rows.
+    """
     rows, length = batch.token_BT.shape
     token_BS, position_BS, mask_BSS = _with_pad(batch, next(model.parameters()).dtype)
     answer = batch.rows()
@@ -73,36 +92,24 @@ def attention_patching(model: nn.Module, batch: MicroBatch) -> Tensor:
         taps.prepare(row_N, rows_only=True)
         model(input_ids=token_BS, position_ids=position_BS, attention_mask=mask_BSS[:, None], use_cache=False)
         assert taps.answer_logits is not None
-        pooled_BV = pool(taps.answer_logits, answer)
-        scalar = (principal_coefficients(pooled_BV.detach()) * pooled_BV).sum()
-        gradients = torch.autograd.grad(scalar, heads.output)
+        gradients = torch.autograd.grad(scalar(taps.answer_logits, answer), heads.output)
 
     config: Any = unwrapped(model).config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotary: Any = unwrapped(model).get_decoder().rotary_emb  # type: ignore[operator]
-    cos_TD, sin_TD = (
-        x[0].float() for x in rotary(token_BS.float(), torch.arange(length, device=token_BS.device)[None])
-    )
+    cos_TD, sin_TD = (x[0].float() for x in rotary(token_BS.float(), torch.arange(length, device=token_BS.device)[None]))
     effect_BT, bound_BT = torch.zeros(2, rows, length, device=token_BS.device)
-    for query, key, value, gradient in zip(heads.query, heads.key, heads.value, gradients, strict=True):
+    for layer in zip(heads.query, heads.key, heads.value, gradients, strict=True):
         for row in range(rows):
-            q, k, v, g = (_split(x[row].detach().float(), size) for x in (query, key, value, gradient))
-            copies = q.shape[0] // k.shape[0]
-            k, v = (x.repeat_interleave(copies, 0) for x in (k, v))
-            others = (x[:, -1:].expand(-1, length, -1) for x in (k, v))
-            other_k, other_v = others
-            k, v, q, g = (x[:, :-1] for x in (k, v, q, g))
-            effect, bound = replaced_key_effect(
-                _rotated(q, cos_TD, sin_TD) * size**-0.5,
-                _rotated(k, cos_TD, sin_TD),
-                v,
-                g,
-                _rotated(other_k, cos_TD, sin_TD),
-                other_v,
-            )
+            q, k, v, g = (_split(x[row].detach().float(), size) for x in layer)
+            k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+            # The last position is the PAD: its key, rotated to each place, and its value stand in for every token's.
+            key, value = (x[:, -1:].expand(-1, length, -1) for x in (k, v))
+            q, k, key = (_rotated(x, cos_TD, sin_TD) for x in (q[:, :-1], k[:, :-1], key))
+            effect, bound = replaced_key_effect(q * size**-0.5, k, v[:, :-1], g[:, :-1], key, value)
             effect_BT[row] += effect
             bound_BT[row] += bound
-    return patching_importance(effect_BT, bound_BT)
+    return effect_BT, bound_BT
 
 
 def _with_pad(batch: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

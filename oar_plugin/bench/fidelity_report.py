@@ -16,6 +16,7 @@ from rich.table import Table
 from oar_plugin.bench.fidelity import Dtype, Judged, Measured, Result
 from oar_plugin.bench.fidelity_estimators import REFERENCE
 from oar_plugin.bench.fidelity_scores import DELETED, Mean, mean_over_groups
+from oar_plugin.bench.fidelity_sources import LEARNED
 from oar_plugin.bench.targets import machine_line
 
 BASELINE = "fisher 1"
@@ -100,7 +101,7 @@ class Summary:
         def of(metric: str) -> Callable[[Measured, int], float]:
             return lambda m, i: float(getattr(m.judged[name][i], metric))
 
-        costs = [m.costs[name] for m in sources]
+        costs = [m.costs[name] for m in sources if m.costs]
         return Row(
             name,
             {metric: groups(of(metric)) for metric in METRICS},
@@ -171,10 +172,11 @@ def notes(summary: Summary) -> list[str]:
     counted = sum(len(m.correct) for m in first)
     lines = [
         f"{counted} responses, on average {statistics.fmean(r for m in first for r in m.reasoning):.0f} reasoning "
-        f"tokens each; probe {settings.probe}; {sum(m.unusable for m in first)} more without an answer or without reasoning were left out.",
+        f"tokens each; probe {settings.probe}; {sum(m.unusable for m in first)} more without an answer or without "
+        "reasoning were left out.",
         "Reference: exact OAR-P (PAD) in float32. Spearman and overlap are with it; the overlap is of the 20 % largest scores.",
-        "Intervals (95 %) are percentile bootstraps over responses within each task and model seed. They say nothing about "
-        "models of other seeds; the page has each seed's mean.",
+        "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task and model seed. They "
+        "say nothing about models of other seeds; those are told apart below.",
         "Passes count tokens that went through the layers, over those of the micro-batch: masked copies read the prefix from a "
         "cache. A backward to the inputs alone costs about a forward. Seconds: median of rounds, all in turn, over "
         "one plain forward with logits. On models this small they are mostly the overhead of calls.",
@@ -187,10 +189,14 @@ def notes(summary: Summary) -> list[str]:
             f"{task} {statistics.fmean(m.right for m in first if m.task == task and m.right is not None):.0%}"
             for task in summary.tasks
         )
-        lines.append(f"Right answers when sampled: {shares}.")
+        seeds = "; ".join(f"{task} {', '.join(str(m.seed) for m in first if m.task == task)}" for task in summary.tasks)
         lines.append(
-            "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain, lookup and tracking "
-            "only the last step's are in reach of the answer once it is teacher-forced: no score of this kind can reach 1."
+            f"Right answers when sampled: {shares}. Model seeds: {seeds} (the first whose model had at least "
+            f"{LEARNED:.0%})."
+        )
+        lines.append(
+            "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain, lookup and "
+            "tracking only the last step's are in reach of the answer once it is teacher-forced: no score of this kind can reach 1."
         )
     for measured in result.measured:
         for name, reason in measured.failed.items():
@@ -222,7 +228,7 @@ def grids(summary: Summary) -> list[Grid]:
     if summary.knows_right:
         found.append(_right_and_wrong(summary))
     if len({measured.seed for measured in summary.result.measured}) > 1:
-        found.append(_by_seed(summary))
+        found.append(_by_model(summary))
     return found
 
 
@@ -239,7 +245,7 @@ def _main(summary: Summary) -> Grid:
             row.name,
             f"{row.means['spearman'].value:.2f}",
             row.means["overlap"].text,
-            "" if row.name == BASELINE else f"{gain.value:+.2f} ({gain.low:+.2f} .. {gain.high:+.2f})",
+            "" if row.name == BASELINE else f"{gain.value:+.2f} ± {(gain.high - gain.low) / 2:.2f}",
         ]
         line += [row.means["recall"].text] if causes else []
         deletion = row.means["area"].value
@@ -266,12 +272,18 @@ def _by_task(summary: Summary, metric: str, title: str) -> Grid:
     return _by(summary, metric, title, {task: part(task) for task in summary.tasks})
 
 
-def _by_seed(summary: Summary) -> Grid:
-    def part(seed: int) -> Chosen:
-        return lambda measured, index: measured.seed == seed
+def _by_model(summary: Summary) -> Grid:
+    """Seeds that did not learn their task were skipped, so models are counted within their task."""
+    places: dict[tuple[str, int], int] = {}
+    for measured in summary.result.measured:
+        key = measured.task, measured.seed
+        places.setdefault(key, sum(task == measured.task for task, _ in places))
 
-    seeds = sorted({measured.seed for measured in summary.result.measured})
-    return _by(summary, "overlap", "Overlap of the top 20 %, by model seed", {f"seed {s}": part(s) for s in seeds})
+    def part(place: int) -> Chosen:
+        return lambda measured, index: places[measured.task, measured.seed] == place
+
+    parts = {f"{place + 1}. model": part(place) for place in range(max(places.values()) + 1)}
+    return _by(summary, "overlap", "Overlap of the top 20 %, by model", parts)
 
 
 def _right_and_wrong(summary: Summary) -> Grid:

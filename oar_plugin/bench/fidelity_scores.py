@@ -129,8 +129,8 @@ class Mean:
 
     @property
     def text(self) -> str:
-        """With the interval."""
-        return "" if math.isnan(self.value) else f"{self.value:.2f} ({self.low:.2f} .. {self.high:.2f})"
+        """With half the width of the interval."""
+        return "" if math.isnan(self.value) else f"{self.value:.2f} ± {(self.high - self.low) / 2:.2f}"
 
 
 def mean_over_groups(groups: Sequence[Sequence[float]], seed: int = 0) -> Mean:

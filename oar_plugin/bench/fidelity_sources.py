@@ -19,6 +19,14 @@ from oar_plugin.tokens import TokenBytes
 _FIELDS = "prompt and response (text), or prompt_ids and response_ids (token ids)"
 
 
+LEARNED = 0.15
+"""Share of right answers from which on a model counts as one that knows its task: a perfect imitator has 0.35 to 0.41.
+Where a model guesses, its answer hangs on nothing that its reasoning says, and there is no truth to recall."""
+
+_TRIES = 3
+"""Seeds that are tried for each model that is asked for: short training does not always arrive."""
+
+
 class BadResponses(ValueError):
     """A file of responses cannot be used; the message names the line and the field."""
 
@@ -174,19 +182,30 @@ def task_sources(settings: Settings, training: Callable[[str], None]) -> Iterato
         training: called with a line of text after each step of a training.
 
     Raises:
-        ValueError: an unknown task.
+        ValueError: an unknown task, or too few models learned it.
     """
     from oar_plugin.bench.reasoning.tasks import TASKS
 
     if unknown := [name for name in settings.tasks if name not in TASKS]:
         raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
     for name in settings.tasks:
-        for seed in range(settings.seeds):
-            yield task_source(settings, name, seed, training)
+        found = 0
+        for seed in range(_TRIES * settings.seeds):
+            if found == settings.seeds:
+                break
+            source = task_source(settings, name, seed, training)
+            if source is not None:
+                found += 1
+                yield source
+        if found < settings.seeds:
+            raise ValueError(
+                f"--tasks {name}: of the models with seeds 0 to {_TRIES * settings.seeds - 1} only {found} learned the task; "
+                "try fewer --seeds, or without this task"
+            )
 
 
-def task_source(settings: Settings, name: str, seed: int, training: Callable[[str], None]) -> Source:
-    """One of `task_sources`."""
+def task_source(settings: Settings, name: str, seed: int, training: Callable[[str], None]) -> Source | None:
+    """One of `task_sources`; None where the model has not learned the task."""
     from oar_plugin.bench.reasoning.model import sample
     from oar_plugin.bench.reasoning.tasks import TASKS
     from oar_plugin.bench.reasoning.vocabulary import PAD, pieces
@@ -215,6 +234,6 @@ def task_source(settings: Settings, name: str, seed: int, training: Callable[[st
             prompt, response = list(problem.prompt), row[: reading.length]
             texts = [piece.decode() or "<eos>" for piece in pieces([*prompt, *response])]
             responses.append(response_of(prompt, response, reading.segments, texts, reading.right, reading.causal))
-    if len(responses) < 2:
-        raise ValueError(f"the model of {name}, seed {seed}, wrote {len(responses)} answers in {asked} responses")
+    if right / asked < LEARNED or len(responses) < settings.responses:
+        return None
     return Source(name, seed, model, responses[: settings.responses], unusable, PAD, right / asked)

@@ -104,8 +104,8 @@ def tokens_page(rows: Sequence[TokenRow], title: str) -> str:
     )
     lead = (
         f"{len(rows)} responses. OAR multiplies the advantage of a response, token by token, by a weight: large where the "
-        "token moves the model's own final answer, small where it does not. The weights of a response average 1: nothing is added, "
-        "only moved. Point at a token for its numbers."
+        "token moves the model's own final answer, small where it does not. The weights of a response average 1: nothing "
+        "is added, only moved. Point at a token for its numbers."
     )
     return page(title, lead, sections or "<p>Nothing to show.</p>")
 

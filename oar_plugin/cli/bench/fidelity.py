@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     from oar_plugin.bench.fidelity_sources import file_source, task_sources
 
     chosen = fields(args, Settings)
-    settings = Settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
+    chosen.update({name: tuple(value) for name, value in chosen.items() if isinstance(value, list)})
+    settings = Settings(**chosen)
     console = Console()
     try:
         settings.check()
