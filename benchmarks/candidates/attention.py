@@ -15,60 +15,105 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from streams import Direction, scalar, square, streams
 
-from oar_plugin.bench.fidelity_attention import attention_effects, leading_direction
+from oar_plugin.bench.fidelity_attention import attention_effects, leading_direction, recorded_heads
 from oar_plugin.bench.fidelity_responses import MicroBatch
+from oar_plugin.bench.fidelity_scores import TOP, order
 from oar_plugin.credit.gradient import patching_importance
 from oar_plugin.credit.probe import AnswerRows, pool
 
 
 def effect_only(model: nn.Module, batch: MicroBatch) -> Tensor:
     """The signed effect of `attention` alone, squared: AtP* towards PAD with its correction of queries and keys; 1 + 1."""
-    return attention_effects(model, batch, leading_direction)[0].square()
+    return attention_effects(model, batch, leading_direction)[0][0].square()
 
 
 def bound_only(model: nn.Module, batch: MicroBatch) -> Tensor:
     """The bound of `attention` alone; 1 + 1."""
-    return attention_effects(model, batch, leading_direction)[1]
+    return attention_effects(model, batch, leading_direction)[1][0]
 
 
 def of_direction(model: nn.Module, batch: MicroBatch, direction: Direction) -> Tensor:
     """`attention` along another direction: one random sign vector, or the answer's log-likelihood; 1 + 1."""
-    return patching_importance(*attention_effects(model, batch, lambda z, rows: scalar(batch, rows, z, direction)))
+    found = attention_effects(model, batch, lambda logits, rows: scalar(batch, rows, logits, direction)[None])
+    return patching_importance(*(x[0] for x in found))
 
 
 def several_directions(model: nn.Module, batch: MicroBatch, count: int) -> Tensor:
     """`attention` along the leading eigenvectors of the softmax's Fisher matrix; 1 + as many."""
-    effect, bound = torch.zeros(2, *batch.token_BT.shape)
-    for number in range(count):
+    effect_KBT, bound_KBT = attention_effects(model, batch, lambda logits, rows: _leading(logits, rows, count))
+    return patching_importance(effect_KBT.square().sum(0).sqrt(), bound_KBT.sum(0))
 
-        def along(logits_NV: Tensor, rows: AnswerRows, number: int = number) -> Tensor:
-            pooled_BV = pool(logits_NV, rows)
-            p_BV = pooled_BV.detach().double().softmax(-1)
-            value_BV, vector_BVV = torch.linalg.eigh(torch.diag_embed(p_BV) - p_BV[:, :, None] * p_BV[:, None])
-            scale_B1 = value_BV[:, -1 - number, None].clamp_min(0).sqrt()
-            return ((vector_BVV[:, :, -1 - number] * scale_B1).float() * pooled_BV).sum()
 
-        # Every direction has a forward of its own here; an engine would need one for all.
-        one_effect, one_bound = attention_effects(model, batch, along)
-        effect += one_effect.square()
-        bound += one_bound
-    return patching_importance(effect.sqrt(), bound)
+@torch.no_grad()
+def borderline(model: nn.Module, batch: MicroBatch, copies: int, count: int) -> Tensor:
+    """`attention`, then exact copies of the tokens around the border of the top 20 %, on the keys and values already there.
+
+    What is surely in, or surely out, needs no exact score. 1 + 1 a direction, and about 0.4 passes a copy: cheap for short
+    responses only, since the number of copies that it takes grows with them.
+    """
+    outcome: list[Tensor] = []
+
+    def remember(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
+        outcome.append(pool(logits_NV.detach(), rows).double().log_softmax(-1))
+        return _leading(logits_NV, rows, count)
+
+    with torch.enable_grad(), recorded_heads(model) as heads:
+        effect_KBT, bound_KBT = attention_effects(model, batch, remember)
+    score_BT = patching_importance(effect_KBT.square().sum(0).sqrt(), bound_KBT.sum(0)).double()
+    keys = [_turned(model, key.detach()) for key in heads.key]
+    values = [_heads(model, value.detach()) for value in heads.value]
+    for row, response in enumerate(batch.responses):
+        reasoning_R, (start, end) = response.reasoning_R, response.answer
+        ranked_R = order(score_BT[row, reasoning_R])
+        begin = max(0, max(1, round(TOP * len(ranked_R))) - copies // 2)
+        window = reasoning_R[ranked_R[begin : begin + copies]]
+        exact = []
+        for at in window.tolist():
+            cache = DynamicCache()
+            for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+                cache.update(key[row : row + 1, :, :at], value[row : row + 1, :, :at], layer)
+            token_1S = response.token_T[None, at : end - 1].clone()
+            token_1S[0, 0] = batch.replacement_token
+            position_1S = torch.arange(at, end - 1)[None]
+            logits = model(input_ids=token_1S, position_ids=position_1S, past_key_values=cache, use_cache=True).logits[
+                0
+            ]
+            found_V = logits[start - end :].float().mean(0).double().log_softmax(-1)
+            exact.append(float((outcome[0][row].exp() * (outcome[0][row] - found_V)).sum()))
+        # Their order changes, among the values that were there: neighbours in rank stay neighbours.
+        score_BT[row, window[order(torch.tensor(exact))]] = score_BT[row, window].clone()
+    return score_BT
+
+
+def _leading(logits_NV: Tensor, rows: AnswerRows, count: int) -> Tensor:
+    """The scalars of the `count` leading eigenvectors of each response's Fisher matrix, `[count]`."""
+    pooled_BV = pool(logits_NV, rows)
+    p_BV = pooled_BV.detach().double().softmax(-1)
+    value_BV, vector_BVV = torch.linalg.eigh(torch.diag_embed(p_BV) - p_BV[:, :, None] * p_BV[:, None])
+    root_BVV = (vector_BVV * value_BV[:, None].clamp_min(0).sqrt()).float()
+    return torch.einsum("bvk,bv->k", root_BVV[:, :, -count:], pooled_BV)
+
+
+def _heads(model: nn.Module, x_BTE: Tensor) -> Tensor:
+    """`[B, heads, T, D]`."""
+    config: Any = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return x_BTE.unflatten(-1, (-1, size)).transpose(1, 2)
+
+
+def _turned(model: nn.Module, x_BTE: Tensor) -> Tensor:
+    """The same with rotary positions."""
+    x_BKTD = _heads(model, x_BTE)
+    rotary: Any = model.get_decoder().rotary_emb  # type: ignore[operator]
+    cos, sin = rotary(x_BKTD, torch.arange(x_BKTD.shape[2])[None])
+    half = x_BKTD.shape[-1] // 2
+    return x_BKTD * cos + torch.cat([-x_BKTD[..., half:], x_BKTD[..., :half]], -1) * sin
 
 
 def _weights(model: nn.Module, query: Tensor, key: Tensor) -> Tensor:
     """Attention `[B, heads, T, T]` from projections before rotation."""
-    config: Any = model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotary: Any = model.get_decoder().rotary_emb  # type: ignore[operator]
-    length = query.shape[1]
-    cos, sin = rotary(query, torch.arange(length)[None])
-
-    def turned(x: Tensor) -> Tensor:
-        x = x.unflatten(-1, (-1, size)).transpose(1, 2)
-        half = size // 2
-        return x * cos.float() + torch.cat([-x[..., half:], x[..., :half]], -1) * sin.float()
-
-    q, k = turned(query), turned(key)
+    q, k = _turned(model, query), _turned(model, key)
+    size, length = q.shape[-1], q.shape[-2]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     return ((q @ k.mT) * size**-0.5).masked_fill(future, -torch.inf).softmax(-1)
@@ -158,6 +203,8 @@ ESTIMATORS = {
     "attention ll": partial(of_direction, direction="likelihood"),
     "attention x2": partial(several_directions, count=2),
     "attention x3": partial(several_directions, count=3),
+    "border 6": partial(borderline, copies=6, count=1),
+    "border 4 x2": partial(borderline, copies=4, count=2),
     "attention x gradient": attention_times_gradient,
     "rollout x gradient": rollout,
     "read again": read_again,

@@ -63,7 +63,13 @@ def value_norms(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 def value_product(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Product over layers of ||dJ/dv_l||: matters at every depth; 1 + 1."""
-    return torch.stack([square(layer.d_value) for layer in streams(model, batch).layers]).clamp_min(1e-30).log().mean(0).exp()
+    return (
+        torch.stack([square(layer.d_value) for layer in streams(model, batch).layers])
+        .clamp_min(1e-30)
+        .log()
+        .mean(0)
+        .exp()
+    )
 
 
 def grad_drop(model: nn.Module, batch: MicroBatch) -> Tensor:

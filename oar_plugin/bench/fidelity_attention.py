@@ -65,24 +65,25 @@ def _keeps_input(kept: list[Tensor]) -> Any:
 
 def attention_patching(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Attention patching towards PAD: the softmax taken again with a PAD's key, along the answer's leading direction."""
-    return patching_importance(*attention_effects(model, batch, leading_direction))
+    effect_KBT, bound_KBT = attention_effects(model, batch, leading_direction)
+    return patching_importance(effect_KBT[0], bound_KBT[0])
 
 
 def leading_direction(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
-    """The scalar to differentiate."""
+    """The scalar to differentiate, `[1]`."""
     pooled_BV = pool(logits_NV, rows)
-    return (principal_coefficients(pooled_BV.detach()) * pooled_BV).sum()
+    return (principal_coefficients(pooled_BV.detach()) * pooled_BV).sum()[None]
 
 
 def attention_effects(
-    model: nn.Module, batch: MicroBatch, scalar: Callable[[Tensor, AnswerRows], Tensor]
+    model: nn.Module, batch: MicroBatch, scalars: Callable[[Tensor, AnswerRows], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Effect and bound of replacing each token by PAD, `[B, T]` each, summed over layers; see `replaced_key_effect`.
+    """Effect and bound of replacing each token by PAD, `[K, B, T]` each, summed over layers; see `replaced_key_effect`.
 
     Args:
         model: causal LM.
         batch: what is scored.
-        scalar: of the answer's logits `[N, V]` and their rows.
+        scalars: K of them, `[K]`, from the answer's logits `[N, V]` and their rows; a backward each.
     """
     rows, length = batch.token_BT.shape
     token_BS, position_BS, mask_BSS = _with_pad(batch, next(model.parameters()).dtype)
@@ -92,24 +93,29 @@ def attention_effects(
         taps.prepare(row_N, rows_only=True)
         model(input_ids=token_BS, position_ids=position_BS, attention_mask=mask_BSS[:, None], use_cache=False)
         assert taps.answer_logits is not None
-        gradients = torch.autograd.grad(scalar(taps.answer_logits, answer), heads.output)
+        scalar_K = scalars(taps.answer_logits, answer)
+        gradients = [torch.autograd.grad(scalar, heads.output, retain_graph=True) for scalar in scalar_K]
 
     config: Any = unwrapped(model).config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotary: Any = unwrapped(model).get_decoder().rotary_emb  # type: ignore[operator]
-    cos_TD, sin_TD = (x[0].float() for x in rotary(token_BS.float(), torch.arange(length, device=token_BS.device)[None]))
-    effect_BT, bound_BT = torch.zeros(2, rows, length, device=token_BS.device)
-    for layer in zip(heads.query, heads.key, heads.value, gradients, strict=True):
+    cos_TD, sin_TD = (
+        x[0].float() for x in rotary(token_BS.float(), torch.arange(length, device=token_BS.device)[None])
+    )
+    effect_KBT, bound_KBT = torch.zeros(2, len(gradients), rows, length, device=token_BS.device)
+    for number, layer in enumerate(zip(heads.query, heads.key, heads.value, strict=True)):
         for row in range(rows):
-            q, k, v, g = (_split(x[row].detach().float(), size) for x in layer)
+            q, k, v = (_split(x[row].detach().float(), size) for x in layer)
             k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
             # The last position is the PAD: its key, rotated to each place, and its value stand in for every token's.
             key, value = (x[:, -1:].expand(-1, length, -1) for x in (k, v))
             q, k, key = (_rotated(x, cos_TD, sin_TD) for x in (q[:, :-1], k[:, :-1], key))
-            effect, bound = replaced_key_effect(q * size**-0.5, k, v[:, :-1], g[:, :-1], key, value)
-            effect_BT[row] += effect
-            bound_BT[row] += bound
-    return effect_BT, bound_BT
+            for place, gradient in enumerate(gradients):
+                g = _split(gradient[number][row, :-1].float(), size)
+                effect, bound = replaced_key_effect(q * size**-0.5, k, v[:, :-1], g, key, value)
+                effect_KBT[place, row] += effect
+                bound_KBT[place, row] += bound
+    return effect_KBT, bound_KBT
 
 
 def _with_pad(batch: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -196,7 +196,7 @@ def notes(summary: Summary) -> list[str]:
         )
         lines.append(
             "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain, lookup and "
-            "tracking only the last step's are in reach of the answer once it is teacher-forced: no score of this kind can reach 1."
+            "tracking only the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1."
         )
     for measured in result.measured:
         for name, reason in measured.failed.items():

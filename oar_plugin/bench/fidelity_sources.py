@@ -209,7 +209,7 @@ def task_source(settings: Settings, name: str, seed: int, training: Callable[[st
     from oar_plugin.bench.reasoning.model import sample
     from oar_plugin.bench.reasoning.tasks import TASKS
     from oar_plugin.bench.reasoning.vocabulary import PAD, pieces
-    from oar_plugin.bench.reasoning.warm_start import warm_model
+    from oar_plugin.bench.reasoning.warm_start import accuracy, warm_model
 
     task = TASKS[name]
 
@@ -217,23 +217,26 @@ def task_source(settings: Settings, name: str, seed: int, training: Callable[[st
         training(f"training {name}, seed {seed}: step {step} of {steps}, loss {loss:.2f}")
 
     model = warm_model(task, seed, progress=progress)
+    right = accuracy(model, task, 256, greedy=False)
+    if right < LEARNED:
+        return None
     generator = torch.Generator().manual_seed(settings.seed)
     problems = task.problems(10**6 + settings.seed)
     responses: list[Response] = []
-    asked = right = unusable = 0
+    asked = unusable = 0
     while len(responses) < settings.responses and asked < 4 * settings.responses + 64:
         batch = [next(problems) for _ in range(settings.responses)]
         prompt_BP = torch.tensor([problem.prompt for problem in batch])
         rows = sample(model, prompt_BP, 1, task.max_response_length, generator).tolist()
         for problem, row in zip(batch, rows, strict=True):
             reading = task.read(problem, row)
-            asked, right = asked + 1, right + reading.right
+            asked += 1
             if reading.segments is None or not usable(reading.segments) or not reading.ended:
                 unusable += 1
                 continue
             prompt, response = list(problem.prompt), row[: reading.length]
             texts = [piece.decode() or "<eos>" for piece in pieces([*prompt, *response])]
             responses.append(response_of(prompt, response, reading.segments, texts, reading.right, reading.causal))
-    if right / asked < LEARNED or len(responses) < settings.responses:
+    if len(responses) < settings.responses:
         return None
-    return Source(name, seed, model, responses[: settings.responses], unusable, PAD, right / asked)
+    return Source(name, seed, model, responses[: settings.responses], unusable, PAD, right)

@@ -150,16 +150,27 @@ def replaced_key_effect(
         future = place_T[None, :end] > place_T[begin:end, None]
         logit_KQT = (q @ k.mT).masked_fill_(future, -math.inf)
         shift_KQT = ((q @ other_k.mT) - logit_KQT).masked_fill_(future, 0.0)
-        a = logit_KQT.softmax(-1)
+        log_a = logit_KQT.log_softmax(-1)
+        a = log_a.exp()
+        b = (log_a - torch.log1p(-a) + shift_KQT).sigmoid()
         output_KQD = a @ v
-        # b = sigmoid(logit(a) + shift), in a form that does not overflow.
-        small = (-shift_KQT.abs()).exp()
-        kept = torch.where(shift_KQT > 0, a, a * small)
-        b = kept / (kept + torch.where(shift_KQT > 0, (1 - a) * small, 1 - a)).clamp_min(1e-30)
+        # The key that a query looks at most may have all of it; what the others would give is then taken from their own
+        # softmax. Every other key has at most half.
+        top_KQ1 = logit_KQT.argmax(-1, keepdim=True)
+        rest_KQT = logit_KQT.scatter(-1, top_KQ1, -math.inf)
+        rest_KQ1 = rest_KQT.logsumexp(-1, keepdim=True)
+        b_KQ1 = ((logit_KQT + shift_KQT).gather(-1, top_KQ1) - rest_KQ1).sigmoid()
+        other_KQD = other_v.gather(1, top_KQ1.expand(-1, -1, other_v.shape[-1]))
+        change_KQD = (1 - b_KQ1) * ((rest_KQT - rest_KQ1).exp() @ v) + b_KQ1 * other_KQD - output_KQD
         # A query on its own position is the token's own business: what it becomes is in the keys of the next layer.
-        own = place_T[None, :end] == place_T[begin:end, None]
-        a, b = a.masked_fill(own, 0.0), b.masked_fill(own, 0.0)
-        ratio = (1 - b) / (1 - a).clamp_min(1e-4)
+        change_KQD = change_KQD.masked_fill(top_KQ1 == place_T[begin:end, None], 0.0)
+        effect_T.index_add_(0, top_KQ1.flatten(), (g * change_KQD).sum(-1).flatten())
+        bound_T.index_add_(0, top_KQ1.flatten(), (g.square().sum(-1) * change_KQD.square().sum(-1)).flatten())
+
+        done_KQT = torch.zeros_like(future).expand_as(a).scatter(-1, top_KQ1, True)
+        done_KQT |= place_T[None, :end] == place_T[begin:end, None]
+        a, b = a.masked_fill(done_KQT, 0.0), b.masked_fill(done_KQT, 0.0)
+        ratio = (1 - b) / (1 - a)
         of_output, of_value = ratio - 1, -ratio * a
         effect_KQT = of_output * (g * output_KQD).sum(-1, keepdim=True)
         effect_KQT += of_value * (g @ v.mT) + b * (g @ other_v.mT)
