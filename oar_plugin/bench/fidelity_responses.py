@@ -98,18 +98,16 @@ class MicroBatch:
         )
 
     def scorer(self, importance: Importance, draws: int) -> MicroBatchScorer:
-        """The package's scorer of `oar_g` or `fisher` for this micro-batch.
-
-        The padding is packed too: it is OUTSIDE and gets no score. Signs and noise therefore differ from those of a run,
-        where sequences are packed without it; they are as random.
-        """
+        """The package's scorer of `oar_g` or `fisher`; sequences are packed without their padding, as in a run."""
         rows, length = self.token_BT.shape
-        place_T = torch.arange(rows * length, device=self.token_BT.device)
+        lengths = [len(response.token_T) for response in self.responses]
+        place_T = torch.cat([torch.arange(row * length, row * length + n) for row, n in enumerate(lengths)])
+        place_T = place_T.to(self.token_BT.device)
         return MicroBatchScorer(
             Request(importance, self.probe, SIGMA, draws, self.seed, (), length),
-            self.segments_BT.flatten(),
-            self.token_BT.flatten(),
-            torch.arange(0, rows * length + 1, length, device=self.token_BT.device),
+            self.segments_BT.flatten()[place_T],
+            self.token_BT.flatten()[place_T],
+            torch.tensor([0, *lengths], device=place_T.device).cumsum(0),
             place_T,
             rows * length,
             lambda tensor: tensor,

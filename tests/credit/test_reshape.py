@@ -71,7 +71,7 @@ edge = st.one_of(
     st.just(1.0),
     st.just(1.0 + 2**-23),
     st.just(1e30),
-    st.floats(0, 1e-12, width=32),
+    st.floats(0, 2**-40, width=32),
     st.floats(0, 10, width=32),
 )
 
