@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from oar_plugin.bench.fidelity_attention import attention_patching
 from oar_plugin.bench.fidelity_responses import MicroBatch
 from oar_plugin.bench.passes import log_prob_and_entropy
-from oar_plugin.credit.noise import gaussian
+from oar_plugin.credit.noise import gaussian, position_seeds
 from oar_plugin.credit.perturbation import search, units
 from oar_plugin.hosts.masked_copies import MaskedCopies, Replacements
 from oar_plugin.hosts.taps import ModelTaps, unwrapped
@@ -109,7 +109,9 @@ def entropy(model: nn.Module, batch: MicroBatch) -> Tensor:
 def random_scores(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Noise, the same for the same tokens."""
     seed_B = batch.scorer("fisher", 1).seed_B
-    return gaussian(seed_B, batch.token_BT.shape[1])
+    rows, length = batch.token_BT.shape
+    place_T = torch.arange(length, device=seed_B.device).repeat(rows)
+    return gaussian(position_seeds(seed_B.repeat_interleave(length), place_T), 1).view(rows, length)
 
 
 # ---- the list
