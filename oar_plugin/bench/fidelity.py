@@ -105,6 +105,7 @@ class Source:
         unusable: responses without an answer or without reasoning.
         pad_token: what masked copies hold.
         right: share of right answers among all that were sampled; None where nobody knows.
+        faithful: share of answers that repeat the results that the model wrote itself; None where nobody knows.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Source:
     unusable: int
     pad_token: int
     right: float | None = None
+    faithful: float | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class Measured:
         failed: by estimator, why it gave no scores.
         unusable: responses without an answer.
         right: share of right answers.
+        faithful: see `Source`.
     """
 
     task: str
@@ -196,6 +199,7 @@ class Measured:
     failed: dict[str, str]
     unusable: int
     right: float | None
+    faithful: float | None
 
 
 @dataclass
@@ -317,6 +321,7 @@ def _judge(
         failed,
         source.unusable,
         source.right,
+        source.faithful,
     )
     return measured, scores
 

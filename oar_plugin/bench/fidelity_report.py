@@ -16,7 +16,7 @@ from rich.table import Table
 from oar_plugin.bench.fidelity import Dtype, Judged, Measured, Result
 from oar_plugin.bench.fidelity_estimators import REFERENCE
 from oar_plugin.bench.fidelity_scores import DELETED, Mean, mean_over_groups
-from oar_plugin.bench.fidelity_sources import LEARNED
+from oar_plugin.bench.fidelity_sources import FAITHFUL
 from oar_plugin.bench.targets import machine_line
 
 BASELINE = "fisher 1"
@@ -185,14 +185,14 @@ def notes(summary: Summary) -> list[str]:
         f"`random` is the baseline; the first {settings.curves} responses of each source.",
     ]
     if summary.knows_causes:
-        shares = ", ".join(
-            f"{task} {statistics.fmean(m.right for m in first if m.task == task and m.right is not None):.0%}"
-            for task in summary.tasks
+        models = "; ".join(
+            f"{m.task} {m.seed} {m.right:.0%} / {m.faithful:.0%}"
+            for m in first
+            if m.right is not None and m.faithful is not None
         )
-        seeds = "; ".join(f"{task} {', '.join(str(m.seed) for m in first if m.task == task)}" for task in summary.tasks)
         lines.append(
-            f"Right answers when sampled: {shares}. Model seeds: {seeds} (the first whose model had at least "
-            f"{LEARNED:.0%})."
+            "Models (task, seed, share of right answers when sampled / share of answers that repeat the model's own results; "
+            f"seeds below {FAITHFUL:.0%} of these were skipped): {models}."
         )
         lines.append(
             "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain, lookup and "

@@ -19,9 +19,9 @@ from oar_plugin.tokens import TokenBytes
 _FIELDS = "prompt and response (text), or prompt_ids and response_ids (token ids)"
 
 
-LEARNED = 0.15
-"""Share of right answers from which on a model counts as one that knows its task: a perfect imitator has 0.35 to 0.41.
-Where a model guesses, its answer hangs on nothing that its reasoning says, and there is no truth to recall."""
+FAITHFUL = 0.6
+"""Share of answers that repeat the results that the model wrote itself, right or wrong, from which on a model is used. Where
+a model guesses, its answer hangs on nothing that its reasoning says, and there is no truth to recall."""
 
 _TRIES = 3
 """Seeds that are tried for each model that is asked for: short training does not always arrive."""
@@ -182,7 +182,7 @@ def task_sources(settings: Settings, training: Callable[[str], None]) -> Iterato
         training: called with a line of text after each step of a training.
 
     Raises:
-        ValueError: an unknown task, or too few models learned it.
+        ValueError: an unknown task, or too few models answer by what they wrote.
     """
     from oar_plugin.bench.reasoning.tasks import TASKS
 
@@ -199,17 +199,17 @@ def task_sources(settings: Settings, training: Callable[[str], None]) -> Iterato
                 yield source
         if found < settings.seeds:
             raise ValueError(
-                f"--tasks {name}: of the models with seeds 0 to {_TRIES * settings.seeds - 1} only {found} learned the task; "
+                f"--tasks {name}: of the models with seeds 0 to {_TRIES * settings.seeds - 1} only {found} answer by their own results; "
                 "try fewer --seeds, or without this task"
             )
 
 
 def task_source(settings: Settings, name: str, seed: int, training: Callable[[str], None]) -> Source | None:
-    """One of `task_sources`; None where the model has not learned the task."""
+    """One of `task_sources`; None where the model does not answer by what it wrote."""
     from oar_plugin.bench.reasoning.model import sample
     from oar_plugin.bench.reasoning.tasks import TASKS
     from oar_plugin.bench.reasoning.vocabulary import PAD, pieces
-    from oar_plugin.bench.reasoning.warm_start import accuracy, warm_model
+    from oar_plugin.bench.reasoning.warm_start import warm_model
 
     task = TASKS[name]
 
@@ -217,26 +217,28 @@ def task_source(settings: Settings, name: str, seed: int, training: Callable[[st
         training(f"training {name}, seed {seed}: step {step} of {steps}, loss {loss:.2f}")
 
     model = warm_model(task, seed, progress=progress)
-    right = accuracy(model, task, 256, greedy=False)
-    if right < LEARNED:
-        return None
     generator = torch.Generator().manual_seed(settings.seed)
     problems = task.problems(10**6 + settings.seed)
     responses: list[Response] = []
-    asked = unusable = 0
+    asked = right = faithful = unusable = 0
     while len(responses) < settings.responses and asked < 4 * settings.responses + 64:
         batch = [next(problems) for _ in range(settings.responses)]
         prompt_BP = torch.tensor([problem.prompt for problem in batch])
         rows = sample(model, prompt_BP, 1, task.max_response_length, generator).tolist()
         for problem, row in zip(batch, rows, strict=True):
             reading = task.read(problem, row)
-            asked += 1
+            asked, right = asked + 1, right + reading.right
             if reading.segments is None or not usable(reading.segments) or not reading.ended:
                 unusable += 1
                 continue
             prompt, response = list(problem.prompt), row[: reading.length]
+            parts = zip(response, reading.segments, strict=True)
+            said = [token for token, part in parts if part == Segment.ANSWER]
+            faithful += said == [response[position] for position in reading.causal][-len(said) :]
             texts = [piece.decode() or "<eos>" for piece in pieces([*prompt, *response])]
             responses.append(response_of(prompt, response, reading.segments, texts, reading.right, reading.causal))
-    if len(responses) < settings.responses:
+    if len(responses) < settings.responses or faithful < FAITHFUL * len(responses):
         return None
-    return Source(name, seed, model, responses[: settings.responses], unusable, PAD, right)
+    return Source(
+        name, seed, model, responses[: settings.responses], unusable, PAD, right / asked, faithful / len(responses)
+    )

@@ -37,7 +37,7 @@ mine.jsonl has an object a line: {"prompt": "...", "response": "..."} with the c
 "response_ids": [...]}, and optionally "correct": true or false.
 
 my_estimators.py has a dictionary ESTIMATORS of functions (model, batch) -> scores [B, T] by name. `batch` is an
-oar_plugin.bench.fidelity_responses.MicroBatch; benchmarks/candidates in the source has many.
+oar_plugin.bench.fidelity_responses.MicroBatch; benchmarks/candidates/fidelity in the source has many.
 """
 
 

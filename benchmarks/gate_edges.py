@@ -1,6 +1,6 @@
 """The published gate beside variants of it, on scores with edges: `python benchmarks/candidates/gate_edges.py`.
 
-Not an estimator. Scores are drawn: log-normal for most tokens, ten times as large for a tenth of them, the causal ones.
+Scores are drawn: log-normal for most tokens, ten times as large for a tenth of them, the causal ones.
 """
 
 from __future__ import annotations
