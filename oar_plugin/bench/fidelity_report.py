@@ -388,6 +388,7 @@ def draw(path: Path, summary: Summary) -> bool:
     for goal in GOALS:
         cost.plot([0.5, goal.passes, goal.passes], [goal.overlap, goal.overlap, 1.02], color="#e45756", ls="--", lw=1)
     added = {estimator.name for estimator in summary.result.estimators if estimator.added}
+    best = shown_estimators(summary, extra=6)
     for row in summary.main:
         if row.name == REFERENCE or row.passes == 0:
             continue
@@ -396,9 +397,10 @@ def draw(path: Path, summary: Summary) -> bool:
         cost.errorbar(
             row.passes, mean.value, [[mean.value - mean.low], [mean.high - mean.value]], fmt="o", color=colour
         )
-        cost.annotate(row.name, (row.passes, mean.value), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        if row.name not in added or row.name in best:
+            cost.annotate(row.name, (row.passes, mean.value), xytext=(4, 3), textcoords="offset points", fontsize=7)
     cost.set(xscale="log", xlabel="passes, forward and backward", ylabel="overlap of the top 20 % with exact OAR-P")
-    cost.set_title("dashed: targets; orange: given with --also", fontsize=9)
+    cost.set_title("dashed: targets; orange: given with --also, the best named", fontsize=9)
     sources = [m for m in summary.result.measured if m.dtype == summary.dtypes[0] and m.curves]
     for name in shown_estimators(summary) if sources else []:
         points = [statistics.fmean(column) for column in zip(*(m.curves[name] for m in sources), strict=True)]

@@ -199,8 +199,8 @@ def task_sources(settings: Settings, training: Callable[[str], None]) -> Iterato
                 yield source
         if found < settings.seeds:
             raise ValueError(
-                f"--tasks {name}: of the models with seeds 0 to {_TRIES * settings.seeds - 1} only {found} answer by their own results; "
-                "try fewer --seeds, or without this task"
+                f"--tasks {name}: of the models with seeds 0 to {_TRIES * settings.seeds - 1} only {found} answer by their own "
+                "results; try fewer --seeds, or without this task"
             )
 
 
