@@ -1,4 +1,4 @@
-"""The published gate beside variants of it, on scores with edges: `python benchmarks/candidates/gate_edges.py`.
+"""The published gate beside variants of it, on scores with edges: `python benchmarks/gate_edges.py`.
 
 Scores are drawn: log-normal for most tokens, ten times as large for a tenth of them, the causal ones.
 """
