@@ -67,7 +67,7 @@ class Settings:
     dtypes: tuple[Dtype, ...] = DTYPES
     probe: Probe = "answer_mean"
     micro_batch: int = 8
-    rounds: int = 5
+    rounds: int = 3
     also: tuple[Path, ...] = ()
     model: Path | None = None
     responses_file: Path | None = None

@@ -94,7 +94,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     how.add_argument("--also", nargs="+", type=Path, default=(), metavar="FILE", help="files with more estimators")
     how.add_argument("--micro-batch", type=int, default=8, help="responses at a time (default: %(default)s)")
-    how.add_argument("--rounds", type=int, default=5, help="of the timing (default: %(default)s)")
+    how.add_argument("--rounds", type=int, default=3, help="of the timing (default: %(default)s)")
     how.add_argument(
         "--device",
         default="auto",
