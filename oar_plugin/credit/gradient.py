@@ -5,8 +5,8 @@ Two estimators differentiate a scalar of the probe's logits with respect to the 
 * `fisher` - the Fisher norm. With `p` the probe's distribution and `u` one random sign vector,
   `c = sqrt(p) * u - p * <sqrt(p), u>`, `J = sum_v c_v z_v`, `I_t = ||dJ / de_t||^2`. Its expectation over `u` is the trace
   of token `t`'s block of the Fisher information of the answer with respect to the inputs. Not in the paper; it tracks
-  exact OAR-P better than OAR-G does (Spearman 0.55 against 0.43 on a small trained model), needs no noise and so does
-  not drown in bf16 rounding.
+  exact OAR-P better than OAR-G does (Spearman 0.68 against 0.43 on twelve small trained models, `oar bench fidelity`), needs
+  no noise and so does not drown in bf16 rounding.
 * `oar_g` - as published (arXiv 2601.07408): noise of scale sigma on the reasoning embeddings,
   `J = KL(P || P_noisy)`, `I_t = |<dJ / de_t, e_t>|`.
 
@@ -19,7 +19,8 @@ columns of the coefficients.
 A third, attention patching (`principal_coefficients`, `replaced_key_effect`, `patching_importance`), asks what a token's
 *replacement* by PAD does to every attention layer, with the softmax taken again. It takes one forward and one backward too,
 and more of an engine: queries, keys, values and the gradient at the heads' outputs of every layer, and the keys and values of
-a PAD. Not in the paper; `oar bench fidelity` compares it with the others.
+a PAD. Not in the paper. On the same models Spearman is 0.87, and 0.81 of exact OAR-P's top 20 % are found where `fisher` finds
+0.67.
 """
 
 from __future__ import annotations
