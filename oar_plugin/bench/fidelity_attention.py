@@ -104,17 +104,17 @@ def attention_effects(
     )
     effect_KBT, bound_KBT = torch.zeros(2, len(gradients), rows, length, device=token_BS.device)
     for number, layer in enumerate(zip(heads.query, heads.key, heads.value, strict=True)):
-        for row in range(rows):
-            q, k, v = (_split(x[row].detach().float(), size) for x in layer)
-            k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
-            # The last position is the PAD: its key, rotated to each place, and its value stand in for every token's.
-            key, value = (x[:, -1:].expand(-1, length, -1) for x in (k, v))
-            q, k, key = (_rotated(x, cos_TD, sin_TD) for x in (q[:, :-1], k[:, :-1], key))
-            for place, gradient in enumerate(gradients):
-                g = _split(gradient[number][row, :-1].float(), size)
-                effect, bound = replaced_key_effect(q * size**-0.5, k, v[:, :-1], g, key, value)
-                effect_KBT[place, row] += effect
-                bound_KBT[place, row] += bound
+        q, k, v = (_split(x.detach().float(), size) for x in layer)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        # The last position is the PAD: its key, rotated to each place, and its value stand in for every token's.
+        key, value = (x[:, :, -1:].expand(-1, -1, length, -1) for x in (k, v))
+        q, k, key = (_rotated(x, cos_TD, sin_TD) for x in (q[:, :, :-1], k[:, :, :-1], key))
+        for place, gradient in enumerate(gradients):
+            g = _split(gradient[number][:, :-1].float(), size)
+            parts = [x.flatten(0, 1) for x in (q * size**-0.5, k, v[:, :, :-1], g, key, value)]
+            effect_NT, bound_NT = replaced_key_effect(parts[0], parts[1], parts[2], parts[3], parts[4], parts[5])
+            effect_KBT[place] += effect_NT.unflatten(0, (rows, -1)).sum(1)
+            bound_KBT[place] += bound_NT.unflatten(0, (rows, -1)).sum(1)
     return effect_KBT, bound_KBT
 
 
@@ -135,11 +135,11 @@ def _with_pad(batch: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     return token_BS, position_BS, mask_BSS
 
 
-def _split(x_TE: Tensor, size: int) -> Tensor:
-    """`[T, heads * D]` to `[heads, T, D]`."""
-    return x_TE.unflatten(-1, (-1, size)).transpose(0, 1)
+def _split(x_BTE: Tensor, size: int) -> Tensor:
+    """`[B, T, heads * D]` to `[B, heads, T, D]`."""
+    return x_BTE.unflatten(-1, (-1, size)).transpose(1, 2)
 
 
-def _rotated(x_KTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    half = x_KTD.shape[-1] // 2
-    return x_KTD * cos_TD + torch.cat([-x_KTD[..., half:], x_KTD[..., :half]], -1) * sin_TD
+def _rotated(x_BKTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    half = x_BKTD.shape[-1] // 2
+    return x_BKTD * cos_TD + torch.cat([-x_BKTD[..., half:], x_BKTD[..., :half]], -1) * sin_TD

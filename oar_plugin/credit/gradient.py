@@ -122,16 +122,16 @@ def replaced_key_effect(
     output, the output changes by `d_it = r (o_i - a_it v_t) + b_it v'_t - o_i`, `r = (1 - b_it) / (1 - a_it)`.
 
     Args:
-        query_KTD: `[heads, T, D]` of one sequence, rotated, scaled as the model does (by `1 / sqrt(D)`).
-        key_KTD: `[heads, T, D]`, rotated, repeated where heads share them.
+        query_KTD: `[K, T, D]`, the heads of one sequence or of several, rotated, scaled as the model does (by `1 / sqrt(D)`).
+        key_KTD: `[K, T, D]`, rotated, repeated where heads share them.
         value_KTD: the same of the values.
         gradient_KTD: gradient of the probe's scalar with respect to each head's output, before the output projection.
         other_key_KTD: what stands in for each key, rotated to its position.
         other_value_KTD: what stands in for each value.
-        chunk: queries at a time; memory is a few times `heads * chunk * T`.
+        chunk: queries at a time; memory is a few times `K * chunk * T`.
 
     Returns:
-        Two float32 `[T]`, both sums over heads and later queries. Add up each over layers.
+        Two float32 `[K, T]`, both sums over later queries. Add up each over the heads of a sequence and over layers.
         First `sum <g_i, d_it>`, the signed effect; contributions may cancel. Then `sum ||g_i||^2 ||d_it||^2`, its bound,
         in which nothing cancels.
     """
@@ -139,7 +139,7 @@ def replaced_key_effect(
         x.float() for x in (query_KTD, key_KTD, value_KTD, gradient_KTD, other_key_KTD, other_value_KTD)
     )
     length = key_KTD.shape[1]
-    effect_T, bound_T = query_KTD.new_zeros(length), query_KTD.new_zeros(length)
+    effect_KT, bound_KT = query_KTD.new_zeros(2, *query_KTD.shape[:2])
     value_2_KT, other_2_KT = value_KTD.square().sum(-1), other_value_KTD.square().sum(-1)
     both_KT = (value_KTD * other_value_KTD).sum(-1)
     place_T = torch.arange(length, device=query_KTD.device)
@@ -165,8 +165,8 @@ def replaced_key_effect(
         change_KQD = (1 - b_KQ1) * ((rest_KQT - rest_KQ1).exp() @ v) + b_KQ1 * other_KQD - output_KQD
         # A query on its own position is the token's own business: what it becomes is in the keys of the next layer.
         change_KQD = change_KQD.masked_fill(top_KQ1 == place_T[begin:end, None], 0.0)
-        effect_T.index_add_(0, top_KQ1.flatten(), (g * change_KQD).sum(-1).flatten())
-        bound_T.index_add_(0, top_KQ1.flatten(), (g.square().sum(-1) * change_KQD.square().sum(-1)).flatten())
+        effect_KT.scatter_add_(1, top_KQ1[..., 0], (g * change_KQD).sum(-1))
+        bound_KT.scatter_add_(1, top_KQ1[..., 0], g.square().sum(-1) * change_KQD.square().sum(-1))
 
         done_KQT = torch.zeros_like(future).expand_as(a).scatter(-1, top_KQ1, True)
         done_KQT |= place_T[None, :end] == place_T[begin:end, None]
@@ -175,13 +175,13 @@ def replaced_key_effect(
         of_output, of_value = ratio - 1, -ratio * a
         effect_KQT = of_output * (g * output_KQD).sum(-1, keepdim=True)
         effect_KQT += of_value * (g @ v.mT) + b * (g @ other_v.mT)
-        effect_T[:end] += effect_KQT.sum((0, 1))
+        effect_KT[:, :end] += effect_KQT.sum(1)
         length_2 = of_output**2 * output_KQD.square().sum(-1, keepdim=True)
         length_2 += of_value**2 * value_2_KT[:, None, :end] + b**2 * other_2_KT[:, None, :end]
         length_2 += 2 * of_output * (of_value * (output_KQD @ v.mT) + b * (output_KQD @ other_v.mT))
         length_2 += 2 * of_value * b * both_KT[:, None, :end]
-        bound_T[:end] += (g.square().sum(-1, keepdim=True) * length_2.clamp_min_(0.0)).sum((0, 1))
-    return effect_T, bound_T
+        bound_KT[:, :end] += (g.square().sum(-1, keepdim=True) * length_2.clamp_min_(0.0)).sum(1)
+    return effect_KT, bound_KT
 
 
 def patching_importance(effect_T: Tensor, bound_T: Tensor) -> Tensor:

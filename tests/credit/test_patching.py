@@ -31,9 +31,9 @@ def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpn
         keys[:, t], values[:, t] = other_key[:, t], other_value[:, t]
         change = (attend(query, keys, values) - clean)[:, t + 1 :]
         later = gradient[:, t + 1 :]
-        torch.testing.assert_close(effect[t], (later * change).sum(), rtol=1e-3, atol=1e-3)
-        want = (later.square().sum(-1) * change.square().sum(-1)).sum()
-        torch.testing.assert_close(bound[t], want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(effect[:, t], (later * change).sum((1, 2)), rtol=1e-3, atol=1e-3)
+        want = (later.square().sum(-1) * change.square().sum(-1)).sum(1)
+        torch.testing.assert_close(bound[:, t], want, rtol=1e-3, atol=1e-3)
 
 
 def test_a_key_replaced_by_itself_changes_nothing():
