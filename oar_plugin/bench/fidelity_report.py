@@ -208,6 +208,9 @@ def notes(summary: Summary) -> list[str]:
 
 Cells = list[list[str]]
 
+_PIPE = r"\|"
+"""What stands for `|` within a cell of a Markdown table."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -216,6 +219,11 @@ class Grid:
     title: str
     head: list[str]
     cells: Cells
+
+    @property
+    def rows(self) -> Cells:
+        """With the head."""
+        return [self.head, *self.cells]
 
 
 def grids(summary: Summary) -> list[Grid]:
@@ -321,8 +329,8 @@ def markdown(summary: Summary, plot: str | None, command: str) -> str:
     if plot:
         lines += [f"![overlap against cost, and deletion curves]({plot})", ""]
     for grid in grids(summary):
-        lines += [f"## {grid.title}", "", f"| {' | '.join(grid.head)} |", "|---" * len(grid.head) + "|"]
-        lines += [f"| {' | '.join(line)} |" for line in grid.cells] + [""]
+        head, *body = (f"| {' | '.join(cell.replace('|', _PIPE) for cell in line)} |" for line in grid.rows)
+        lines += [f"## {grid.title}", "", head, "|---" * len(grid.head) + "|", *body, ""]
     lines += ["## How to read this", "", *(f"- {note}" for note in notes(summary)), "", "## Estimators", ""]
     lines += [f"- `{estimator.name}`: {estimator.about}" for estimator in summary.result.estimators] + [""]
     return "\n".join(lines)

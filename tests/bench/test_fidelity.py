@@ -221,14 +221,15 @@ def test_an_estimator_of_ones_own_is_judged_and_a_broken_one_left_out(tmp_path):
         "def length(model, batch):\n    '''Later is better.'''\n"
         "    return torch.arange(batch.token_BT.shape[1]).expand(batch.token_BT.shape).float()\n"
         "def broken(model, batch):\n    return torch.zeros(3)\n"
-        "ESTIMATORS = {'later': length, 'broken': broken}\n"
+        "ESTIMATORS = {'|later|': length, 'broken': broken}\n"
     )
     settings = dataclasses.replace(SMALL, also=(file,), dtypes=("float32",), curves=0)
     result = measure(settings, iter([source()]), lambda what: None)
-    assert "later" in result.measured[0].judged
+    assert "|later|" in result.measured[0].judged
+    assert r"| \|later\| |" in report.markdown(report.Summary(result), None, "x"), "a bar may not end a cell"
     assert "expected (2, 17)" in result.measured[0].failed["broken"]
     assert any("LEFT OUT: broken" in note for note in report.notes(report.Summary(result)))
-    assert next(e.about for e in result.estimators if e.name == "later") == "Later is better."
+    assert next(e.about for e in result.estimators if e.name == "|later|") == "Later is better."
 
 
 @pytest.mark.parametrize(
