@@ -50,7 +50,7 @@ setup(
             "datasets>=4,<6",
             "pyyaml>=6,<7",
         ],
-        "plots": ["matplotlib>=3.9,<4"],
+        "plots": ["matplotlib>=3.9,<4", "scipy>=1.11,<2"],
         "dev": [
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",

@@ -12,8 +12,9 @@ With a `budget` only some units get a copy of their own:
   until the budget is used up. Needs no gradient, so an inference engine can do it.
 
 The other units get an estimate on the same scale, nats: their gradient (or their share of their block's score) times the
-ratio of exact to estimated scores over the units that were run, and never more than the largest exact score. So the gate
-sees one scale, and units that nobody looked at closely keep their order.
+median ratio of exact to estimated scores over the units that were run, and never more than the largest exact score. So the
+gate sees one scale, and units that nobody looked at closely keep their order. The median, because one token often has most
+of the importance: with a ratio of sums all others would be estimated as if they had its ratio.
 """
 
 from __future__ import annotations
@@ -201,8 +202,9 @@ def _by_blocks(unit_list: Sequence[Unit], length: int, copies: int) -> Search:
 def _fill(estimate_U: Tensor, chosen: Tensor, exact: Sequence[float]) -> Tensor:
     """Exact scores where there are, calibrated estimates elsewhere."""
     exact_C = torch.tensor(exact, dtype=torch.float64).clamp_min(0.0)
-    total = estimate_U[chosen].sum()
-    ratio = exact_C.sum() / total if total > 0 else torch.zeros_like(total)
+    ratio_C = exact_C / estimate_U[chosen]
+    ratio_C = ratio_C[ratio_C.isfinite()]
+    ratio = ratio_C.quantile(0.5) if len(ratio_C) else 0.0
     filled_U = (estimate_U * ratio).clamp_max(exact_C.max().item())
     filled_U[chosen] = exact_C
     return filled_U

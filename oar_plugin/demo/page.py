@@ -102,25 +102,44 @@ def tokens_page(rows: Sequence[TokenRow], title: str) -> str:
     sections = "".join(
         f"<section><h2>Step {step}</h2>{''.join(map(_card, by_step[step]))}</section>" for step in sorted(by_step)
     )
-    return PAGE.format(
-        title=escape(title), count=len(rows), legend=_legend(), sections=sections or "<p>Nothing to show.</p>"
+    lead = (
+        f"{len(rows)} responses. OAR multiplies the advantage of a response, token by token, by a weight: large where the "
+        "token moves the model's own final answer, small where it does not. The weights of a response average 1: nothing "
+        "is added, only moved. Point at a token for its numbers."
     )
+    return page(title, lead, sections or "<p>Nothing to show.</p>")
+
+
+def page(title: str, lead: str, sections: str) -> str:
+    """A whole page.
+
+    Args:
+        title: plain text.
+        lead: plain text below it.
+        sections: HTML.
+    """
+    return PAGE.format(title=escape(title), lead=escape(lead, quote=False), legend=_legend(), sections=sections)
+
+
+def shaded(
+    tokens: Sequence[str], weights: Sequence[float], importance: Sequence[float], segments: Sequence[int]
+) -> str:
+    """HTML of the tokens of a response, each shaded by its weight; the arguments are those of `TokenRow`."""
+    parts = zip(tokens, weights, importance, segments, strict=True)
+    return f'<p class="tokens">{"".join(_token(*part) for part in parts)}</p>'
 
 
 def _card(row: TokenRow) -> str:
     sign = "up" if row.advantage > 0 else "down" if row.advantage < 0 else "flat"
     scored = [weight for weight, segment in zip(row.weights, row.segments, strict=True) if segment == REASONING]
     spread = f"weights {min(scored):.2f} to {max(scored):.2f}" if scored else "no reasoning tokens"
-    tokens = "".join(
-        _token(*parts) for parts in zip(row.tokens, row.weights, row.importance, row.segments, strict=True)
-    )
     return (
         f'<article><header><span class="chip {sign}">{ARROWS[sign]} advantage {row.advantage:+.2f}</span>'
         f'<span class="chip">reward {row.reward:g}</span><span class="chip">{spread}</span>'
         f'<span class="chip">{escape(STATUS_TEXT.get(row.status, row.status))}</span>'
         f'<span class="uid">{escape(row.uid)}</span></header>'
         f'<details class="prompt"><summary>{escape(_one_line(row.prompt))}</summary><pre>{escape(row.prompt)}</pre></details>'
-        f'<p class="tokens">{tokens}</p></article>'
+        f"{shaded(row.tokens, row.weights, row.importance, row.segments)}</article>"
     )
 
 
@@ -198,9 +217,7 @@ pre {{ white-space: pre-wrap; margin: 6px 0 0 14px; }}
   border-radius: 6px; font: 12px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre; }}
 </style></head><body>
 <h1>{title}</h1>
-<p class="lead">{count} responses. OAR multiplies the advantage of a response, token by token, by a weight: large where
-the token moves the model's own final answer, small where it does not. The weights of a response average 1: nothing is
-added, only moved. Point at a token for its numbers.</p>
+<p class="lead">{lead}</p>
 {legend}
 {sections}
 <div id="tip" role="tooltip"></div>

@@ -123,7 +123,24 @@ def test_gradient_chooses_and_the_others_are_calibrated():
         search([(0,), (1,), (2,), (3,)], 4, budget=2, gradient_L=gradient), lambda unit: [4.0, 9, 9, 3.0][unit[0]]
     )
     assert asked == [[(0,), (3,)]]
-    assert importance.tolist() == [4.0, 0.5, 1.0, 3.0]  # exact to estimate is 7 : 14
+    assert importance.tolist() == [4.0, 0.5, 1.0, 3.0]  # exact to estimate is 1 : 2
+
+
+def test_one_token_with_all_the_importance_does_not_lift_those_that_were_not_run():
+    """Three exact scores agree with their estimates, the fourth is a thousand times as large."""
+    gradient = [5.0, 4.0, 3.0, 2.0, 1.0]
+    importance, _ = run(
+        search([(t,) for t in range(5)], 5, budget=4, gradient_L=gradient),
+        lambda unit: 5000.0 if unit == (0,) else gradient[unit[0]],
+    )
+    assert importance.tolist() == [5000.0, 4.0, 3.0, 2.0, 1.0]
+
+
+def test_units_whose_estimate_is_zero_say_nothing_about_the_scale():
+    importance, _ = run(
+        search([(t,) for t in range(4)], 4, budget=3, gradient_L=[2.0, 0.0, 0.0, 0.0]), lambda unit: 1.0
+    )
+    assert importance.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_an_estimate_never_beats_the_largest_exact_score():

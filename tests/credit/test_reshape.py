@@ -64,3 +64,54 @@ def test_tau_does_not_drift_over_a_batch():
     many = torch.cat([torch.rand(20, 30) * 100, one])
     mask = torch.ones_like(many, dtype=torch.bool)
     torch.testing.assert_close(gate(many, mask)[-1], gate(one, mask[:1])[0])
+
+
+edge = st.one_of(
+    st.just(0.0),
+    st.just(1.0),
+    st.just(1.0 + 2**-23),
+    st.just(1e30),
+    st.floats(0, 2**-40, width=32),
+    st.floats(0, 10, width=32),
+)
+
+
+@given(st.lists(edge, min_size=1, max_size=12), st.sampled_from([0.0, 0.4, 1.0]), st.floats(0, 4), st.floats(0.01, 1))
+@settings(max_examples=300, deadline=None)
+def test_promises_hold_at_the_edges(values, tau, beta, floor):
+    """Ties, an outlier, differences of one bit, one to three tokens, both ends of tau."""
+    importance = torch.tensor(values)[None]
+    weights = gate(importance, torch.ones_like(importance, dtype=torch.bool), tau, beta, floor)[0]
+    assert weights.isfinite().all()
+    assert weights.sum().item() == pytest.approx(len(values), rel=1e-4)
+    assert (weights > 0).all()
+    assert weights.max() / weights.min() <= (1 + beta) / floor * (1 + 1e-4), "the ratio of two weights has a bound"
+    for value in set(importance[0].tolist()):
+        same = weights[importance[0] == value]
+        assert (same == same[0]).all(), "equal importance, equal weight"
+
+
+def test_one_token_has_weight_one():
+    for tau in (0.0, 0.4, 1.0):
+        assert gate(torch.tensor([[7.0]]), torch.ones(1, 1, dtype=torch.bool), tau).item() == 1.0
+
+
+def test_an_outlier_takes_no_more_than_its_bound():
+    """8192 tokens, one of them a million times as important: (1 + beta) over the mean, which is nearly that of the others."""
+    importance = torch.full((1, 8192), 0.01)
+    importance[0, 100] = 1e4
+    weights = gate(importance, torch.ones_like(importance, dtype=torch.bool))[0]
+    assert weights[100] == pytest.approx(3.0, rel=1e-3)
+    assert weights[0] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_order_and_kind_of_the_input_do_not_matter():
+    """Rows are sorted inside: what comes in stays as it is, in any layout."""
+    importance = torch.rand(40, 6).T  # not contiguous
+    before = importance.clone()
+    mask = torch.rand(6, 40) < 0.8
+    weights = gate(importance, mask)
+    assert torch.equal(importance, before)
+    torch.testing.assert_close(gate(importance.double(), mask), weights)
+    turned = torch.randperm(40)
+    torch.testing.assert_close(gate(importance[:, turned], mask[:, turned]), weights[:, turned])

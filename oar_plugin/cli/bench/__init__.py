@@ -1,11 +1,18 @@
-"""`oar bench`: what importance costs on this machine. A module for each thing that is measured."""
+"""`oar bench`: what importance costs on this machine, and what it brings. A module for each thing that is measured."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 
-MODULES = {"step": "step", "perturbation": "perturbation", "run": "whole_run", "scaling": "scaling"}
+MODULES = {
+    "step": "step",
+    "perturbation": "perturbation",
+    "run": "whole_run",
+    "scaling": "scaling",
+    "learning": "learning",
+    "fidelity": "fidelity",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -39,8 +39,8 @@ def fields(args: argparse.Namespace, settings: type[DataclassInstance]) -> dict[
 
 
 @contextmanager
-def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar, and what to call as each of `total` pieces of work begins."""
+def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
+    """A bar, and what to call as each of `total` pieces of work begins; with `begins=False` only the text changes."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as ProgressBar
 
@@ -49,10 +49,10 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]
         task = bar.add_task("", total=total)
         begun = False
 
-        def progress(what: str) -> None:
+        def progress(what: str, begins: bool = True) -> None:
             nonlocal begun
-            bar.update(task, description=what, advance=1 if begun else 0)
-            begun = True
+            bar.update(task, description=what, advance=1 if begun and begins else 0)
+            begun = begun or begins
 
         yield progress
 

@@ -1,0 +1,361 @@
+"""What `oar bench learning` says: curves with bands over seeds, tables, and paired tests against GRPO."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from oar_plugin.bench.learning import Record, Run
+from oar_plugin.bench.learning_alignment import Alignment
+
+BASELINE = "grpo"
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
+WINDOW = 5
+"""Steps that the training reward is averaged over before it is held against a threshold, or drawn."""
+_SETTINGS = ("probe", "tau", "beta", "floor", "gate", "positive_only")
+_DIAGNOSTICS = {
+    "entropy": "entropy",
+    "length": "length",
+    "ess_ratio": "ESS",
+    "top10_mass": "top 10 % mass",
+    "gradient_norm": "gradient norm",
+    "recall": "causal recall",
+    "weight_causal": "weight causal",
+    "weight_other": "weight other",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """All trainings that differ in nothing but the seed.
+
+    Attributes:
+        run: their settings; the seed in it means nothing.
+        records: by seed and warm start.
+    """
+
+    run: Run
+    records: dict[tuple[int, int], Record]
+
+    @property
+    def name(self) -> str:
+        """See `method_name`."""
+        return method_name(self.run)
+
+    def rewards(self) -> dict[tuple[int, int], float]:
+        """Mean training reward over the whole run, by seed."""
+        return {key: statistics.fmean(record.series("reward")) for key, record in self.records.items()}
+
+    def mean_reward(self) -> float:
+        """Over runs and seeds."""
+        return statistics.fmean(self.rewards().values())
+
+    def mean(self, name: str) -> float:
+        """Of a quantity over steps and seeds; NaN where it was never measured."""
+        values = [x for record in self.records.values() for x in record.series(name) if not math.isnan(x)]
+        return statistics.fmean(values) if values else math.nan
+
+    def held_out(self) -> float:
+        """Final accuracy on held-out problems."""
+        return statistics.fmean(record.held_out[max(record.held_out)] for record in self.records.values())
+
+    def curves(self) -> np.ndarray:
+        """Smoothed training reward, `[seeds, steps]`."""
+        return np.stack([smooth(record.series("reward")) for record in self.records.values()])
+
+    def seconds(self) -> np.ndarray:
+        """Seconds up to the end of each step, mean over seeds, `[steps]`."""
+        parts = ("sample_seconds", "importance_seconds", "update_seconds")
+        each = [np.nansum([record.series(part) for part in parts], axis=0) for record in self.records.values()]
+        return np.asarray(np.cumsum(np.mean(each, axis=0)))
+
+    def steps_to(self, threshold: float) -> float | None:
+        """First step whose smoothed reward reaches `threshold`, median over seeds; None when half of them never do."""
+        reached = [reach(curve, threshold) for curve in self.curves()]
+        median = statistics.median(math.inf if step is None else step for step in reached)
+        return None if math.isinf(median) else median
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm against GRPO on the seeds that both have, each at its best learning rate.
+
+    Attributes:
+        arm: the arm.
+        baseline: GRPO's.
+        seeds: pairs.
+        difference: of the mean reward over the run, mean over pairs.
+        interval: of it, 95 % by Student's t; None with fewer than two pairs.
+        p: of the paired t-test, two-sided; None with fewer than two pairs.
+        wins: pairs in which the arm is ahead.
+        p_holm: corrected for the comparisons of this task (Holm).
+    """
+
+    arm: Arm
+    baseline: Arm
+    seeds: int
+    difference: float
+    interval: tuple[float, float] | None
+    p: float | None
+    wins: int
+    p_holm: float | None = None
+
+
+def method_name(run: Run) -> str:
+    """The method, and the settings that are not the defaults."""
+    method = run.method.rpartition(":")[2]
+    defaults = {field.name: field.default for field in fields(Run)}
+    changed = [f"{name}={getattr(run, name)}" for name in _SETTINGS if getattr(run, name) != defaults[name]]
+    return " ".join([method, *changed])
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Mean over the last `WINDOW` steps, fewer at the beginning."""
+    sums = np.cumsum(np.insert(np.asarray(values, dtype=float), 0, 0.0))
+    end = np.arange(1, len(sums))
+    start = np.maximum(end - WINDOW, 0)
+    return np.asarray((sums[end] - sums[start]) / (end - start))
+
+
+def reach(curve: np.ndarray, threshold: float) -> int | None:
+    """First step (from 1) at which `curve` is at `threshold`."""
+    at = np.flatnonzero(curve >= threshold)
+    return int(at[0]) + 1 if len(at) else None
+
+
+def arms(records: Sequence[Record], task: str) -> list[Arm]:
+    """The arms of a task, in order of their names and learning rates."""
+    found: dict[Run, dict[tuple[int, int], Record]] = defaultdict(dict)
+    for record in records:
+        if record.run.task == task:
+            found[record.run.arm][record.run.seed, record.run.warm_start] = record
+    return sorted((Arm(run, of_seed) for run, of_seed in found.items()), key=lambda arm: (arm.name, arm.run.lr))
+
+
+def best(arm_list: Sequence[Arm]) -> list[Arm]:
+    """Of each method and its settings the arm with the highest mean reward, among those with the most seeds; best first."""
+    by_name: dict[str, list[Arm]] = defaultdict(list)
+    for arm in arm_list:
+        by_name[arm.name].append(arm)
+    chosen = [max(group, key=lambda arm: arm.mean_reward()) for group in by_name.values()]
+    return sorted(chosen, key=lambda arm: -arm.mean_reward())
+
+
+def compare(arm_list: Sequence[Arm]) -> list[Comparison]:
+    """Every method at its best learning rate against GRPO at its own; nothing where GRPO was not run."""
+    chosen = best(arm_list)
+    baseline = next((arm for arm in chosen if arm.name == BASELINE), None)
+    if baseline is None:
+        return []
+    found = [_compare(arm, baseline) for arm in chosen if arm is not baseline]
+    corrected = holm([c.p for c in found])
+    return [Comparison(**{**vars(c), "p_holm": p}) for c, p in zip(found, corrected, strict=True)]
+
+
+def _compare(arm: Arm, baseline: Arm) -> Comparison:
+    from scipy import stats
+
+    ours, theirs = arm.rewards(), baseline.rewards()
+    keys = sorted(ours.keys() & theirs.keys())
+    differences = [ours[key] - theirs[key] for key in keys]
+    mean = statistics.fmean(differences) if differences else math.nan
+    wins = sum(d > 0 for d in differences)
+    if len(keys) < 2 or len(set(differences)) < 2:
+        return Comparison(arm, baseline, len(keys), mean, None, None, wins)
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = test.confidence_interval(0.95)
+    return Comparison(arm, baseline, len(keys), mean, (float(low), float(high)), float(test.pvalue), wins)
+
+
+def holm(p_list: Sequence[float | None]) -> list[float | None]:
+    """p-values corrected for how many there are (Holm 1979); None stays None."""
+    known = sorted((p, index) for index, p in enumerate(p_list) if p is not None)
+    corrected: list[float | None] = [None] * len(p_list)
+    highest = 0.0
+    for rank, (p, index) in enumerate(known):
+        highest = max(highest, min(1.0, p * (len(known) - rank)))
+        corrected[index] = highest
+    return corrected
+
+
+# ---- the pages
+
+
+def tasks_of(records: Sequence[Record]) -> list[str]:
+    """In order of appearance."""
+    return list(dict.fromkeys(record.run.task for record in records))
+
+
+def reward_cells(arm: Arm) -> list[str]:
+    """A row of the first table: settings and how fast it learned."""
+    steps = ["-" if (step := arm.steps_to(threshold)) is None else f"{step:g}" for threshold in THRESHOLDS]
+    rewards = list(arm.rewards().values())
+    spread = f" ± {statistics.stdev(rewards):.3f}" if len(rewards) > 1 else ""
+    return [
+        arm.name,
+        f"{arm.run.lr:g}",
+        str(len(rewards)),
+        f"{statistics.fmean(rewards):.3f}{spread}",
+        *steps,
+        f"{arm.held_out():.3f}",
+    ]
+
+
+REWARD_COLUMNS = ("method", "lr", "seeds", "mean reward", *(f"to {t:.0%}" for t in THRESHOLDS), "held-out at the end")
+TEST_COLUMNS = ("method", "lr", "pairs", "against GRPO", "95 % interval", "p", "p (Holm)", "ahead in")
+DIAGNOSTIC_COLUMNS = ("method", *_DIAGNOSTICS.values(), "importance, s a step", "all else, s a step")
+
+
+def test_cells(found: Comparison) -> list[str]:
+    """A row of the second table: the paired test."""
+    interval = "too few pairs" if found.interval is None else f"{found.interval[0]:+.3f} .. {found.interval[1]:+.3f}"
+    return [
+        found.arm.name,
+        f"{found.arm.run.lr:g}",
+        str(found.seeds),
+        f"{found.difference:+.3f}",
+        interval,
+        "-" if found.p is None else f"{found.p:.2g}",
+        "-" if found.p_holm is None else f"{found.p_holm:.2g}",
+        f"{found.wins} of {found.seeds}",
+    ]
+
+
+def diagnostic_cells(arm: Arm) -> list[str]:
+    """A row of the third table: what the credit looked like, and what it cost."""
+    values = [arm.mean(name) for name in _DIAGNOSTICS]
+    other = arm.mean("sample_seconds") + arm.mean("update_seconds")
+    return [
+        arm.name,
+        *("-" if math.isnan(value) else f"{value:.3g}" for value in values),
+        f"{arm.mean('importance_seconds'):.2f}",
+        f"{other:.2f}",
+    ]
+
+
+def sections(records: Sequence[Record], task: str) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Title, columns and rows of the tables of a task."""
+    every = arms(records, task)
+    found = compare(every)
+    found_tables = [
+        (f"{task}: every learning rate", REWARD_COLUMNS, [reward_cells(arm) for arm in every]),
+        (
+            f"{task}: each method at its best learning rate, best first",
+            DIAGNOSTIC_COLUMNS,
+            list(map(diagnostic_cells, best(every))),
+        ),
+    ]
+    if found:
+        title = f"{task}: mean reward over the run against GRPO, each at its best learning rate, same seeds"
+        found_tables.insert(1, (title, TEST_COLUMNS, [test_cells(c) for c in found]))
+    return found_tables
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """For the terminal."""
+    shown = []
+    for task in tasks_of(records):
+        for title, columns, rows in sections(records, task):
+            table = Table(title=title)
+            for column in columns:
+                table.add_column(column)
+            for row in rows:
+                table.add_row(*row)
+            shown.append(table)
+    return shown
+
+
+def alignment_table(found: Sequence[Alignment], after: int) -> Table:
+    """What `--alignment` shows of one task."""
+    first = found[0]
+    title = f"{first.run.task}: a batch's gradient and the policy gradient, after {after} steps of GRPO"
+    table = Table(title=title, caption="progress: of a step of Adam along the policy gradient; ± standard error")
+    for column in ("method", "progress", f"of {method_name(first.run)}'s", "difference", "cosine"):
+        table.add_column(column)
+    for each in found:
+        share = each.progress / first.progress
+        difference = f"{each.against:+.4f} ± {each.error:.4f}"
+        table.add_row(method_name(each.run), f"{each.progress:.4f}", f"{share:.2f}", difference, f"{each.cosine:.3f}")
+    return table
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    """What one has to know to read the figures."""
+    run = records[0].run
+    starts = len({record.run.warm_start for record in records})
+    return [
+        f"{run.prompts} prompts x {run.copies} responses a step, one Adam update each, clip 0.2 / 0.28, token mean, no KL "
+        f"term; {starts} warm start(s).",
+        "Runs of one seed see the same problems and the same sampling noise, so differences are paired.",
+        "Mean reward: of the sampled training responses, over all steps. Steps to a threshold: first step at which the mean "
+        f"of the last {WINDOW} rewards is there; median over seeds.",
+        "The best learning rate is chosen by mean reward on the same seeds, for GRPO as for the others: a little optimistic "
+        "for all. p (Holm) is corrected for the comparisons of one task, not for tasks or learning rates.",
+        "Importance has a pass of its own here. In training it shares the forward that computes log-probs.",
+        "Small models on made-up tasks: what holds here need not hold for yours.",
+    ]
+
+
+def markdown(records: Sequence[Record], plot: str | None = None) -> str:
+    """The report as a page; `plot` is the file name of its plot."""
+    lines = ["# Does it learn faster?", ""]
+    if plot is not None:
+        lines += [f"![reward against steps and against seconds]({plot})", ""]
+    for task in tasks_of(records):
+        for title, columns, rows in sections(records, task):
+            lines += [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+            lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+    return "\n".join([*lines, "## How to read it", "", *(f"- {note}" for note in notes(records)), ""])
+
+
+def to_json(records: Sequence[Record]) -> str:
+    """The tables; what was measured at each step stays in the records."""
+    content: dict[str, Any] = {
+        task: [{"title": title, "columns": columns, "rows": rows} for title, columns, rows in sections(records, task)]
+        for task in tasks_of(records)
+    }
+    return json.dumps({"tasks": content, "notes": notes(records)}, indent=1)
+
+
+def draw(path: Path, records: Sequence[Record]) -> bool:
+    """Reward against steps and seconds, each method at its best learning rate; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    tasks = tasks_of(records)
+    figure, axes = plt.subplots(
+        len(tasks), 2, figsize=(10, 3.6 * len(tasks)), dpi=140, layout="constrained", squeeze=False, sharey="row"
+    )
+    for row, task in zip(axes, tasks, strict=True):
+        for number, arm in enumerate(best(arms(records, task))):
+            curves = arm.curves()
+            mean, count = curves.mean(0), len(curves)
+            style: dict[str, Any] = {"color": f"C{number % 10}", "ls": "-" if number < 10 else "--", "lw": 1.3}
+            label = f"{arm.name}, lr {arm.run.lr:g} ({count})"
+            for place, across in zip(row, (np.arange(1, len(mean) + 1), arm.seconds()), strict=True):
+                place.plot(across, mean, label=label, **style)
+                if count > 1:
+                    error = 1.96 * curves.std(0, ddof=1) / math.sqrt(count)
+                    place.fill_between(across, mean - error, mean + error, color=style["color"], alpha=0.12, lw=0)
+        row[0].set(xlabel="step", ylabel=f"{task}: reward, mean of {WINDOW} steps")
+        row[1].set(xlabel="seconds of training, importance included")
+        row[0].legend(frameon=False, fontsize=7)
+        for place in row:
+            place.grid(alpha=0.25)
+            place.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    plt.close(figure)
+    return True
