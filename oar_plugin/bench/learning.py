@@ -137,7 +137,11 @@ Progress = Callable[[str], None]
 
 
 def study(
-    runs: Sequence[Run], folder: Path, cache: Path | None = None, progress: Progress | None = None
+    runs: Sequence[Run],
+    folder: Path,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    finished_only: bool = False,
 ) -> list[Record]:
     """All runs, those with a record in `folder` taken from there.
 
@@ -146,6 +150,7 @@ def study(
         folder: of the records; made when it is not there.
         cache: folder of warm models; None for the usual one.
         progress: called as each run begins.
+        finished_only: leave out what has no record.
     """
     folder.mkdir(parents=True, exist_ok=True)
     records = []
@@ -155,6 +160,8 @@ def study(
         file = run.file(folder)
         if file.exists():
             records.append(Record.from_json(file.read_text()))
+            continue
+        if finished_only:
             continue
         record = train(run, warm_model(TASKS[run.task], run.warm_start, None, cache))
         part = file.with_suffix(".part")
