@@ -25,7 +25,7 @@ from oar_plugin.bench.learning_rollout import Rollout, roll_out
 from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, warm_model
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 
@@ -242,7 +242,8 @@ def reshaped_weights(
     gate = gate_of(run.gate)
     if gate is not None:
         weight_BL = gate(importance_BL, usable_BL, run.tau, run.beta, run.floor)
-    entry |= {name: value for name, value in reshaped.metrics.items() if "/" not in name or name == "fallback/any"}
+    metrics = summarize(weight_BL, usable_BL, reshaped.status_B)
+    entry |= {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
     entry |= describe_weights(weight_BL, importance_BL, usable_BL, rollout.causal_BL)
     return weight_BL
 
