@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +313,13 @@ def grid(
     base: Run, tasks: Sequence[str], methods: Sequence[str], rates: Sequence[float], seeds: Sequence[int]
 ) -> list[Run]:
     """Every combination, seeds outermost, so that a study that is cut short has whole seeds."""
-    return [
-        replace(base, task=task, method=method, lr=lr, seed=seed)
-        for seed, task, method, lr in itertools.product(seeds, tasks, methods, rates)
-    ]
+    runs = []
+    for seed, task, method, lr in itertools.product(seeds, tasks, methods, rates):
+        run = replace(base, task=task, method=method, lr=lr, seed=seed)
+        runs.append(run if method_of(method) is not None else replace(run, **CREDIT_DEFAULTS))
+    return runs
+
+
+CREDIT_SETTINGS = ("probe", "tau", "beta", "floor", "gate", "positive_only")
+CREDIT_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Run) if f.name in CREDIT_SETTINGS}
+"""Plain GRPO has no credit to set, and is the same baseline whatever the others are set to."""

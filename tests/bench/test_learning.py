@@ -197,3 +197,8 @@ def test_own_gate_is_used_and_described(model, rollout):
     learning.reshaped_weights(replace(run, gate="bi_level"), model, rollout, METHODS["oracle"], 0, entry)
     assert entry["ess_ratio"] < 1
     assert entry["weight_causal"] > entry["weight_other"]
+
+
+def test_gate_settings_are_none_of_grpos():
+    runs = grid(replace(RUN, tau=0.85, gate="m:f"), ["parallel"], ["grpo", "fisher"], [1e-3], [0])
+    assert [(run.tau, run.gate) for run in runs] == [(0.4, "bi_level"), (0.85, "m:f")]

@@ -134,11 +134,11 @@ def run(args: argparse.Namespace) -> int:
     needed = {field.name for field in fields_of(Run) if field.default is MISSING}
     given = {name: value for name, value in fields(args, Run).items() if name not in needed}
     base = Run(args.tasks[0], args.methods[0], args.lr[0], 0, **given)
-    runs = [
-        replace(each, warm_start=each.seed % args.warm_starts)
-        for each in grid(base, args.tasks, args.methods, args.lr, range(args.seeds))
-    ]
     try:
+        runs = [
+            replace(each, warm_start=each.seed % args.warm_starts)
+            for each in grid(base, args.tasks, args.methods, args.lr, range(args.seeds))
+        ]
         for each in runs:
             each.check()
         if args.alignment is not None:
