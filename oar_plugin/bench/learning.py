@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from oar_plugin.bench.learning_rollout import Rollout, roll_out
 from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, warm_model
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 
@@ -137,7 +137,11 @@ Progress = Callable[[str], None]
 
 
 def study(
-    runs: Sequence[Run], folder: Path, cache: Path | None = None, progress: Progress | None = None
+    runs: Sequence[Run],
+    folder: Path,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    finished_only: bool = False,
 ) -> list[Record]:
     """All runs, those with a record in `folder` taken from there.
 
@@ -146,6 +150,7 @@ def study(
         folder: of the records; made when it is not there.
         cache: folder of warm models; None for the usual one.
         progress: called as each run begins.
+        finished_only: leave out what has no record.
     """
     folder.mkdir(parents=True, exist_ok=True)
     records = []
@@ -155,6 +160,8 @@ def study(
         file = run.file(folder)
         if file.exists():
             records.append(Record.from_json(file.read_text()))
+            continue
+        if finished_only:
             continue
         record = train(run, warm_model(TASKS[run.task], run.warm_start, None, cache))
         part = file.with_suffix(".part")
@@ -235,7 +242,8 @@ def reshaped_weights(
     gate = gate_of(run.gate)
     if gate is not None:
         weight_BL = gate(importance_BL, usable_BL, run.tau, run.beta, run.floor)
-    entry |= {name: value for name, value in reshaped.metrics.items() if "/" not in name or name == "fallback/any"}
+    metrics = summarize(weight_BL, usable_BL, reshaped.status_B)
+    entry |= {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
     entry |= describe_weights(weight_BL, importance_BL, usable_BL, rollout.causal_BL)
     return weight_BL
 
@@ -305,7 +313,13 @@ def grid(
     base: Run, tasks: Sequence[str], methods: Sequence[str], rates: Sequence[float], seeds: Sequence[int]
 ) -> list[Run]:
     """Every combination, seeds outermost, so that a study that is cut short has whole seeds."""
-    return [
-        replace(base, task=task, method=method, lr=lr, seed=seed)
-        for seed, task, method, lr in itertools.product(seeds, tasks, methods, rates)
-    ]
+    runs = []
+    for seed, task, method, lr in itertools.product(seeds, tasks, methods, rates):
+        run = replace(base, task=task, method=method, lr=lr, seed=seed)
+        runs.append(run if method_of(method) is not None else replace(run, **CREDIT_DEFAULTS))
+    return runs
+
+
+CREDIT_SETTINGS = ("probe", "tau", "beta", "floor", "gate", "positive_only")
+CREDIT_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Run) if f.name in CREDIT_SETTINGS}
+"""Plain GRPO has no credit to set, and is the same baseline whatever the others are set to."""

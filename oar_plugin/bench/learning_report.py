@@ -7,21 +7,20 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from oar_plugin.bench.learning import Record, Run
+from oar_plugin.bench.learning import CREDIT_DEFAULTS, Record, Run
 from oar_plugin.bench.learning_alignment import Alignment
 
 BASELINE = "grpo"
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
 WINDOW = 5
 """Steps that the training reward is averaged over before it is held against a threshold, or drawn."""
-_SETTINGS = ("probe", "tau", "beta", "floor", "gate", "positive_only")
 _DIAGNOSTICS = {
     "entropy": "entropy",
     "length": "length",
@@ -113,8 +112,10 @@ class Comparison:
 def method_name(run: Run) -> str:
     """The method, and the settings that are not the defaults."""
     method = run.method.rpartition(":")[2]
-    defaults = {field.name: field.default for field in fields(Run)}
-    changed = [f"{name}={getattr(run, name)}" for name in _SETTINGS if getattr(run, name) != defaults[name]]
+    settings = {name: getattr(run, name) for name in CREDIT_DEFAULTS}
+    changed = [
+        f"{name}={str(value).rpartition(':')[2]}" for name, value in settings.items() if value != CREDIT_DEFAULTS[name]
+    ]
     return " ".join([method, *changed])
 
 

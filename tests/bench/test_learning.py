@@ -182,3 +182,23 @@ def test_what_cannot_work_is_said(change, message):
 
 def test_own_methods_are_imported():
     assert method_of("oar_plugin.bench.learning_credit:_random") is METHODS["random"]
+
+
+def flat_gate(importance_BL, reasoning_BL, tau, beta, floor):
+    return torch.ones(importance_BL.shape)
+
+
+def test_own_gate_is_used_and_described(model, rollout):
+    entry = {}
+    run = replace(RUN, method="oracle", gate="tests.bench.test_learning:flat_gate")
+    weight_BL = learning.reshaped_weights(run, model, rollout, METHODS["oracle"], 0, entry)
+    assert (weight_BL == 1).all()
+    assert entry["ess_ratio"] == pytest.approx(1)
+    learning.reshaped_weights(replace(run, gate="bi_level"), model, rollout, METHODS["oracle"], 0, entry)
+    assert entry["ess_ratio"] < 1
+    assert entry["weight_causal"] > entry["weight_other"]
+
+
+def test_gate_settings_are_none_of_grpos():
+    runs = grid(replace(RUN, tau=0.85, gate="m:f"), ["parallel"], ["grpo", "fisher"], [1e-3], [0])
+    assert [(run.tau, run.gate) for run in runs] == [(0.4, "bi_level"), (0.85, "m:f")]

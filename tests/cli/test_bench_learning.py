@@ -65,3 +65,8 @@ def test_alignment_trains_nothing(tmp_path, monkeypatch, capsys):
     assert "+0.1000 ± 0.0100" in shown
     assert shown.count("onward") == 1
     assert main(["bench", "learning", "--alignment", "1", "--results", str(tmp_path)]) == 2
+
+
+def test_nothing_finished_is_said(tmp_path, capsys):
+    assert main(["bench", "learning", "--finished", "--results", str(tmp_path)]) == 2
+    assert "leave --finished out" in " ".join(capsys.readouterr().err.split())

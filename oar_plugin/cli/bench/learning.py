@@ -90,6 +90,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="DIR",
         help="where finished runs are kept (default: %(default)s)",
     )
+    command.add_argument("--finished", action="store_true", help="train nothing: report on the runs that are finished")
     command.add_argument(
         "--cache", type=Path, metavar="DIR", help="where warm models are kept (default: ~/.cache/oar_plugin)"
     )
@@ -133,17 +134,21 @@ def run(args: argparse.Namespace) -> int:
     needed = {field.name for field in fields_of(Run) if field.default is MISSING}
     given = {name: value for name, value in fields(args, Run).items() if name not in needed}
     base = Run(args.tasks[0], args.methods[0], args.lr[0], 0, **given)
-    runs = [
-        replace(each, warm_start=each.seed % args.warm_starts)
-        for each in grid(base, args.tasks, args.methods, args.lr, range(args.seeds))
-    ]
     try:
+        runs = [
+            replace(each, warm_start=each.seed % args.warm_starts)
+            for each in grid(base, args.tasks, args.methods, args.lr, range(args.seeds))
+        ]
         for each in runs:
             each.check()
         if args.alignment is not None:
             return _align(args, runs, console)
         with threads(args.threads), progress_bar(console, len(runs)) as progress:
-            records = study(runs, args.results, args.cache, progress)
+            records = study(runs, args.results, args.cache, progress, args.finished)
+        if not records:
+            raise ValueError(
+                f"--finished: {args.results} holds no run of this study; leave --finished out to train them"
+            )
     except ValueError as error:
         return complain("learning", error, 2)
     for table in report.tables(records):
