@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit.diagnostics import causal_recall, effective_sample_size
-from oar_plugin.credit.reshape import gate
+from oar_plugin.credit.reshape import bounded, gate
 
 DRAWS = 64
 
@@ -30,22 +30,16 @@ def winsorised(importance_BL: Tensor, keep_BL: Tensor, tau: float) -> Tensor:
     return gate(importance_BL.minimum(importance_BL.quantile(0.95, -1, keepdim=True)), keep_BL, tau)
 
 
-def bounded(importance_BL: Tensor, keep_BL: Tensor, tau: float, most: float = 3.0) -> Tensor:
+def at_most_3(importance_BL: Tensor, keep_BL: Tensor, tau: float) -> Tensor:
     """The gate, no weight above 3: what is cut off is given to the others in proportion."""
-    weight_BL = gate(importance_BL, keep_BL, tau)
-    for _ in range(20):
-        over_BL = weight_BL >= most
-        spare_B1 = (weight_BL - most).clamp_min(0).sum(-1, keepdim=True)
-        rest_BL = weight_BL.masked_fill(over_BL, 0.0)
-        weight_BL = weight_BL.clamp_max(most) + rest_BL * spare_B1 / rest_BL.sum(-1, keepdim=True).clamp_min(1e-9)
-    return weight_BL
+    return bounded(gate(importance_BL, keep_BL, tau), keep_BL, 3.0)
 
 
 GATES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "published": gate,
     "ranks": ranked,
     "winsorised": winsorised,
-    "bounded": bounded,
+    "bounded": at_most_3,
 }
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from oar_plugin.credit import reshape
 from oar_plugin.credit.reshape import gate
 
-LARGEST = 3.0
-"""Of `bounded`: largest weight of a token, about."""
+LARGEST = 2.0
+"""Of `bounded`: largest weight of a token; without it the Fisher norm's goes up to about 3.6."""
 WINSOR = 0.95
 """Of `winsorised`: quantile at which scores are cut."""
 
@@ -42,11 +43,8 @@ def winsorised(
 def bounded(
     importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
 ) -> Tensor:
-    """The bi-level gate, then no weight above `LARGEST`; what is cut off goes back to all reasoning tokens in proportion."""
-    weight_BL = gate(importance_BL, reasoning_BL, tau, beta, floor).clamp_max(LARGEST)
-    count_B1 = reasoning_BL.sum(-1, keepdim=True)
-    mass_B1 = weight_BL.masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.where(reasoning_BL, weight_BL * count_B1 / mass_B1, 1.0)
+    """The bi-level gate with `algorithm.oar.max_weight=LARGEST`."""
+    return reshape.bounded(gate(importance_BL, reasoning_BL, tau, beta, floor), reasoning_BL, LARGEST)
 
 
 def proportional(
