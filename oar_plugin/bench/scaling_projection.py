@@ -20,8 +20,8 @@ from oar_plugin.plan import LayoutError, plan
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 
-GATE_SECONDS_PER_TOKEN = 4e-7
-"""Of `estimator.reshape` on one core (AMD EPYC, 2048 rows of 2048 tokens; 3e-7 with rows of 1024).
+GATE_SECONDS_PER_TOKEN = 7e-8
+"""Of `estimator.reshape` on one core (AMD EPYC, 2048 rows of 2048 tokens; 6e-8 with rows of 1024).
 
 Rows are padded to the longest. One core, because Ray gives an actor as many threads as it asked for CPUs.
 """

@@ -7,6 +7,8 @@ import enum
 import torch
 from torch import Tensor
 
+from oar_plugin.credit.reshape import sorted_rows
+
 
 class Status(enum.IntEnum):
     """What became of one response. Everything but `SCORED` and `NOT_NEEDED` is a fallback to plain GRPO, and counted."""
@@ -44,7 +46,7 @@ def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
 def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
     """Part of the absolute weight on the top `share` of the kept tokens (at least one), `[B]`: `share` when even."""
     mass_BL = weight_BL.abs().masked_fill(~keep_BL, 0.0)
-    ranked_BL = mass_BL.sort(-1, descending=True).values
+    ranked_BL = sorted_rows(mass_BL.clone()).flip(-1)
     take_B1 = (keep_BL.sum(-1, keepdim=True) * share).round().long().clamp_min(1)
     position_L = torch.arange(weight_BL.shape[-1], device=weight_BL.device)
     top_B = ranked_BL.masked_fill(position_L >= take_B1, 0.0).sum(-1)

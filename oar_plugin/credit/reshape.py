@@ -37,7 +37,7 @@ def gate(
     lower_B1 = rank_B1.floor().long()
     place_B4 = torch.cat([torch.zeros_like(last_B1), lower_B1, torch.minimum(lower_B1 + 1, last_B1), last_B1], -1)
     # Sorted as they come: the logarithm keeps their order, and four of them are all that is needed.
-    picked_B4 = _sorted(importance_BL.masked_fill(outside_BL, torch.inf)).gather(-1, place_B4).double().log1p()
+    picked_B4 = sorted_rows(importance_BL.masked_fill(outside_BL, torch.inf)).gather(-1, place_B4).double().log1p()
     low_B1, high_B1 = picked_B4[:, :1], picked_B4[:, 3:]
     flat_B1 = ~(high_B1 > low_B1)
     low_B1 = low_B1.masked_fill(flat_B1, 0.0)
@@ -69,7 +69,7 @@ def bounded(weight_BL: Tensor, reasoning_BL: Tensor, max_weight: float) -> Tenso
         float32 `[B, L]`, `min(c w, max_weight)` with one `c >= 1` a response, so that its mean stays 1 and the order of its
         tokens is kept; a response without a weight above the bound stays as it is.
     """
-    ranked_BL = weight_BL.double().masked_fill(~reasoning_BL, 0.0).sort(-1, descending=True).values
+    ranked_BL = sorted_rows(weight_BL.double().masked_fill(~reasoning_BL, 0.0)).flip(-1)
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     # With the k largest at the bound, the rest is stretched to what is left of the mass; the smallest k that fits is right.
     cut_L = torch.arange(weight_BL.shape[-1], device=weight_BL.device)
@@ -80,8 +80,8 @@ def bounded(weight_BL: Tensor, reasoning_BL: Tensor, max_weight: float) -> Tenso
     return torch.where(reasoning_BL, (weight_BL * stretch_B1).clamp_max(max_weight), weight_BL).float()
 
 
-def _sorted(values_BL: Tensor) -> Tensor:
-    """`values_BL`, which is overwritten, with each row in ascending order."""
+def sorted_rows(values_BL: Tensor) -> Tensor:
+    """`values_BL`, which may be overwritten, with each row in ascending order."""
     if values_BL.device.type != "cpu":
         return values_BL.sort(-1).values
     values_BL.numpy().sort(-1)  # numpy's sort uses vector instructions: up to 50 times as fast as torch's here
