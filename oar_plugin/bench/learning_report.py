@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,10 @@ class Comparison:
         p: of the paired t-test, two-sided; None with fewer than two pairs.
         wins: pairs in which the arm is ahead.
         p_holm: corrected for the comparisons of this task (Holm).
+        steps: how many steps later it reached a threshold (earlier: negative), median over pairs; None where no threshold
+            was reached in at least half of the pairs by both.
+        threshold: the highest of which that is true. A run that never got there counts as one step longer than it was.
+        p_steps: of Wilcoxon's signed-rank test on these differences; None with fewer than two pairs, or when all are zero.
     """
 
     arm: Arm
@@ -107,6 +111,9 @@ class Comparison:
     p: float | None
     wins: int
     p_holm: float | None = None
+    steps: float | None = None
+    threshold: float | None = None
+    p_steps: float | None = None
 
 
 def method_name(run: Run) -> str:
@@ -147,7 +154,10 @@ def best(arm_list: Sequence[Arm]) -> list[Arm]:
     by_name: dict[str, list[Arm]] = defaultdict(list)
     for arm in arm_list:
         by_name[arm.name].append(arm)
-    chosen = [max(group, key=lambda arm: arm.mean_reward()) for group in by_name.values()]
+    chosen = []
+    for group in by_name.values():
+        most = max(len(arm.records) for arm in group)
+        chosen.append(max((arm for arm in group if len(arm.records) == most), key=lambda arm: arm.mean_reward()))
     return sorted(chosen, key=lambda arm: -arm.mean_reward())
 
 
@@ -159,7 +169,7 @@ def compare(arm_list: Sequence[Arm]) -> list[Comparison]:
         return []
     found = [_compare(arm, baseline) for arm in chosen if arm is not baseline]
     corrected = holm([c.p for c in found])
-    return [Comparison(**{**vars(c), "p_holm": p}) for c, p in zip(found, corrected, strict=True)]
+    return [replace(c, p_holm=p) for c, p in zip(found, corrected, strict=True)]
 
 
 def _compare(arm: Arm, baseline: Arm) -> Comparison:
@@ -170,11 +180,36 @@ def _compare(arm: Arm, baseline: Arm) -> Comparison:
     differences = [ours[key] - theirs[key] for key in keys]
     mean = statistics.fmean(differences) if differences else math.nan
     wins = sum(d > 0 for d in differences)
+    threshold, steps = _steps_between(arm, baseline, keys)
+    found = Comparison(
+        arm,
+        baseline,
+        len(keys),
+        mean,
+        None,
+        None,
+        wins,
+        steps=statistics.median(steps) if steps else None,
+        threshold=threshold,
+        p_steps=float(stats.wilcoxon(steps).pvalue) if len(steps) > 1 and any(steps) else None,
+    )
     if len(keys) < 2 or len(set(differences)) < 2:
-        return Comparison(arm, baseline, len(keys), mean, None, None, wins)
+        return found
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(0.95)
-    return Comparison(arm, baseline, len(keys), mean, (float(low), float(high)), float(test.pvalue), wins)
+    return replace(found, interval=(float(low), float(high)), p=float(test.pvalue))
+
+
+def _steps_between(arm: Arm, baseline: Arm, keys: Sequence[tuple[int, int]]) -> tuple[float | None, list[int]]:
+    """The highest threshold that at least half of the runs of each reach, and by how many steps later `arm` does so."""
+    for threshold in reversed(THRESHOLDS):
+        pairs = [
+            tuple(reach(smooth(of.records[key].series("reward")), threshold) for of in (arm, baseline)) for key in keys
+        ]
+        if pairs and all(2 * sum(step is not None for step in side) >= len(keys) for side in zip(*pairs, strict=True)):
+            never = len(baseline.records[keys[0]].steps) + 1
+            return threshold, [(ours or never) - (theirs or never) for ours, theirs in pairs]
+    return None, []
 
 
 def holm(p_list: Sequence[float | None]) -> list[float | None]:
@@ -212,7 +247,18 @@ def reward_cells(arm: Arm) -> list[str]:
 
 
 REWARD_COLUMNS = ("method", "lr", "seeds", "mean reward", *(f"to {t:.0%}" for t in THRESHOLDS), "held-out at the end")
-TEST_COLUMNS = ("method", "lr", "pairs", "against GRPO", "95 % interval", "p", "p (Holm)", "ahead in")
+TEST_COLUMNS = (
+    "method",
+    "lr",
+    "pairs",
+    "against GRPO",
+    "95 % interval",
+    "p",
+    "p (Holm)",
+    "ahead in",
+    "steps",
+    "p (steps)",
+)
 DIAGNOSTIC_COLUMNS = ("method", *_DIAGNOSTICS.values(), "importance, s a step", "all else, s a step")
 
 
@@ -228,6 +274,8 @@ def test_cells(found: Comparison) -> list[str]:
         "-" if found.p is None else f"{found.p:.2g}",
         "-" if found.p_holm is None else f"{found.p_holm:.2g}",
         f"{found.wins} of {found.seeds}",
+        "-" if found.steps is None else f"{found.steps:+g} to {found.threshold:.0%}",
+        "-" if found.p_steps is None else f"{found.p_steps:.2g}",
     ]
 
 

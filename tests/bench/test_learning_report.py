@@ -56,6 +56,24 @@ def test_comparison_is_the_paired_test(records):
     assert (fisher.seeds, fisher.wins) == (3, 3)
 
 
+def test_steps_are_compared_at_the_highest_threshold_that_both_reach(records):
+    fisher = next(c for c in report.compare(report.arms(records, "parallel")) if c.arm.name == "fisher")
+    reached = [
+        [report.reach(report.smooth(arm.records[key].series("reward")), 0.6) for key in sorted(arm.records)]
+        for arm in (fisher.arm, fisher.baseline)
+    ]
+    differences = [ours - theirs for ours, theirs in zip(*reached, strict=True)]
+    assert fisher.threshold == 0.6, "GRPO ends at 0.67"
+    assert fisher.steps == sorted(differences)[1] < 0
+    assert fisher.p_steps == pytest.approx(stats.wilcoxon(differences).pvalue)
+
+
+def test_a_rate_that_was_run_less_often_is_not_chosen(records):
+    lucky = record("grpo", 0, 4e-3, 0.035)
+    chosen = report.best(report.arms([*records, lucky], "parallel"))
+    assert next(arm.run.lr for arm in chosen if arm.name == "grpo") == 2e-3
+
+
 def test_one_seed_is_no_test(records):
     single = next(c for c in report.compare(report.arms(records, "parallel")) if "tau" in c.arm.name)
     assert single.seeds == 1
