@@ -16,6 +16,7 @@ from rich.table import Table
 
 from oar_plugin.bench.learning import CREDIT_DEFAULTS, Record, Run
 from oar_plugin.bench.learning_alignment import Alignment
+from oar_plugin.bench.targets import machine_line
 
 BASELINE = "grpo"
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
@@ -354,9 +355,9 @@ def notes(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def markdown(records: Sequence[Record], plot: str | None = None) -> str:
-    """The report as a page; `plot` is the file name of its plot."""
-    lines = ["# Does it learn faster?", ""]
+def markdown(records: Sequence[Record], plot: str | None, command: str, machine: dict[str, Any]) -> str:
+    """The report as a page; `plot` is the file name of its plot, `machine` as `describe_machine` has it."""
+    lines = ["# Does it learn faster?", "", machine_line(machine), "", f"`{command}`", ""]
     if plot is not None:
         lines += [f"![reward against steps and against seconds]({plot})", ""]
     for task in tasks_of(records):
@@ -366,13 +367,13 @@ def markdown(records: Sequence[Record], plot: str | None = None) -> str:
     return "\n".join([*lines, "## How to read it", "", *(f"- {note}" for note in notes(records)), ""])
 
 
-def to_json(records: Sequence[Record]) -> str:
+def to_json(records: Sequence[Record], command: str, machine: dict[str, Any]) -> str:
     """The tables; what was measured at each step stays in the records."""
     content: dict[str, Any] = {
         task: [{"title": title, "columns": columns, "rows": rows} for title, columns, rows in sections(records, task)]
         for task in tasks_of(records)
     }
-    return json.dumps({"tasks": content, "notes": notes(records)}, indent=1)
+    return json.dumps({"command": command, "machine": machine, "tasks": content, "notes": notes(records)}, indent=1)
 
 
 def draw(path: Path, records: Sequence[Record]) -> bool:

@@ -3,13 +3,16 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
 from oar_plugin.bench import learning_report as report
 from oar_plugin.bench.learning import Record, Run
+from oar_plugin.bench.machine import describe_machine
 
+MACHINE = {**describe_machine(torch.device("cpu")), "load_average_after": [0.0]}
 BASE = Run("parallel", "grpo", 1e-3, 0, steps=20)
 
 
@@ -100,12 +103,12 @@ def test_holm_by_hand():
 
 
 def test_page_has_every_table_and_no_claim_without_grpo(records):
-    page = report.markdown(records, "learning.png")
+    page = report.markdown(records, "learning.png", "oar bench learning", MACHINE)
     for text in ("fisher tau=0.7", "p (Holm)", "to 50%", "learning.png", "importance, s a step"):
         assert text in page
-    alone = report.markdown([r for r in records if r.run.method == "fisher"])
+    alone = report.markdown([r for r in records if r.run.method == "fisher"], None, "oar bench learning", MACHINE)
     assert "p (Holm)" not in alone.split("## How to read it")[0]
-    assert list(json.loads(report.to_json(records))["tasks"]) == ["parallel"]
+    assert list(json.loads(report.to_json(records, "oar bench learning", MACHINE))["tasks"]) == ["parallel"]
 
 
 def test_seconds_hold_importance_once(records):

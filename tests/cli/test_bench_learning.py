@@ -38,7 +38,7 @@ def test_study_and_report(tmp_path, monkeypatch, capsys):
     folders = ["--results", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     assert main(["bench", "learning", *arguments, *folders]) == 0
     assert len(list((tmp_path / "runs").glob("*.json"))) == 4
-    assert "+0.201" in (tmp_path / "out" / "learning.md").read_text()
+    assert "+0.201" in (tmp_path / "out" / "learning_cpu.md").read_text()
     assert "2 warm start(s)" in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,7 +111,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     command.add_argument(
-        "--out", type=Path, metavar="DIR", help="write learning.md, .json and, with matplotlib, .png there"
+        "--out", type=Path, metavar="DIR", help="write learning_cpu.md, .json and, with matplotlib, .png there"
     )
 
 
@@ -122,11 +124,12 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import fields as fields_of
     from dataclasses import replace
 
+    import torch
     from rich.console import Console
 
     from oar_plugin.bench import learning_report as report
     from oar_plugin.bench.learning import Run, grid, study
-    from oar_plugin.bench.machine import threads
+    from oar_plugin.bench.machine import describe_machine, load_average, threads
 
     console = Console()
     if args.seeds < 1 or args.warm_starts < 1:
@@ -144,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         if args.alignment is not None:
             return _align(args, runs, console)
         with threads(args.threads), progress_bar(console, len(runs)) as progress:
+            machine = describe_machine(torch.device("cpu"))
             records = study(runs, args.results, args.cache, progress, args.finished)
         if not records:
             raise ValueError(
@@ -155,12 +159,14 @@ def run(args: argparse.Namespace) -> int:
         console.print(table)
     print_notes(console, report.notes(records))
     if args.out is not None:
+        command = shlex.join(["oar", *sys.argv[1:]])
+        machine["load_average_after"] = load_average()
         write_report(
             console,
             args.out,
-            "learning",
-            lambda plot: report.markdown(records, plot),
-            {"json": report.to_json(records) + "\n"},
+            "learning_cpu",
+            lambda plot: report.markdown(records, plot, command, machine),
+            {"json": report.to_json(records, command, machine) + "\n"},
             lambda file: report.draw(file, records),
         )
     return 0
