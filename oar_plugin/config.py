@@ -116,6 +116,11 @@ class OarConfig(BaseModel):
         "the_answer_is; or 'regex:<expression>' (group 1 is the answer); or 'python:<module>:<function>'. Empty: the last "
         "token of the response (probe=last only).",
     )
+    gate: Literal["bi_level", "two_level"] = Field(
+        "bi_level",
+        description="From importance to weights. bi_level: the paper's, damps below the quantile and boosts above it by how "
+        "much. two_level: 1 + beta above, 1 below; for tau near 0.85.",
+    )
     tau: float = Field(0.4, ge=0, le=1, description="Quantile of the scores that splits damped from boosted tokens.")
     beta: float = Field(2.0, ge=0, description="Boost of the tokens above the quantile.")
     floor: float = Field(

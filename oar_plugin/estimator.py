@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.credit.reshape import bounded, gate
+from oar_plugin.credit.reshape import bounded, gate, two_level
 
 
 class Reshaped(NamedTuple):
@@ -31,7 +31,7 @@ def reshape(
         importance_BL: `[B, L]`, finite at the reasoning tokens of scored responses.
         reasoning_BL: bool `[B, L]`.
         status_B: int64 `[B]` of `Status` as the actor reported it.
-        config: for the gate's tau, beta, floor and max_weight.
+        config: for the gate and its tau, beta, floor and max_weight.
 
     Returns:
         Advantages, weights (1 wherever a response fell back), the final status, and metrics without prefix. Nothing
@@ -45,7 +45,10 @@ def reshape(
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
 
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
-    weight_BL = gate(importance_BL, usable_BL, config.tau, config.beta, config.floor)
+    if config.gate == "two_level":
+        weight_BL = two_level(importance_BL, usable_BL, config.tau, config.beta)
+    else:
+        weight_BL = gate(importance_BL, usable_BL, config.tau, config.beta, config.floor)
     if config.max_weight is not None:
         weight_BL = bounded(weight_BL, usable_BL, config.max_weight)
     return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(weight_BL, usable_BL, status_B))

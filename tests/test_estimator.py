@@ -71,3 +71,13 @@ def test_max_weight_bounds_every_token_and_keeps_the_total():
     result = reshape(advantage, importance, reasoning, status, OarConfig(max_weight=limit))
     assert result.metrics["weight_max"] == pytest.approx(limit)
     torch.testing.assert_close(result.advantage_BL.sum(-1), advantage.sum(-1))
+
+
+def test_the_gate_is_the_one_that_was_asked_for():
+    advantage, bi_level = batch()
+    importance = torch.tensor([[0.0, 1.0, 5.0, 0.1, 0.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
+    reasoning = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
+    config = OarConfig(gate="two_level", tau=0.85)
+    result = reshape(advantage, importance, reasoning, torch.tensor([Status.SCORED] * 2), config)
+    torch.testing.assert_close(result.weight_BL[0], torch.tensor([4 / 6, 4 / 6, 12 / 6, 4 / 6, 1.0]))
+    assert not torch.allclose(result.weight_BL, bi_level.weight_BL)

@@ -34,6 +34,8 @@ FORMAT = 1
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MAX_GRADIENT_NORM = 1.0
 HELD_OUT = 256
+GATES = ("bi_level", "two_level")
+"""The package's own; see `OarConfig.gate`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Run:
         tau: see `OarConfig`.
         beta: see `OarConfig`.
         floor: see `OarConfig`.
-        gate: `bi_level`, or `module:function` with the arguments of `oar_plugin.credit.reshape.gate`.
+        gate: one of `GATES`, or `module:function` with the arguments of `oar_plugin.credit.reshape.gate`.
         positive_only: reshape only responses with a positive advantage.
         evaluate_every: steps between measurements on held-out problems.
     """
@@ -185,9 +187,10 @@ def gate_of(name: str) -> Callable[..., Tensor] | None:
     Raises:
         ValueError: there is none of that name.
     """
-    if name == "bi_level":
+    if name in GATES:
         return None
-    found: Callable[..., Tensor] = function_of(name, f"gate {name!r} is unknown; allowed: bi_level, or module:function")
+    allowed = f"{', '.join(GATES)}, or module:function"
+    found: Callable[..., Tensor] = function_of(name, f"gate {name!r} is unknown; allowed: {allowed}")
     return found
 
 
@@ -228,9 +231,10 @@ def reshaped_weights(
     run: Run, model: LlamaForCausalLM, rollout: Rollout, method: Method, step: int, entry: dict[str, float]
 ) -> Tensor:
     """Weights `[B, L]`; what they look like goes into `entry`."""
-    config = OarConfig.parse(
-        {"probe": run.probe, "tau": run.tau, "beta": run.beta, "floor": run.floor, "answer_patterns": ("hash",)}
-    )
+    settings: dict[str, Any] = {name: getattr(run, name) for name in ("probe", "tau", "beta", "floor")}
+    if run.gate in GATES:
+        settings["gate"] = run.gate
+    config = OarConfig.parse({**settings, "answer_patterns": ("hash",)})
     importance_BL = method(CreditPass(model, rollout, run.probe, run.seed * 100_000 + step))
     status_B = rollout.status_B
     if run.positive_only:

@@ -1,11 +1,13 @@
-"""The bi-level gate: from importance to weights that keep each response's total (arXiv 2601.07408, reshaping).
+"""Gates: from importance to weights that keep each response's total.
 
-Per response, over its `R` reasoning tokens:
+`gate` is the paper's bi-level gate (arXiv 2601.07408, reshaping). Per response, over its `R` reasoning tokens:
 1. `s = log1p(I)`, min-max to [0, 1]; a constant response becomes all zeros;
 2. `q` = the tau-quantile of `s`, with linear interpolation. tau is a quantile and stays the same for every response (the
    published code overwrites it sample by sample);
 3. `s < q`: `w = max(s / q, floor)`; `s >= q`: `w = 1 + beta (s - q) / (1 - q)`;
 4. `w <- w R / sum(w)`: the mass is kept.
+
+`two_level` keeps steps 2 and 4 and has two weights; `bounded` limits the largest weight of either.
 """
 
 from __future__ import annotations
@@ -55,6 +57,34 @@ def gate(
     )
     mass_B1 = weight_BL.masked_fill_(outside_BL, 0.0).sum(-1, keepdim=True).clamp_min(tiny)
     return weight_BL.mul_(count_B1 / mass_B1).masked_fill_(outside_BL, 1.0).float()
+
+
+def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0) -> Tensor:
+    """Weights that say which tokens matter, and not how much: `1 + beta` at and above the tau-quantile, 1 below.
+
+    Not in the paper. No outlier can take the scale with it, and differences between small scores, which are mostly noise, do
+    nothing.
+
+    Args:
+        importance_BL: `[B, L]`, finite where `reasoning_BL` is true; ignored elsewhere. Only its order counts.
+        reasoning_BL: bool `[B, L]`, the tokens to reshape.
+        tau: quantile in [0, 1].
+        beta: boost of the tokens at and above it, >= 0.
+
+    Returns:
+        float32 `[B, L]`, as `gate` returns it.
+    """
+    count_B1 = reasoning_BL.sum(-1, keepdim=True)
+    rank_B1 = tau * (count_B1 - 1).clamp_min(0).double()
+    lower_B1 = rank_B1.floor().long()
+    upper_B1 = torch.minimum(lower_B1 + 1, (count_B1 - 1).clamp_min(0))
+    ranked_BL = sorted_rows(importance_BL.double().masked_fill(~reasoning_BL, torch.inf))
+    low_B1, high_B1 = ranked_BL.gather(-1, lower_B1), ranked_BL.gather(-1, upper_B1)
+    quantile_B1 = torch.lerp(low_B1, high_B1, rank_B1 - lower_B1)
+    above_BL = (importance_BL.double() >= quantile_B1) & reasoning_BL
+    weight_BL = 1 + beta * above_BL.double()
+    mass_B1 = (count_B1 + beta * above_BL.sum(-1, keepdim=True)).clamp_min(1)
+    return torch.where(reasoning_BL, weight_BL * count_B1 / mass_B1, 1.0).float()
 
 
 def bounded(weight_BL: Tensor, reasoning_BL: Tensor, max_weight: float) -> Tensor:

@@ -114,6 +114,23 @@ class TestVllmWorker:
             layer.weight.fill_(2.0)
         assert layer.cpu_linear(torch.ones(1, 3), layer.weight, None).tolist() == [[6.0, 6.0]]
 
+    @pytest.mark.parametrize("skip_weighted", [False, True])
+    def test_plain_experts_compute_what_vllm_does_with_packed_ones(self, skip_weighted):
+        operations = pytest.importorskip("vllm._custom_ops")
+        if not hasattr(torch.ops._C, "cpu_fused_moe"):
+            pytest.skip("this vLLM was not built for a CPU")
+        torch.manual_seed(0)
+        token_TH, weight_TK = torch.randn(7, 32), torch.rand(7, 2)
+        expert_TK = torch.stack([torch.randperm(4)[:2] for _ in range(7)]).int()
+        w13, w2 = torch.randn(4, 128, 32) / 6, torch.randn(4, 32, 64) / 8
+        if skip_weighted:  # vLLM does so for one expert a token only
+            weight_TK, expert_TK = weight_TK[:, :1].contiguous(), expert_TK[:, :1].contiguous()
+        packed = [operations.cpu_prepack_moe_weight(weight, "vec") for weight in (w13, w2)]
+        arguments = (None, None, weight_TK, expert_TK, "silu", "vec", skip_weighted)
+        want = operations.cpu_fused_moe(token_TH, *packed, *arguments)
+        torch.testing.assert_close(vllm_worker.plain_experts(token_TH, w13, w2, *arguments), want, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(vllm_worker.plain_experts(token_TH, *packed, *arguments), want, atol=1e-2)
+
     def test_both_ends_of_a_socket_agree_and_sessions_differ(self, monkeypatch):
         class Sender:
             def __init__(self):

@@ -58,15 +58,3 @@ def proportional(
     weight_BL = floor + (kept_BL / mean_B1.clamp_min(tiny)).clamp_max(1 + beta)
     mass_B1 = weight_BL.masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True).clamp_min(tiny)
     return torch.where(reasoning_BL, weight_BL * count_B1 / mass_B1, 1.0).float()
-
-
-def two_level(
-    importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
-) -> Tensor:
-    """`1 + beta` at and above the tau-quantile, 1 below: no noise of small differences. `floor` means nothing."""
-    score_BL = importance_BL.double().masked_fill(~reasoning_BL, torch.nan)
-    quantile_B1 = score_BL.nanquantile(tau, dim=-1, keepdim=True).nan_to_num(0.0)
-    weight_BL = 1 + beta * (importance_BL.double() >= quantile_B1)
-    count_B1 = reasoning_BL.sum(-1, keepdim=True)
-    mass_B1 = weight_BL.masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.where(reasoning_BL, weight_BL * count_B1 / mass_B1, 1.0).float()

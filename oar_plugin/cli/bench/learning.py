@@ -82,7 +82,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--gate",
         default="bi_level",
         metavar="G",
-        help="module:function in place of the package's (default: %(default)s)",
+        help="bi_level, two_level, or module:function (default: %(default)s)",
     )
     gate.add_argument("--positive-only", action="store_true", help="reshape only responses better than their group")
     command.add_argument(

@@ -81,6 +81,12 @@ PATCHES = (
         until="vLLM can reload a packed CPU layer in place.",
     ),
     Patch(
+        module="vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+        apply="oar_plugin.hosts.verl.cpu.vllm_worker:keep_experts_unpacked",
+        reason="vLLM's CPU experts pack their weights at load time too; new ones are written over the packed ones as they are.",
+        until="vLLM can reload packed CPU experts in place.",
+    ),
+    Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",
         apply="oar_plugin.hosts.verl.cpu.vllm_worker:send_through_private_socket",
         reason="the weight socket is named after the Ray job id, which is 01000000 in every fresh local cluster: two "

@@ -28,6 +28,43 @@ def keep_weights_unpacked(layer_utils: Any) -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 
+def keep_experts_unpacked(experts: Any) -> None:
+    """The same for mixtures of experts (``vllm.model_executor.layers.fused_moe.experts.cpu_moe``).
+
+    The packed weights have the shape of the plain ones, so loading new ones into them succeeds and every expert is garbage.
+    """
+    experts.cpu_prepack_moe_weight = lambda weight, isa: weight
+    experts.cpu_fused_moe = plain_experts
+
+
+def plain_experts(
+    input: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    act: str,
+    isa: str,
+    skip_weighted: bool = False,
+) -> torch.Tensor:
+    """What vLLM's ``cpu_fused_moe`` computes, one expert after the other, for SwiGLU without biases.
+
+    Raises:
+        NotImplementedError: another activation, or biases.
+    """
+    if act != "silu" or w13_bias is not None or w2_bias is not None:
+        raise NotImplementedError(f"experts with activation {act} or biases, on a CPU under verl")
+    output = torch.zeros_like(input)
+    for expert in topk_ids.unique().tolist():
+        row, place = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(input[row], w13[expert]).chunk(2, -1)
+        hidden = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+        output.index_add_(0, row, hidden if skip_weighted else hidden * topk_weights[row, place, None].to(hidden.dtype))
+    return output
+
+
 def private_socket(handle: str) -> str:
     """The address of a weight socket with the name of the session in it; unchanged outside a session."""
     session = os.environ.get(SESSION_VARIABLE)
