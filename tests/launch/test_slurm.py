@@ -22,7 +22,8 @@ def run(text, fake, tmp_path, monkeypatch):
     for name, value in {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "96", "SLURM_JOB_ID": "1"}.items():
         monkeypatch.setenv(name, value)
     fake("scontrol", "printf 'n1\\nn2\\nn3\\n'")
-    note = '{ printf \'%s\\0\' "$(basename "$0")" "$@"; printf \'\\n\\0\'; } >> calls'
+    # Locked: head and workers start beside each other, and a call is more than one write.
+    note = '{ flock 9; printf \'%s\\0\' "$(basename "$0")" "$@"; printf \'\\n\\0\'; } 9>> lock >> calls'
     fake("srun", f'{note}; while [ "$1" != bash ]; do shift; done; exec "$@"')
     fake("ray", f"{note}; exec sleep 60")  # --block
     fake("python", f'{note}; sleep 0.5; case "$2" in verl*) env > environment;; esac')
