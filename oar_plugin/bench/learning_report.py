@@ -64,6 +64,11 @@ class Arm:
         values = [x for record in self.records.values() for x in record.series(name) if not math.isnan(x)]
         return statistics.fmean(values) if values else math.nan
 
+    def median(self, name: str) -> float:
+        """The same, the median: for seconds."""
+        values = [x for record in self.records.values() for x in record.series(name) if not math.isnan(x)]
+        return statistics.median(values) if values else math.nan
+
     def held_out(self) -> float:
         """Final accuracy on held-out problems."""
         return statistics.fmean(record.held_out[max(record.held_out)] for record in self.records.values())
@@ -73,10 +78,11 @@ class Arm:
         return np.stack([smooth(record.series("reward")) for record in self.records.values()])
 
     def seconds(self) -> np.ndarray:
-        """Seconds up to the end of each step, mean over seeds, `[steps]`."""
+        """Seconds up to the end of each step, `[steps]`; a step is the median over seeds, so that a run that was held up
+        by something else on the machine does not count."""
         parts = ("sample_seconds", "importance_seconds", "update_seconds")
         each = [np.nansum([record.series(part) for part in parts], axis=0) for record in self.records.values()]
-        return np.asarray(np.cumsum(np.mean(each, axis=0)))
+        return np.asarray(np.cumsum(np.median(each, axis=0)))
 
     def steps_to(self, threshold: float) -> float | None:
         """First step whose smoothed reward reaches `threshold`, median over seeds; None when half of them never do."""
@@ -283,11 +289,11 @@ def test_cells(found: Comparison) -> list[str]:
 def diagnostic_cells(arm: Arm) -> list[str]:
     """A row of the third table: what the credit looked like, and what it cost."""
     values = [arm.mean(name) for name in _DIAGNOSTICS]
-    other = arm.mean("sample_seconds") + arm.mean("update_seconds")
+    other = arm.median("sample_seconds") + arm.median("update_seconds")
     return [
         arm.name,
         *("-" if math.isnan(value) else f"{value:.3g}" for value in values),
-        f"{arm.mean('importance_seconds'):.2f}",
+        f"{arm.median('importance_seconds'):.2f}",
         f"{other:.2f}",
     ]
 
