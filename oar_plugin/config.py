@@ -27,6 +27,7 @@ Importance = Literal["fisher", "oar_g", "oar_p", "hybrid"]
 PERTURBING: tuple[Importance, ...] = ("oar_p", "hybrid")
 HYBRID_BUDGET = 0.3
 
+Gate = Literal["bi_level", "two_level"]
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 
 
@@ -121,7 +122,7 @@ class OarConfig(BaseModel):
         "the_answer_is; or 'regex:<expression>' (group 1 is the answer); or 'python:<module>:<function>'. Empty: the last "
         "token of the response (probe=last only).",
     )
-    gate: Literal["bi_level", "two_level"] = Field(
+    gate: Gate = Field(
         "bi_level",
         description="From importance to weights. bi_level: the paper's, damps below the quantile and boosts above it by how "
         "much. two_level: 1 + beta above, 1 below; for tau near 0.85.",

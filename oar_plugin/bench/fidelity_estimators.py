@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from oar_plugin.bench.fidelity_attention import attention_patching
 from oar_plugin.bench.fidelity_responses import MicroBatch
+from oar_plugin.bench.gradient_pass import gradient_scores
 from oar_plugin.bench.passes import log_prob_and_entropy
+from oar_plugin.config import Importance
 from oar_plugin.credit.noise import gaussian, position_seeds
 from oar_plugin.credit.perturbation import search, units
 from oar_plugin.hosts.masked_copies import MaskedCopies, Replacements
-from oar_plugin.hosts.taps import ModelTaps, unwrapped
+from oar_plugin.hosts.taps import unwrapped
 
 Score: TypeAlias = Callable[[nn.Module, MicroBatch], Tensor]
 """Scores `[B, T]` of a micro-batch; the model is in eval mode, and what was changed on it must be taken back."""
@@ -37,37 +39,9 @@ _COPY_TOKENS = 2048
 # ---- the package's estimators
 
 
-def by_gradient(model: nn.Module, batch: MicroBatch, importance: str, draws: int) -> Tensor:
+def by_gradient(model: nn.Module, batch: MicroBatch, importance: Importance, draws: int) -> Tensor:
     """`fisher` or `oar_g`, as an engine computes them."""
-    scorer = batch.scorer(importance, draws)  # type: ignore[arg-type]
-    total_BT = torch.zeros(batch.token_BT.shape, device=batch.token_BT.device)
-    with ModelTaps(model) as taps:
-
-        def forward(draw: int | None) -> Tensor:
-            noisy = importance == "oar_g" and draw is not None
-            taps.prepare(scorer.local_row_N, scorer.noise(draw) if noisy and draw is not None else None, rows_only=True)
-            model(input_ids=batch.token_BT, use_cache=False)
-            assert taps.answer_logits is not None
-            return taps.answer_logits
-
-        if importance == "oar_g":
-            with torch.no_grad():
-                scorer.remember_clean(forward(None))
-            for draw in range(draws):
-                (gradient,) = torch.autograd.grad(scorer.scalar(forward(draw), draw), _leaf(taps))
-                total_BT += scorer.importance(gradient, _leaf(taps).detach())
-        else:
-            logits_NV = forward(0)
-            for draw in range(draws):
-                more = draw < draws - 1
-                (gradient,) = torch.autograd.grad(scorer.scalar(logits_NV, draw), _leaf(taps), retain_graph=more)
-                total_BT += scorer.importance(gradient, _leaf(taps).detach())
-    return total_BT / draws
-
-
-def _leaf(taps: ModelTaps) -> Tensor:
-    assert taps.embedding is not None
-    return taps.embedding
+    return gradient_scores(model, batch.token_BT, batch.scorer(importance, draws))
 
 
 def by_copies(

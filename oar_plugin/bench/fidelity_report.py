@@ -17,6 +17,7 @@ from oar_plugin.bench.fidelity import Dtype, Judged, Measured, Result
 from oar_plugin.bench.fidelity_estimators import REFERENCE
 from oar_plugin.bench.fidelity_scores import DELETED, Mean, mean_over_groups
 from oar_plugin.bench.fidelity_sources import FAITHFUL
+from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.targets import machine_line
 
 BASELINE = "fisher 1"
@@ -385,12 +386,9 @@ def shown_estimators(summary: Summary, extra: int = 2) -> list[str]:
 
 def draw(path: Path, summary: Summary) -> bool:
     """Overlap against cost, and deletion curves. False where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     figure, (cost, curve) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for goal in GOALS:

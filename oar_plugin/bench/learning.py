@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from oar_plugin.bench.learning_credit import CreditPass, Method, function_of, me
 from oar_plugin.bench.learning_rollout import Rollout, roll_out
 from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, warm_model
-from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.config import Gate, OarConfig
+from oar_plugin.credit.diagnostics import Status, causal_recall, summarize
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 
@@ -34,8 +34,8 @@ FORMAT = 1
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MAX_GRADIENT_NORM = 1.0
 HELD_OUT = 256
-GATES = ("bi_level", "two_level")
-"""The package's own; see `OarConfig.gate`."""
+GATES: tuple[Gate, ...] = get_args(Gate)
+"""The package's own."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,12 @@ def reshaped_weights(
         status_B = status_B.masked_fill(rollout.advantage_B <= 0, Status.NOT_NEEDED)
     advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)
     reshaped = reshape(advantage_BL, importance_BL, rollout.reasoning_BL, status_B, config)
-    weight_BL = reshaped.weight_BL
+    weight_BL, metrics = reshaped.weight_BL, reshaped.metrics
     usable_BL = rollout.reasoning_BL & (reshaped.status_B == Status.SCORED)[:, None]
     gate = gate_of(run.gate)
     if gate is not None:
         weight_BL = gate(importance_BL, usable_BL, run.tau, run.beta, run.floor)
-    metrics = summarize(weight_BL, usable_BL, reshaped.status_B)
+        metrics = summarize(weight_BL, usable_BL, reshaped.status_B)
     entry |= {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
     entry |= describe_weights(weight_BL, importance_BL, usable_BL, rollout.causal_BL)
     return weight_BL
@@ -265,13 +265,10 @@ def describe_weights(
     some_B = causal_BL.any(-1)
     if not some_B.any():
         return {}
-    rank_BL = importance_BL.masked_fill(~usable_BL, -torch.inf).argsort(-1, descending=True).argsort(-1)
-    count_B1 = causal_BL.sum(-1, keepdim=True)
-    recall_B = ((rank_BL < count_B1) & causal_BL).sum(-1) / count_B1[:, 0].clamp_min(1)
     return {
         "weight_causal": weight_BL[causal_BL].mean().item(),
         "weight_other": weight_BL[usable_BL & ~causal_BL].mean().item(),
-        "recall": recall_B[some_B].mean().item(),
+        "recall": causal_recall(importance_BL, usable_BL, causal_BL)[some_B].mean().item(),
     }
 
 

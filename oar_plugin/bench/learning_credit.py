@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from oar_plugin.bench.gradient_pass import gradient_scores
 from oar_plugin.bench.learning_rollout import Rollout
 from oar_plugin.bench.passes import log_prob_and_entropy
 from oar_plugin.bench.reasoning.vocabulary import PAD
@@ -71,19 +72,8 @@ class CreditPass:
             rows * length,
             lambda tensor: tensor,
         )
-        with ModelTaps(self.model) as taps:
-            if importance == "oar_g":
-                with torch.no_grad():
-                    self._forward(taps, scorer.local_row_N)
-                assert taps.answer_logits is not None
-                scorer.remember_clean(taps.answer_logits)
-            self._forward(taps, scorer.local_row_N, scorer.noise(0) if importance == "oar_g" else None)
-            assert taps.answer_logits is not None
-            assert taps.embedding is not None
-            scorer.scalar(taps.answer_logits, 0).backward()
-            self.backwards += 1
-            assert taps.embedding.grad is not None
-            return scorer.importance(taps.embedding.grad, taps.embedding.detach())
+        self.backwards += 1
+        return gradient_scores(self.model, rollout.token_BL, scorer)
 
     def copies(self) -> Tensor:
         """Importance `[B, L]` by OAR-P: every reasoning token in turn replaced by padding."""

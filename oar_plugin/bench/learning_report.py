@@ -16,6 +16,7 @@ from rich.table import Table
 
 from oar_plugin.bench.learning import CREDIT_DEFAULTS, Record, Run
 from oar_plugin.bench.learning_alignment import Alignment
+from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.targets import machine_line
 
 BASELINE = "grpo"
@@ -384,12 +385,9 @@ def to_json(records: Sequence[Record], command: str, machine: dict[str, Any]) ->
 
 def draw(path: Path, records: Sequence[Record]) -> bool:
     """Reward against steps and seconds, each method at its best learning rate; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
 
     tasks = tasks_of(records)
     figure, axes = plt.subplots(

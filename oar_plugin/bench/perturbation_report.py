@@ -28,6 +28,7 @@ from oar_plugin.bench.perturbation import (
     Measured,
     Result,
 )
+from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.scoring import BUDGET, FORWARD_TOKENS, SPAN
 from oar_plugin.bench.targets import Target, machine_line, ratio, target_lines, target_table
 from oar_plugin.config import PerturbationConfig
@@ -187,7 +188,7 @@ def _beside_cells(beside: Beside, length: LengthResult) -> list[str]:
 def markdown(result: Result, plot: str | None = None) -> str:
     """The report as a page; `plot` is the file name of its plot."""
     settings = result.settings
-    lines = [f"{machine_line(result.machine)}", ""]
+    lines = ["# What counterfactual masking costs", "", machine_line(result.machine), ""]
     if plot is not None:
         lines += [f"![seconds a response against its length]({plot})", ""]
     for length in result.lengths:
@@ -241,12 +242,9 @@ def to_json(result: Result) -> str:
 
 def draw(path: Path, result: Result) -> bool:
     """Seconds a response against its length, one line a candidate; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 6), dpi=140, layout="constrained")
     lengths = [length.response_length for length in result.lengths]

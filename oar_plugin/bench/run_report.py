@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.run import Phases, Result, Step, median_interval, median_ratio
 from oar_plugin.bench.run_steps import WARM_UP
 from oar_plugin.bench.targets import machine_line
@@ -247,12 +248,9 @@ def to_json(result: Result) -> str:
 
 def draw(path: Path, result: Result) -> bool:
     """Stacked bars of the phases, and the ratio of each pair; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
 
     settings, rows, ratio = result.settings, phase_rows(result)[:-1], ratios(result)[0]
     figure, (bars, dots) = plt.subplots(2, 1, figsize=(8, 5.6), dpi=140, layout="constrained", height_ratios=(1, 1.15))

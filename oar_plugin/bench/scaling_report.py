@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.scaling import PHASES, Failed, Launch, Measured, Series, Settings
 from oar_plugin.bench.targets import Target, machine_line, target_lines, target_table
 
@@ -389,16 +390,13 @@ def draw(path: Path, result: Result) -> bool:
     series = [(each, found) for each in result.series if len(found := rows(result, each)) > 1]
     if not series:
         return False
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), dpi=130, layout="constrained")
-    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    colours = plt.get_cmap("tab10").colors
     sizes = sorted({row.launch.layout.processes for _, found in series for row in found})
     for number, (each, found) in enumerate(series):
         colour, x = colours[number % 10], [row.launch.layout.processes for row in found]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oar_plugin.cli.arguments import positive
 from oar_plugin.data.sources import SOURCES
 
 if TYPE_CHECKING:
@@ -57,20 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a local copy instead of the hub: a folder with the hub's repository or with train and test files, or a .parquet, "
         ".json or .jsonl file. For several data sets a folder with one for each, by name",
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="the first N rows of each split (default: all)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="the first N rows of each split (default: all)")
     parser.add_argument(
         "--decontaminate",
         action="store_true",
         help="drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; without "
         "it they are only counted. DeepMath's authors did so by meaning, against far more benchmarks (arXiv 2504.11456)",
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

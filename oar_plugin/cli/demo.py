@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from oar_plugin.cli.arguments import positive
+
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="also train with plain GRPO, from the same model and seed"
     )
-    parser.add_argument("--steps", type=_positive, default=DEFAULT_STEPS, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=DEFAULT_STEPS, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling (default: %(default)s)")
     parser.add_argument(
         "--out",
@@ -39,13 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each start makes a folder of its own in here (default: %(default)s)",
     )
     parser.epilog = "Needs two cores, 6.5 GB of free memory and no GPU. Ctrl-C ends it and every process it started."
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

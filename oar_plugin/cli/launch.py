@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oar_plugin.cli.arguments import positive
+
 if TYPE_CHECKING:
     from oar_plugin.launch.job import Job
 
@@ -81,12 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     nodes.add_argument(
         "--gpus-per-node",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="of the machines, if they have more than the recipe takes of one (default: what the recipe says)",
     )
     nodes.add_argument(
-        "--wait", type=_positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)"
+        "--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)"
     )
     ray = parser.add_argument_group("--on ray")
     ray.add_argument("--hosts", metavar="A,B,...", help="as ssh knows them; training runs on the first")
@@ -128,13 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(
         option_defaults={name: parser.get_default(name) for group in _OPTIONS_OF.values() for name in group}
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

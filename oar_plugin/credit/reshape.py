@@ -35,9 +35,8 @@ def gate(
     outside_BL = ~reasoning_BL
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     last_B1 = (count_B1 - 1).clamp_min(0)
-    rank_B1 = tau * last_B1.double()
-    lower_B1 = rank_B1.floor().long()
-    place_B4 = torch.cat([torch.zeros_like(last_B1), lower_B1, torch.minimum(lower_B1 + 1, last_B1), last_B1], -1)
+    place_B2, share_B1 = _quantile_places(count_B1, tau)
+    place_B4 = torch.cat([torch.zeros_like(last_B1), place_B2, last_B1], -1)
     # Sorted as they come: the logarithm keeps their order, and four of them are all that is needed.
     picked_B4 = sorted_rows(importance_BL.masked_fill(outside_BL, torch.inf)).gather(-1, place_B4).double().log1p()
     low_B1, high_B1 = picked_B4[:, :1], picked_B4[:, 3:]
@@ -45,7 +44,7 @@ def gate(
     low_B1 = low_B1.masked_fill(flat_B1, 0.0)
     span_B1 = torch.where(flat_B1, torch.inf, high_B1 - low_B1)
     below_B1, above_B1 = ((picked_B4[:, 1:3] - low_B1) / span_B1).chunk(2, -1)
-    quantile_B1 = torch.lerp(below_B1, above_B1, rank_B1 - lower_B1)
+    quantile_B1 = torch.lerp(below_B1, above_B1, share_B1)
 
     # float64: q and 1 - q are differences of scores that agree to many digits when a response is nearly flat.
     score_BL = importance_BL.masked_fill(outside_BL, 0.0).double().log1p_().sub_(low_B1).div_(span_B1)
@@ -75,12 +74,10 @@ def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, bet
         float32 `[B, L]`, as `gate` returns it.
     """
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
-    rank_B1 = tau * (count_B1 - 1).clamp_min(0).double()
-    lower_B1 = rank_B1.floor().long()
-    upper_B1 = torch.minimum(lower_B1 + 1, (count_B1 - 1).clamp_min(0))
+    place_B2, share_B1 = _quantile_places(count_B1, tau)
     ranked_BL = sorted_rows(importance_BL.double().masked_fill(~reasoning_BL, torch.inf))
-    low_B1, high_B1 = ranked_BL.gather(-1, lower_B1), ranked_BL.gather(-1, upper_B1)
-    quantile_B1 = torch.lerp(low_B1, high_B1, rank_B1 - lower_B1)
+    below_B1, above_B1 = ranked_BL.gather(-1, place_B2).chunk(2, -1)
+    quantile_B1 = torch.lerp(below_B1, above_B1, share_B1)
     above_BL = (importance_BL.double() >= quantile_B1) & reasoning_BL
     weight_BL = 1 + beta * above_BL.double()
     mass_B1 = (count_B1 + beta * above_BL.sum(-1, keepdim=True)).clamp_min(1)
@@ -108,6 +105,14 @@ def bounded(weight_BL: Tensor, reasoning_BL: Tensor, max_weight: float) -> Tenso
     fits_BL = stretch_BL * ranked_BL <= max_weight * (1 + 1e-12)
     stretch_B1 = stretch_BL.gather(-1, fits_BL.int().argmax(-1, keepdim=True)).clamp_min(1.0)
     return torch.where(reasoning_BL, (weight_BL * stretch_B1).clamp_max(max_weight), weight_BL).float()
+
+
+def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """Between which two of `count` ascending values their tau-quantile lies, int64 `[B, 2]`, and how far, `[B, 1]`."""
+    last_B1 = (count_B1 - 1).clamp_min(0)
+    rank_B1 = tau * last_B1.double()
+    lower_B1 = rank_B1.floor().long()
+    return torch.cat([lower_B1, torch.minimum(lower_B1 + 1, last_B1)], -1), rank_B1 - lower_B1
 
 
 def sorted_rows(values_BL: Tensor) -> Tensor:

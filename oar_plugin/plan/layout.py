@@ -490,9 +490,7 @@ def _faults(config: DictConfig, setup: Setup) -> Iterator[str]:
 def _fsdp_faults(config: DictConfig, setup: Setup) -> Iterator[str]:
     shape, layout = setup.shape, setup.layout
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
-    allowed = [
-        n for n in _divisors(math.gcd(shape.heads, layout.gpus)) if shape.kv_heads % n == 0 or n % shape.kv_heads == 0
-    ]
+    allowed = _head_splits(shape, layout.gpus)
     if layout.ulysses not in allowed:
         yield (
             f"{key}={layout.ulysses}: must divide the {layout.gpus} GPUs and the {shape.heads} heads of {shape.name}, and "
@@ -543,9 +541,7 @@ def _megatron_faults(setup: Setup) -> Iterator[str]:
 
 def _rollout_faults(setup: Setup) -> Iterator[str]:
     shape, work, rollout = setup.shape, setup.workload, setup.rollout
-    allowed = [
-        n for n in _divisors(math.gcd(shape.heads, rollout.gpus)) if shape.kv_heads % n == 0 or n % shape.kv_heads == 0
-    ]
+    allowed = _head_splits(shape, rollout.gpus)
     if rollout.tp not in allowed:
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size={rollout.tp}: must divide the {rollout.gpus} GPUs and the {shape.heads} "
@@ -564,6 +560,11 @@ def _rollout_faults(setup: Setup) -> Iterator[str]:
         )
     if not 0 < rollout.memory_share < 1:
         yield f"{ROLLOUT}.gpu_memory_utilization={rollout.memory_share}: must be between 0 and 1"
+
+
+def _head_splits(shape: ModelShape, gpus: int) -> list[int]:
+    """Over how many of `gpus` the attention heads can be split, key-value heads shared out or repeated."""
+    return [n for n in _divisors(math.gcd(shape.heads, gpus)) if shape.kv_heads % n == 0 or n % shape.kv_heads == 0]
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,6 +91,55 @@ def write_report(
         (folder / f"{stem}.{ending}").write_text(text)
     written = [*(f"{stem}.{ending}" for ending in texts), *([plot] if plot else [])]
     console.print(f"written: {', '.join(str(folder / name) for name in written)}", markup=False)
+
+
+def measure_and_report(
+    command: str,
+    settings: Any,
+    total: Callable[[Any], int],
+    measure: Callable[[Any, Callable[[str], None]], Any],
+    report: ModuleType,
+    stem: Callable[[Any], str],
+    out: Path | None,
+) -> int:
+    """Check, measure behind a progress bar, print, and write the report if asked for.
+
+    Args:
+        command: of `oar bench`, for messages.
+        settings: with a `check`.
+        total: pieces of work that `measure` will announce.
+        measure: the measurement.
+        report: module with `tables`, `notes`, `markdown`, `to_json` and `draw` of a result.
+        stem: of the files' names, from the result.
+        out: folder of the report; None for none.
+
+    Returns:
+        0, 1 when the measurement fails, 2 for settings that cannot work.
+    """
+    from rich.console import Console
+
+    console = Console()
+    try:
+        settings.check()
+        with progress_bar(console, total(settings)) as progress:
+            result = measure(settings, progress)
+    except ValueError as error:
+        return complain(command, error, 2)
+    except RuntimeError as error:
+        return complain(command, error, 1)
+    for table in report.tables(result):
+        console.print(table)
+    print_notes(console, report.notes(result))
+    if out is not None:
+        write_report(
+            console,
+            out,
+            stem(result),
+            lambda plot: report.markdown(result, plot),
+            {"json": report.to_json(result) + "\n"},
+            lambda file: report.draw(file, result),
+        )
+    return 0
 
 
 def print_notes(console: Console, notes: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from oar_plugin.cli.bench.common import SIZES, add_model, complain, fields, print_notes, progress_bar, write_report
+from oar_plugin.cli.bench.common import SIZES, add_model, fields, measure_and_report
 
 _HELP = """\
 Measure what counterfactual masking costs (OAR-P: replace each reasoning token in turn, and see how far the answer moves),
@@ -101,34 +101,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `oar bench perturbation`: see `oar_plugin.cli.bench.run`."""
-    from rich.console import Console
+    from oar_plugin.bench import perturbation_report
+    from oar_plugin.bench.perturbation import Result, Settings, measure, steps
 
-    from oar_plugin.bench import perturbation_report as report
-    from oar_plugin.bench.perturbation import Settings, measure, steps
+    def stem(result: Result) -> str:
+        return f"perturbation_{result.machine['device']}_{settings.size}"
 
     settings = Settings(**{**fields(args, Settings), "response_length": tuple(args.response_length)})
-    console = Console()
-    try:
-        settings.check()
-        with progress_bar(console, steps(settings)) as progress:
-            result = measure(settings, progress)
-    except ValueError as error:
-        return complain("perturbation", error, 2)
-    except RuntimeError as error:
-        return complain("perturbation", error, 1)
-    for table in report.tables(result):
-        console.print(table)
-    print_notes(console, report.notes(result))
-    if args.out is not None:
-        write_report(
-            console,
-            args.out,
-            f"perturbation_{result.machine['device']}_{settings.size}",
-            lambda plot: "# What counterfactual masking costs\n\n" + report.markdown(result, plot),
-            {"json": report.to_json(result) + "\n"},
-            lambda file: report.draw(file, result),
-        )
-    return 0
+    return measure_and_report("perturbation", settings, steps, measure, perturbation_report, stem, args.out)
 
 
 def _count_or_auto(text: str) -> int | str:

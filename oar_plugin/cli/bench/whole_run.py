@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from oar_plugin.cli.bench.common import complain, fields, print_notes, progress_bar, write_report
+from oar_plugin.cli.bench.common import fields, measure_and_report
 
 _HELP = """\
 Measure what OAR costs a whole training step: real verl, Ray and vLLM on the CPU, with GRPO's steps and OAR's in turn within
@@ -89,31 +89,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `oar bench run`: see `oar_plugin.cli.bench.run`."""
-    from rich.console import Console
-
-    from oar_plugin.bench import run_report as report
+    from oar_plugin.bench import run_report
     from oar_plugin.bench.run import Settings, measure, steps_in_all
 
     settings = Settings(**fields(args, Settings))
-    console = Console()
-    try:
-        settings.check()
-        with progress_bar(console, steps_in_all(settings)) as progress:
-            result = measure(settings, progress)
-    except ValueError as error:
-        return complain("run", error, 2)
-    except RuntimeError as error:
-        return complain("run", error, 1)
-    for table in report.tables(result):
-        console.print(table)
-    print_notes(console, report.notes(result))
-    if args.out is not None:
-        write_report(
-            console,
-            args.out,
-            "run_cpu",
-            lambda plot: report.markdown(result, plot),
-            {"json": report.to_json(result) + "\n"},
-            lambda file: report.draw(file, result),
-        )
-    return 0
+    return measure_and_report("run", settings, steps_in_all, measure, run_report, lambda result: "run_cpu", args.out)

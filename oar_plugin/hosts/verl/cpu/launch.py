@@ -4,28 +4,14 @@ The settings themselves, each with its reason, are in ``conf/cpu/*.yaml``. Nothi
 algorithm; overrides on the command line win.
 """
 
-from typing import Literal
 
-
-def cpu_overrides(workers: int = 1, rollout_parallel: int = 1, engine: Literal["dp", "megatron"] = "dp") -> list[str]:
-    """Hydra overrides for ``python -m verl.trainer.main_ppo`` on a CPU: one of the groups ``conf/cpu/*.yaml``, and sizes.
+def cpu_overrides(workers: int = 1) -> list[str]:
+    """Hydra overrides for ``python -m verl.trainer.main_ppo`` on a CPU with an FSDP actor: the group ``conf/cpu/dp.yaml``.
 
     Args:
         workers: how many workers of the actor, that is pretended GPUs, to run.
-        rollout_parallel: over how many processes vLLM splits the model.
-        engine: which engine trains, as in verl's ``model_engine``.
     """
-    sizes = {
-        "trainer.n_gpus_per_node": workers,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": rollout_parallel,
-    }
-    several = ["actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=mp"]
-    return [
-        *(["model_engine=megatron"] if engine == "megatron" else []),
-        f"+cpu={engine}",
-        *(f"{key}={value}" for key, value in sizes.items() if value != 1),
-        *(several if rollout_parallel > 1 else []),
-    ]
+    return ["+cpu=dp", *([f"trainer.n_gpus_per_node={workers}"] if workers != 1 else [])]
 
 
 def cpu_environment() -> dict[str, str]:
