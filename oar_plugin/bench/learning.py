@@ -52,6 +52,7 @@ class Run:
         copies: responses to each.
         warm_start: seed of the model that is trained on.
         probe: see `OarConfig`.
+        warmup_steps: see `OarConfig`.
         tau: see `OarConfig`.
         beta: see `OarConfig`.
         floor: see `OarConfig`.
@@ -69,6 +70,7 @@ class Run:
     copies: int = 8
     warm_start: int = 0
     probe: Probe = "answer_mean"
+    warmup_steps: int = 0
     tau: float = 0.4
     beta: float = 2.0
     floor: float = 0.1
@@ -231,11 +233,11 @@ def reshaped_weights(
     run: Run, model: LlamaForCausalLM, rollout: Rollout, method: Method, step: int, entry: dict[str, float]
 ) -> Tensor:
     """Weights `[B, L]`; what they look like goes into `entry`."""
-    settings: dict[str, Any] = {name: getattr(run, name) for name in ("probe", "tau", "beta", "floor")}
+    settings: dict[str, Any] = {name: getattr(run, name) for name in ("probe", "warmup_steps", "tau", "beta", "floor")}
     if run.gate in GATES:
         settings["gate"] = run.gate
     config = OarConfig.parse({**settings, "answer_patterns": ("hash",)})
-    importance_BL = method(CreditPass(model, rollout, run.probe, run.seed * 100_000 + step))
+    importance_BL = method(CreditPass(model, rollout, config.probe_at(step + 1), run.seed * 100_000 + step))
     status_B = rollout.status_B
     if run.positive_only:
         status_B = status_B.masked_fill(rollout.advantage_B <= 0, Status.NOT_NEEDED)
@@ -321,6 +323,6 @@ def grid(
     return runs
 
 
-CREDIT_SETTINGS = ("probe", "tau", "beta", "floor", "gate", "positive_only")
+CREDIT_SETTINGS = ("probe", "warmup_steps", "tau", "beta", "floor", "gate", "positive_only")
 CREDIT_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Run) if f.name in CREDIT_SETTINGS}
 """Plain GRPO has no credit to set, and is the same baseline whatever the others are set to."""

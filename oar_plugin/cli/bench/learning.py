@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from oar_plugin.bench.learning import Run
 
-TASKS = ("parallel", "parallel_long", "chain", "lookup", "tracking")
+TASKS = ("parallel", "parallel_long", "parallel_terse", "parallel_wordy", "chain", "lookup", "tracking")
 METHODS = ("grpo", "uniform", "random", "oracle", "entropy", "fisher", "onward", "oar_g", "oar_p")
 # One warm model a task and warm start, about two minutes each, then a minute a run.
 _HELP = """\
@@ -30,7 +30,8 @@ report covers all runs that were asked for; compare methods at their own best le
 
 With --alignment nothing is trained: it says in a minute how much of a step towards the policy gradient each method makes.
 
-tasks:    parallel (the answer lists all results), parallel_long (twice as many), chain (each result needs the last one),
+tasks:    parallel (the answer lists all results), parallel_long (twice as many), parallel_terse and parallel_wordy (hardly
+          any filler, twice as much), chain (each result needs the last one),
           lookup (hops through a table, among distractors), tracking (the state after each swap)
 methods:  grpo; uniform, random, entropy and oracle (the causal tokens are known) as controls; fisher, onward (for chains),
           oar_g, oar_p; or module:function, which gets an oar_plugin.bench.learning_credit.CreditPass and returns
@@ -74,6 +75,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     gate = command.add_argument_group("credit")
     gate.add_argument(
         "--probe", default="answer_mean", choices=("last", "answer_mean", "answer_joint"), help="default: %(default)s"
+    )
+    gate.add_argument(
+        "--warmup-steps",
+        type=int,
+        default=0,
+        help="steps with the probe 'last' before --probe takes over (default: %(default)s)",
     )
     gate.add_argument("--tau", type=float, default=0.4, help="quantile of the gate (default: %(default)s)")
     gate.add_argument("--beta", type=float, default=2.0, help="boost above it (default: %(default)s)")
