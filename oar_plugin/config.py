@@ -23,7 +23,7 @@ from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
 
-Importance = Literal["fisher", "oar_g", "oar_p", "hybrid"]
+Importance = Literal["fisher", "oar_g", "onward", "oar_p", "hybrid"]
 PERTURBING: tuple[Importance, ...] = ("oar_p", "hybrid")
 HYBRID_BUDGET = 0.3
 

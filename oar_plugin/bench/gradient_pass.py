@@ -22,7 +22,7 @@ def gradient_scores(model: nn.Module, token_BT: Tensor, scorer: MicroBatchScorer
     with ModelTaps(model) as taps:
 
         def forward(draw: int | None) -> Tensor:
-            taps.prepare(scorer.local_row_N, scorer.noise(draw) if noisy and draw is not None else None, rows_only=True)
+            taps.prepare(*scorer.tap(draw), rows_only=True)
             model(input_ids=token_BT, use_cache=False)
             assert taps.answer_logits is not None
             return taps.answer_logits

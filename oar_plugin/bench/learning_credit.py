@@ -22,7 +22,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gradient import fisher_importance
 from oar_plugin.credit.noise import position_seeds, response_seeds, signs
-from oar_plugin.credit.onward import TEMPERATURE, onward_coefficients, onward_importance, onward_weights
+from oar_plugin.credit.onward import TEMPERATURE, onward_coefficients, onward_importance, row_weights
 from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.hosts.masked_copies import Candidate, MaskedCopies, Replacements
@@ -167,8 +167,7 @@ def _onward(credit: CreditPass) -> Tensor:
     rollout = credit.rollout
     with credit:
         answer_BL = credit.fisher_norm(rollout.answer_BL.float(), TEMPERATURE)
-        weight_BL = onward_weights(rollout.reasoning_BL, credit.entropy_BL)
-        onward_BL = credit.fisher_norm(weight_BL, TEMPERATURE)
+        onward_BL = credit.fisher_norm(row_weights(credit.entropy_BL) * rollout.reasoning_BL, TEMPERATURE)
         return onward_importance(answer_BL, onward_BL, credit.entropy_BL, rollout.reasoning_BL)
 
 

@@ -6,6 +6,7 @@ the memory be measured without the whole batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
 from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.request import Request
+from oar_plugin.hosts.request import Part, Request
 from oar_plugin.hosts.taps import ModelTaps
 
 CHUNK = 256  # rows of logits at a time, as verl's entropy_from_logits_with_chunking
@@ -145,9 +146,8 @@ class Passes:
             lambda tensor: tensor,
         )
 
-        def forward(draw: int | None, rows_only: bool) -> None:
-            noisy = request.importance == "oar_g" and draw is not None
-            taps.prepare(scorer.local_row_N, scorer.noise(draw) if noisy and draw is not None else None, rows_only)
+        def forward(draw: int | None, rows_only: bool, part: Part = "answer") -> None:
+            taps.prepare(*scorer.tap(draw, part), rows_only=rows_only)
             # The full logits go out of scope here, before the backward.
             logits = self._forward(token_BL).logits
             if not rows_only:
@@ -158,17 +158,19 @@ class Passes:
                 forward(None, importance_only)
             assert taps.answer_logits is not None
             scorer.remember_clean(taps.answer_logits)
-        total_T = torch.zeros(rows * length, device=token_BL.device)
-        for draw in range(request.num_draws):
-            forward(draw, importance_only or request.importance == "oar_g" or draw > 0)
-            assert taps.answer_logits is not None
-            scorer.scalar(taps.answer_logits, draw).backward()
+        mean_T = {part: torch.zeros(rows * length, device=token_BL.device) for part in request.parts}
+        for draw, part in itertools.product(range(request.num_draws), request.parts):
+            forward(draw, importance_only or request.importance == "oar_g" or draw > 0 or part == "onward", part)
+            scalar = taps.weighted_sum
+            if scalar is None:
+                assert taps.answer_logits is not None
+                scalar = scorer.scalar(taps.answer_logits, draw)
+            scalar.backward()
             embedding = taps.embedding
             assert embedding is not None
             assert embedding.grad is not None
-            total_T += scorer.importance(embedding.grad, embedding.detach()).flatten()
-        reasoning_T = segments_BL.flatten() == Segment.REASONING
-        scores.importance.append(torch.where(reasoning_T, total_T / request.num_draws, 0.0).view_as(token_BL))
+            mean_T[part] += scorer.importance(embedding.grad, embedding.detach()).flatten() / request.num_draws
+        scores.importance.append(scorer.combined(mean_T).view_as(token_BL))
 
     # ---- (d) the published procedure
 

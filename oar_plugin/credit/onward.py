@@ -45,14 +45,13 @@ NOISE = 2.0
 """Nats: a token of this entropy counts a third of what it would without the discount for noise."""
 
 
-def onward_weights(reasoning_BL: Tensor, entropy_BL: Tensor) -> Tensor:
-    """Weight of the row that predicts each reasoning token, float32 `[B, L]`; 0 elsewhere.
+def row_weights(entropy: Tensor) -> Tensor:
+    """Weight of the rows that predict reasoning tokens, float32 of the shape of `entropy`.
 
     Args:
-        reasoning_BL: bool, reasoning tokens.
-        entropy_BL: in nats, of the distribution that each token was drawn from.
+        entropy: in nats, of the distribution that each token was drawn from.
     """
-    return torch.exp(-2 * entropy_BL.float()) * reasoning_BL
+    return torch.exp(-2 * entropy.float())
 
 
 def onward_coefficients(
@@ -66,7 +65,7 @@ def onward_coefficients(
 
     Args:
         logits_NV: rows, without a graph.
-        weight_N: of each row, not negative: 1 for the answer's, `onward_weights` for those of the reasoning.
+        weight_N: of each row, not negative: 1 for the answer's, `row_weights` for those of the reasoning.
         sign_NV: +1 and -1, independent between rows.
         temperature: of the distributions whose Fisher information is taken; 1 for the policy's own.
         vocabulary: the columns that this process holds.
@@ -79,7 +78,7 @@ def onward_importance(answer_BL: Tensor, onward_BL: Tensor, entropy_BL: Tensor, 
 
     Args:
         answer_BL: `[B, L]`, not negative: squared gradient norms of the scalar over the answer's rows.
-        onward_BL: the same over the rows that predict reasoning tokens, weighted with `onward_weights`.
+        onward_BL: the same over the rows that predict reasoning tokens, weighted with `row_weights`.
         entropy_BL: in nats, of the distribution that each token was drawn from.
         reasoning_BL: bool, the tokens that are scored.
 

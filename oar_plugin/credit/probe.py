@@ -50,8 +50,8 @@ class AnswerRows:
     def __len__(self) -> int:
         return self.position_N.shape[0]
 
-    def select(self, keep_N: Tensor) -> AnswerRows:
-        """The rows where `keep_N` (bool) is true; shares stay as they are."""
+    def select(self, keep_N: Tensor | slice) -> AnswerRows:
+        """The rows where `keep_N` (bool, or a slice) has them; shares stay as they are."""
         return AnswerRows(
             self.position_N[keep_N],
             self.response_N[keep_N],

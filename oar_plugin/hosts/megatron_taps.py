@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from oar_plugin.hosts.onward import weighted_logits
 from oar_plugin.hosts.taps import Traces, UnsupportedModelError
 
 # What a schedule calls when a backward begins and ends: each would scale the loss, or start a reduction of gradients.
@@ -114,14 +115,21 @@ class Tap:
         receive: called with the gradient and the embedding, `[s, b, H]`, in the backward of the first stage. None: no
             gradient is wanted and the embeddings stay as they are.
         noise: given the embeddings, what to add to them after the leaf, of the same shape; None for nothing.
-        answer_logits: set by the forward of the last stage: `[N, V / TP]`.
+        coefficients: see `weighted_logits`; None: keep the rows' logits.
+        columns: of the vocabulary projection on this rank; what is left out beyond them is padding of the weight: outcomes
+            that do not exist. None: all.
+        answer_logits: set by the forward of the last stage: `[N, columns]`.
+        weighted_sum: set in its place where there are `coefficients`.
     """
 
     row_position_N: Tensor
     rows_only: bool
     receive: Callable[[Tensor, Tensor], None] | None = None
     noise: Callable[[Tensor], Tensor] | None = None
+    coefficients: Callable[[Tensor, int], Tensor] | None = None
+    columns: int | None = None
     answer_logits: Tensor | None = None
+    weighted_sum: Tensor | None = None
 
 
 class MegatronTaps:
@@ -196,8 +204,16 @@ class MegatronTaps:
             return None
         hidden: Tensor = args[0]
         weight = kwargs.get("weight")  # the embedding's, where the two are tied
+        weight_VH = (module.weight if weight is None else weight)[: self.tap.columns]
         rows_NH = self._rows(hidden.flatten(0, 1), self.tap.row_position_N, module.sequence_parallel)
-        self.tap.answer_logits = nn.functional.linear(rows_NH, module.weight if weight is None else weight)
+
+        def project(rows_NH: Tensor) -> Tensor:
+            return nn.functional.linear(rows_NH, weight_VH)
+
+        if self.tap.coefficients is None:
+            self.tap.answer_logits = project(rows_NH)
+        else:
+            self.tap.weighted_sum = weighted_logits(project, rows_NH, self.tap.coefficients)
         # Something has to be projected: with rows_only one position stands in, and nobody reads its logits.
         return ((hidden[:1] if self.tap.rows_only else hidden).detach(), *args[1:]), kwargs
 

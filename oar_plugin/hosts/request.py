@@ -18,6 +18,9 @@ from typing import Any, Literal
 from oar_plugin.config import Importance, OarConfig
 from oar_plugin.credit.probe import Probe
 
+Part = Literal["answer", "onward"]
+"""What a backward starts from: the answer's rows, or those of the reasoning (`importance=onward`)."""
+
 REQUEST = "oar_request"
 NEEDED = "oar_needed"  # field: int64 [1] a row, 1 when the response's advantage is not zero
 IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_report"
@@ -95,6 +98,11 @@ class Request:
             importance_only=importance_only,
             perturbation=Perturbation.from_config(config, replacement_token),
         )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The backwards of one draw."""
+        return ("answer", "onward") if self.importance == "onward" else ("answer",)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only: it is copied and pickled on its way."""

@@ -4,7 +4,8 @@ Inside `ModelTaps` a forward
 * makes the input embeddings the only leaf of the graph (every parameter is frozen, so backward computes no weight
   gradient and touches no `.grad`);
 * gives the vocabulary projection *detached* hidden states, so the `[T, V]` logits carry no graph;
-* projects the answer's rows a second time, with a graph: `[N, V]`, N = a handful of rows a response.
+* projects the answer's rows a second time, with a graph: `[N, V]`, N = a handful of rows a response; or, for many rows, a
+  weighted sum of their logits, chunk by chunk (`oar_plugin.hosts.onward`).
 
 Works on plain modules and on modules wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and
 autocast. The answer's logits ride on the model's own output, so that FSDP sees a differentiable output and gathers the
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from oar_plugin.hosts.onward import weighted_logits
 
 # Models that change the logits after the vocabulary projection; the second projection would miss that.
 # (Gemma 2/3, Granite, Cohere.) A value of None, 0 or 1 means that the model does not use it.
@@ -126,9 +129,11 @@ class ModelTaps:
         self.checkpoint_activations = checkpoint_activations
         self.embedding: Tensor | None = None
         self.answer_logits: Tensor | None = None
+        self.weighted_sum: Tensor | None = None
         self._rows: Tensor | None = None
         self._noise: Callable[[Tensor], Tensor] | None = None
         self._rows_only = False
+        self._coefficients: Callable[[Tensor, int], Tensor] | None = None
         self._hidden: Tensor | None = None
         self._traces = Traces()
 
@@ -136,6 +141,7 @@ class ModelTaps:
         self,
         row_position_N: Tensor,
         noise: Callable[[Tensor], Tensor] | None = None,
+        coefficients: Callable[[Tensor, int], Tensor] | None = None,
         rows_only: bool = False,
     ) -> None:
         """Set what the next forward is to be tapped for.
@@ -144,10 +150,12 @@ class ModelTaps:
             row_position_N: int64 `[N]`, rows of the flattened `[batch * sequence, H]` hidden states to project with a
                 graph; may be empty.
             noise: given the embeddings, returns what to add to them after the leaf, of the same shape; None for nothing.
+            coefficients: see `weighted_logits`. With them the rows' logits are not kept: `weighted_sum` is set in place of
+                `answer_logits`, and the model's own logits mean nothing.
             rows_only: project nothing but these rows; the model then returns logits `[1, N, V]`.
         """
-        self._rows, self._noise, self._rows_only = row_position_N, noise, rows_only
-        self.embedding = self.answer_logits = self._hidden = None
+        self._rows, self._noise, self._rows_only, self._coefficients = row_position_N, noise, rows_only, coefficients
+        self.embedding = self.answer_logits = self.weighted_sum = self._hidden = None
 
     def __enter__(self) -> ModelTaps:
         if any(p.grad is not None for p in self.module.parameters()):
@@ -174,7 +182,8 @@ class ModelTaps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._traces.undo()
-        self.embedding = self.answer_logits = self._hidden = self._rows = self._noise = None
+        self.embedding = self.answer_logits = self.weighted_sum = self._hidden = None
+        self._rows = self._noise = self._coefficients = None
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         if self._rows is None or self.embedding is not None:
@@ -187,6 +196,9 @@ class ModelTaps:
     def _detach_hidden(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if self._rows is None:
             return None
+        if self._coefficients is not None:
+            self._hidden = args[0]
+            return (args[0].flatten(0, -2)[:1][None].detach(), *args[1:])  # something has to be projected
         if self._rows_only:
             return (args[0].flatten(0, -2)[self._rows][None], *args[1:])
         self._hidden = args[0]
@@ -198,18 +210,25 @@ class ModelTaps:
         rows_NH = self._hidden.flatten(0, -2)[self._rows]
         self._hidden = None
         # .forward, not the call: the hooks on the module are for the full projection.
+        if self._coefficients is not None:
+            return output, weighted_logits(module.forward, rows_NH, self._coefficients)
         return output, module.forward(rows_NH)
 
     def _take_rows(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
         if self._rows is None:
             return None
+        logits: Tensor
+        if self._coefficients is not None:
+            logits, self.weighted_sum = output
+            return logits
         if self._rows_only:
             self.answer_logits = output[0]
             return None
-        logits: Tensor
         logits, self.answer_logits = output
         return logits
 
     def _attach_rows(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.answer_logits is not None and not self._rows_only:
+        if self.weighted_sum is not None:
+            output.hidden_states = (self.weighted_sum,)
+        elif self.answer_logits is not None and not self._rows_only:
             output.hidden_states = (self.answer_logits,)

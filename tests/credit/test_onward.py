@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oar_plugin.credit.gradient import fisher_coefficients
-from oar_plugin.credit.onward import NOISE, SURE, onward_coefficients, onward_importance, onward_weights
+from oar_plugin.credit.onward import NOISE, SURE, onward_coefficients, onward_importance, row_weights
 
 KEEP = torch.tensor([[False, True, True, True, False]])
 values = st.lists(st.floats(0, 1e6, width=32), min_size=5, max_size=5).map(lambda v: torch.tensor([v]))
@@ -53,8 +53,9 @@ def test_response_without_reasoning_or_influence_is_zero_not_nan():
 
 
 def test_rows_of_filler_hardly_count():
-    weight_BL = onward_weights(KEEP, torch.tensor([[0.0, 0.0, 3.0, 0.5, 0.0]]))
-    torch.testing.assert_close(weight_BL, torch.tensor([[0.0, 1.0, math.exp(-6), math.exp(-1), 0.0]]))
+    torch.testing.assert_close(
+        row_weights(torch.tensor([0.0, 3.0, 0.5])), torch.tensor([1.0, math.exp(-6), math.exp(-1)])
+    )
 
 
 def test_flattening_gives_a_sure_prediction_a_voice():

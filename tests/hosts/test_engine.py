@@ -20,6 +20,8 @@ pytest.importorskip("verl")
 
 SINGLE = ["packed", "dynamic", "importance_only", "padded", "checkpointing", "offload", "fsdp1"]
 DOUBLE = ["fsdp2", "fsdp2_checkpointing", "fsdp2_padded", "ulysses"]
+ONWARD = ["onward", "onward_dynamic", "onward_only", "onward_padded", "onward_checkpointing", "onward_lora", "onward_fsdp1"]
+ONWARD_DOUBLE = ["fsdp2_onward", "fsdp1_onward", "ulysses_onward"]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,31 @@ def test_oar_g_equals_plain_autograd(single, double, folder, probe):
             assert worst(result, want) < tolerance
 
 
+@pytest.mark.parametrize("case", ONWARD)
+def test_onward_in_one_process_equals_plain_autograd(single, folder, case):
+    """The chunked sum over the reasoning's rows against one over all logits; the cube root triples what float32 rounds."""
+    assert worst(single[case], world.reference(folder, importance="onward")) < 1e-5
+
+
+def test_onward_reads_only_the_first_row_of_the_answer_with_the_probe_last(single, folder):
+    want = world.reference(folder, importance="onward", probe="last")
+    assert worst(single["onward_last"], want) < 1e-5
+    assert worst(single["onward"], want) > 1e-3, "this case cannot tell"
+
+
+@pytest.mark.parametrize("case", ONWARD_DOUBLE)
+def test_onward_in_two_processes_equals_plain_autograd(double, folder, case):
+    want = world.reference(folder, importance="onward")
+    for result in double[case]:
+        assert worst(result, want) < 1e-5
+
+
+def test_onward_is_close_in_bf16_and_averages_its_draws(single, folder):
+    want = world.reference(folder, importance="onward")
+    assert 1e-5 < worst(single["onward_bf16"], want) < 0.2
+    assert 1e-3 < worst(single["onward_draws"], want) < 1.0
+
+
 def test_lora_before_training_equals_the_base_model(single, fisher):
     """A fresh adapter changes nothing, so neither may the importance."""
     assert worst(single["lora"], fisher) < 1e-5
@@ -132,7 +159,8 @@ def test_status_and_segments(single):
 
 def test_no_trace_is_left(single, double):
     """Weights, requires_grad, gradients, train mode, hooks, optimizer, scaler, three random states."""
-    cases = [single[c] for c in [*SINGLE, "lora", "bf16", "oar_g_answer_mean"]] + [r for c in DOUBLE for r in double[c]]
+    cases = [single[c] for c in [*SINGLE, *ONWARD, "lora", "bf16", "oar_g_answer_mean"]]
+    cases += [result for case in [*DOUBLE, *ONWARD_DOUBLE] for result in double[case]]
     for case in cases:
         assert case["traces"] == []
 

@@ -29,6 +29,7 @@ FISHER = [
 ]  # fmt: skip
 JOINT = ["tp2_joint", "pp2_vpp2_joint"]
 OAR_G = ["pp2_oar_g", "pp2_vpp2_oar_g"]
+ONWARD = ["tp2_onward", "tp2_sp_onward", "tp2_sp_onward_only", "pp2_onward", "pp2_vpp2_onward", "cp2_onward"]
 TIED = ["tp2_sp_tied", "pp2_tied"]
 TOLERANCE = 1e-5
 
@@ -103,11 +104,20 @@ def test_oar_g_through_a_pipeline(double, folder, case):
         assert worst(result, want) < 5e-3
 
 
+@pytest.mark.parametrize("case", ONWARD)
+def test_onward_equals_plain_autograd(double, folder, case):
+    want = reference(folder, importance="onward")
+    for result in double[case]:
+        assert worst(result, want) < TOLERANCE
+
+
 @pytest.mark.parametrize("case", TIED)
 def test_tied_embeddings(double, folder, case):
     want = reference(folder / "tied")
     for result in double[case]:
         assert worst(result, want) < TOLERANCE
+    for result in double["pp2_tied_onward"]:
+        assert worst(result, reference(folder / "tied", importance="onward")) < TOLERANCE
 
 
 def test_padding_of_the_vocabulary_is_no_outcome(double, folder):
@@ -115,13 +125,15 @@ def test_padding_of_the_vocabulary_is_no_outcome(double, folder):
     for result in double["tp2_vocabulary"]:
         assert worst(result, want) < TOLERANCE
     assert worst(double["tp2"][0], want) > 1e-2, "this reference cannot tell"
+    for result in double["tp2_vocabulary_onward"]:
+        assert worst(result, reference(folder, importance="onward", columns=200)) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["fisher", "dynamic", "joint", "oar_g"])
+@pytest.mark.parametrize("case", ["fisher", "dynamic", "joint", "oar_g", "onward"])
 def test_tensor_pipeline_and_context_parallelism_at_once(eight, folder, case):
     want = reference(
         folder,
-        importance="oar_g" if case == "oar_g" else "fisher",
+        importance=case if case in ("oar_g", "onward") else "fisher",
         probe="answer_joint" if case == "joint" else "answer_mean",
     )
     for result in eight[case]:
@@ -135,7 +147,7 @@ def test_draws_are_averaged_alike_in_different_layouts(double):
         assert error(many[0], double["tp2_sp"][0][IMPORTANCE][row]) > 1e-3
 
 
-@pytest.mark.parametrize("case", [*FISHER, *JOINT, *OAR_G, *TIED])
+@pytest.mark.parametrize("case", [*FISHER, *JOINT, *OAR_G, *ONWARD, *TIED])
 def test_log_probs_and_entropy_equal_verls_own(double, case):
     seen = [result for result in double[case] if "log_probs" in result]
     assert bool(seen) != case.endswith("_only")

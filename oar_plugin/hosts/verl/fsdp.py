@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,9 +19,8 @@ from verl.utils.device import get_device_name, get_vendor
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-from oar_plugin.credit.answer import Segment
 from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.request import IMPORTANCE, Request
+from oar_plugin.hosts.request import IMPORTANCE, Part, Request
 from oar_plugin.hosts.taps import ModelTaps, UnsupportedModelError, check_model, unwrapped
 from oar_plugin.hosts.verl import cpu
 from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested
@@ -79,28 +79,31 @@ class OarFSDPMixin(ImportancePass):
             assert self._taps.answer_logits is not None
             self._scorer.remember_clean(self._taps.answer_logits)
             host_seconds = elapsed(started)
-        total_T: Tensor | None = None
-        for draw in range(request.num_draws):
-            rows_only = request.importance_only or request.importance == "oar_g" or draw > 0
-            drawn = self._forward(micro_batch, _Forward(request, draw, rows_only))
+        scores: dict[Part, list[Tensor]] = {part: [] for part in request.parts}
+        for draw, part in itertools.product(range(request.num_draws), request.parts):
+            rows_only = request.importance_only or request.importance == "oar_g" or draw > 0 or part == "onward"
+            drawn = self._forward(micro_batch, _Forward(request, draw, rows_only, part))
             if not rows_only:
                 output, host_seconds = drawn, elapsed(started)
-            assert self._scorer is not None
-            assert self._taps.answer_logits is not None
-            self._scorer.scalar(self._taps.answer_logits, draw).backward()
-            scores_T = self._gathered_scores()
-            total_T = scores_T if total_T is None else total_T + scores_T
-        assert total_T is not None
+            self._scalar(draw).backward()
+            scores[part].append(self._gathered_scores())
 
-        offsets = micro_batch["input_ids"].offsets().to(total_T.device)
-        reasoning_T = micro_batch[SEQUENCE_SEGMENTS].values().to(total_T.device) == Segment.REASONING
-        output["model_output"][IMPORTANCE] = torch.nested.nested_tensor_from_jagged(
-            torch.where(reasoning_T, total_T / request.num_draws, 0.0), offsets
-        )
+        assert self._scorer is not None
+        importance_T = self._scorer.combined({part: torch.stack(drawn).mean(0) for part, drawn in scores.items()})
+        output["model_output"][IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, self._scorer.offsets)
         # The forward for log-probs would have been made anyway; the rest is what importance costs.
         seconds = elapsed(started) - (0.0 if request.importance_only else host_seconds)
         output["model_output"][SECONDS] = nested([torch.tensor([seconds / len(micro_batch)])] * len(micro_batch))
         return output
+
+    def _scalar(self, draw: int) -> Tensor:
+        """What the forward that was just made is differentiated by."""
+        assert self._taps is not None
+        assert self._scorer is not None
+        if self._taps.weighted_sum is not None:
+            return self._taps.weighted_sum
+        assert self._taps.answer_logits is not None
+        return self._scorer.scalar(self._taps.answer_logits, draw)
 
     def _forward(self, micro_batch: TensorDict, plan: _Forward) -> dict[str, Any]:
         """One tapped forward through verl's own `forward_step`, which knows inputs, autocast and outputs."""
@@ -120,10 +123,8 @@ class OarFSDPMixin(ImportancePass):
             if self._scorer is None:
                 self._scorer = self._new_scorer(micro_batch, inputs["input_ids"], self._plan.request)
                 self._pad_size = arguments.get("pad_size", 0)
-            draw = self._plan.draw
-            noisy = self._plan.request.importance == "oar_g" and draw is not None
-            noise = self._scorer.noise(draw) if noisy and draw is not None else None
-            self._taps.prepare(self._scorer.local_row_N, noise, self._plan.rows_only)
+            tapped = self._scorer.tap(self._plan.draw, self._plan.part)
+            self._taps.prepare(*tapped, rows_only=self._plan.rows_only)
         return inputs, arguments
 
     def prepare_model_outputs(
@@ -205,7 +206,7 @@ class OarFSDPMixin(ImportancePass):
         if request.perturbation is not None and hasattr(unwrapped(self.module).config, "vision_config"):
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no "
-                "images; allowed: fisher, oar_g"
+                "images; allowed: fisher, oar_g, onward"
             )
         if self.token_bytes is not None:
             return
@@ -239,3 +240,4 @@ class _Forward:
     request: Request
     draw: int | None  # None: the clean forward of oar_g
     rows_only: bool
+    part: Part = "answer"

@@ -4,6 +4,7 @@
 forward and backward of all micro-batches in an order of their own, so the pass is one or several whole schedules:
 
 * `fisher`: one schedule with a backward gives log-probs, entropy and the first draw; each further draw is one more.
+* `onward`: one schedule with a backward gives log-probs, entropy and the answer's part, a second one the reasoning's.
 * `oar_g`: one schedule without a backward gives log-probs, entropy and the clean distribution P of every micro-batch, then
   one for each draw. They cannot be one: the gradient of a noisy forward needs P, which exists on the last stage only when
   the clean forward of that micro-batch has gone through the whole pipeline, and verl's log-probs are those without noise.
@@ -14,6 +15,7 @@ hand the schedule the probe's scalar for a loss, and `_lm_head_logits_processor`
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +38,8 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.vocabulary import VocabularyShard
 from oar_plugin.hosts.megatron_taps import MegatronTaps, Tap, check_chunks, unwrapped
 from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.request import IMPORTANCE, Request
+from oar_plugin.hosts.onward import combined_importance
+from oar_plugin.hosts.request import IMPORTANCE, Part, Request
 from oar_plugin.hosts.taps import UnsupportedModelError, check_logits
 from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
@@ -52,8 +55,10 @@ class _Pass:
     Attributes:
         request: what to compute.
         first: where each row of the batch begins in `score_T`, and the end of the last.
-        score_T: float32, a token of the batch each: the scores that this rank has computed so far.
+        score_T: of each part, float32, a token of the batch each: the scores that this rank has computed so far.
+        entropy_T: float32, a token of the batch each: of the rows of `onward` that this rank has projected.
         draw: the draw that the schedule under way is for; None in the clean one of `oar_g`.
+        part: what its backward starts from.
         rows_only: nobody wants log-probs of the schedule under way.
         forward_seconds: spent in forwards that gave log-probs, where that can be told (see `_score`).
         scorers: of each micro-batch, by its rows, with what `_scorer` returns beside.
@@ -61,8 +66,10 @@ class _Pass:
 
     request: Request
     first: list[int]
-    score_T: Tensor
+    score_T: dict[Part, Tensor]
+    entropy_T: Tensor
     draw: int | None = None
+    part: Part = "answer"
     rows_only: bool = False
     forward_seconds: float = 0.0
     scorers: dict[tuple[int, ...], tuple[MicroBatchScorer, Tensor, Tensor]] = field(default_factory=dict)
@@ -90,7 +97,8 @@ class OarMegatronMixin(ImportancePass):
         data[_ROW] = torch.arange(len(data))
         offsets = data["input_ids"].offsets().to(get_device_id())
         first: list[int] = data["input_ids"].offsets().tolist()
-        scoring = _Pass(request, first, torch.zeros(first[-1], device=offsets.device))
+        zeros_T = torch.zeros(first[-1], device=offsets.device)
+        scoring = _Pass(request, first, {part: zeros_T.clone() for part in request.parts}, zeros_T.clone())
         started = time.perf_counter()
         output: dict[str, Any] = {}
         with MegatronTaps(self.module) as taps:
@@ -102,16 +110,21 @@ class OarMegatronMixin(ImportancePass):
                         output = self.forward_backward_batch(data, None, forward_only=True)
                     if not request.importance_only:
                         scoring.forward_seconds = elapsed(started)
-                for draw in range(request.num_draws):
-                    fused = draw == 0 and request.importance != "oar_g" and not request.importance_only
-                    scoring.draw, scoring.rows_only = draw, not fused
+                for number, (draw, part) in enumerate(itertools.product(range(request.num_draws), request.parts)):
+                    fused = number == 0 and request.importance != "oar_g" and not request.importance_only
+                    scoring.draw, scoring.part, scoring.rows_only = draw, part, not fused
                     with torch.enable_grad():
                         drawn = self.forward_backward_batch(data, None, forward_only=False)
                     output = output or drawn
             finally:
                 self._taps = self._pass = None
-        scores_T = self._sum_over_ranks(scoring.score_T) / request.num_draws
-        reasoning_T = data[SEQUENCE_SEGMENTS].values().to(scores_T.device) == Segment.REASONING
+        mean_T = {part: self._sum_over_ranks(score_T) / request.num_draws for part, score_T in scoring.score_T.items()}
+        reasoning_T = data[SEQUENCE_SEGMENTS].values().to(offsets.device) == Segment.REASONING
+        scores_T = mean_T["answer"]
+        if "onward" in mean_T:
+            # Unlike scores, each tensor-parallel rank of the last stage has the entropies of all its rows.
+            entropy_T = self._sum_over_ranks(scoring.entropy_T, scattered=False)
+            scores_T = combined_importance(scores_T, mean_T["onward"], entropy_T, reasoning_T, offsets)
         seconds = (elapsed(started) - scoring.forward_seconds) / len(data)
         model_output = output.setdefault("model_output", {})
         model_output[IMPORTANCE] = torch.nested.nested_tensor_from_jagged(
@@ -144,11 +157,11 @@ class OarMegatronMixin(ImportancePass):
         rows = tuple(micro_batch[_ROW].tolist())
         micro_batch = micro_batch.to(get_device_id())
         scorer, embedding_N, batch_N = self._scorer(rows, micro_batch, chunk, scoring)
-        tap = Tap(scorer.local_row_N, scoring.rows_only)
+        row_position_N, noise, coefficients = scorer.tap(scoring.draw, scoring.part)
+        columns = max(0, self.model_config.hf_config.vocab_size - scorer.vocabulary.start)
+        tap = Tap(row_position_N, scoring.rows_only, noise=noise, coefficients=coefficients, columns=columns)
         if scoring.draw is not None:
             tap.receive = partial(self._receive, scoring, scorer, embedding_N, batch_N)
-            if scoring.request.importance == "oar_g":
-                tap.noise = scorer.noise(scoring.draw)
         taps.tap = tap
         try:
             output, _ = step(iter([micro_batch]))
@@ -173,16 +186,18 @@ class OarMegatronMixin(ImportancePass):
         output: dict[str, Tensor],
     ) -> tuple[Tensor, dict[str, Any]]:
         """What the schedule calls on the last stage after a forward: the scalar to differentiate, and verl's outputs."""
-        assert tap.answer_logits is not None
-        # Columns beyond the model's vocabulary are padding of the weight: outcomes that do not exist.
-        vocabulary_size = self.model_config.hf_config.vocab_size
-        logits_NV = tap.answer_logits[:, : max(0, vocabulary_size - scorer.vocabulary.start)]
-        tap.answer_logits = None
-        if scoring.draw is None:
-            scorer.remember_clean(logits_NV)
-            scalar = logits_NV.new_zeros(())
+        if tap.weighted_sum is not None:
+            scalar = tap.weighted_sum
+            assert scorer.onward is not None
+            scoring.entropy_T[self._places(scoring, micro_batch)] = scorer.onward.entropy_T
         else:
-            scalar = scorer.scalar(logits_NV, scoring.draw)
+            assert tap.answer_logits is not None
+            logits_NV, tap.answer_logits = tap.answer_logits, None
+            if scoring.draw is None:
+                scorer.remember_clean(logits_NV)
+                scalar = logits_NV.new_zeros(())
+            else:
+                scalar = scorer.scalar(logits_NV, scoring.draw)
         if scoring.draw == 0 and not scoring.rows_only and parallel_state.get_pipeline_model_parallel_world_size() == 1:
             scoring.forward_seconds += elapsed(started)
         # The schedule multiplies a loss by the context-parallel size and divides it by the number of micro-batches.
@@ -205,7 +220,7 @@ class OarMegatronMixin(ImportancePass):
     ) -> None:
         """Scores of a micro-batch from the gradient of its embeddings `[s, b, H]`, on the first stage, in its backward."""
         with torch.no_grad():
-            scoring.score_T[batch_N] += scorer.importance(gradient, embedding).flatten()[embedding_N]
+            scoring.score_T[scoring.part][batch_N] += scorer.importance(gradient, embedding).flatten()[embedding_N]
 
     # ---- where things are
 
@@ -235,9 +250,15 @@ class OarMegatronMixin(ImportancePass):
                 embedding_T,
                 _vocabulary(chunk) if chunk.post_process else VocabularyShard(),
             )
-            batch_T = torch.cat([torch.arange(*scoring.first[row : row + 2]) for row in rows]).to(embedding_T.device)
+            batch_T = self._places(scoring, micro_batch)
             scoring.scorers[rows] = scorer, embedding_T[embedding_T >= 0], batch_T[embedding_T >= 0]
         return scoring.scorers[rows]
+
+    @staticmethod
+    def _places(scoring: _Pass, micro_batch: TensorDict) -> Tensor:
+        """Where the tokens of a micro-batch are in the batch, int64 `[T]`."""
+        rows = micro_batch[_ROW].tolist()
+        return torch.cat([torch.arange(*scoring.first[row : row + 2]) for row in rows]).to(get_device_id())
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
         """Where each packed token is in this rank's flattened hidden states `[s * b]` (before sequence parallelism).
@@ -261,9 +282,15 @@ class OarMegatronMixin(ImportancePass):
         local_T[flat[flat > 0] - 1] = (flat > 0).nonzero()[:, 0]
         return local_T, len(flat)
 
-    def _sum_over_ranks(self, score_T: Tensor) -> Tensor:
-        """The scores of all ranks that share the batch, on each of them: `[T]` float32 twice over the wire."""
-        scattered = get_model_config(self.module[0]).sequence_parallel
+    def _sum_over_ranks(self, score_T: Tensor, scattered: bool | None = None) -> Tensor:
+        """The scores of all ranks that share the batch, on each of them: `[T]` float32 twice over the wire.
+
+        Args:
+            score_T: this rank's.
+            scattered: each tensor-parallel rank has some of them; None: as the embeddings are.
+        """
+        if scattered is None:
+            scattered = get_model_config(self.module[0]).sequence_parallel
         if not scattered and parallel_state.get_tensor_model_parallel_rank() > 0:
             score_T.zero_()  # without sequence parallelism each tensor-parallel rank has them all
         score_T = _all_reduced(parallel_state.get_context_parallel_group(), score_T)
@@ -282,7 +309,7 @@ class OarMegatronMixin(ImportancePass):
         if request.perturbation is not None:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} in a Megatron actor: masked copies were not built for it; "
-                "allowed: fisher, oar_g, or oar_p with algorithm.oar.perturbation.backend=rollout"
+                "allowed: fisher, oar_g, onward, or oar_p with algorithm.oar.perturbation.backend=rollout"
             )
         if self.token_bytes is not None:
             return

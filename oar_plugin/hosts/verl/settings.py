@@ -117,5 +117,5 @@ def _megatron_faults(config: DictConfig, settings: Mapping[str, Any]) -> Iterato
     if importance == "hybrid" or (importance == "oar_p" and backend != "rollout"):
         yield (
             f"algorithm.oar.importance={importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
-            "built for its actor; allowed: fisher, oar_g, or oar_p with algorithm.oar.perturbation.backend=rollout"
+            "built for its actor; allowed: fisher, oar_g, onward, or oar_p with algorithm.oar.perturbation.backend=rollout"
         )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
 
 from oar_plugin.hosts.verl.cpu import megatron
-from tests.hosts.engine.worker import EXACT, batch, differences, flags, gather, run
+from tests.hosts.engine.worker import EXACT, ONWARD, batch, differences, flags, gather, run
 
 megatron.install()
 
@@ -254,8 +254,10 @@ def double(folder: str) -> dict[str, Any]:
     out["tp2_bytes"] = {
         "fisher": bytes_moved(engine, EVERY),
         "oar_g": bytes_moved(engine, EVERY, importance="oar_g"),
+        "onward": bytes_moved(engine, EVERY, **ONWARD),
     }
     out["tp2_joint"] = score(engine, probe="answer_joint")
+    out["tp2_onward"] = score(engine, **ONWARD)
 
     engine = build(folder, tp=2, sp=True)
     out["ordinary"] = ordinary(engine)
@@ -268,6 +270,8 @@ def double(folder: str) -> dict[str, Any]:
     out["tp2_sp_dynamic"] = score(engine, dynamic=True)
     out["tp2_sp_only"] = score(engine, only=True)
     out["tp2_sp_draws"] = score(engine, num_draws=3)
+    out["tp2_sp_onward"] = score(engine, **ONWARD)
+    out["tp2_sp_onward_only"] = score(engine, only=True, **ONWARD)
     out["refusals"] = refusals(engine)
     out["grad_norms"] = train_steps(engine)
     out["noticed"] = noticed(engine)
@@ -282,11 +286,13 @@ def double(folder: str) -> dict[str, Any]:
     engine = build(folder, tp=2)
     engine.model_config.hf_config.vocab_size = PADDED_FROM  # as if the columns from there on were padding
     out["tp2_vocabulary"] = score(engine)
+    out["tp2_vocabulary_onward"] = score(engine, **ONWARD)
 
     engine = build(folder, pp=2)
     out["pp2"] = score(engine)
     out["pp2_oar_g"] = score(engine, importance="oar_g")
     out["pp2_draws"] = score(engine, num_draws=3)
+    out["pp2_onward"] = score(engine, **ONWARD)
     out["pp2_dynamic"] = score(engine, dynamic=True)
     out["pp2_only"] = score(engine, only=True)
     out["unfrozen"] = unfrozen(engine)
@@ -296,11 +302,13 @@ def double(folder: str) -> dict[str, Any]:
     out["pp2_vpp2"] = score(engine)
     out["pp2_vpp2_dynamic"] = score(engine, dynamic=True)
     out["pp2_vpp2_oar_g"] = score(engine, importance="oar_g")
+    out["pp2_vpp2_onward"] = score(engine, **ONWARD)
     out["pp2_vpp2_joint"] = score(engine, probe="answer_joint")
 
     engine = build(folder, cp=2)
     out["cp2"] = score(engine)
     out["cp2_bytes"] = {"fisher": bytes_moved(engine, EVERY), "joint": bytes_moved(engine, EVERY, probe="answer_joint")}
+    out["cp2_onward"] = score(engine, **ONWARD)
     out["cp2_dynamic"] = score(engine, dynamic=True)
     for probe in ("last", "answer_mean", "answer_joint"):
         out[f"cp2_fisher_{probe}"] = score(engine, probe=probe)
@@ -316,7 +324,9 @@ def double(folder: str) -> dict[str, Any]:
         Path(folder) / "tied"
     )  # last: mbridge remembers of a tied model, in its class, that it has no output layer
     out["tp2_sp_tied"] = score(build(tied, tp=2, sp=True))
-    out["pp2_tied"] = score(build(tied, pp=2))
+    engine = build(tied, pp=2)
+    out["pp2_tied"] = score(engine)
+    out["pp2_tied_onward"] = score(engine, **ONWARD)
     return out
 
 
@@ -326,6 +336,7 @@ def eight(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {"fisher": score(engine), "dynamic": score(engine, dynamic=True)}
     out["joint"] = score(engine, probe="answer_joint")
     out["oar_g"] = score(engine, importance="oar_g")
+    out["onward"] = score(engine, **ONWARD)
     out["bytes"] = {"fisher": bytes_moved(engine, EVERY)}
     return out
 

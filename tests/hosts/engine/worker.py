@@ -205,6 +205,7 @@ def noticed(engine: Any) -> list[str]:
 
 EXACT = Perturbation(budget=1.0, span=1, replacement_token=world.PAD)
 OAR_P = {"importance": "oar_p", "perturbation": EXACT}
+ONWARD = {"importance": "onward"}
 
 
 def perturbed(folder: str) -> dict[str, Any]:
@@ -266,6 +267,11 @@ def single(folder: str) -> dict[str, Any]:
     for probe in ("last", "answer_mean", "answer_joint"):
         out[f"oar_g_{probe}"] = run(engine, every, True, importance="oar_g", probe=probe)
     out["draws"] = run(engine, every, True, num_draws=64)
+    out["onward"] = run(engine, every, True, **ONWARD)
+    out["onward_dynamic"] = run(engine, every, True, dynamic=True, **ONWARD)
+    out["onward_only"] = run(engine, every, True, only=True, **ONWARD)
+    out["onward_last"] = run(engine, every, True, probe="last", **ONWARD)
+    out["onward_draws"] = run(engine, every, True, num_draws=16, **ONWARD)
     out["grad_norm"] = train_step(engine, True)
     out["fresh_grad_norm"] = train_step(build(folder, packed=True), True)
     out["padded"] = run(build(folder, packed=False), every, False)
@@ -275,6 +281,11 @@ def single(folder: str) -> dict[str, Any]:
     out["bf16"] = run(build(folder, dtype="bf16"), every, True)
     out["inert"] = {kind: losses_and_weights(folder, kind) for kind in ("plugin", "host")}
     out["fsdp1"] = run(build(folder, strategy="fsdp"), every, True)
+    out["onward_padded"] = run(build(folder, packed=False), every, False, **ONWARD)
+    out["onward_checkpointing"] = run(build(folder, checkpointing=True), every, True, **ONWARD)
+    out["onward_lora"] = run(build(folder, lora=4), every, True, **ONWARD)
+    out["onward_bf16"] = run(build(folder, dtype="bf16"), every, True, **ONWARD)
+    out["onward_fsdp1"] = run(build(folder, strategy="fsdp"), every, True, **ONWARD)
     out["noticed"] = noticed(engine)
     return out
 
@@ -297,10 +308,13 @@ def double(folder: str) -> dict[str, Any]:
     out["fsdp2"] = gather(run(build(folder), rows, True))
     out["fsdp2_checkpointing"] = gather(run(build(folder, checkpointing=True), rows, True))
     out["fsdp2_padded"] = gather(run(build(folder, packed=False), rows, False))
+    out["fsdp2_onward"] = gather(run(build(folder), rows, True, **ONWARD))
+    out["fsdp1_onward"] = gather(run(build(folder, strategy="fsdp"), rows, True, **ONWARD))
     ulysses.install()
     engine = build(folder, sp=2, attention=ulysses.ATTENTION)
     out["ulysses"] = gather(run(engine, list(range(8)), True))
     out["ulysses_oar_g"] = gather(run(engine, list(range(8)), True, importance="oar_g"))
+    out["ulysses_onward"] = gather(run(engine, list(range(8)), True, **ONWARD))
     out["ulysses_joint"] = gather(run(engine, list(range(8)), True, probe="answer_joint"))
     return out
 

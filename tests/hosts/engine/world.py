@@ -111,6 +111,25 @@ def reference(
                 scalar = (p.exp() * (p - q)).sum()
             (gradient,) = torch.autograd.grad(scalar, embedding)
             scores = (gradient * embedding).sum(-1).abs()[0]
+        elif importance == "onward":
+            reasoning = (segments == Segment.REASONING).nonzero()[:, 0]
+            logits = model(inputs_embeds=embedding).logits[0, :, :columns]
+            norms, entropies = [], torch.zeros(len(ids), dtype=dtype)
+            for at, seed_part in ((rows, seed_1), (reasoning - 1, position_seeds(seed_1, torch.zeros(1), 0))):
+                sign = signs(position_seeds(seed_part.expand(len(at)), torch.arange(len(at))), 0, vocabulary)
+                log_p = logits[at].detach().log_softmax(-1)
+                entropy = -(log_p.exp() * log_p).sum(-1)
+                flat = (logits[at].detach() / 4).softmax(-1)
+                root = flat.sqrt() * sign
+                coefficient = root - flat * root.sum(-1, keepdim=True)
+                if at is not rows:
+                    coefficient = coefficient * (-entropy).exp()[:, None]
+                    entropies[reasoning] = entropy
+                scalar = (coefficient * logits[at]).sum()
+                (gradient,) = torch.autograd.grad(scalar, embedding, retain_graph=True)
+                norms.append(gradient.square().sum(-1)[0])
+            influence = torch.stack([norm / norm[reasoning].max() for norm in norms]).amax(0)
+            scores = influence ** (1 / 3) * (1 - (-entropies / 0.3).exp()) * (-entropies / 2).exp()
         else:
             logits = model(inputs_embeds=embedding).logits[0, rows, :columns]
             if probe == "answer_joint":
