@@ -96,7 +96,9 @@ class OarConfig(BaseModel):
     importance: Importance = Field(
         "fisher",
         description="How a token's importance is computed. fisher: squared gradient norm of a random root of the answer's "
-        "Fisher information, one backward, no noise. oar_g: as published, KL under Gaussian noise on the embeddings. "
+        "Fisher information, one backward, no noise. oar_g: as published, KL under Gaussian noise on the embeddings. onward: "
+        "how much a token moves the answer or what is written on the way to it, two backwards; for chains of reasoning, with "
+        "gate=two_level and tau=0.85 (preset +oar=onward). "
         "oar_p: exact, each token replaced in a forward of its own. hybrid: oar_p for the tokens with the largest fisher "
         "score.",
     )
@@ -142,7 +144,8 @@ class OarConfig(BaseModel):
         1,
         ge=1,
         le=64,
-        description="Sign vectors (fisher) or noise draws (oar_g) averaged per response; each is a backward.",
+        description="Sign vectors (fisher, onward) or noise draws (oar_g) averaged per response; each is a backward, of "
+        "onward two.",
     )
     seed: int = Field(
         0, ge=0, lt=2**31, description="Seed of the signs and the noise; the host's RNG is never touched."
@@ -176,6 +179,17 @@ class OarConfig(BaseModel):
                 "budget below 1 or a number of positions, or importance=oar_p"
             )
         return self
+
+    @property
+    def backwards(self) -> int:
+        """Backwards to the embeddings in one gradient importance pass."""
+        return self.num_draws * (2 if self.importance == "onward" else 1)
+
+    @property
+    def extra_forwards(self) -> int:
+        """Forwards of a gradient importance pass beside the one that log-probs need anyway."""
+        # The first backward shares the forward for log-probs; `oar_g` needs that one without noise.
+        return self.backwards if self.importance == "oar_g" else self.backwards - 1
 
     @property
     def perturbs(self) -> bool:

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from oar_plugin.bench.learning_credit import CreditPass, Method, function_of, method_of
 from oar_plugin.bench.learning_rollout import Rollout, roll_out
 from oar_plugin.bench.reasoning.tasks import TASKS
-from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, warm_model
+from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, learned_model
 from oar_plugin.config import Gate, OarConfig
 from oar_plugin.credit.diagnostics import Status, causal_recall, summarize
 from oar_plugin.credit.probe import Probe
@@ -50,7 +50,7 @@ class Run:
         steps: batches, each with one update.
         prompts: problems of a batch.
         copies: responses to each.
-        warm_start: seed of the model that is trained on.
+        warm_start: number of the model that is trained on, among those that learned the task.
         probe: see `OarConfig`.
         warmup_steps: see `OarConfig`.
         tau: see `OarConfig`.
@@ -167,7 +167,7 @@ def study(
             continue
         if finished_only:
             continue
-        record = train(run, warm_model(TASKS[run.task], run.warm_start, None, cache))
+        record = train(run, learned_model(TASKS[run.task], run.warm_start, cache))
         part = file.with_suffix(".part")
         part.write_text(record.to_json())
         part.replace(file)
@@ -177,7 +177,7 @@ def study(
 
 def after_grpo(run: Run, steps: int, cache: Path | None = None) -> LlamaForCausalLM:
     """The policy of a run's task after some steps of GRPO at its learning rate, on problems that no seed from 0 on sees."""
-    model = warm_model(TASKS[run.task], run.warm_start, None, cache)
+    model = learned_model(TASKS[run.task], run.warm_start, cache)
     if steps:
         train(replace(run, method="grpo", seed=-1, steps=steps, evaluate_every=steps), model)
     return model

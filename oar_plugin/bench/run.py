@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args
 
 from oar_plugin.bench.run_assets import FINDER, REWARD
 from oar_plugin.bench.run_steps import CPU_SECONDS, HOST_ADVANTAGE, METHOD, WARM_UP
+from oar_plugin.config import Importance
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides
 
-Importance = Literal["fisher", "oar_g", "oar_p", "hybrid"]
 Checkpointing = Literal["on", "off"]
 
 LONGEST_RUN_S = 3600.0

@@ -67,7 +67,10 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("measurement")
     how.add_argument(
-        "--importance", default=default.importance, choices=("fisher", "oar_g"), help="estimator (default: %(default)s)"
+        "--importance",
+        default=default.importance,
+        choices=("fisher", "oar_g", "onward"),
+        help="estimator (default: %(default)s)",
     )
     how.add_argument("--checkpointing", action="store_true", help="recompute activations in every backward")
     how.add_argument(

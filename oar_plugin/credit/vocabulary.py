@@ -46,8 +46,8 @@ class VocabularyShard:
         floor_N1 = logits_NV.new_full((len(logits_NV), 1), -torch.inf)
         shifted_NV = logits_NV - self.largest(torch.cat([logits_NV, floor_N1], -1).amax(-1, keepdim=True))
         exponential_NV = shifted_NV.exp()
-        sum_2N = self.total(torch.stack([exponential_NV.sum(-1), (exponential_NV * shifted_NV).sum(-1)]))
-        return sum_2N[0].log() - sum_2N[1] / sum_2N[0]
+        sum_N2 = self.total(torch.stack([exponential_NV.sum(-1), (exponential_NV * shifted_NV).sum(-1)], -1))
+        return sum_N2[:, 0].log() - sum_N2[:, 1] / sum_N2[:, 0]
 
     def subtract_one_at(self, values_NV: Tensor, token_N: Tensor) -> Tensor:
         """Subtract 1 from column `token_N[n]` of row n, in place and where that column is here."""

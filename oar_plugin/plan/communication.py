@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from oar_plugin.plan.compute import reasoning_tokens
 from oar_plugin.plan.layout import Setup
 from oar_plugin.plan.memory import stage_parameters
 from oar_plugin.plan.shape import ModelShape
@@ -122,10 +123,8 @@ def _passes(setup: Setup) -> list[_Pass]:
         scored = tokens * work.scored_share
         # Its micro-batches are the update's; their forwards were counted with the log-probs as if none were scored.
         budget = min(training.update_tokens, training.log_prob_tokens)
-        extra = oar.num_draws if oar.importance == "oar_g" else oar.num_draws - 1
-        passes.append(
-            _Pass("oar_g", scored, micro_batches(scored, budget), extra + oar.num_draws * recomputes, oar.num_draws)
-        )
+        forwards = oar.extra_forwards + oar.backwards * recomputes
+        passes.append(_Pass("oar_g", scored, micro_batches(scored, budget), forwards, oar.backwards))
     steps = max(1, work.updates)
     each = micro_batches(tokens * work.epochs / steps, training.update_tokens)
     passes.append(_Pass("update", tokens * work.epochs, steps * each, 1 + recomputes, 1, trains=True))
@@ -150,7 +149,8 @@ def _fsdp(setup: Setup, traffic: Traffic) -> None:
         if layout.ulysses > 1:
             exchanged = ulysses(shape, one.tokens, layout.ulysses, e)
             traffic.add(one.phase, "Ulysses all-to-all", (one.forwards + one.backwards) * exchanged)
-        if one.phase == "oar_g" and layout.ulysses > 1:
+        pools = setup.oar is not None and setup.oar.importance != "onward"
+        if one.phase == "oar_g" and layout.ulysses > 1 and pools:
             pooled = 4 * shape.vocab * setup.workload.sequences * setup.workload.scored_share / layout.dp
             traffic.add("oar_g", "OAR pooled logits", 2 * pooled * ring(layout.ulysses))
     _copies(setup, traffic, gather)
@@ -221,17 +221,20 @@ def megatron_importance(setup: Setup) -> dict[str, float]:
     responses = work.sequences * work.scored_share / layout.dp
     rows = responses * (1 if oar.probe == "last" else work.answer)
     tokens = responses * work.mean_length
-    joint, noisy, draws = oar.probe == "answer_joint", oar.importance == "oar_g", oar.num_draws
+    onward, noisy, draws = oar.importance == "onward", oar.importance == "oar_g", oar.num_draws
+    joint = oar.probe == "answer_joint" or onward
+    reasoning = responses * reasoning_tokens(work) if onward else 0.0
     tensor = 0.0
     if layout.tp > 1:
         if layout.sequence_parallel:
-            tensor += e * rows * shape.hidden * (2 * draws + (1 if noisy else 0))
+            tensor += e * shape.hidden * (rows * (2 * draws + (1 if noisy else 0)) + 2 * reasoning * draws)
+        tensor += 24 * reasoning * draws
         softmax = (8 * rows if joint else 32 * responses) if noisy else 12 * (rows if joint else responses)
         tensor += softmax * draws
     pooled = (
         4 * responses * shape.vocab / layout.tp * (draws + (1 if noisy else 0)) if layout.cp > 1 and not joint else 0.0
     )
-    scores = 4 * tokens * ((layout.cp > 1) + (layout.tp * layout.pp > 1))
+    scores = 4 * tokens * (3 if onward else 1) * ((layout.cp > 1) + (layout.tp * layout.pp > 1))
     group = layout.tp * layout.pp
     return {
         "OAR rows": 2 * tensor * ring(layout.tp),

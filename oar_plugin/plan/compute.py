@@ -99,13 +99,18 @@ def importance_backward(
     return linear + scores + 2 * head(shape, rows) + recomputed(shape, tokens, length, recompute, stops_early, causal)
 
 
+def reasoning_tokens(work: Workload) -> float:
+    """Of a response."""
+    return max(1.0, work.mean_response - work.answer)
+
+
 def masked_copies(shape: ModelShape, oar: OarConfig, work: Workload, shares_prefix: bool) -> float:
     """FLOPs of the masked copies of one response (OAR-P), its own forward for the reference included.
 
     A unit of the reasoning gets a copy; a copy computes what comes after its first masked token, half of the reasoning on
     average, up to the end of the answer (`hosts/masked_copies.py`), or all of it where a prefix cannot be shared.
     """
-    reasoning = max(1.0, work.mean_response - work.answer)
+    reasoning = reasoning_tokens(work)
     span = oar.perturbation.span if isinstance(oar.perturbation.span, int) else 16  # a line or a term: an assumption
     units = max(1.0, reasoning / span)
     budget = oar.budget
@@ -174,9 +179,12 @@ def _gradient_importance(setup: Setup, early: bool) -> float:
     tokens = _scored(setup) * work.mean_length
     rows = _scored(setup) * (1 if oar.probe == "last" else work.answer)
     draw = importance_backward(shape, tokens, work.mean_length, rows, setup.training.recompute, early)
-    # The first draw of `fisher` shares the forward for log-probs; `oar_g` needs that one without noise.
-    forwards = oar.num_draws if oar.importance == "oar_g" else oar.num_draws - 1
-    return oar.num_draws * draw + forwards * layers_forward(shape, tokens, work.mean_length)
+    added = oar.num_draws * draw + oar.extra_forwards * layers_forward(shape, tokens, work.mean_length)
+    if oar.importance == "onward":
+        of_reasoning = _scored(setup) * reasoning_tokens(work)
+        backward = importance_backward(shape, tokens, work.mean_length, of_reasoning, setup.training.recompute, early)
+        added += oar.num_draws * backward
+    return added
 
 
 def _copies(setup: Setup) -> float:

@@ -288,6 +288,8 @@ def _answer_rows(setup: Setup, tokens: float) -> float:
 
 
 def _importance(setup: Setup) -> dict[str, float]:
+    from oar_plugin.hosts.onward import CHUNK
+
     training, layout = setup.training, setup.layout
     tokens = min(training.update_tokens, training.log_prob_tokens)
     megatron = layout.engine == "megatron"
@@ -295,12 +297,17 @@ def _importance(setup: Setup) -> dict[str, float]:
     root, passing = _gathered(setup, gradients=False)
     rows = _answer_rows(setup, tokens * layout.sequence_ranks)
     fused = setup.oar is not None and setup.oar.importance != "oar_g"
+    onward = setup.oar is not None and setup.oar.importance == "onward"
     options = []
     for stage in ("first", "last"):
         kept = _held(setup, "none", stage)
         last = layout.pp == 1 or stage == "last"
         leaf = e * setup.shape.hidden * tokens / style_of(layout, training).outer
         at_head, at_probe = answer_rows_bytes(rows if last else 0.0, _vocab(setup), e)
+        if onward and last:
+            # A chunk of rows at a time: logits and coefficients, and in float32 the logits, a softmax, its root and two
+            # products; the signs come from 64-bit hashes.
+            at_probe = max(at_probe, (2 * e + 28) * min(CHUNK, tokens) * _vocab(setup))
         logits = logits_in_forward(_vocab(setup), e, megatron, tokens, training.chunk) if last and fused else 0.0
         options += [
             {"activations": kept.head * tokens, "logits": logits, "oar": at_head, "communication": root + passing / 3},

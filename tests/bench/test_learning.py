@@ -149,7 +149,7 @@ def test_recall_counts_results_among_the_highest_scores():
 
 def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     small = WarmStart(hidden=16, layers=1, short_steps=1, full_steps=1, batch=2)
-    monkeypatch.setattr(learning, "warm_model", partial(_tiny, settings=small))
+    monkeypatch.setattr(learning, "learned_model", partial(_tiny, settings=small))
     runs = grid(RUN, ["parallel"], ["grpo"], [1e-3], [0, 1])
     first = study(runs, tmp_path / "runs", tmp_path)
     monkeypatch.setattr(learning, "train", lambda *_: pytest.fail("trained again"))
@@ -159,7 +159,7 @@ def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     assert named == ["parallel grpo lr 0.001 seed 0", "parallel grpo lr 0.001 seed 1"]
 
 
-def _tiny(task, seed, _, cache, settings):
+def _tiny(task, seed, cache, settings):
     from oar_plugin.bench.reasoning.warm_start import warm_model
 
     return warm_model(task, seed, settings, cache)
@@ -178,6 +178,16 @@ def _tiny(task, seed, _, cache, settings):
 def test_what_cannot_work_is_said(change, message):
     with pytest.raises(ValueError, match=message):
         replace(RUN, **change).check()
+
+
+def test_the_probe_warms_up(model, rollout, monkeypatch):
+    """`last` for as many steps as were asked for."""
+    probes = []
+    monkeypatch.setitem(METHODS, "oracle", lambda credit: probes.append(credit.probe) or rollout.causal_BL.float())
+    run = replace(RUN, method="oracle", warmup_steps=2)
+    for step in range(4):
+        learning.reshaped_weights(run, model, rollout, method_of("oracle"), step, {})
+    assert probes == ["last", "last", "answer_mean", "answer_mean"]
 
 
 def test_own_methods_are_imported():

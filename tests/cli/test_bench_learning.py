@@ -9,7 +9,7 @@ def test_command_offers_every_task_and_method():
     from oar_plugin.bench.learning_credit import METHODS as KNOWN
     from oar_plugin.bench.reasoning.tasks import TASKS as ALL
 
-    assert set(TASKS) == set(ALL)
+    assert set(TASKS) == set(ALL) - {"lookup", "tracking"}  # too hard for a warm start of two minutes
     assert set(METHODS) == set(KNOWN)
 
 
@@ -33,7 +33,7 @@ def test_study_and_report(tmp_path, monkeypatch, capsys):
         return Record(run, steps * run.steps, {0: 0.1, run.steps: 0.2}, 1.0, 0.0)
 
     monkeypatch.setattr(learning, "train", train)
-    monkeypatch.setattr(learning, "warm_model", lambda *_: None)
+    monkeypatch.setattr(learning, "learned_model", lambda *_: None)
     arguments = ["--methods", "grpo", "oracle", "--seeds", "2", "--steps", "3", "--warm-starts", "2"]
     folders = ["--results", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     assert main(["bench", "learning", *arguments, *folders]) == 0

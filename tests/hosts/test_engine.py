@@ -20,7 +20,15 @@ pytest.importorskip("verl")
 
 SINGLE = ["packed", "dynamic", "importance_only", "padded", "checkpointing", "offload", "fsdp1"]
 DOUBLE = ["fsdp2", "fsdp2_checkpointing", "fsdp2_padded", "ulysses"]
-ONWARD = ["onward", "onward_dynamic", "onward_only", "onward_padded", "onward_checkpointing", "onward_lora", "onward_fsdp1"]
+ONWARD = [
+    "onward",
+    "onward_dynamic",
+    "onward_only",
+    "onward_padded",
+    "onward_checkpointing",
+    "onward_lora",
+    "onward_fsdp1",
+]
 ONWARD_DOUBLE = ["fsdp2_onward", "fsdp1_onward", "ulysses_onward"]
 
 

@@ -219,6 +219,13 @@ def test_the_pass_moves_what_its_documentation_says(double, eight):
     B, N, T, H, V = 4, 7, 105, 32, 258
     assert double["tp2_bytes"]["fisher"] == {"rows": 4 * N * H, "vocabulary": 12 * B, "sequence": 0, "scores": 4 * T}
     assert double["tp2_bytes"]["oar_g"] == {"rows": 4 * N * H, "vocabulary": 32 * B, "sequence": 0, "scores": 4 * T}
+    R = sum(world.ROWS[row][1].index("####") for row in world.SCORED)  # one byte a token
+    assert double["tp2_bytes"]["onward"] == {
+        "rows": 4 * (N + R) * H,
+        "vocabulary": 12 * N + 24 * R,
+        "sequence": 0,
+        "scores": 3 * 4 * T,
+    }
     assert double["tp2_sp_bytes"]["fisher"] == {"rows": 8 * N * H, "vocabulary": 12 * B, "sequence": 0, "scores": 4 * T}
     assert double["cp2_bytes"]["fisher"] == {"rows": 0, "vocabulary": 0, "sequence": 4 * B * V, "scores": 4 * T}
     assert double["cp2_bytes"]["joint"] == {"rows": 0, "vocabulary": 0, "sequence": 0, "scores": 4 * T}

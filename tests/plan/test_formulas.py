@@ -129,6 +129,23 @@ def test_what_importance_sends_under_megatron_is_what_its_documentation_says():
     assert added["OAR scores"] == pytest.approx(2 * 2 * 4 * responses * length / 2)
 
 
+def test_onward_takes_a_second_forward_and_backward_and_projects_the_reasoning():
+    layout = Layout("megatron", 8, 8, tp=2, pp=1, cp=2, sequence_parallel=True)
+    fisher, onward = (setup(layout, oar=OarConfig.parse({"importance": name})) for name in ("fisher", "onward"))
+    responses, answer, response, length = 64 * 8 * 0.5, 8, 512, 128 + 512
+    one, two = (compute.step_flops(each).oar_g for each in (fisher, onward))
+    projected = compute.head(onward.shape, responses * (response - 2 * answer))
+    assert two == pytest.approx(
+        2 * one + compute.layers_forward(onward.shape, responses * length, length) + 2 * projected
+    )
+    added = communication.megatron_importance(onward)
+    rows, reasoning = responses / 2 * answer, responses / 2 * (response - answer)
+    hidden = 2 * 2 * (rows + reasoning) * onward.shape.hidden  # e (N + R) H twice
+    assert added["OAR rows"] == pytest.approx(2 * (hidden + 12 * rows + 24 * reasoning) / 2)
+    assert added["OAR pooled logits"] == 0
+    assert added["OAR scores"] == pytest.approx(3 * communication.megatron_importance(fisher)["OAR scores"])
+
+
 def test_ulysses_exchanges_every_head_and_repeats_the_few():
     shape = load_shape("Qwen/Qwen2.5-7B")
     assert communication.ulysses(shape, 100, 2, 2) == 28 * 2 * 100 * (2 * 28 + 2 * 4) * 128 / 2

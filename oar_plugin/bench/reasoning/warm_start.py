@@ -30,6 +30,12 @@ FORMAT = 1
 FILLER_WEIGHT = 0.1
 VALUE_WEIGHT = 2.0
 """Of digits and names in the loss: what is copied and worked out. Other symbols weigh 1."""
+LEARNED = 0.5
+"""Share of right answers, each of the most likely tokens, at which a model is taken to know its task. A perfect imitator has
+all of them right, however many errors it saw."""
+TRIED_ON = 128
+TRIES = 3
+"""Models a wanted one, at most."""
 RAMP = 30
 """Steps over which the learning rate rises."""
 
@@ -100,6 +106,27 @@ def warm_model(
     torch.save(model.state_dict(), part)
     part.replace(file)
     return model
+
+
+def learned_model(task: Task, number: int, cache: Path | None = None) -> LlamaForCausalLM:
+    """One of the models, from 0 by ascending seed, that learned their task: some get stuck before they can copy.
+
+    Raises:
+        ValueError: too few of them do.
+    """
+    seeds = TRIES * (number + 1)
+    learned = 0
+    for seed in range(seeds):
+        model = warm_model(task, seed, None, cache)
+        if accuracy(model, task, TRIED_ON, greedy=True) < LEARNED:
+            continue
+        if learned == number:
+            return model
+        learned += 1
+    raise ValueError(
+        f"task {task.name}: of {seeds} warm models {learned} learned it (right in {LEARNED:.0%} of their most likely answers), "
+        f"{number + 1} were asked for; take fewer --warm-starts or another task"
+    )
 
 
 def train(task: Task, seed: int, settings: WarmStart, progress: Progress | None = None) -> LlamaForCausalLM:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from oar_plugin.bench.learning import Run
 
-TASKS = ("parallel", "parallel_long", "parallel_terse", "parallel_wordy", "chain", "lookup", "tracking")
+TASKS = ("parallel", "parallel_terse", "parallel_wordy", "chain", "chain_wordy")
+"""Of `TASKS` those that models of this size learn in a warm start."""
 METHODS = ("grpo", "uniform", "random", "oracle", "entropy", "fisher", "onward", "oar_g", "oar_p")
 # One warm model a task and warm start, about two minutes each, then a minute a run.
 _HELP = """\
@@ -30,9 +31,8 @@ report covers all runs that were asked for; compare methods at their own best le
 
 With --alignment nothing is trained: it says in a minute how much of a step towards the policy gradient each method makes.
 
-tasks:    parallel (the answer lists all results), parallel_long (twice as many), parallel_terse and parallel_wordy (hardly
-          any filler, twice as much), chain (each result needs the last one),
-          lookup (hops through a table, among distractors), tracking (the state after each swap)
+tasks:    parallel (the answer lists all results), chain (each result needs the last one); parallel_terse (hardly any
+          filler), parallel_wordy and chain_wordy (twice as much, so longer responses)
 methods:  grpo; uniform, random, entropy and oracle (the causal tokens are known) as controls; fisher, onward (for chains),
           oar_g, oar_p; or module:function, which gets an oar_plugin.bench.learning_credit.CreditPass and returns
           importance [B, L]
@@ -66,7 +66,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--warm-starts",
         type=int,
         default=1,
-        help="different models to start from; seeds take turns (default: %(default)s)",
+        help="different models to start from, those that did not learn the task left out; seeds take turns "
+        "(default: %(default)s)",
     )
     run = command.add_argument_group("a run")
     run.add_argument("--steps", type=int, default=50, help="batches, one update each (default: %(default)s)")

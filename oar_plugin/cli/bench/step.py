@@ -67,7 +67,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     how.add_argument(
         "--importance",
         default="fisher",
-        choices=("fisher", "oar_g"),
+        choices=("fisher", "oar_g", "onward"),
         help="estimator of b and c (default: %(default)s)",
     )
     how.add_argument(

@@ -61,7 +61,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     how.add_argument(
         "--importance",
         default="fisher",
-        choices=("fisher", "oar_g", "oar_p", "hybrid"),
+        choices=("fisher", "oar_g", "onward", "oar_p", "hybrid"),
         help="of OAR's steps; oar_p and hybrid in the actor (default: %(default)s)",
     )
     how.add_argument(

@@ -6,7 +6,7 @@ import torch
 from oar_plugin.bench.reasoning.model import build_model, sample
 from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.vocabulary import EOS, PAD, VOCABULARY
-from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, batches, warm_model
+from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, batches, learned_model, warm_model
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +75,14 @@ def test_model_is_taken_from_disk_only_for_the_same_training(tmp_path):
     warm_model(dataclasses.replace(task, error_rate=0.5), 0, settings, tmp_path)
     assert len(list((tmp_path / "reasoning").glob("*.pt"))) == 3
     assert 0 <= accuracy(first, task, 4, greedy=False) <= 1
+
+
+def test_models_that_did_not_learn_their_task_are_passed_over(monkeypatch):
+    """Seeds 1 and 3 learn; the model is stood for by its seed."""
+    module = "oar_plugin.bench.reasoning.warm_start"
+    monkeypatch.setattr(f"{module}.warm_model", lambda task, seed, settings, cache: seed)
+    monkeypatch.setattr(f"{module}.accuracy", lambda model, *_, greedy: 1.0 if model in (1, 3) else 0.1)
+    task = TASKS["chain"]
+    assert [learned_model(task, number) for number in (0, 1)] == [1, 3]
+    with pytest.raises(ValueError, match="chain: of 9 warm models 2 learned it"):
+        learned_model(task, 2)

@@ -151,7 +151,7 @@ def bytes_moved(engine: Any, rows: list[int], **request: Any) -> dict[str, int]:
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.is_floating_point() and tensor.dim() in (1, 2) and kwargs["group"].size() > 1:
-            widths = {1: "vocabulary", hidden: "rows"}
+            widths = {1: "vocabulary", 2: "vocabulary", hidden: "rows"}
             kind = "scores" if tensor.dim() == 1 else widths.get(tensor.shape[1], "sequence")
             moved[kind] += tensor.numel() * tensor.element_size()
         return original(tensor, *args, **kwargs)
