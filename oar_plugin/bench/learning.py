@@ -140,12 +140,16 @@ Progress = Callable[[str], None]
 """Called as each training begins, with its name."""
 
 
+Trainer = Callable[[Run, Path | None], Record]
+
+
 def study(
     runs: Sequence[Run],
     folder: Path,
     cache: Path | None = None,
     progress: Progress | None = None,
     finished_only: bool = False,
+    trainer: Trainer | None = None,
 ) -> list[Record]:
     """All runs, those with a record in `folder` taken from there.
 
@@ -155,6 +159,7 @@ def study(
         cache: folder of warm models; None for the usual one.
         progress: called as each run begins.
         finished_only: leave out what has no record.
+        trainer: given a run and `cache`, trains it; None for the one of this module.
     """
     folder.mkdir(parents=True, exist_ok=True)
     records = []
@@ -167,12 +172,16 @@ def study(
             continue
         if finished_only:
             continue
-        record = train(run, learned_model(TASKS[run.task], run.warm_start, cache))
+        record = (trainer or _train_here)(run, cache)
         part = file.with_suffix(".part")
         part.write_text(record.to_json())
         part.replace(file)
         records.append(record)
     return records
+
+
+def _train_here(run: Run, cache: Path | None) -> Record:
+    return train(run, learned_model(TASKS[run.task], run.warm_start, cache))
 
 
 def after_grpo(run: Run, steps: int, cache: Path | None = None) -> LlamaForCausalLM:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.table import Table
@@ -18,6 +18,8 @@ from oar_plugin.bench.learning import CREDIT_DEFAULTS, Record, Run
 from oar_plugin.bench.learning_alignment import Alignment
 from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.targets import machine_line
+
+Trainer = Literal["small", "verl"]
 
 BASELINE = "grpo"
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
@@ -345,24 +347,30 @@ def alignment_table(found: Sequence[Alignment], after: int) -> Table:
     return table
 
 
-def notes(records: Sequence[Record]) -> list[str]:
+def notes(records: Sequence[Record], trained_by: Trainer = "small") -> list[str]:
     """What one has to know to read the figures."""
     run = records[0].run
     starts = len({record.run.warm_start for record in records})
     return [
         f"{run.prompts} prompts x {run.copies} responses a step, one Adam update each, clip 0.2 / 0.28, token mean, no KL "
         f"term; {starts} warm start(s).",
-        "Runs of one seed see the same problems and the same sampling noise, so differences are paired.",
+        "Runs of one seed see the same problems and the same sampling noise, so differences are paired."
+        if trained_by == "small"
+        else "Real verl, Ray and vLLM on a CPU. Runs of one seed see the same problems in the same order.",
         "Mean reward: of the sampled training responses, over all steps. Steps to a threshold: first step at which the mean "
         f"of the last {WINDOW} rewards is there; median over seeds.",
         "The best learning rate is chosen by mean reward on the same seeds, for GRPO as for the others: a little optimistic "
         "for all. p (Holm) is corrected for the comparisons of one task, not for tasks or learning rates.",
-        "Importance has a pass of its own here. In training it shares the forward that computes log-probs.",
+        "Importance has a pass of its own here. In training it shares the forward that computes log-probs."
+        if trained_by == "small"
+        else "Importance shares the forward that computes log-probs; its seconds are what verl's timer says it adds.",
         "Small models on made-up tasks: what holds here need not hold for yours.",
     ]
 
 
-def markdown(records: Sequence[Record], plot: str | None, command: str, machine: dict[str, Any]) -> str:
+def markdown(
+    records: Sequence[Record], plot: str | None, command: str, machine: dict[str, Any], trained_by: Trainer = "small"
+) -> str:
     """The report as a page; `plot` is the file name of its plot, `machine` as `describe_machine` has it."""
     lines = ["# Does it learn faster?", "", machine_line(machine), "", f"`{command}`", ""]
     if plot is not None:
@@ -371,16 +379,18 @@ def markdown(records: Sequence[Record], plot: str | None, command: str, machine:
         for title, columns, rows in sections(records, task):
             lines += [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
             lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
-    return "\n".join([*lines, "## How to read it", "", *(f"- {note}" for note in notes(records)), ""])
+    return "\n".join([*lines, "## How to read it", "", *(f"- {note}" for note in notes(records, trained_by)), ""])
 
 
-def to_json(records: Sequence[Record], command: str, machine: dict[str, Any]) -> str:
+def to_json(records: Sequence[Record], command: str, machine: dict[str, Any], trained_by: Trainer = "small") -> str:
     """The tables; what was measured at each step stays in the records."""
     content: dict[str, Any] = {
         task: [{"title": title, "columns": columns, "rows": rows} for title, columns, rows in sections(records, task)]
         for task in tasks_of(records)
     }
-    return json.dumps({"command": command, "machine": machine, "tasks": content, "notes": notes(records)}, indent=1)
+    return json.dumps(
+        {"command": command, "machine": machine, "tasks": content, "notes": notes(records, trained_by)}, indent=1
+    )
 
 
 def draw(path: Path, records: Sequence[Record]) -> bool:

@@ -97,41 +97,19 @@ class Run:
             if self.method == "oar"
             else ["algorithm.adv_estimator=grpo"]
         )
-        actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         return [
             *method,
-            f"data.train_files={_quoted(self.train_file)}",
-            f"data.val_files={_quoted(self.validation_file)}",
-            f"data.train_batch_size={PROMPTS}",
-            f"data.max_prompt_length={MAX_PROMPT_TOKENS}",
-            f"data.max_response_length={MAX_NEW_TOKENS}",
             f"data.seed={self.seed}",
-            f"actor_rollout_ref.model.path={_quoted(self.model)}",
-            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-            f"{actor}.optim.lr={LEARNING_RATE}",
-            f"{actor}.ppo_mini_batch_size={PROMPTS}",
-            f"{actor}.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
-            f"{actor}.clip_ratio_low=0.2",
-            f"{actor}.clip_ratio_high=0.28",
-            f"{actor}.use_kl_loss=False",
-            f"{actor}.checkpoint.save_contents=[hf_model]",
-            f"{rollout}.n={RESPONSES}",
-            f"{rollout}.seed={self.seed}",
-            f"{rollout}.max_model_len={MAX_PROMPT_TOKENS + MAX_NEW_TOKENS}",
-            f"{rollout}.max_num_batched_tokens=4096",
-            f"{rollout}.max_num_seqs={PROMPTS * RESPONSES}",
-            f"{rollout}.log_prob_micro_batch_size_per_gpu={MICRO_BATCH}",
-            # Room for twice the batch, 100 MB, in place of the 1 GB that vLLM would take.
-            f"+{rollout}.engine_kwargs.vllm.num_gpu_blocks_override={2 * PROMPTS * RESPONSES}",
-            "reward.custom_reward_function.path=pkg://oar_plugin.demo.reward",
-            f"trainer.total_training_steps={self.steps}",
-            "trainer.total_epochs=1",
-            f"trainer.save_freq={self.steps}",
-            "trainer.test_freq=-1",
-            "trainer.val_before_train=False",
-            "trainer.resume_mode=disable",
-            f"trainer.default_local_dir={_quoted(self.folder / 'checkpoint')}",
-            "trainer.logger=[console,file]",
+            *training_overrides(
+                self.model,
+                (self.train_file, self.validation_file),
+                self.folder / "checkpoint",
+                self.steps,
+                self.seed,
+                LEARNING_RATE,
+                (PROMPTS, RESPONSES),
+                (MAX_PROMPT_TOKENS, MAX_NEW_TOKENS),
+            ),
         ]
 
     def arguments(self) -> list[str]:
@@ -152,6 +130,65 @@ class Run:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
         command = [shlex.quote(sys.executable), "-m verl.trainer.main_ppo", *map(shlex.quote, self.arguments()), '"$@"']
         return "\n".join([*lines, "", " \\\n  ".join(command), ""])
+
+
+def training_overrides(
+    model: Path,
+    data: tuple[Path, Path],
+    checkpoints: Path,
+    steps: int,
+    seed: int,
+    lr: float,
+    batch: tuple[int, int],
+    longest: tuple[int, int],
+) -> list[str]:
+    """Hydra overrides of a training of a small model with the demo's reward: clipped, without a KL term, saved at its end.
+
+    Args:
+        model: folder of model and tokenizer.
+        data: parquet files, of training and of validation.
+        checkpoints: folder for the model after the last step.
+        steps: of the training, one update each.
+        seed: of the sampling.
+        lr: learning rate.
+        batch: prompts, and responses to each.
+        longest: tokens of a prompt and of a response.
+    """
+    (prompts, responses), (prompt, response) = batch, longest
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        f"data.train_files={_quoted(data[0])}",
+        f"data.val_files={_quoted(data[1])}",
+        f"data.train_batch_size={prompts}",
+        f"data.max_prompt_length={prompt}",
+        f"data.max_response_length={response}",
+        f"actor_rollout_ref.model.path={_quoted(model)}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        f"{actor}.optim.lr={lr}",
+        f"{actor}.ppo_mini_batch_size={prompts}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
+        f"{actor}.clip_ratio_low=0.2",
+        f"{actor}.clip_ratio_high=0.28",
+        f"{actor}.use_kl_loss=False",
+        f"{actor}.checkpoint.save_contents=[hf_model]",
+        f"{rollout}.n={responses}",
+        f"{rollout}.seed={seed}",
+        f"{rollout}.max_model_len={prompt + response}",
+        f"{rollout}.max_num_batched_tokens=4096",
+        f"{rollout}.max_num_seqs={prompts * responses}",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={MICRO_BATCH}",
+        # Room for twice the batch, 100 MB, in place of the 1 GB that vLLM would take.
+        f"+{rollout}.engine_kwargs.vllm.num_gpu_blocks_override={2 * prompts * responses}",
+        "reward.custom_reward_function.path=pkg://oar_plugin.demo.reward",
+        f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=1",
+        f"trainer.save_freq={steps}",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+        "trainer.resume_mode=disable",
+        f"trainer.default_local_dir={_quoted(checkpoints)}",
+        "trainer.logger=[console,file]",
+    ]
 
 
 def _quoted(path: Path) -> str:

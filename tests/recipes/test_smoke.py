@@ -27,11 +27,13 @@ ELSEWHERE = {
 }
 """Smoke tests that look closer, and so stand beside what they look at. A whole run takes a minute of two cores."""
 MORE = {
-    # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers.
+    # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers, and importance for chains.
     "yi_1_5_34b_megatron": [
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
         "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+        "oar=onward",
     ],
+    "qwen2_5_1_5b_math": ["oar=onward"],
 }
 
 

@@ -50,6 +50,7 @@ class WarmStart:
     Attributes:
         hidden: width of the model.
         layers: of the model.
+        heads: of attention.
         short_steps: on demonstrations without filler.
         full_steps: on demonstrations as they will be sampled.
         batch: demonstrations a step.
@@ -58,6 +59,7 @@ class WarmStart:
 
     hidden: int = 64
     layers: int = 2
+    heads: int = 4
     short_steps: int = 800
     full_steps: int = 400
     batch: int = 64
@@ -97,7 +99,7 @@ def warm_model(
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache or cache_folder()) / "reasoning" / f"{task.name}-{seed}-{digest}.pt"
     if file.exists():
-        model = build_model(seed, settings.hidden, settings.layers)
+        model = build_model(seed, settings.hidden, settings.layers, settings.heads)
         model.load_state_dict(torch.load(file, weights_only=True))
         return model
     model = train(task, seed, settings, progress)
@@ -108,7 +110,9 @@ def warm_model(
     return model
 
 
-def learned_model(task: Task, number: int, cache: Path | None = None) -> LlamaForCausalLM:
+def learned_model(
+    task: Task, number: int, cache: Path | None = None, settings: WarmStart | None = None
+) -> LlamaForCausalLM:
     """One of the models, from 0 by ascending seed, that learned their task: some get stuck before they can copy.
 
     Raises:
@@ -117,7 +121,7 @@ def learned_model(task: Task, number: int, cache: Path | None = None) -> LlamaFo
     seeds = TRIES * (number + 1)
     learned = 0
     for seed in range(seeds):
-        model = warm_model(task, seed, None, cache)
+        model = warm_model(task, seed, settings, cache)
         if accuracy(model, task, TRIED_ON, greedy=True) < LEARNED:
             continue
         if learned == number:
@@ -131,7 +135,7 @@ def learned_model(task: Task, number: int, cache: Path | None = None) -> LlamaFo
 
 def train(task: Task, seed: int, settings: WarmStart, progress: Progress | None = None) -> LlamaForCausalLM:
     """Build a model and train it; see `warm_model`."""
-    model = build_model(seed, settings.hidden, settings.layers)
+    model = build_model(seed, settings.hidden, settings.layers, settings.heads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     short = batches(task, settings.batch, 2 * seed, (0, 0))
     full = batches(task, settings.batch, 2 * seed + 1, None)

@@ -7,14 +7,14 @@ import shlex
 import sys
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from oar_plugin.cli.bench.common import complain, fields, print_notes, progress_bar, write_report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from oar_plugin.bench.learning import Run
+    from oar_plugin.bench.learning import Run, Trainer
 
 TASKS = ("parallel", "parallel_terse", "parallel_wordy", "chain", "chain_wordy")
 """Of `TASKS` those that models of this size learn in a warm start."""
@@ -45,6 +45,7 @@ examples:
       --lr 3e-4 6e-4 1.2e-3 --seeds 3 --out benchmarks                               a study, with a page and a plot
   oar bench learning --tasks chain --methods grpo fisher --tau 0.7                    another gate
   oar bench learning --tasks chain --methods grpo oracle random fisher onward --alignment 10
+  oar bench learning --tasks chain --methods grpo onward --gate two_level --tau 0.85 --through-verl
 """
 
 
@@ -100,6 +101,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="DIR",
         help="where finished runs are kept (default: %(default)s)",
     )
+    command.add_argument(
+        "--through-verl",
+        action="store_true",
+        help="train with real verl, Ray and vLLM on this machine's CPU, five to ten minutes a run; needs the extra [cpu]",
+    )
     command.add_argument("--finished", action="store_true", help="train nothing: report on the runs that are finished")
     command.add_argument(
         "--cache", type=Path, metavar="DIR", help="where warm models are kept (default: ~/.cache/oar_plugin)"
@@ -119,7 +125,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     command.add_argument(
-        "--out", type=Path, metavar="DIR", help="write learning_cpu.md, .json and, with matplotlib, .png there"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write learning_cpu.md (learning_verl.md), .json and, with matplotlib, .png there",
     )
 
 
@@ -138,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
     from oar_plugin.bench import learning_report as report
     from oar_plugin.bench.learning import Run, grid, study
     from oar_plugin.bench.machine import describe_machine, load_average, threads
+    from oar_plugin.demo.training import TrainingFailed
 
     console = Console()
     if args.seeds < 1 or args.warm_starts < 1:
@@ -154,30 +164,42 @@ def run(args: argparse.Namespace) -> int:
             each.check()
         if args.alignment is not None:
             return _align(args, runs, console)
+        results, trainer = (args.results, None) if not args.through_verl else _through_verl(args, runs)
         with threads(args.threads), progress_bar(console, len(runs)) as progress:
             machine = describe_machine(torch.device("cpu"))
-            records = study(runs, args.results, args.cache, progress, args.finished)
+            records = study(runs, results, args.cache, progress, args.finished, trainer)
         if not records:
-            raise ValueError(
-                f"--finished: {args.results} holds no run of this study; leave --finished out to train them"
-            )
+            raise ValueError(f"--finished: {results} holds no run of this study; leave --finished out to train them")
     except ValueError as error:
         return complain("learning", error, 2)
+    except TrainingFailed as error:
+        return complain("learning", error, 1)
     for table in report.tables(records):
         console.print(table)
-    print_notes(console, report.notes(records))
+    trained_by: Literal["small", "verl"] = "verl" if args.through_verl else "small"
+    print_notes(console, report.notes(records, trained_by))
     if args.out is not None:
         command = shlex.join(["oar", *sys.argv[1:]])
         machine["load_average_after"] = load_average()
         write_report(
             console,
             args.out,
-            "learning_cpu",
-            lambda plot: report.markdown(records, plot, command, machine),
-            {"json": report.to_json(records, command, machine) + "\n"},
+            "learning_verl" if args.through_verl else "learning_cpu",
+            lambda plot: report.markdown(records, plot, command, machine, trained_by),
+            {"json": report.to_json(records, command, machine, trained_by) + "\n"},
             lambda file: report.draw(file, records),
         )
     return 0
+
+
+def _through_verl(args: argparse.Namespace, runs: list[Run]) -> tuple[Path, Trainer]:
+    """Where the records of `--through-verl` are kept, and what makes them."""
+    from oar_plugin.bench import learning_verl
+
+    for each in runs:
+        learning_verl.check(each)
+    results: Path = args.results / "verl"
+    return results, lambda run, cache: learning_verl.train(run, run.file(results).with_suffix("").resolve(), cache)
 
 
 def _align(args: argparse.Namespace, runs: list[Run], console: Console) -> int:
