@@ -86,3 +86,11 @@ def test_kl(logits):
 def test_joint(logits, rows):
     got = in_shards(lambda columns, shard: joint_coefficients(logits[:, columns], rows, shard))
     torch.testing.assert_close(got, joint_coefficients(logits, rows))
+
+
+def test_entropy(logits):
+    want = torch.distributions.Categorical(logits=logits).entropy()
+    got = in_shards(
+        lambda columns, shard: shard.entropy(logits[:, columns])[:, None].expand(-1, logits[:, columns].shape[1])
+    )
+    torch.testing.assert_close(got, want[:, None].expand_as(logits))

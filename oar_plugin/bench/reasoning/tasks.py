@@ -9,7 +9,7 @@ is filler, a copy of the prompt, or form.
 | `parallel`      | `3 + 4 ; 9 - 2 ; ... = ?`      | `3 + 4 = 7 ;` | directly: the answer lists them all     |
 | `parallel_terse`, `parallel_wordy` | the same | the same        | the same, with hardly any filler, or twice as much |
 | `chain`         | `3 ; + 4 ; - 2 ; ... = ?`      | `3 + 4 = 7 ;` | each through the next, the last directly |
-| `chain_wordy`   | the same                       | the same      | the same, with twice the filler         |
+| `chain_terse`, `chain_wordy` | the same          | the same      | the same, with hardly any filler, or twice as much |
 | `lookup`        | `A : D ; B : G ; ... ; A ?`    | `A -> D ;`    | each through the next, among distractors |
 | `tracking`      | `3 8 5 / A B / B C / ... = ?`  | `A B = 8 3 5 ;` | state by state, the last one directly |
 """
@@ -360,6 +360,7 @@ TASKS: dict[str, Task] = {
         Parallel("parallel_terse", steps=4, filler=(0, 2), error_rate=0.2),
         Parallel("parallel_wordy", steps=4, filler=(14, 17), error_rate=0.2),
         Chain("chain", steps=4, filler=(6, 9), error_rate=0.2),
+        Chain("chain_terse", steps=4, filler=(0, 2), error_rate=0.2),
         Chain("chain_wordy", steps=4, filler=(14, 17), error_rate=0.2),
         Lookup("lookup", steps=3, filler=(4, 7), error_rate=0.27),
         Tracking("tracking", steps=3, filler=(5, 8), error_rate=0.27),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from oar_plugin.bench.learning import Run, Trainer
 
-TASKS = ("parallel", "parallel_terse", "parallel_wordy", "chain", "chain_wordy")
+TASKS = ("parallel", "parallel_terse", "parallel_wordy", "chain", "chain_terse", "chain_wordy")
 """Of `TASKS` those that models of this size learn in a warm start."""
 METHODS = ("grpo", "uniform", "random", "oracle", "entropy", "fisher", "onward", "oar_g", "oar_p")
 # One warm model a task and warm start, about two minutes each, then a minute a run.
@@ -31,8 +31,8 @@ report covers all runs that were asked for; compare methods at their own best le
 
 With --alignment nothing is trained: it says in a minute how much of a step towards the policy gradient each method makes.
 
-tasks:    parallel (the answer lists all results), chain (each result needs the last one); parallel_terse (hardly any
-          filler), parallel_wordy and chain_wordy (twice as much, so longer responses)
+tasks:    parallel (the answer lists all results), chain (each result needs the last one); _terse: hardly any
+          filler, _wordy: twice as much, so longer responses
 methods:  grpo; uniform, random, entropy and oracle (the causal tokens are known) as controls; fisher, onward (for chains),
           oar_g, oar_p; or module:function, which gets an oar_plugin.bench.learning_credit.CreditPass and returns
           importance [B, L]
