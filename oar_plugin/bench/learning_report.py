@@ -182,6 +182,32 @@ def compare(arm_list: Sequence[Arm]) -> list[Comparison]:
     return [replace(c, p_holm=p) for c, p in zip(found, corrected, strict=True)]
 
 
+def variants(records: Sequence[Record]) -> list[list[str]]:
+    """Cells of `VARIANT_COLUMNS`: every setting that was run, against GRPO at the same learning rate and on the same seeds."""
+    rows = []
+    for task in sorted(tasks_of(records)):
+        every = sorted(arms(records, task), key=lambda arm: (arm.run.lr, arm.name))
+        baselines = {arm.run.lr: arm for arm in every if arm.name == BASELINE}
+        for arm in every:
+            baseline = baselines.get(arm.run.lr)
+            found = _compare(arm, baseline) if baseline is not None and arm is not baseline else None
+            against = test_cells(found)[3:5] if found is not None and found.seeds else ["-", "-"]
+            wins = f"{found.wins} of {found.seeds}" if found is not None and found.seeds else "-"
+            rewards = arm.rewards().values()
+            rows.append(
+                [
+                    task,
+                    f"{arm.run.lr:g}",
+                    arm.name,
+                    str(len(rewards)),
+                    f"{statistics.fmean(rewards):.3f}",
+                    *against,
+                    wins,
+                ]
+            )
+    return rows
+
+
 def _compare(arm: Arm, baseline: Arm) -> Comparison:
     from scipy import stats
 
@@ -256,6 +282,7 @@ def reward_cells(arm: Arm) -> list[str]:
     ]
 
 
+VARIANT_COLUMNS = ("task", "lr", "method", "runs", "mean reward", "against GRPO", "95 % interval", "ahead in")
 REWARD_COLUMNS = ("method", "lr", "seeds", "mean reward", *(f"to {t:.0%}" for t in THRESHOLDS), "held-out at the end")
 TEST_COLUMNS = (
     "method",
@@ -321,16 +348,25 @@ def sections(records: Sequence[Record], task: str) -> list[tuple[str, tuple[str,
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """For the terminal."""
-    shown = []
-    for task in tasks_of(records):
-        for title, columns, rows in sections(records, task):
-            table = Table(title=title)
-            for column in columns:
-                table.add_column(column)
-            for row in rows:
-                table.add_row(*row)
-            shown.append(table)
-    return shown
+    return [_table(*section) for task in tasks_of(records) for section in sections(records, task)]
+
+
+def variants_table(records: Sequence[Record]) -> Table:
+    """For the terminal; see `variants`."""
+    return _table("every finished run against GRPO at the same learning rate", VARIANT_COLUMNS, variants(records))
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _page_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def alignment_table(found: Sequence[Alignment], after: int) -> Table:
@@ -377,9 +413,26 @@ def markdown(
         lines += [f"![reward against steps and against seconds]({plot})", ""]
     for task in tasks_of(records):
         for title, columns, rows in sections(records, task):
-            lines += [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-            lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+            lines += [f"## {title}", "", *_page_table(columns, rows)]
     return "\n".join([*lines, "## How to read it", "", *(f"- {note}" for note in notes(records, trained_by)), ""])
+
+
+def variants_page(records: Sequence[Record], command: str) -> str:
+    """`variants` as a page."""
+    run = records[0].run
+    return "\n".join(
+        [
+            "# Every training that was finished",
+            "",
+            f"`{command}`",
+            "",
+            f"{run.steps} steps of {run.prompts} x {run.copies} responses. Mean reward over the run, and minus GRPO's of the "
+            "same seed, warm model and learning rate; 95 % by Student's t, not corrected for the number of lines. Settings "
+            "that are not named are the defaults.",
+            "",
+            *_page_table(VARIANT_COLUMNS, variants(records)),
+        ]
+    )
 
 
 def to_json(records: Sequence[Record], command: str, machine: dict[str, Any], trained_by: Trainer = "small") -> str:

@@ -39,6 +39,12 @@ def test_study_and_report(tmp_path, monkeypatch, capsys):
     assert main(["bench", "learning", *arguments, *folders]) == 0
     assert len(list((tmp_path / "runs").glob("*.json"))) == 4
     assert "+0.201" in (tmp_path / "out" / "learning_cpu.md").read_text()
+    listed = ["bench", "learning", "--variants", "--steps", "3", *folders]
+    assert main(listed) == 0
+    assert (
+        "| parallel | 0.0006 | oracle | 2 | 0.251 | +0.201 |" in (tmp_path / "out" / "learning_variants.md").read_text()
+    )
+    assert main([*listed, "--steps", "4"]) == 2
     assert "2 warm start(s)" in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -108,6 +108,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--finished", action="store_true", help="train nothing: report on the runs that are finished")
     command.add_argument(
+        "--variants",
+        action="store_true",
+        help="train nothing: a line for every setting that has a finished run of --steps steps in --results, against GRPO at "
+        "the same learning rate",
+    )
+    command.add_argument(
         "--cache", type=Path, metavar="DIR", help="where warm models are kept (default: ~/.cache/oar_plugin)"
     )
     command.add_argument(
@@ -164,6 +170,8 @@ def run(args: argparse.Namespace) -> int:
             each.check()
         if args.alignment is not None:
             return _align(args, runs, console)
+        if args.variants:
+            return _list(args, console)
         results, trainer = (args.results, None) if not args.through_verl else _through_verl(args, runs)
         with threads(args.threads), progress_bar(console, len(runs)) as progress:
             machine = describe_machine(torch.device("cpu"))
@@ -200,6 +208,24 @@ def _through_verl(args: argparse.Namespace, runs: list[Run]) -> tuple[Path, Trai
         learning_verl.check(each)
     results: Path = args.results / "verl"
     return results, lambda run, cache: learning_verl.train(run, run.file(results).with_suffix("").resolve(), cache)
+
+
+def _list(args: argparse.Namespace, console: Console) -> int:
+    """`--variants`."""
+    from oar_plugin.bench import learning_report as report
+    from oar_plugin.bench.learning import Record
+
+    found = [Record.from_json(file.read_text()) for file in sorted(args.results.glob("*.json"))]
+    records = [record for record in found if record.run.steps == args.steps]
+    if not records:
+        raise ValueError(f"--variants: {args.results} holds no finished run of {args.steps} steps (--steps, --results)")
+    console.print(report.variants_table(records))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        page = args.out / "learning_variants.md"
+        page.write_text(report.variants_page(records, shlex.join(["oar", *sys.argv[1:]])))
+        console.print(f"written: {page}", highlight=False, soft_wrap=True)
+    return 0
 
 
 def _align(args: argparse.Namespace, runs: list[Run], console: Console) -> int:
