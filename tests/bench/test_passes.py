@@ -18,7 +18,7 @@ def with_request(passes: Passes, **changes) -> Passes:
     return passes
 
 
-@pytest.mark.parametrize("importance", ["fisher", "oar_g"])
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "onward"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_fused_log_probs_are_the_plain_ones(passes, importance, checkpointing):
     passes = with_request(passes, importance=importance)
@@ -38,7 +38,9 @@ def test_log_probs_and_entropy_are_those_of_log_softmax(passes):
     torch.testing.assert_close(torch.cat(scores.entropy), -(log_prob_BLV.exp() * log_prob_BLV).sum(-1))
 
 
-def test_importance_does_not_depend_on_the_pass(passes):
+@pytest.mark.parametrize("importance", ["fisher", "onward"])
+def test_importance_does_not_depend_on_the_pass(passes, importance):
+    passes = with_request(passes, importance=importance)
     fused = torch.cat(passes.fused().importance)
     checkpointed = torch.cat(passes.fused(checkpointing=True).importance)
     alone = torch.cat(passes.importance_only().importance)
