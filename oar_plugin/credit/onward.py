@@ -19,15 +19,15 @@ With `F(w)_t = ||d / de_t sum_s sqrt(w_s) c_s . z_s||^2`, where `c_s` is a rando
 * The factors in `H`: a token that was no decision (form, a copy) earns nothing, and one drawn from an almost flat
   distribution was hardly a decision either.
 
-Not in the paper. `algorithm.oar.importance=onward`, for the gate `two_level`. It estimates no single quantity: each part does, up to scale, and the rest is shape, chosen on one task.
-With `two_level` (tau 0.85) it beat GRPO on `chain` by 0.029 mean reward, each at its best learning rate (ten seeds, three of
-which it was chosen on; 95 % interval 0.012 to 0.046), and did not lose on `parallel` (`benchmarks/learning_two_level`). With
-the paper's gate it did not beat it (`benchmarks/learning_variants.md`).
+Not in the paper. `algorithm.oar.importance=onward`, for the gate `two_level` with tau 0.85. It estimates no single quantity:
+each part does, up to scale, and the rest is shape, chosen on one task. There it beat GRPO, with a small trainer and through
+verl; on three other tasks it was neither ahead nor behind by more than the noise (`benchmarks/learning_two_level`,
+`benchmarks/learning_verl.md`). With the paper's gate it did not beat GRPO (`benchmarks/learning_variants.md`).
 
-Cost: two backwards, where the Fisher norm takes one, and a projection of every reasoning row to the vocabulary whose gradient
-reaches the hidden states. No graph over `[T, V]` logits is needed for that: `dJ/dh_s = sqrt(w_s) W^T c_s` is computed from logits
-without a graph, a chunk of rows at a time (`oar_plugin.hosts.onward`). verl's engines make a second forward for the second
-backward, because FSDP1 gathers its weights for the first backward through a graph only.
+Cost: two backwards, where the Fisher norm takes one, and a projection of every reasoning row to the vocabulary whose
+gradient reaches the hidden states. No graph over `[T, V]` logits is needed for that: `dJ/dh_s = sqrt(w_s) W^T c_s` is
+computed from logits without a graph, a chunk of rows at a time (`oar_plugin.hosts.onward`). verl's engines make a second
+forward for the second backward, because FSDP1 gathers its weights for the first backward through a graph only.
 """
 
 from __future__ import annotations
