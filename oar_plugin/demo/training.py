@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -156,6 +157,7 @@ def training_overrides(
     """
     (prompts, responses), (prompt, response) = batch, longest
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    micro_batch = math.gcd(MICRO_BATCH, prompts * responses)  # verl wants a divisor of the batch
     return [
         f"data.train_files={_quoted(data[0])}",
         f"data.val_files={_quoted(data[1])}",
@@ -166,7 +168,7 @@ def training_overrides(
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.optim.lr={lr}",
         f"{actor}.ppo_mini_batch_size={prompts}",
-        f"{actor}.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
+        f"{actor}.ppo_micro_batch_size_per_gpu={micro_batch}",
         f"{actor}.clip_ratio_low=0.2",
         f"{actor}.clip_ratio_high=0.28",
         f"{actor}.use_kl_loss=False",
@@ -176,7 +178,7 @@ def training_overrides(
         f"{rollout}.max_model_len={prompt + response}",
         f"{rollout}.max_num_batched_tokens=4096",
         f"{rollout}.max_num_seqs={prompts * responses}",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu={MICRO_BATCH}",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={micro_batch}",
         # Room for twice the batch, 100 MB, in place of the 1 GB that vLLM would take.
         f"+{rollout}.engine_kwargs.vllm.num_gpu_blocks_override={2 * prompts * responses}",
         "reward.custom_reward_function.path=pkg://oar_plugin.demo.reward",
