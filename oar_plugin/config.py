@@ -1,12 +1,15 @@
 """Every knob of OAR, in one place, validated when a run starts.
 
-In a verl run they live under `algorithm.oar.*`; the defaults are the paper's (arXiv 2601.07408) but for the importance
-estimator. `fisher` is the default because, of what an engine can compute with one backward, it agrees best with exact
-OAR-P (0.67 of the top 20 % against 0.52 for `oar_g`, twelve models, `benchmarks/fidelity_cpu.md`).
+In a verl run they live under `algorithm.oar.*`; the defaults are the paper's (arXiv 2601.07408) but for importance and gate,
+and the preset `+oar=published` has the paper's of those too.
 
-The gate keeps the paper's form and numbers: no other was better on both tasks of `benchmarks/learning_variants.md` by more
-than the noise of three to six seeds. `two_level` with tau 0.85 loses least on chains (-0.011 against -0.029 for
-`bi_level`, five seeds).
+`fisher` because, of what an engine can compute with one backward, it agrees best with exact OAR-P (0.67 of the top 20 %
+against 0.52 for `oar_g`, twelve models, `benchmarks/fidelity_cpu.md`). `two_level` with tau 0.85 because with `bi_level` it
+was behind GRPO on a chain in all of six seeds (-0.030; `two_level` -0.010) and nowhere ahead of it by more than the noise:
+over four tasks and six seeds each +0.012 against +0.004 mean reward (`benchmarks/learning_variants.md`; their difference
+alone is within the noise, p 0.26). `onward` was ahead of GRPO over these 24 pairs (+0.010, p 0.04) and on the chain at its
+best learning rate, but its second forward and backward cost 2.6 times as much (`oar plan`): it is for those who know that
+their task is a chain.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ Importance = Literal["fisher", "oar_g", "onward", "oar_p", "hybrid"]
 PERTURBING: tuple[Importance, ...] = ("oar_p", "hybrid")
 HYBRID_BUDGET = 0.3
 
-Gate = Literal["bi_level", "two_level"]
+Gate = Literal["two_level", "bi_level"]
+QUANTILE: dict[Gate, float] = {"two_level": 0.85, "bi_level": 0.4}
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 
 
@@ -98,7 +102,7 @@ class OarConfig(BaseModel):
         description="How a token's importance is computed. fisher: squared gradient norm of a random root of the answer's "
         "Fisher information, one backward, no noise. oar_g: as published, KL under Gaussian noise on the embeddings. onward: "
         "how much a token moves the answer or what is written on the way to it, two backwards; for chains of reasoning, with "
-        "gate=two_level and tau=0.85 (preset +oar=onward). "
+        "the gate two_level. "
         "oar_p: exact, each token replaced in a forward of its own. hybrid: oar_p for the tokens with the largest fisher "
         "score.",
     )
@@ -125,14 +129,19 @@ class OarConfig(BaseModel):
         "token of the response (probe=last only).",
     )
     gate: Gate = Field(
-        "bi_level",
-        description="From importance to weights. bi_level: the paper's, damps below the quantile and boosts above it by how "
-        "much. two_level: 1 + beta above, 1 below; for tau near 0.85.",
+        "two_level",
+        description="From importance to weights. two_level: 1 + beta above the quantile, 1 below, before mass is restored. "
+        "bi_level: the paper's, damps below it and boosts above it by how much.",
     )
-    tau: float = Field(0.4, ge=0, le=1, description="Quantile of the scores that splits damped from boosted tokens.")
+    tau: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Quantile of the scores that splits the tokens. null: 0.85 for two_level, 0.4 for bi_level (the paper's).",
+    )
     beta: float = Field(2.0, ge=0, description="Boost of the tokens above the quantile.")
     floor: float = Field(
-        0.1, gt=0, le=1, description="Smallest weight of the tokens below it, before mass is restored."
+        0.1, gt=0, le=1, description="Smallest weight of the tokens below it, before mass is restored (bi_level only)."
     )
     max_weight: float | None = Field(
         None,
@@ -179,6 +188,11 @@ class OarConfig(BaseModel):
                 "budget below 1 or a number of positions, or importance=oar_p"
             )
         return self
+
+    @property
+    def quantile(self) -> float:
+        """`tau` with its default filled in."""
+        return QUANTILE[self.gate] if self.tau is None else self.tau
 
     @property
     def backwards(self) -> int:

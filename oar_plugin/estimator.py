@@ -46,9 +46,9 @@ def reshape(
 
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     if config.gate == "two_level":
-        weight_BL = two_level(importance_BL, usable_BL, config.tau, config.beta)
+        weight_BL = two_level(importance_BL, usable_BL, config.quantile, config.beta)
     else:
-        weight_BL = gate(importance_BL, usable_BL, config.tau, config.beta, config.floor)
+        weight_BL = gate(importance_BL, usable_BL, config.quantile, config.beta, config.floor)
     if config.max_weight is not None:
         weight_BL = bounded(weight_BL, usable_BL, config.max_weight)
     return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(weight_BL, usable_BL, status_B))

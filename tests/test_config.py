@@ -5,10 +5,23 @@ import pytest
 from oar_plugin.config import OarConfig, OarConfigError
 
 
-def test_defaults_are_the_papers_gate_and_the_measured_estimator():
+def test_defaults_are_the_measured_estimator_and_gate():
     config = OarConfig.parse(None)
-    assert (config.tau, config.beta, config.floor, config.sigma) == (0.4, 2.0, 0.1, 1e-3)
+    assert (config.gate, config.quantile, config.beta, config.floor, config.sigma) == (
+        "two_level",
+        0.85,
+        2.0,
+        0.1,
+        1e-3,
+    )
     assert (config.importance, config.probe, config.base_estimator) == ("fisher", "answer_mean", "grpo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantile"), [({"gate": "bi_level"}, 0.4), ({"gate": "bi_level", "tau": 0.0}, 0.0)]
+)
+def test_the_quantile_follows_the_gate_unless_it_is_said(settings, quantile):
+    assert OarConfig.parse(settings).quantile == quantile
 
 
 @pytest.mark.parametrize(

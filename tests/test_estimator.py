@@ -7,6 +7,7 @@ import torch
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.reshape import gate
 from oar_plugin.estimator import reshape
 
 
@@ -74,10 +75,11 @@ def test_max_weight_bounds_every_token_and_keeps_the_total():
 
 
 def test_the_gate_is_the_one_that_was_asked_for():
-    advantage, bi_level = batch()
+    advantage, two_level = batch()
     importance = torch.tensor([[0.0, 1.0, 5.0, 0.1, 0.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
     reasoning = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
-    config = OarConfig(gate="two_level", tau=0.85)
-    result = reshape(advantage, importance, reasoning, torch.tensor([Status.SCORED] * 2), config)
-    torch.testing.assert_close(result.weight_BL[0], torch.tensor([4 / 6, 4 / 6, 12 / 6, 4 / 6, 1.0]))
-    assert not torch.allclose(result.weight_BL, bi_level.weight_BL)
+    torch.testing.assert_close(two_level.weight_BL[0], torch.tensor([4 / 6, 4 / 6, 12 / 6, 4 / 6, 1.0]))
+    config = OarConfig(gate="bi_level")
+    bi_level = reshape(advantage, importance, reasoning, torch.tensor([Status.SCORED] * 2), config).weight_BL
+    torch.testing.assert_close(bi_level, gate(importance, reasoning, tau=0.4))
+    assert not torch.allclose(bi_level, two_level.weight_BL)

@@ -227,7 +227,8 @@ def report_from_engines(queue, statuses, lengths=LENGTHS):
 
 
 def offloading(world, **perturbation):
-    return world(importance="oar_p", perturbation={"backend": "rollout", **perturbation})
+    # A gate whose weights keep the order of the scores.
+    return world(importance="oar_p", gate="bi_level", perturbation={"backend": "rollout", **perturbation})
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--gate",
         default="bi_level",
         metavar="G",
-        help="bi_level, two_level, or module:function (default: %(default)s)",
+        help="bi_level, two_level, or module:function (default: %(default)s, the paper's, with --tau 0.4)",
     )
     gate.add_argument("--positive-only", action="store_true", help="reshape only responses better than their group")
     command.add_argument(
