@@ -19,7 +19,7 @@ from oar_plugin.bench.learning_alignment import Alignment
 from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.targets import machine_line
 
-Trainer = Literal["small", "verl"]
+TrainedBy = Literal["small", "verl"]
 
 BASELINE = "grpo"
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
@@ -383,7 +383,7 @@ def alignment_table(found: Sequence[Alignment], after: int) -> Table:
     return table
 
 
-def notes(records: Sequence[Record], trained_by: Trainer = "small") -> list[str]:
+def notes(records: Sequence[Record], trained_by: TrainedBy = "small") -> list[str]:
     """What one has to know to read the figures."""
     run = records[0].run
     starts = len({record.run.warm_start for record in records})
@@ -405,7 +405,7 @@ def notes(records: Sequence[Record], trained_by: Trainer = "small") -> list[str]
 
 
 def markdown(
-    records: Sequence[Record], plot: str | None, command: str, machine: dict[str, Any], trained_by: Trainer = "small"
+    records: Sequence[Record], plot: str | None, command: str, machine: dict[str, Any], trained_by: TrainedBy = "small"
 ) -> str:
     """The report as a page; `plot` is the file name of its plot, `machine` as `describe_machine` has it."""
     lines = ["# Does it learn faster?", "", machine_line(machine), "", f"`{command}`", ""]
@@ -435,7 +435,7 @@ def variants_page(records: Sequence[Record], command: str) -> str:
     )
 
 
-def to_json(records: Sequence[Record], command: str, machine: dict[str, Any], trained_by: Trainer = "small") -> str:
+def to_json(records: Sequence[Record], command: str, machine: dict[str, Any], trained_by: TrainedBy = "small") -> str:
     """The tables; what was measured at each step stays in the records."""
     content: dict[str, Any] = {
         task: [{"title": title, "columns": columns, "rows": rows} for title, columns, rows in sections(records, task)]

@@ -161,11 +161,7 @@ class Passes:
         mean_T = {part: torch.zeros(rows * length, device=token_BL.device) for part in request.parts}
         for draw, part in itertools.product(range(request.num_draws), request.parts):
             forward(draw, importance_only or request.importance == "oar_g" or draw > 0 or part == "onward", part)
-            scalar = taps.weighted_sum
-            if scalar is None:
-                assert taps.answer_logits is not None
-                scalar = scorer.scalar(taps.answer_logits, draw)
-            scalar.backward()
+            scorer.scalar_of(taps, draw).backward()
             embedding = taps.embedding
             assert embedding is not None
             assert embedding.grad is not None

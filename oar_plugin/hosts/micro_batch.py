@@ -27,6 +27,7 @@ from oar_plugin.credit.probe import AnswerRows, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.hosts.onward import OnwardRows, combined_importance
 from oar_plugin.hosts.request import Part, Request
+from oar_plugin.hosts.taps import ModelTaps
 
 
 class MicroBatchScorer:
@@ -151,6 +152,13 @@ class MicroBatchScorer:
             return (coefficients * logits_NV.float()).sum()
         coefficients = fisher_coefficients(self._probe_logits(logits_NV.detach()), sign, self.vocabulary)
         return (coefficients * pool(logits_NV, rows)).sum()
+
+    def scalar_of(self, taps: ModelTaps, draw: int) -> Tensor:
+        """What the forward that `taps` has just seen is differentiated by: `scalar`, or the weighted sum where there is one."""
+        if taps.weighted_sum is not None:
+            return taps.weighted_sum
+        assert taps.answer_logits is not None
+        return self.scalar(taps.answer_logits, draw)
 
     def importance(self, gradient: Tensor, embedding: Tensor) -> Tensor:
         """Scores of this rank's positions, float32 of the shape of the embeddings without their last dimension."""

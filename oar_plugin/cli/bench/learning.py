@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from oar_plugin.cli.bench.common import complain, fields, print_notes, progress_bar, write_report
 
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
         return complain("learning", error, 1)
     for table in report.tables(records):
         console.print(table)
-    trained_by: Literal["small", "verl"] = "verl" if args.through_verl else "small"
+    trained_by: report.TrainedBy = "verl" if args.through_verl else "small"
     print_notes(console, report.notes(records, trained_by))
     if args.out is not None:
         command = shlex.join(["oar", *sys.argv[1:]])
@@ -221,10 +221,8 @@ def _list(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--variants: {args.results} holds no finished run of {args.steps} steps (--steps, --results)")
     console.print(report.variants_table(records))
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        page = args.out / "learning_variants.md"
-        page.write_text(report.variants_page(records, shlex.join(["oar", *sys.argv[1:]])))
-        console.print(f"written: {page}", highlight=False, soft_wrap=True)
+        page = report.variants_page(records, shlex.join(["oar", *sys.argv[1:]]))
+        write_report(console, args.out, "learning_variants", lambda plot: page, {})
     return 0
 
 

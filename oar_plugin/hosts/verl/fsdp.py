@@ -85,7 +85,8 @@ class OarFSDPMixin(ImportancePass):
             drawn = self._forward(micro_batch, _Forward(request, draw, rows_only, part))
             if not rows_only:
                 output, host_seconds = drawn, elapsed(started)
-            self._scalar(draw).backward()
+            assert self._scorer is not None
+            self._scorer.scalar_of(self._taps, draw).backward()
             scores[part].append(self._gathered_scores())
 
         assert self._scorer is not None
@@ -95,15 +96,6 @@ class OarFSDPMixin(ImportancePass):
         seconds = elapsed(started) - (0.0 if request.importance_only else host_seconds)
         output["model_output"][SECONDS] = nested([torch.tensor([seconds / len(micro_batch)])] * len(micro_batch))
         return output
-
-    def _scalar(self, draw: int) -> Tensor:
-        """What the forward that was just made is differentiated by."""
-        assert self._taps is not None
-        assert self._scorer is not None
-        if self._taps.weighted_sum is not None:
-            return self._taps.weighted_sum
-        assert self._taps.answer_logits is not None
-        return self._scorer.scalar(self._taps.answer_logits, draw)
 
     def _forward(self, micro_batch: TensorDict, plan: _Forward) -> dict[str, Any]:
         """One tapped forward through verl's own `forward_step`, which knows inputs, autocast and outputs."""

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 
+from oar_plugin.bench.reasoning import warm_start
 from oar_plugin.bench.reasoning.model import build_model, sample
 from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.vocabulary import EOS, PAD, VOCABULARY
@@ -80,6 +81,7 @@ def test_model_is_taken_from_disk_only_for_the_same_training(tmp_path):
 def test_models_that_did_not_learn_their_task_are_passed_over(monkeypatch):
     """Seeds 1 and 3 learn; the model is stood for by its seed."""
     module = "oar_plugin.bench.reasoning.warm_start"
+    monkeypatch.setattr(f"{module}._learned_seed", warm_start._learned_seed.__wrapped__)  # nothing is remembered
     monkeypatch.setattr(f"{module}.warm_model", lambda task, seed, *_: seed)
     monkeypatch.setattr(f"{module}.accuracy", lambda model, *_, greedy: 1.0 if model in (1, 3) else 0.1)
     task = TASKS["chain"]
