@@ -72,8 +72,9 @@ def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict
 
     Returns:
         `ess_ratio`, `top10_mass` (means over scored responses; absent when there are none), `weight_max`,
-        `answer_found` (share of the responses that were looked at), `scored` (share of the batch),
-        `fallback/any` and `fallback/<reason>` (shares of the responses that could have mattered).
+        `answer_found` (share of the responses that were looked at; absent when none was), `scored` (share of the batch),
+        `fallback/any` and `fallback/<reason>` (shares of the responses that could have mattered; 0 when none could: the
+        counters of what went wrong are in every step).
     """
     scored_B = status_B == Status.SCORED
     needed = int((status_B != Status.NOT_NEEDED).sum())
@@ -81,9 +82,9 @@ def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict
     metrics = {"scored": scored_B.float().mean().item()}
     if needed:
         metrics["answer_found"] = 1 - missing / needed
-        for reason in FALLBACKS:
-            metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / needed
-        metrics["fallback/any"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
+    for reason in FALLBACKS:
+        metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / max(1, needed)
+    metrics["fallback/any"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
     if scored_B.any():
         weight, keep = weight_BL[scored_B], reasoning_BL[scored_B]
         metrics["ess_ratio"] = effective_sample_size(weight, keep).mean().item()

@@ -16,6 +16,7 @@ from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.vocabulary import EOS, PAD, pieces, text
 from oar_plugin.cli.main import main
 from oar_plugin.tokens import TokenBytes
+from tests.hosts.whole_run import LIMIT_S
 
 RUN = Run("chain", "onward", 6e-4, 3, steps=2, prompts=4, copies=2, tau=0.85, gate="two_level")
 
@@ -71,7 +72,7 @@ def test_what_verl_does_not_have_is_refused(change):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(560)
+@pytest.mark.timeout(LIMIT_S)
 def test_a_real_run(tmp_path, monkeypatch):
     """One step of real verl, Ray and vLLM. The model is a random one, so no reward differs and nothing is scored: what
     importance does there is seen in tests/recipes."""

@@ -24,6 +24,7 @@ from oar_plugin.bench.run_steps import WARM_UP, is_oar
 from oar_plugin.cli import bench
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.tokens import TokenBytes
+from tests.hosts.whole_run import LIMIT_S
 
 SETTINGS = Settings()
 WORK = {
@@ -209,6 +210,7 @@ def test_the_finder_takes_the_last_eight_tokens():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 def test_real_verl_takes_turns(tmp_path, capsys):
     """One run of real verl, two steps of each method, the first of each thrown away."""
     pytest.importorskip("vllm")

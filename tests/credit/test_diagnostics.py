@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oar_plugin.credit.diagnostics import Status, causal_recall, effective_sample_size, summarize, top_share
+from oar_plugin.credit.diagnostics import FALLBACKS, Status, causal_recall, effective_sample_size, summarize, top_share
 
 EVEN = torch.ones(1, 10)
 KEEP = torch.ones(1, 10, dtype=torch.bool)
@@ -44,6 +44,7 @@ def test_shares_are_of_the_responses_that_matter():
     assert metrics["fallback/any"] == pytest.approx(0.75)
 
 
-def test_a_batch_without_any_need_reports_no_fallback():
+def test_a_batch_without_any_need_has_the_counters_all_the_same():
     metrics = summarize(EVEN, KEEP, torch.tensor([Status.NOT_NEEDED]))
-    assert metrics == {"scored": 0.0}
+    counters = {f"fallback/{reason.name.lower()}" for reason in FALLBACKS} | {"fallback/any"}
+    assert metrics == {"scored": 0.0, **dict.fromkeys(counters, 0.0)}

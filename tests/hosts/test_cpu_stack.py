@@ -25,6 +25,7 @@ from oar_plugin.hosts.verl.cpu.session import (  # noqa: E402
     run_verl,
     session,
 )
+from tests.hosts.whole_run import LIMIT_S  # noqa: E402
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 
@@ -180,7 +181,7 @@ for kind in ("language_model", "value_model"):
             env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none"},  # this stack alone, without the rest of the plugin
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=400,
         )
         if done.returncode == 77:
             pytest.skip("this machine has an accelerator")
@@ -318,7 +319,7 @@ class TestRunVerl:
 
 @pytest.mark.slow
 @needs_verl
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(LIMIT_S)
 def test_interrupted_verl_leaves_no_process(tmp_path):
     """The real thing: Ctrl-C once Ray runs and verl's first actor is starting."""
     opened: list[Session] = []
@@ -341,7 +342,7 @@ def test_interrupted_verl_leaves_no_process(tmp_path):
             [*cpu_overrides(), *required],
             env=cpu_environment(),
             log_path=log,
-            timeout_s=240,
+            timeout_s=LIMIT_S - 120,
             on_line=press_ctrl_c,
             on_start=opened.append,
         )

@@ -20,8 +20,9 @@ from oar_plugin.hosts.verl.cpu import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import session
 from oar_plugin.hosts.verl.cpu.tiny_model import make_assets
 from oar_plugin.hosts.verl.recipe import entry_point
+from tests.hosts.whole_run import LIMIT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S + 240)]
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "qwen2_5_14b_deepmath"
 TWO_NODES = [
@@ -103,7 +104,7 @@ def test_a_run_that_loses_a_node_goes_on_from_its_checkpoint(tmp_path):
     with session() as opened:
         cluster = TwoNodes(tmp_path, opened.environment())
         driver = cluster.start("first", steps=50)
-        deadline = time.monotonic() + 420
+        deadline = time.monotonic() + LIMIT_S
         while checkpointed(tmp_path) < 2 and driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         assert checkpointed(tmp_path) >= 2, cluster.log("first")
@@ -117,7 +118,7 @@ def test_a_run_that_loses_a_node_goes_on_from_its_checkpoint(tmp_path):
         saved = checkpointed(tmp_path)
         cluster.tell("add")
         again = cluster.start("second", steps=saved + 2)
-        ended = threading.Timer(420, again.kill)
+        ended = threading.Timer(LIMIT_S, again.kill)
         ended.start()
         assert again.wait() == 0, cluster.log("second")
         ended.cancel()

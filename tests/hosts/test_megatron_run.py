@@ -19,9 +19,9 @@ from transformers import Qwen2ForCausalLM
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import response_seeds, signs
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
-from tests.hosts.test_verl_run import check
+from tests.hosts.whole_run import LIMIT_S, check, whole_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+pytestmark = whole_run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "qwen2_5_32b_megatron"
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 def two_steps(folder):
     """The recipe's smoke test: two actor processes with tensor and sequence parallelism."""
     more = ["actor_rollout_ref.actor.optim.lr=1e-4", f"algorithm.oar.dump_dir={folder}/dump"]
-    return run_smoke(RECIPE, folder, overrides=more, timeout_s=420)
+    return run_smoke(RECIPE, folder, overrides=more, timeout_s=LIMIT_S)
 
 
 def test_two_steps_with_a_megatron_actor(two_steps):

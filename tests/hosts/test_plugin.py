@@ -66,14 +66,14 @@ import oar_plugin.hosts.verl.plugin
 {silence if silenced else ""}
 logging.getLogger("oar_plugin.somewhere").warning("look here")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=True)
     assert done.stderr.count("look here") == 1
 
 
 def test_importing_verl_does_not_import_the_trainers():
     """Start-up time is paid by every process of a cluster."""
     code = "import verl, sys; print([m for m in sys.modules if m.startswith(('verl.trainer.ppo.v1', 'vllm'))])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
 

@@ -105,7 +105,7 @@ def main_ppo(*arguments: str) -> subprocess.CompletedProcess:
         [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         env={**os.environ, "HYDRA_FULL_ERROR": "0"},
     )
 

@@ -10,8 +10,9 @@ pytest.importorskip("vllm")
 
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
 from oar_plugin.hosts.verl.cpu.tiny_model import make_assets
+from tests.hosts.whole_run import LIMIT_S, check, whole_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+pytestmark = whole_run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -21,25 +22,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("verl")
     make_assets(path)
     return path
-
-
-def check(steps, expected_steps):
-    """What every step of a healthy run with OAR shows."""
-    assert [step["step"] for step in steps] == expected_steps
-    with_signal = [step for step in steps if step["oar/scored"] > 0]
-    assert with_signal, "eight groups, and in every step all of them without a signal?"
-    for step in with_signal:
-        assert 0 < step["actor/grad_norm"] < 100
-        assert step["timing_s/oar"] > 0
-        # The model has learnt to write answers. Updates as large as a test wants them may make it forget some of that.
-        untouched = step["step"] == 1
-        assert step["oar/answer_found"] > (0.8 if untouched else 0.4)
-        assert step["oar/fallback/non_finite"] == step["oar/fallback/not_scored"] == 0
-        assert step["oar/fallback/any"] < (0.3 if untouched else 0.6)
-        assert step["oar/scored"] <= 1
-        assert 0.1 < step["oar/ess_ratio"] < 1, "weights are neither even nor on one token"
-        assert 0.1 < step["oar/top10_mass"] < 1
-        assert 1 < step["oar/weight_max"] < 10
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +36,7 @@ def three_steps(folder):
             f"algorithm.oar.dump_dir={folder}/dump",
             "algorithm.oar.dump_responses=2",
         ],
-        timeout_s=420,
+        timeout_s=LIMIT_S,
     )
 
 
@@ -98,23 +80,24 @@ def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
             "algorithm.oar.importance=oar_p",
             "algorithm.oar.perturbation.backend=rollout",
         ],
-        timeout_s=420,
+        timeout_s=LIMIT_S,
     )
     check(steps, [1, 2])
     assert all(step["oar/scored"] > 0.9 for step in steps), "with KL in the reward no advantage is known to be zero"
     assert all(step["oar/offload/scored"] > 0.5 for step in steps)
 
 
-def test_lora_in_bypass_mode_with_the_published_estimator(folder):
+def test_lora_in_bypass_mode_with_importance_for_chains(folder):
+    """Old log-probs are the rollout's, so importance has passes of its own."""
     steps = run_smoke(
         RECIPES / "qwen2_5_7b_lora",
         folder,
         overrides=[
             "algorithm.rollout_correction.bypass_mode=True",
             "algorithm.oar.base_estimator=reinforce_plus_plus_baseline",
-            "algorithm.oar.importance=oar_g",
+            "oar=onward",
             "algorithm.oar.warmup_steps=1",
         ],
-        timeout_s=420,
+        timeout_s=LIMIT_S,
     )
     check(steps, [1, 2])

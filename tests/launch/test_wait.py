@@ -32,11 +32,11 @@ def test_it_sees_the_nodes_of_a_real_cluster():
         cluster.add_node(num_cpus=1, num_gpus=2)
         command = [sys.executable, "-m", "oar_plugin.launch.wait", "--nodes", "2", "--gpus", "4", "--timeout", "60"]
         environment = {**os.environ, "RAY_ADDRESS": cluster.address}
-        there = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        there = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
         assert there.returncode == 0, there.stderr
         assert "2 of 2 nodes, 4 of 4 GPUs" in there.stdout
         more = [*command[:-4], "--gpus", "5", "--timeout", "0"]
-        missing = subprocess.run(more, env=environment, capture_output=True, text=True, timeout=120)
+        missing = subprocess.run(more, env=environment, capture_output=True, text=True, timeout=400)
         assert missing.returncode == 1
         assert "not complete after 0 s" in missing.stderr
     finally:

@@ -20,7 +20,7 @@ def launch(which: str, processes: int, folder: Path, worker: str = "worker") -> 
         [*command, "-m", f"tests.hosts.engine.{worker}", which, str(folder), str(target)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         cwd=root,
-        timeout=280,
+        timeout=800,
         capture_output=True,
         text=True,
     )

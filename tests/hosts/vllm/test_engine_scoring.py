@@ -33,7 +33,7 @@ from oar_plugin.hosts.vllm.throttle import Throttle
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("vllm")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 VOCABULARY, PAD, EOS = 300, 256, 257
 MAX_MODEL_LEN = 256

@@ -1,0 +1,35 @@
+"""What tests of whole runs of verl share: how long one may take, and what a healthy one shows."""
+
+import pytest
+
+LIMIT_S = 1200
+"""Against a run that hangs, and nothing else. A run takes two minutes, most of them imports in a dozen processes, and one on two
+nodes has taken seven where other work ran beside it."""
+
+whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
+"""`pytestmark` of a module whose tests each wait for one run."""
+
+
+def with_a_signal(steps):
+    """The steps in which a reward differed within a group: chance leaves a step without one about once in ten thousand."""
+    found = [step for step in steps if step["oar/scored"] > 0]
+    assert found, "eight groups, and in every step all of them without a signal?"
+    return found
+
+
+def check(steps, expected_steps):
+    """What every step of a healthy run with OAR shows."""
+    assert [step["step"] for step in steps] == expected_steps
+    for step in steps:
+        assert step["oar/fallback/non_finite"] == step["oar/fallback/not_scored"] == 0
+        assert step["oar/scored"] <= 1
+    for step in with_a_signal(steps):
+        assert 0 < step["actor/grad_norm"] < 100
+        assert step["timing_s/oar"] > 0
+        # The model has learnt to write answers. Updates as large as a test wants them may make it forget some of that.
+        untouched = step["step"] == 1
+        assert step["oar/answer_found"] > (0.8 if untouched else 0.4)
+        assert step["oar/fallback/any"] < (0.3 if untouched else 0.6)
+        assert 0.1 < step["oar/ess_ratio"] < 1, "weights are neither even nor on one token"
+        assert 0.1 < step["oar/top10_mass"] < 1
+        assert 1 < step["oar/weight_max"] < 10
