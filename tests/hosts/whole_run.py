@@ -3,8 +3,8 @@
 import pytest
 
 LIMIT_S = 1200
-"""Against a run that hangs, and nothing else. A run takes two minutes, most of them imports in a dozen processes, and one on two
-nodes has taken seven where other work ran beside it."""
+"""Against a run that hangs, and nothing else. A run takes two minutes, most of them imports in a dozen processes, and one on
+two nodes has taken seven where other work ran beside it."""
 
 whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
 """`pytestmark` of a module whose tests each wait for one run."""
