@@ -212,12 +212,12 @@ def test_the_finder_takes_the_last_eight_tokens():
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_real_verl_takes_turns(tmp_path, capsys):
-    """One run of real verl, two steps of each method, the first of each thrown away."""
+    """One run of real verl, two steps of each method, the first of each thrown away. Importance for chains, on FSDP."""
     pytest.importorskip("vllm")
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     small = ["--size", "1m", "--prompts", "2", "--n", "2", "--prompt-length", "8", "--response-length", "32"]
-    measured = ["--micro-batch", "4", "--steps", "1", "--rounds", "1", "--out", str(tmp_path)]
+    measured = ["--micro-batch", "4", "--importance", "onward", "--steps", "1", "--rounds", "1", "--out", str(tmp_path)]
     assert bench.run(parser.parse_args(["run", *small, *measured])) == 0
     content = json.loads((tmp_path / "run_cpu.json").read_text())
     oar, grpo = content["steps"]

@@ -87,7 +87,7 @@ def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
     assert all(step["oar/offload/scored"] > 0.5 for step in steps)
 
 
-def test_lora_in_bypass_mode_with_importance_for_chains(folder):
+def test_lora_in_bypass_mode_as_published(folder):
     """Old log-probs are the rollout's, so importance has passes of its own."""
     steps = run_smoke(
         RECIPES / "qwen2_5_7b_lora",
@@ -95,7 +95,7 @@ def test_lora_in_bypass_mode_with_importance_for_chains(folder):
         overrides=[
             "algorithm.rollout_correction.bypass_mode=True",
             "algorithm.oar.base_estimator=reinforce_plus_plus_baseline",
-            "oar=onward",
+            "oar=published",
             "algorithm.oar.warmup_steps=1",
         ],
         timeout_s=LIMIT_S,
