@@ -57,6 +57,22 @@ def test_combinations_that_cannot_work_are_refused(changes, parts):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("importance", ["fisher", "onward"])
+@pytest.mark.parametrize("least", [0, 1_000_000])
+def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, importance, least):
+    changes = {
+        "actor_rollout_ref__actor__strategy": strategy,
+        "actor_rollout_ref__actor__fsdp_config__wrap_policy__min_num_params": least,
+        "algorithm__oar": {"importance": importance},
+    }
+    if (strategy, importance) == ("fsdp", "onward") and least:
+        with pytest.raises(OarConfigError, match=r"min_num_params=1000000.*allowed: 0"):
+            resolve(config(**changes))
+    else:
+        assert resolve(config(**changes)).importance == importance
+
+
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 
 
