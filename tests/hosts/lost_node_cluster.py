@@ -6,6 +6,8 @@ Each node is a raylet of its own with one pretended GPU. `kill` ends the second 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 from ray._private.node import Node as ClusterNode
 from ray.cluster_utils import Cluster
@@ -14,27 +16,37 @@ from oar_plugin.hosts.verl.cpu.session import ATTEMPTS, RAY_DID_NOT_START
 
 NODE = {"num_cpus": 16, "num_gpus": 1, "object_store_memory": 200_000_000}
 
+Started = TypeVar("Started")
 
-def start() -> tuple[Cluster, ClusterNode]:
-    """Two nodes; again, where the machine was too busy for Ray's own limit."""
+
+def persistently(start: Callable[[], Started]) -> Started:
+    """What `start` returns; called again where the machine was too busy for Ray's own limit."""
     for attempt in range(1, ATTEMPTS + 1):
-        cluster = Cluster()
         try:
-            cluster.add_node(**NODE)
-            return cluster, cluster.add_node(**NODE)
+            return start()
         except Exception as error:
             if attempt == ATTEMPTS or RAY_DID_NOT_START not in str(error):
                 raise
-            cluster.shutdown()
     raise AssertionError
 
 
-cluster, lost = start()
+def two_nodes() -> tuple[Cluster, ClusterNode]:
+    """A cluster, and the second of its nodes."""
+    cluster = Cluster()
+    try:
+        cluster.add_node(**NODE)
+        return cluster, cluster.add_node(**NODE)
+    except Exception:
+        cluster.shutdown()  # a node that is late must not join
+        raise
+
+
+cluster, lost = persistently(two_nodes)
 print(cluster.address, flush=True)
 for line in sys.stdin:
     match line.strip():
         case "kill":
             cluster.remove_node(lost, allow_graceful=False)
         case "add":
-            lost = cluster.add_node(**NODE)
+            lost = persistently(lambda: cluster.add_node(**NODE))
     print(line.strip(), "done", flush=True)

@@ -327,7 +327,7 @@ def test_interrupted_verl_leaves_no_process(tmp_path):
 
     def press_ctrl_c(line: str) -> None:
         if "Started a local Ray instance" in line:
-            seen.append(len(opened[0].processes()))
+            seen.append(len(opened[-1].processes()))  # the last attempt, where Ray did not start at once
             os.kill(os.getpid(), signal.SIGINT)
 
     required = [
@@ -348,5 +348,6 @@ def test_interrupted_verl_leaves_no_process(tmp_path):
         )
     assert seen, log.read_text()
     assert seen[0] > 3, "Ray's daemons were running when it was interrupted"
-    assert opened[0].processes() == []
-    assert not opened[0].ray_directory.exists()
+    for attempt in opened:
+        assert attempt.processes() == []
+        assert not attempt.ray_directory.exists()
