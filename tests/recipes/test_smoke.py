@@ -88,4 +88,4 @@ def test_a_recipe_without_a_run_of_its_own_is_the_same_run(name):
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path):
     (tmp_path / "data.parquet").touch()
     with pytest.raises(SmokeFailed, match=r"(?s)status 1.*algorithm\.oar\.tau=1\.5"):
-        run_smoke(RECIPES[0], tmp_path, overrides=["algorithm.oar.tau=1.5"], timeout_s=200)
+        run_smoke(RECIPES[0], tmp_path, overrides=["algorithm.oar.tau=1.5"], timeout_s=LIMIT_S)
