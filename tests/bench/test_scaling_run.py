@@ -31,6 +31,7 @@ def content(tmp_path_factory) -> dict:
     lengths = ["--prompt-length", str(PROMPT), "--response-length", str(RESPONSE), "--answer-length", str(ANSWER)]
     batch = ["--responses", str(RESPONSES), *lengths, "--rounds", "2", "--scored-share", "0.5"]
     kinds = ["--parallel", "data", "tensor", "--mode", "strong", "--processes", "2", "--layout", "megatron:pipeline=3"]
+    # The limit of a launch, which takes half a minute, is against a hang only.
     arguments = ["scaling", "--size", "tiny", *batch, *kinds, "--timeout", "600", "--out", str(out)]
     assert bench.run(parser.parse_args(arguments)) == 1  # one layout does not fit
     return json.loads((out / "scaling_cpu.json").read_text())

@@ -26,6 +26,7 @@ from oar_plugin.hosts.verl.cpu.session import (  # noqa: E402
     session,
 )
 from tests.hosts.whole_run import LIMIT_S  # noqa: E402
+from tests.limits import PROCESS_S  # noqa: E402
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 
@@ -181,7 +182,7 @@ for kind in ("language_model", "value_model"):
             env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none"},  # this stack alone, without the rest of the plugin
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=PROCESS_S,
         )
         if done.returncode == 77:
             pytest.skip("this machine has an accelerator")

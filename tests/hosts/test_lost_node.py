@@ -109,7 +109,7 @@ def test_a_run_that_loses_a_node_goes_on_from_its_checkpoint(tmp_path):
             time.sleep(0.2)
         assert checkpointed(tmp_path) >= 2, cluster.log("first")
         cluster.tell("kill")
-        ended = threading.Timer(300, driver.kill)
+        ended = threading.Timer(300, driver.kill)  # takes ten seconds; the rest is for a machine that is busy otherwise
         ended.start()
         status = driver.wait()
         ended.cancel()

@@ -14,6 +14,7 @@ import wrapt
 from omegaconf import OmegaConf
 
 from oar_plugin.hosts.verl import plugin
+from tests.limits import PROCESS_S
 
 
 def test_the_entry_point_is_declared():
@@ -66,14 +67,14 @@ import oar_plugin.hosts.verl.plugin
 {silence if silenced else ""}
 logging.getLogger("oar_plugin.somewhere").warning("look here")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_S, check=True)
     assert done.stderr.count("look here") == 1
 
 
 def test_importing_verl_does_not_import_the_trainers():
     """Start-up time is paid by every process of a cluster."""
     code = "import verl, sys; print([m for m in sys.modules if m.startswith(('verl.trainer.ppo.v1', 'vllm'))])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_S)
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("verl")
 from oar_plugin.config import OarConfigError
 from oar_plugin.hosts.verl.hydra_conf import mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
+from tests.limits import PROCESS_S
 
 
 def config(**changes):
@@ -121,7 +122,7 @@ def main_ppo(*arguments: str) -> subprocess.CompletedProcess:
         [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PROCESS_S,
         env={**os.environ, "HYDRA_FULL_ERROR": "0"},
     )
 

@@ -1,5 +1,7 @@
 """What tests of whole runs of verl share: how long one may take, and what a healthy one shows."""
 
+import math
+
 import pytest
 
 LIMIT_S = 1200
@@ -23,6 +25,7 @@ def check(steps, expected_steps):
     for step in steps:
         assert step["oar/fallback/non_finite"] == step["oar/fallback/not_scored"] == 0
         assert step["oar/scored"] <= 1
+        assert math.isfinite(step["actor/grad_norm"])
     for step in with_a_signal(steps):
         assert 0 < step["actor/grad_norm"] < 100
         assert step["timing_s/oar"] > 0

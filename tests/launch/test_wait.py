@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from oar_plugin.launch.wait import Node, main, wait
+from tests.limits import PROCESS_S
 
 
 def test_it_returns_when_nodes_and_gpus_are_there_and_says_what_it_sees(capsys):
@@ -32,11 +33,11 @@ def test_it_sees_the_nodes_of_a_real_cluster():
         cluster.add_node(num_cpus=1, num_gpus=2)
         command = [sys.executable, "-m", "oar_plugin.launch.wait", "--nodes", "2", "--gpus", "4", "--timeout", "60"]
         environment = {**os.environ, "RAY_ADDRESS": cluster.address}
-        there = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+        there = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
         assert there.returncode == 0, there.stderr
         assert "2 of 2 nodes, 4 of 4 GPUs" in there.stdout
         more = [*command[:-4], "--gpus", "5", "--timeout", "0"]
-        missing = subprocess.run(more, env=environment, capture_output=True, text=True, timeout=400)
+        missing = subprocess.run(more, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
         assert missing.returncode == 1
         assert "not complete after 0 s" in missing.stderr
     finally:

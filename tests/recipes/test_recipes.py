@@ -43,6 +43,11 @@ def flat(config):
     return dict(walk(container, ""))
 
 
+def differing(one, other):
+    """Keys whose values are not the same."""
+    return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+
+
 def test_there_are_recipes():
     assert len(RECIPES) >= 12
 
@@ -58,8 +63,7 @@ def test_has_what_a_recipe_has(recipe):
 @every_recipe
 def test_baseline_differs_in_the_estimator_only(recipe):
     oar, grpo = flat(composed(recipe)), flat(composed(recipe, "grpo"))
-    different = {key for key in oar.keys() | grpo.keys() if oar.get(key) != grpo.get(key)}
-    assert {key for key in different if not key.startswith("algorithm.oar.")} == {"algorithm.adv_estimator"}
+    assert {key for key in differing(oar, grpo) if not key.startswith("algorithm.oar.")} == {"algorithm.adv_estimator"}
     assert oar["algorithm.adv_estimator"] == "oar"
     assert grpo["algorithm.adv_estimator"] == "grpo"
 

@@ -13,8 +13,8 @@ from oar_plugin.hosts.verl.cpu.smoke import SmokeFailed, architecture_of, group_
 from oar_plugin.hosts.verl.cpu.tiny_model import ARCHITECTURES, make_assets
 from oar_plugin.hosts.verl.recipe import compose_recipe
 from oar_plugin.hosts.verl.settings import resolve
-from tests.hosts.whole_run import LIMIT_S, check, whole_run
-from tests.recipes.test_recipes import FOLDER, RECIPES, composed, flat
+from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal
+from tests.recipes.test_recipes import FOLDER, RECIPES, composed, differing, flat
 
 pytestmark = whole_run
 
@@ -62,9 +62,11 @@ def test_two_steps(recipe, assets, tmp_path):
     shutil.copytree(assets[architecture_of(model)], tmp_path, dirs_exist_ok=True)
     steps = run_smoke(recipe, tmp_path, overrides=MORE.get(recipe.name, []), timeout_s=LIMIT_S)
     check(steps, [1, 2])
-    assert not resolve(composed(recipe)).offloads, "what offloads is looked at in tests/hosts/test_offload_run.py"
     for step in steps:
         assert step["training/rollout_probs_diff_max"] < 1e-3, "the rollout has the actor's weights"
+    for step in with_a_signal(steps):
+        assert step["oar/answer_found"] > 0.8, "the answer that the reward looks for is the one whose tokens count"
+        assert ("oar/offload/scored" in step) == resolve(composed(recipe)).offloads
     assert any(name.startswith("val-core/") for name in steps[-1]), "validated as the recipe would"
 
 
@@ -79,10 +81,7 @@ def test_a_recipe_without_a_run_of_its_own_is_the_same_run(name):
     assert group_of(composed(recipe)) == group_of(composed(other)) == "dp"
     one = flat(compose_recipe(recipe, overrides=["+cpu_smoke=dp"]))
     same = flat(compose_recipe(other, overrides=["+cpu_smoke=dp", *THE_SAME_RUN[name]]))
-    assert {key for key in one | same if one.get(key) != same.get(key)} <= {
-        "trainer.experiment_name",
-        "trainer.total_epochs",
-    }
+    assert differing(one, same) <= {"trainer.experiment_name", "trainer.total_epochs"}
 
 
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path):

@@ -100,19 +100,24 @@ def _faults(config: DictConfig, settings: Any) -> Iterator[str]:
         yield f"actor_rollout_ref.actor.strategy={strategy}: not served by OAR; allowed: {', '.join(STRATEGIES)}"
     if strategy == "megatron":
         yield from _megatron_faults(config, settings or {})
-    least = value("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params")
-    if strategy == "fsdp" and least and (settings or {}).get("importance") == "onward":
+    if strategy == "fsdp":
+        yield from _fsdp1_faults(config, settings or {})
+    if value("actor_rollout_ref.model.use_fused_kernels"):
+        yield (
+            "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
+            "the probe reads; allowed: False"
+        )
+
+
+def _fsdp1_faults(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    least = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params")
+    if least and settings.get("importance") == "onward":
         # FSDP1 gathers a module's weights each time that it is called, a collective call. The reasoning's rows are projected
         # in chunks, and another rank may have another number of them: the ranks would wait for each other for ever.
         yield (
             f"actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params={least} with actor_rollout_ref.actor.strategy="
             "fsdp and algorithm.oar.importance=onward: the vocabulary projection is wrapped by itself; allowed: 0, or "
             "actor_rollout_ref.actor.strategy=fsdp2"
-        )
-    if value("actor_rollout_ref.model.use_fused_kernels"):
-        yield (
-            "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
-            "the probe reads; allowed: False"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from oar_plugin.hosts.request import IMPORTANCE
+from tests.limits import PROCESS_S
 
 
 def launch(which: str, processes: int, folder: Path, worker: str = "worker") -> dict:
@@ -20,7 +21,7 @@ def launch(which: str, processes: int, folder: Path, worker: str = "worker") -> 
         [*command, "-m", f"tests.hosts.engine.{worker}", which, str(folder), str(target)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         cwd=root,
-        timeout=800,
+        timeout=2 * PROCESS_S,
         capture_output=True,
         text=True,
     )

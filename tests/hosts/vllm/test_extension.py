@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from oar_plugin.hosts.vllm.extension import OutcomeExtension
+from tests.limits import PROCESS_S
 
 
 class Worker(OutcomeExtension):
@@ -43,4 +44,4 @@ def test_vllm_is_not_imported():
     """Drivers and trainers import the package where no engine is."""
     modules = ", ".join(f"oar_plugin.hosts.vllm.{name}" for name in ("extension", "scorer", "throttle", "versions"))
     script = f"import sys, {modules}\nassert 'vllm' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=400)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PROCESS_S)
