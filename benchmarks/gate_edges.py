@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit.diagnostics import causal_recall, effective_sample_size
-from oar_plugin.credit.reshape import bounded, gate
+from oar_plugin.credit.gate import bounded, gate
 
 DRAWS = 64
 

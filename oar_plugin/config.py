@@ -1,37 +1,30 @@
 """Every knob of OAR, in one place, validated when a run starts.
 
 In a verl run they live under `algorithm.oar.*`; the defaults are the paper's (arXiv 2601.07408) but for importance and gate,
-and the preset `+oar=published` has the paper's of those too.
+and the preset `oar=published` has the paper's of those too.
 
 `fisher` because, of what an engine can compute with one backward, it agrees best with exact OAR-P (0.67 of the top 20 %
 against 0.52 for `oar_g`, twelve models, `benchmarks/fidelity_cpu.md`). `two_level` with tau 0.85 because with `bi_level` it
 was behind GRPO on a chain in all of six seeds (-0.030; `two_level` -0.010) and nowhere ahead of it by more than the noise:
 over four tasks and six seeds each +0.012 against +0.004 mean reward (`benchmarks/learning_variants.md`; their difference
-alone is within the noise, p 0.26). `onward` was ahead of GRPO over these 24 pairs (+0.010, p 0.04) and on the chain at its
-best learning rate, but its second forward and backward cost 2.6 times as much (`oar plan`): it is for those who know that
-their task is a chain.
+alone is within the noise, p 0.26).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from oar_plugin.credit.answer import make_finder
-from oar_plugin.credit.perturbation import Replacement
+from oar_plugin.credit.gate import GATES, Gate, gate_of
+from oar_plugin.credit.importance import IMPORTANCES, Copies, Importance, importance_of, of_engines, without_copies
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
 
-Importance = Literal["fisher", "oar_g", "onward", "oar_p", "hybrid"]
-PERTURBING: tuple[Importance, ...] = ("oar_p", "hybrid")
-HYBRID_BUDGET = 0.3
-
-Gate = Literal["two_level", "bi_level"]
-QUANTILE: dict[Gate, float] = {"two_level": 0.85, "bi_level": 0.4}
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 
 
@@ -40,14 +33,14 @@ class OarConfigError(ValueError):
 
 
 class PerturbationConfig(BaseModel):
-    """The settings of `algorithm.oar.perturbation`: counterfactual importance (`importance=oar_p` or `hybrid`)."""
+    """The settings of `algorithm.oar.perturbation`: counterfactual importance (importances with `copies`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
     backend: Literal["actor", "rollout"] = Field(
         "actor",
         description="Who runs the masked copies. actor: the training engine, after the log-prob pass. rollout: the vLLM "
-        "engines, from the moment a response is finished, while others are still being generated (oar_p only).",
+        f"engines, from the moment a response is finished, while others are still being generated ({of_engines()} only).",
     )
     budget: float | None = Field(
         None,
@@ -56,29 +49,24 @@ class PerturbationConfig(BaseModel):
         "them for oar_p, 0.3 for hybrid. hybrid chooses them by gradient, oar_p block by block; the others get a "
         "calibrated estimate.",
     )
-    span: Annotated[int, Field(ge=1, le=1024)] | Literal["lines", "operators"] = Field(
+    span: int = Field(
         1,
-        description="What one copy replaces: that many tokens in a row, or everything up to a newline (lines) or to an "
-        "operator or newline (operators). The score is shared out evenly.",
-    )
-    replacement: Replacement = Field(
-        "pad",
-        description="What stands in for a token. pad: the padding token, as published. mean: the token whose embedding is "
-        "nearest to the mean embedding. sampled: a token drawn from the model's own prediction at that place.",
-    )
-    perturbations_per_forward: int | None = Field(
-        None,
         ge=1,
-        description="Copies in one forward of the actor. null: as many as fit the token budget of the log-prob pass "
-        "(log_prob_max_token_len_per_gpu).",
+        le=1024,
+        description="What one copy replaces: that many tokens in a row. The score is shared out evenly.",
+    )
+    replacement: Literal["pad", "sampled"] = Field(
+        "pad",
+        description="What stands in for a token. pad: the padding token, as published. sampled: a token drawn from the "
+        "model's own prediction at that place.",
     )
     timeout_s: float = Field(
         300.0, gt=0, description="Seconds that one copy may take in a rollout engine, once it is its turn."
     )
-    fallback: Literal["fisher", "none"] = Field(
+    fallback: str = Field(
         "fisher",
-        description="What a response gets that the rollout engines could not score: fisher, computed by the actor in the "
-        "log-prob pass, or none, its plain advantage.",
+        description="What a response gets that the rollout engines could not score: an importance without copies, computed by "
+        "the actor in the log-prob pass, or none, its plain advantage.",
     )
     max_in_flight: int = Field(
         64, ge=1, description="Copies that a rollout engine works on at once when it generates nothing."
@@ -97,14 +85,11 @@ class OarConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
-    importance: Importance = Field(
+    importance: str = Field(
         "fisher",
-        description="How a token's importance is computed. fisher: squared gradient norm of a random root of the answer's "
-        "Fisher information, one backward, no noise. oar_g: as published, KL under Gaussian noise on the embeddings. onward: "
-        "how much a token moves the answer or what is written on the way to it, two backwards; for chains of reasoning, with "
-        "the gate two_level. "
-        "oar_p: exact, each token replaced in a forward of its own. hybrid: oar_p for the tokens with the largest fisher "
-        "score.",
+        description="How a token's importance is computed. "
+        + " ".join(f"{name}: {importance.help}" for name, importance in IMPORTANCES.items())
+        + " Or your own: 'python:<module>:<class>'.",
     )
     base_estimator: BaseEstimator = Field(
         "grpo",
@@ -128,39 +113,38 @@ class OarConfig(BaseModel):
         "the_answer_is; or 'regex:<expression>' (group 1 is the answer); or 'python:<module>:<function>'. Empty: the last "
         "token of the response (probe=last only).",
     )
-    gate: Gate = Field(
+    gate: str = Field(
         "two_level",
         description="From importance to weights. two_level: 1 + beta above the quantile, 1 below, before mass is restored. "
-        "bi_level: the paper's, damps below it and boosts above it by how much.",
+        "bi_level: the paper's, damps below it and boosts above it by how much. Or your own: 'python:<module>:<function>'.",
     )
     tau: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Quantile of the scores that splits the tokens. null: 0.85 for two_level, 0.4 for bi_level (the paper's).",
+        description="Quantile of the scores that splits the tokens. null: "
+        + ", ".join(f"{gate.tau} for {name}" for name, gate in GATES.items())
+        + " (the paper's).",
     )
     beta: float = Field(2.0, ge=0, description="Boost of the tokens above the quantile.")
     floor: float = Field(
         0.1, gt=0, le=1, description="Smallest weight of the tokens below it, before mass is restored (bi_level only)."
-    )
-    max_weight: float | None = Field(
-        None,
-        gt=1,
-        description="Bound on the weight of any single token; what is cut off goes to the response's other tokens. null: none.",
     )
     sigma: float = Field(1e-3, gt=0, le=1, description="Noise scale of oar_g.")
     num_draws: int = Field(
         1,
         ge=1,
         le=64,
-        description="Sign vectors (fisher, onward) or noise draws (oar_g) averaged per response; each is a backward, of "
-        "onward two.",
+        description="Draws of signs or noise that are averaged per response; each repeats the importance's backwards.",
     )
     seed: int = Field(
-        0, ge=0, lt=2**31, description="Seed of the signs and the noise; the host's RNG is never touched."
+        0,
+        ge=0,
+        lt=2**31,
+        description="Seed of the signs and the noise, new in every step; the host's RNG is never touched.",
     )
     perturbation: PerturbationConfig = Field(
-        default_factory=PerturbationConfig, description="Counterfactual importance: oar_p and hybrid only."
+        default_factory=PerturbationConfig, description="Counterfactual importance: masked copies."
     )
     dump_dir: str | None = Field(
         None,
@@ -176,50 +160,80 @@ class OarConfig(BaseModel):
                 "allowed: probe=last, or at least one pattern"
             )
         make_finder(self.answer_patterns)
-        if self.importance == "hybrid" and self.perturbation.backend != "actor":
-            raise ValueError(
-                "importance=hybrid with perturbation.backend=rollout: the gradient comes from the log-prob pass, when the "
-                "rollout engines have already given up weights and cache; allowed: perturbation.backend=actor, or "
-                "importance=oar_p"
-            )
-        if self.importance == "hybrid" and self.perturbation.budget == 1:
-            raise ValueError(
-                "importance=hybrid with perturbation.budget=1: nothing is left for the gradient to choose; allowed: a "
-                "budget below 1 or a number of positions, or importance=oar_p"
-            )
+        for fault in self.importance_object.conflicts(
+            self.model_dump() | {"perturbation": self._resolved_perturbation}
+        ):
+            raise ValueError(fault)
+        if self.copies is None:
+            return self
+        if self.offloads and self.perturbation.fallback != "none":
+            try:
+                copies = importance_of(self.perturbation.fallback).copies
+            except ValueError as error:
+                raise ValueError(f"perturbation.fallback={self.perturbation.fallback}: {error}") from None
+            if copies is not None:
+                raise ValueError(
+                    f"perturbation.fallback={self.perturbation.fallback}: the actor would run masked copies; allowed: none, "
+                    f"{without_copies()}, or python:<module>:<class>"
+                )
         return self
+
+    @field_validator("importance")
+    @classmethod
+    def _importance_exists(cls, name: str) -> str:
+        importance_of(name)
+        return name
+
+    @field_validator("gate")
+    @classmethod
+    def _gate_exists(cls, name: str) -> str:
+        gate_of(name)
+        return name
+
+    @property
+    def importance_object(self) -> Importance:
+        """What `importance` names."""
+        return importance_of(self.importance)
+
+    @property
+    def gate_object(self) -> Gate:
+        """What `gate` names."""
+        return gate_of(self.gate)
 
     @property
     def quantile(self) -> float:
         """`tau` with its default filled in."""
-        return QUANTILE[self.gate] if self.tau is None else self.tau
+        return self.gate_object.tau if self.tau is None else self.tau
+
+    @property
+    def copies(self) -> Copies | None:
+        """How the importance uses masked copies; None where it does not."""
+        return self.importance_object.copies
 
     @property
     def backwards(self) -> int:
-        """Backwards to the embeddings in one gradient importance pass."""
-        return self.num_draws * (2 if self.importance == "onward" else 1)
+        """Backwards to the embeddings in one gradient pass."""
+        return sum(forward.backward is not None for forward in self.importance_object.forwards(self.num_draws))
 
     @property
     def extra_forwards(self) -> int:
-        """Forwards of a gradient importance pass beside the one that log-probs need anyway."""
-        # The first backward shares the forward for log-probs; `oar_g` needs that one without noise.
-        return self.backwards if self.importance == "oar_g" else self.backwards - 1
-
-    @property
-    def perturbs(self) -> bool:
-        """Whether importance comes from masked copies."""
-        return self.importance in PERTURBING
+        """Forwards of a gradient pass beside the one that log-probs need anyway."""
+        return max(0, len(self.importance_object.forwards(self.num_draws)) - 1)
 
     @property
     def offloads(self) -> bool:
         """Whether the rollout engines compute importance."""
-        return self.perturbs and self.perturbation.backend == "rollout"
+        return self.copies is not None and self.perturbation.backend == "rollout"
 
     @property
     def budget(self) -> float:
         """`perturbation.budget` with its default filled in."""
-        default = HYBRID_BUDGET if self.importance == "hybrid" else 1.0
+        default = 1.0 if self.copies is None else self.copies.budget
         return default if self.perturbation.budget is None else self.perturbation.budget
+
+    @property
+    def _resolved_perturbation(self) -> dict[str, Any]:
+        return self.perturbation.model_dump() | {"budget": self.budget}
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> OarConfig:

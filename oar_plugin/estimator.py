@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.credit.reshape import bounded, gate, two_level
+from oar_plugin.credit.gate import kept_mass, relative
 
 
 class Reshaped(NamedTuple):
@@ -31,7 +31,7 @@ def reshape(
         importance_BL: `[B, L]`, finite at the reasoning tokens of scored responses.
         reasoning_BL: bool `[B, L]`.
         status_B: int64 `[B]` of `Status` as the actor reported it.
-        config: for the gate and its tau, beta, floor and max_weight.
+        config: which gate, its tau, beta and floor, and whether the importance's scale is arbitrary.
 
     Returns:
         Advantages, weights (1 wherever a response fell back), the final status, and metrics without prefix. Nothing
@@ -45,10 +45,13 @@ def reshape(
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
 
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
-    if config.gate == "two_level":
-        weight_BL = two_level(importance_BL, usable_BL, config.quantile, config.beta)
-    else:
-        weight_BL = gate(importance_BL, usable_BL, config.quantile, config.beta, config.floor)
-    if config.max_weight is not None:
-        weight_BL = bounded(weight_BL, usable_BL, config.max_weight)
+    gate = config.gate_object
+    if config.importance_object.arbitrary_scale and not gate.order_only:
+        importance_BL = relative(importance_BL, usable_BL)
+    weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor)
+    if gate.own:  # one response that its author did not think of must not spoil a batch
+        bad_B = (status_B == Status.SCORED) & ~kept_mass(weight_BL, usable_BL)
+        status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
+        usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
+        weight_BL = torch.where(usable_BL, weight_BL, 1.0)
     return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(weight_BL, usable_BL, status_B))

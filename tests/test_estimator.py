@@ -7,7 +7,7 @@ import torch
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.reshape import gate
+from oar_plugin.credit.gate import gate
 from oar_plugin.estimator import reshape
 
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.tokens import TokenBytes
 
 SENTENCES = [
     "The answer is \\boxed{42}. So $x^2 + \\frac{1}{2} = 3$, and that's it.",

@@ -30,7 +30,7 @@ from oar_plugin.bench.fidelity_responses import MicroBatch, Response, micro_batc
 from oar_plugin.bench.fidelity_scores import area, deletion_curve, rank_correlation, recall, top_overlap
 from oar_plugin.bench.machine import check_device, choose_device, describe_machine, load_average, timed
 from oar_plugin.credit.probe import PROBES, Probe
-from oar_plugin.hosts.taps import check_model
+from oar_plugin.passes.taps import check_model
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from oar_plugin.bench.fidelity_responses import MicroBatch
 from oar_plugin.credit.gradient import patching_importance, principal_coefficients, replaced_key_effect
 from oar_plugin.credit.probe import AnswerRows, pool
-from oar_plugin.hosts.taps import ModelTaps, unwrapped
+from oar_plugin.passes.taps import ModelTaps, unwrapped
 
 
 @dataclass

@@ -24,8 +24,8 @@ from oar_plugin.bench.passes import log_prob_and_entropy
 from oar_plugin.config import Importance
 from oar_plugin.credit.noise import gaussian, position_seeds
 from oar_plugin.credit.perturbation import search, units
-from oar_plugin.hosts.masked_copies import MaskedCopies, Replacements
-from oar_plugin.hosts.taps import unwrapped
+from oar_plugin.passes.masked_copies import MaskedCopies, Replacements
+from oar_plugin.passes.taps import unwrapped
 
 Score: TypeAlias = Callable[[nn.Module, MicroBatch], Tensor]
 """Scores `[B, T]` of a micro-batch; the model is in eval mode, and what was changed on it must be taken back."""

@@ -13,7 +13,7 @@ from oar_plugin.bench.fidelity import Example
 from oar_plugin.bench.fidelity_report import Grid, Summary, grids, notes, shown_estimators, verdicts
 from oar_plugin.bench.targets import machine_line
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.reshape import gate
+from oar_plugin.credit.gate import gate
 from oar_plugin.demo.page import page, shaded
 
 LEAD = (

@@ -11,9 +11,9 @@ from torch import Tensor
 from oar_plugin.config import Importance
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows
-from oar_plugin.hosts.masked_copies import Candidate
+from oar_plugin.passes.masked_copies import Candidate
 from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.request import Request
+from oar_plugin.passes.request import Request
 
 SIGMA = 1e-3
 """Noise of `oar_g`, as published."""

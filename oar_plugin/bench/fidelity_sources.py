@@ -14,7 +14,7 @@ from torch import Tensor
 from oar_plugin.bench.fidelity import Settings, Source
 from oar_plugin.bench.fidelity_responses import Response
 from oar_plugin.credit.answer import AnswerFinder, Segment, make_finder, segment_tokens
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.tokens import TokenBytes
 
 _FIELDS = "prompt and response (text), or prompt_ids and response_ids (token ids)"
 

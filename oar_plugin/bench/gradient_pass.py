@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps
 
 
 def gradient_scores(model: nn.Module, token_BT: Tensor, scorer: MicroBatchScorer) -> Tensor:

@@ -56,7 +56,7 @@ class Run:
         tau: see `OarConfig`.
         beta: see `OarConfig`.
         floor: see `OarConfig`.
-        gate: one of `GATES`, or `module:function` with the arguments of `oar_plugin.credit.reshape.gate`.
+        gate: one of `GATES`, or `module:function` with the arguments of `oar_plugin.credit.gate.gate`.
         positive_only: reshape only responses with a positive advantage.
         evaluate_every: steps between measurements on held-out problems.
     """

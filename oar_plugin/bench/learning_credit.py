@@ -25,10 +25,10 @@ from oar_plugin.credit.noise import position_seeds, response_seeds, signs
 from oar_plugin.credit.onward import TEMPERATURE, onward_coefficients, onward_importance, row_weights
 from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import Probe
-from oar_plugin.hosts.masked_copies import Candidate, MaskedCopies, Replacements
+from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements
 from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.request import Request
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.passes.request import Request
+from oar_plugin.passes.taps import ModelTaps
 
 COPIED_TOKENS = 2**13
 """Tokens of one forward of masked copies."""

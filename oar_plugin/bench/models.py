@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.tokens import TokenBytes
 
 Architecture = Literal["qwen2", "llama"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)

@@ -22,8 +22,8 @@ from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
 from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.request import Part, Request
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.passes.request import Part, Request
+from oar_plugin.passes.taps import ModelTaps
 
 CHUNK = 256  # rows of logits at a time, as verl's entropy_from_logits_with_chunking
 

@@ -27,7 +27,7 @@ from oar_plugin.bench.passes import Passes
 from oar_plugin.bench.responses import Response, made_responses
 from oar_plugin.bench.scoring import SPAN, LocalScoring, OffloadedScoring, Run, Work
 from oar_plugin.config import OarConfig
-from oar_plugin.hosts.request import Request
+from oar_plugin.passes.request import Request
 from oar_plugin.hosts.vllm.versions import installed
 
 GENERATE, LOG_PROB, UPDATE = "generate", "log_prob", "update"

@@ -30,7 +30,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
-from oar_plugin.hosts.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request
 
 _LEARNING_RATE = 1e-6
 _STEPS = 1_000_000  # of the learning-rate schedule: more than there will be

@@ -42,7 +42,7 @@ from oar_plugin.bench.scaling import (
 )
 from oar_plugin.bench.scaling_arguments import add_settings, settings_of
 from oar_plugin.bench.scaling_engine import Actor, build_engine
-from oar_plugin.hosts.request import IMPORTANCE
+from oar_plugin.passes.request import IMPORTANCE
 
 _DESCRIPTION = """\
 Measure one layout: GRPO's and OAR's log-prob pass, gate and update side by side, through verl's engine. Started by torchrun on

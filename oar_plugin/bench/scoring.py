@@ -18,7 +18,7 @@ from oar_plugin.bench.responses import Response
 from oar_plugin.config import PerturbationConfig
 from oar_plugin.credit.perturbation import search
 from oar_plugin.credit.probe import Probe
-from oar_plugin.hosts.masked_copies import Candidate, MaskedCopies, Replacements
+from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 

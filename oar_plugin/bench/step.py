@@ -18,7 +18,7 @@ from oar_plugin.bench.memory import peak_bytes
 from oar_plugin.bench.models import SHAPES, Architecture, build_batch, build_model
 from oar_plugin.bench.passes import Passes
 from oar_plugin.config import Importance, OarConfig
-from oar_plugin.hosts.request import Request
+from oar_plugin.passes.request import Request
 
 LOG_PROB, BOOKKEEPING = "log_prob", "bookkeeping"
 FUSED, FUSED_CKPT = "fused", "fused_checkpointing"

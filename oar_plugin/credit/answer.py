@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import importlib
 import logging
 import operator
 import re
@@ -21,6 +20,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
+
+from oar_plugin.credit.named import imported
 
 logger = logging.getLogger(__name__)
 
@@ -223,13 +224,12 @@ def _candidates_of(pattern: str) -> _Candidates:
             raise ValueError(f"answer pattern {pattern!r}: needs a group for the answer: (...) or (?P<answer>...)")
         return _matches(compiled, "answer" if "answer" in compiled.groupindex else 1, decoration=False)
     if kind == "python":
-        module, _, name = value.partition(":")
         try:
-            function = operator.attrgetter(name)(importlib.import_module(module))
-        except Exception as error:  # importing a user's module runs arbitrary code
-            raise ValueError(f"answer pattern {pattern!r}: cannot import it: {error!r}") from error
+            function = imported(pattern, "")
+        except ValueError as error:
+            raise ValueError(f"answer pattern {pattern!r}: {error}") from error
         if not callable(function):
-            raise ValueError(f"answer pattern {pattern!r}: {name} is not callable")
+            raise ValueError(f"answer pattern {pattern!r}: it is not callable")
 
         def candidates(text: str) -> Iterator[AnswerSpan]:
             if span := _ask(function, text):

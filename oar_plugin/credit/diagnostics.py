@@ -7,7 +7,7 @@ import enum
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.reshape import sorted_rows
+from oar_plugin.credit.gate import sorted_rows
 
 
 class Status(enum.IntEnum):

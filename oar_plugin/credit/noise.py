@@ -72,11 +72,26 @@ def gaussian(seed_N: Tensor, size: int) -> Tensor:
     return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :size]
 
 
-def gumbel(seed_N: Tensor, size: int) -> Tensor:
-    """Standard Gumbel values, float32 `[N, size]`, from hashed 24-bit uniforms."""
+def uniform(seed_N: Tensor, size: int) -> Tensor:
+    """Uniform values in (0, 1), float32 `[N, size]`, of 24 bits."""
     coordinate = torch.arange(1, size + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
-    uniform = (_shift(_mix(seed_N[:, None] + coordinate), 40).float() + 0.5) * 2.0**-24
-    return -(-uniform.log()).log()
+    return (_shift(_mix(seed_N[:, None] + coordinate), 40).float() + 0.5) * 2.0**-24
+
+
+def gumbel(seed_N: Tensor, size: int) -> Tensor:
+    """Standard Gumbel values, float32 `[N, size]`."""
+    return -(-uniform(seed_N, size).log()).log()
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of one training step: a response that is seen again gets other signs.
+
+    Args:
+        seed: `algorithm.oar.seed`.
+        step: from 1.
+    """
+    mixed = _mix(torch.tensor([seed * 2**20 + step], dtype=torch.int64))
+    return int(_shift(mixed, 33).item())
 
 
 def position_seeds(seed_N: Tensor, place_N: Tensor, draw: int = 0) -> Tensor:

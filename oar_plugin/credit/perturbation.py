@@ -1,8 +1,6 @@
-"""Counterfactual importance, OAR-P (arXiv 2601.07408): replace a token and see how far the answer distribution moves.
+"""Which masked copies of a response to run, and what to make of their scores (`importance=oar_p`, `hybrid`).
 
-`I_t = KL(P || P^(t))`, with `P^(t)` the outcome when token `t` is replaced; for the probe `answer_joint` the drop of the
-mean log-probability of the answer. Exact, and one forward a reasoning token. What is here says *which* copies to run and
-what to make of their outcomes; running them is the host's business (`oar_plugin.hosts`).
+What one copy's score is stands in `oar_plugin.credit.importance.oar_p`; running copies is somebody else's business.
 
 A *unit* is what one copy replaces at once: a token, or with `span` a run of them, whose score is shared out evenly.
 With a `budget` only some units get a copy of their own:
@@ -21,50 +19,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from oar_plugin.credit.noise import gumbel, position_seeds, response_seeds
-from oar_plugin.credit.probe import Probe
-
-Replacement = Literal["pad", "mean", "sampled"]
-REPLACEMENTS: tuple[Replacement, ...] = get_args(Replacement)
 
 Unit: TypeAlias = tuple[int, ...]
 """Positions in the response, ascending, that one copy replaces at once."""
 
-Search: TypeAlias = Generator[list[Unit], Sequence[float], Tensor]
-"""Yields units to run, is sent their scores (NaN where one could not be had), returns importance, float64 `[L]`."""
+_Rounds: TypeAlias = Generator[list[Unit], Sequence[float], Tensor]
 
 BLOCK = 8
 
 
-# ---- outcomes
-
-
-def log_distribution(logits_KV: Tensor) -> Tensor:
-    """`log softmax` of pooled probe logits in float64, `[K, V]`: in float32 a small KL is off by more than its size."""
-    return logits_KV.double().log_softmax(-1)
-
-
-def divergence(reference: Tensor, outcome_K: Tensor, probe: Probe) -> Tensor:
-    """How far the outcome of each copy is from the reference, `[K]` float64.
-
-    Args:
-        reference: `[V]` log-distribution (`log_distribution`); for `answer_joint` the scalar mean log-probability.
-        outcome_K: the same of each copy, `[K, V]` or `[K]`.
-        probe: which of the two.
-
-    Returns:
-        `KL(reference || outcome)`, or `reference - outcome` for `answer_joint`, which is negative where the copy makes
-        the answer *more* likely. Tokens that the reference gives no mass (banned ones) count nothing.
-    """
-    if probe == "answer_joint":
-        return reference.double() - outcome_K.double()
-    terms_KV = reference.exp() * (reference - outcome_K)
-    return terms_KV.masked_fill(reference == -math.inf, 0.0).sum(-1)
+# ---- what stands in for a token
 
 
 def replacement_seeds(token_T: Tensor, position_R: Tensor, seed: int) -> Tensor:
@@ -73,7 +43,7 @@ def replacement_seeds(token_T: Tensor, position_R: Tensor, seed: int) -> Tensor:
     Args:
         token_T: int64 `[T]`, prompt and response up to the end of the answer.
         position_R: positions in it.
-        seed: `algorithm.oar.seed`.
+        seed: of the run and the training step (`step_seed`).
     """
     seed_1 = response_seeds(token_T, torch.zeros_like(token_T), 1, seed)
     return position_seeds(seed_1.expand(len(position_R)), position_R)
@@ -95,44 +65,28 @@ def sample_replacements(logits_RV: Tensor, token_R: Tensor, seed_R: Tensor) -> T
 # ---- units
 
 
-def units(reasoning: Sequence[bool], span: int = 1, ends: Sequence[bool] | None = None) -> list[Unit]:
+def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
     """Cut a response's reasoning into units.
 
     Args:
         reasoning: one a response token.
-        span: tokens a unit, at most; with `ends`, not used.
-        ends: one a response token, true where a unit ends (a newline, an operator).
+        span: tokens a unit, at most.
 
     Returns:
         Units in order. None holds a token that is not reasoning or bridges one: where something else stands between two
         reasoning tokens (tool output), a new unit begins.
     """
-    found: list[Unit] = []
+    result: list[Unit] = []
     current: list[int] = []
     for position, wanted in enumerate(reasoning):
-        full = ends is None and len(current) == span
-        if current and (full or current[-1] != position - 1 or (ends is not None and ends[current[-1]])):
-            found.append(tuple(current))
+        if current and (len(current) == span or current[-1] != position - 1):
+            result.append(tuple(current))
             current = []
         if wanted:
             current.append(position)
     if current:
-        found.append(tuple(current))
-    return found
-
-
-_OPERATORS = tuple(sign.encode() for sign in "+-*/=<>×÷·≤≥≠≈→")
-
-
-def unit_ends(pieces: Sequence[bytes], where: Literal["lines", "operators"]) -> list[bool]:
-    """Which tokens end a unit: those with a newline in them or, for `operators`, with an operator or a newline.
-
-    Args:
-        pieces: the bytes of each response token.
-        where: which of the two.
-    """
-    marks = (b"\n",) if where == "lines" else (b"\n", *_OPERATORS)
-    return [any(mark in piece for mark in marks) for piece in pieces]
+        result.append(tuple(current))
+    return result
 
 
 def copies_of_budget(budget: float, num_units: int) -> int:
@@ -144,10 +98,10 @@ def copies_of_budget(budget: float, num_units: int) -> int:
 # ---- which units to run
 
 
-def search(
-    unit_list: Sequence[Unit], length: int, budget: float = 1.0, gradient_L: Sequence[float] | None = None
-) -> Search:
+class Search:
     """The copies to run for one response, in rounds, and the importance that follows.
+
+    Run the copies of `wanted`, `send` their scores, and again until `wanted` is empty; then `importance` is there.
 
     Args:
         unit_list: from `units`, not empty.
@@ -155,35 +109,54 @@ def search(
         budget: see `copies_of_budget`. Copies of blocks count.
         gradient_L: gradient score of each response token; without it a budget goes `by_blocks`.
 
-    Returns:
-        A generator; see `Search`. It takes one round for an exhaustive search or `by_gradient`, at most two `by_blocks`.
+    Attributes:
+        wanted: the copies of the round under way.
+        importance: float64 `[L]`; None until the last round's scores are in.
     """
-    copies = copies_of_budget(budget, len(unit_list))
-    if copies == len(unit_list):
-        return _exhaustive(unit_list, length)
-    if gradient_L is not None:
-        return _by_gradient(unit_list, length, copies, gradient_L)
-    return _by_blocks(unit_list, length, copies)
+
+    def __init__(
+        self,
+        unit_list: Sequence[Unit],
+        length: int,
+        budget: float = 1.0,
+        gradient_L: Sequence[float] | None = None,
+    ) -> None:
+        copies = copies_of_budget(budget, len(unit_list))
+        if copies == len(unit_list):
+            self._rounds = _exhaustive(unit_list, length)
+        elif gradient_L is not None:
+            self._rounds = _by_gradient(unit_list, length, copies, gradient_L)
+        else:
+            self._rounds = _by_blocks(unit_list, length, copies)
+        self.importance: Tensor | None = None
+        self.wanted: list[Unit] = next(self._rounds)
+
+    def send(self, scores: Sequence[float]) -> None:
+        """Take the scores of `wanted`, in order; NaN where one could not be had."""
+        try:
+            self.wanted = self._rounds.send(scores)
+        except StopIteration as stop:
+            self.importance, self.wanted = stop.value, []
+
+    @staticmethod
+    def most_rounds(budget: float, with_gradient: bool) -> int:
+        """The most rounds that any response takes: hosts that work in lock-step count on it."""
+        return 1 if budget == 1 or with_gradient else 2
 
 
-def rounds(budget: float, with_gradient: bool) -> int:
-    """The most rounds that `search` takes: hosts that work in lock-step count on it."""
-    return 1 if budget == 1 or with_gradient else 2
-
-
-def _exhaustive(unit_list: Sequence[Unit], length: int) -> Search:
+def _exhaustive(unit_list: Sequence[Unit], length: int) -> _Rounds:
     exact = yield list(unit_list)
     return _spread(unit_list, torch.tensor(exact, dtype=torch.float64), length)
 
 
-def _by_gradient(unit_list: Sequence[Unit], length: int, copies: int, gradient_L: Sequence[float]) -> Search:
+def _by_gradient(unit_list: Sequence[Unit], length: int, copies: int, gradient_L: Sequence[float]) -> _Rounds:
     estimate_U = torch.tensor([sum(gradient_L[t] for t in unit) for unit in unit_list], dtype=torch.float64)
     chosen = estimate_U.argsort(descending=True, stable=True)[:copies].sort().values
     exact = yield [unit_list[i] for i in chosen.tolist()]
     return _spread(unit_list, _fill(estimate_U, chosen, exact), length)
 
 
-def _by_blocks(unit_list: Sequence[Unit], length: int, copies: int) -> Search:
+def _by_blocks(unit_list: Sequence[Unit], length: int, copies: int) -> _Rounds:
     size = max(BLOCK, math.ceil(len(unit_list) / copies))
     blocks = [list(range(i, min(i + size, len(unit_list)))) for i in range(0, len(unit_list), size)]
     scores = yield [tuple(t for i in block for t in unit_list[i]) for block in blocks]

@@ -61,12 +61,6 @@ class AnswerRows:
             self.num_responses,
         )
 
-    def shifted(self, by: int) -> AnswerRows:
-        """The same rows with every position moved by `by` (a shard's own coordinates)."""
-        return AnswerRows(
-            self.position_N + by, self.response_N, self.ordinal_N, self.token_N, self.share_N, self.num_responses
-        )
-
 
 def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_responses: int, probe: Probe) -> AnswerRows:
     """Locate the rows that `probe` reads in a packed batch.
@@ -109,12 +103,6 @@ def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
         share_BN = logits_NV.new_zeros(rows.num_responses, len(rows))
         share_BN[rows.response_N, torch.arange(len(rows), device=share_BN.device)] = rows.share_N.to(share_BN.dtype)
         return share_BN @ logits_NV
-
-
-def joint_log_prob(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
-    """The AS-Joint scalar: mean over the answer's tokens of `log p(a_j | ...)`, `[B]`, float32 or better."""
-    log_prob_N = _at_least_float32(logits_NV).log_softmax(-1).gather(-1, rows.token_N[:, None])[:, 0]
-    return log_prob_N.new_zeros(rows.num_responses).index_add(0, rows.response_N, log_prob_N * rows.share_N)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -35,19 +35,26 @@ class VocabularyShard:
         """This process's columns of the softmax over the whole vocabulary, of the shape and type of the logits."""
         if self.total is _alone:
             return logits_NV.softmax(-1)
-        # A shard that holds nothing but padding has no columns, and so no largest logit.
-        floor_N1 = logits_NV.new_full((*logits_NV.shape[:-1], 1), -torch.inf)
-        exponential_NV = (logits_NV - self.largest(torch.cat([logits_NV, floor_N1], -1).amax(-1, keepdim=True))).exp()
+        _, exponential_NV = self._shifted(logits_NV)
         return exponential_NV / self.total(exponential_NV.sum(-1, keepdim=True))
 
     def entropy(self, logits_NV: Tensor) -> Tensor:
-        """Entropy in nats of the softmax over the whole vocabulary, float32 `[N]`."""
-        logits_NV = logits_NV.float()
-        floor_N1 = logits_NV.new_full((len(logits_NV), 1), -torch.inf)
-        shifted_NV = logits_NV - self.largest(torch.cat([logits_NV, floor_N1], -1).amax(-1, keepdim=True))
-        exponential_NV = shifted_NV.exp()
-        sum_N2 = self.total(torch.stack([exponential_NV.sum(-1), (exponential_NV * shifted_NV).sum(-1)], -1))
+        """Entropy in nats of the softmax over the whole vocabulary, float32 `[N]`. Logits of -inf (banned) count nothing."""
+        shifted_NV, exponential_NV = self._shifted(logits_NV.float())
+        # 0 times -inf would be NaN; without mass, a column adds nothing.
+        weighted_NV = exponential_NV * shifted_NV.masked_fill(exponential_NV == 0, 0.0)
+        sum_N2 = self.total(torch.stack([exponential_NV.sum(-1), weighted_NV.sum(-1)], -1))
         return sum_N2[:, 0].log() - sum_N2[:, 1] / sum_N2[:, 0]
+
+    def log_prob(self, logits_NV: Tensor, token_N: Tensor) -> Tensor:
+        """Log-probability of token `token_N[n]` in row n, float32 `[N]`."""
+        shifted_NV, exponential_NV = self._shifted(logits_NV.float())
+        column_N = token_N - self.start
+        here_N = (column_N >= 0) & (column_N < logits_NV.shape[-1])
+        chosen_N = shifted_NV.new_zeros(len(token_N))
+        chosen_N[here_N] = shifted_NV[here_N, column_N[here_N]]
+        sum_N2 = self.total(torch.stack([exponential_NV.sum(-1), chosen_N], -1))
+        return sum_N2[:, 1] - sum_N2[:, 0].log()
 
     def subtract_one_at(self, values_NV: Tensor, token_N: Tensor) -> Tensor:
         """Subtract 1 from column `token_N[n]` of row n, in place and where that column is here."""
@@ -55,6 +62,13 @@ class VocabularyShard:
         here_N = (column_N >= 0) & (column_N < values_NV.shape[-1])
         values_NV[here_N, column_N[here_N]] -= 1.0
         return values_NV
+
+    def _shifted(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits less the largest of the whole vocabulary, and their exponentials."""
+        # A shard that holds nothing but padding has no columns, and so no largest logit.
+        floor_N1 = logits_NV.new_full((*logits_NV.shape[:-1], 1), -torch.inf)
+        shifted_NV = logits_NV - self.largest(torch.cat([logits_NV, floor_N1], -1).amax(-1, keepdim=True))
+        return shifted_NV, shifted_NV.exp()
 
 
 WHOLE_VOCABULARY = VocabularyShard()

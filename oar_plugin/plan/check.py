@@ -23,7 +23,7 @@ from oar_plugin.bench.memory import peak_bytes
 from oar_plugin.bench.models import Architecture, Batch, Shape, build_batch, build_shape
 from oar_plugin.bench.passes import CHUNK, Passes
 from oar_plugin.config import OarConfig
-from oar_plugin.hosts.request import Request
+from oar_plugin.passes.request import Request
 from oar_plugin.plan import compute
 from oar_plugin.plan.activations import LayerStyle, forward_working, held
 from oar_plugin.plan.layout import Recompute

@@ -319,7 +319,7 @@ def _importance(setup: Setup) -> dict[str, float]:
 
 def _copies(setup: Setup) -> dict[str, float]:
     """Masked copies in the actor: a forward of copies, the cached prefix, and the answer's logits."""
-    from oar_plugin.hosts.masked_copies import ROW_VALUES
+    from oar_plugin.passes.masked_copies import ROW_VALUES
 
     training, layout, shape = setup.training, setup.layout, setup.shape
     tokens = training.log_prob_tokens

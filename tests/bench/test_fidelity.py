@@ -13,7 +13,7 @@ from oar_plugin.bench.fidelity_estimators import Work, by_copies, by_gradient, l
 from oar_plugin.bench.fidelity_page import html
 from oar_plugin.bench.fidelity_responses import MicroBatch, micro_batches
 from oar_plugin.bench.fidelity_scores import deletion_curve, mean_over_groups, rank_correlation, recall, top_overlap
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps
 from tests.bench.fidelity_model import PAD, response, source, tiny_model
 
 SMALL = Settings(tasks=("made", "other"), seeds=1, responses=3, curves=2, micro_batch=2, rounds=1, device="cpu")

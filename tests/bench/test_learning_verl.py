@@ -15,7 +15,7 @@ from oar_plugin.bench.reasoning.model import build_model
 from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.vocabulary import EOS, PAD, pieces, text
 from oar_plugin.cli.main import main
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.whole_run import LIMIT_S
 
 RUN = Run("chain", "onward", 6e-4, 3, steps=2, prompts=4, copies=2, tau=0.85, gate="two_level")

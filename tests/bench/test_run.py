@@ -23,7 +23,7 @@ from oar_plugin.bench.run import (
 from oar_plugin.bench.run_steps import WARM_UP, is_oar
 from oar_plugin.cli import bench
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.whole_run import LIMIT_S
 
 SETTINGS = Settings()

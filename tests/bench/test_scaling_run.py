@@ -16,7 +16,7 @@ from oar_plugin.bench.passes import Passes
 from oar_plugin.bench.scaling_launch import torchrun
 from oar_plugin.cli import bench
 from oar_plugin.config import OarConfig
-from oar_plugin.hosts.request import Request
+from oar_plugin.passes.request import Request
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from oar_plugin.credit.gradient import joint_coefficients, kl_coefficients, saliency_importance
 from oar_plugin.credit.probe import PROBES, answer_rows, pool
-from oar_plugin.credit.reshape import gate
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.credit.gate import gate
+from oar_plugin.passes.taps import ModelTaps
 
 GOLDEN = Path(os.environ.get("OAR_GOLDEN_DIR", Path(__file__).parent.parent / "golden"))
 FILES = sorted(GOLDEN.glob("reference_*.json"))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.credit.reshape import gate
+from oar_plugin.credit.gate import gate
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
 

@@ -19,11 +19,11 @@ from verl.trainer.ppo.v1 import agent_loop_tq
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from oar_plugin.hosts.verl import agent_loop
 from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
 
 

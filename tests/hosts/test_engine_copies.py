@@ -7,7 +7,7 @@ the response's largest score.
 import pytest
 
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, REPORT
+from oar_plugin.passes.request import IMPORTANCE, REPORT
 from tests.hosts.engine import world
 from tests.hosts.engine.launch import error, launch, worst
 

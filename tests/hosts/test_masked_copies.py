@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from oar_plugin.credit.noise import position_seeds, response_seeds
 from oar_plugin.credit.perturbation import sample_replacements
 from oar_plugin.credit.probe import PROBES
-from oar_plugin.hosts.masked_copies import Candidate, MaskedCopies, Replacements
+from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements
 from tests.credit.test_golden import FILES, load
 
 VOCABULARY, PAD = 90, 0

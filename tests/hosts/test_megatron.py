@@ -12,7 +12,7 @@ import torch
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from tests.hosts.engine import world
 from tests.hosts.engine.launch import error, launch, worst
 

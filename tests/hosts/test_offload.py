@@ -13,7 +13,7 @@ import verl  # noqa: F401
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl.agent_loop import Group, ScoredOutput
 from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord, deciles, summarize_offload

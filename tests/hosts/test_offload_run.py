@@ -19,7 +19,7 @@ from transformers import Qwen2ForCausalLM
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import position_seeds, response_seeds
 from oar_plugin.credit.perturbation import sample_replacements, search, units
-from oar_plugin.hosts.masked_copies import Candidate
+from oar_plugin.passes.masked_copies import Candidate
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
 from oar_plugin.hosts.verl.cpu.tiny_model import make_assets, make_tokenizer
 from tests.hosts.test_masked_copies import one_by_one

@@ -9,7 +9,7 @@ from oar_plugin.credit.probe import AnswerRows
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from oar_plugin.hosts import onward
 from oar_plugin.hosts.onward import OnwardRows, combined_importance, weighted_logits
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 11
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from oar_plugin.hosts.taps import ModelTaps, UnsupportedModelError
+from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError
 
 SIZE = {
     "vocab_size": 64,

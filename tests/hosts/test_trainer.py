@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord

@@ -15,7 +15,7 @@ from streams import centred, embeddings, scalar, square, streams
 from oar_plugin.bench.fidelity_responses import MicroBatch
 from oar_plugin.credit.gradient import kl_coefficients
 from oar_plugin.credit.probe import pool
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps
 
 
 def likelihood_inner(model: nn.Module, batch: MicroBatch) -> Tensor:

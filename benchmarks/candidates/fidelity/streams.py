@@ -17,7 +17,7 @@ from oar_plugin.bench.fidelity_responses import MicroBatch
 from oar_plugin.credit.gradient import fisher_coefficients, joint_coefficients, principal_coefficients
 from oar_plugin.credit.noise import position_seeds, signs
 from oar_plugin.credit.probe import AnswerRows, pool
-from oar_plugin.hosts.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps
 
 Direction = Literal["sign", "principal", "likelihood"]
 

@@ -1,4 +1,4 @@
-"""Gates that were tried in place of `oar_plugin.credit.reshape.gate`, with its arguments; README.md says how they did.
+"""Gates that were tried in place of `oar_plugin.credit.gate.gate`, with its arguments; README.md says how they did.
 
 `oar bench learning --gate benchmarks.candidates.learning.gates:NAME` trains with one (from the repository's root, with
 `PYTHONPATH=.`).
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit import reshape
-from oar_plugin.credit.reshape import gate
+from oar_plugin.credit.gate import gate
 
 LARGEST = 2.0
 """Of `bounded`: largest weight of a token; without it the Fisher norm's goes up to about 3.6."""

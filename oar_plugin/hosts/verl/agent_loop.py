@@ -23,13 +23,15 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
-from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord, deciles
-from oar_plugin.hosts.verl.replacement import replacement_token
-from oar_plugin.hosts.verl.segments import end_of_sequence_tokens, response_units, segment_response
+from oar_plugin.credit.noise import step_seed
+from oar_plugin.credit.perturbation import units
+from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
+from oar_plugin.hosts.verl.segments import end_of_sequence_tokens
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS, replacement_token
+from oar_plugin.passes.segments import segment_response
+from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger("oar_plugin")
 
@@ -134,7 +136,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._finder = make_finder(self._oar.answer_patterns)
         self._token_bytes = TokenBytes(self.tokenizer)
         self._eos_ids = end_of_sequence_tokens(self.model_config)
-        self._replacement = replacement_token(self._oar, self.tokenizer, self.model_config.local_path)
+        self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
@@ -200,9 +202,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             segments = np.zeros_like(segments)
         report = torch.tensor([float(record.status), 0.0])
         return {
-            IMPORTANCE: torch.from_numpy(importance),
-            SEGMENTS: torch.from_numpy(segments),
-            REPORT: report,
+            ENGINE_FIELDS[IMPORTANCE]: torch.from_numpy(importance),
+            ENGINE_FIELDS[SEGMENTS]: torch.from_numpy(segments),
+            ENGINE_FIELDS[REPORT]: report,
             OFFLOAD: record.to_row(),
         }
 
@@ -258,12 +260,12 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             token_ids=[*output.prompt_ids, *output.response_ids[: int(answer[-1]) + 1]],
             prompt_length=prompt_length,
             answer_start=prompt_length + int(answer[0]),
-            units=response_units(segments.tolist(), output.response_ids, oar.perturbation.span, self._token_bytes),
+            units=units((segments == Segment.REASONING).tolist(), oar.perturbation.span),
             response_length=len(segments),
             probe=oar.probe_at(max(step, 1)),
             budget=oar.budget,
             replacement_token=self._replacement,
-            seed=oar.seed,
+            seed=step_seed(oar.seed, max(step, 1)),
             priority=PRIORITY,
         )
 

@@ -1,12 +1,15 @@
 """verl's FSDP and FSDP2 engines with importance: one forward for log-probs, entropy and importance.
 
-`importance_pass.py` chooses the rows and makes the result's fields; this is the pass itself, micro-batch by micro-batch.
+`importance_pass.py` chooses the rows and makes the result's fields; this runs the forwards of `passes.gradient`, micro-batch by
+micro-batch, through verl's own `forward_step`, which knows inputs, autocast and outputs. verl makes a forward's inputs inside
+of that, so what a forward is for is a function that makes its `Tap` once they are known: the engine's one attribute.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,13 +22,29 @@ from verl.utils.device import get_device_name, get_vendor
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.request import IMPORTANCE, Part, Request
-from oar_plugin.hosts.taps import ModelTaps, UnsupportedModelError, check_model, unwrapped
+from oar_plugin.credit.importance import Forward, without_copies
 from oar_plugin.hosts.verl import cpu
 from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
+from oar_plugin.passes.masked_copies import LogitsReader
+from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.tap import Tap, UnsupportedModelError
+from oar_plugin.passes.taps import ModelTaps, check_model, unwrapped
+from oar_plugin.passes.tokens import TokenBytes
+
+
+@dataclass
+class _Tapped:
+    """The forward under way.
+
+    Attributes:
+        taps: the hooks.
+        make: given verl's inputs of this rank, the tap.
+    """
+
+    taps: ModelTaps
+    make: Callable[[Tensor], Tap]
 
 
 class OarFSDPMixin(ImportancePass):
@@ -38,12 +57,7 @@ class OarFSDPMixin(ImportancePass):
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: Any
 
-    _taps: ModelTaps | None = None
-    _scorer: MicroBatchScorer | None = None
-    _plan: _Forward | None = None
-    _copy_row_N: Tensor | None = None
-    _here_N: Tensor | None = None
-    _pad_size: int = 0
+    _tapped: _Tapped | None = None
 
     # ---- the scoring pass
 
@@ -54,92 +68,95 @@ class OarFSDPMixin(ImportancePass):
         micro_batches, indices = prepare_micro_batches(
             data=data, dp_group=self._data_parallel_group(), same_micro_num_in_dp=True
         )
-        outputs = []
         checkpoint = self.model_config.enable_gradient_checkpointing
-        with torch.enable_grad(), ModelTaps(self.module, checkpoint_activations=checkpoint) as taps:
-            self._taps = taps
-            try:
-                for micro_batch in micro_batches:
-                    outputs.append(self._score_micro_batch(micro_batch, request))
-            finally:
-                self._taps = self._scorer = self._plan = None
+        with ModelTaps(self.module, checkpoint_activations=checkpoint) as taps:
+            outputs = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
-    def _score_micro_batch(self, micro_batch: TensorDict, request: Request) -> dict[str, Any]:
+    def _score_micro_batch(self, micro_batch: TensorDict, request: Request, taps: ModelTaps) -> dict[str, Any]:
         """Scores and, unless only importance was asked for, log-probs and entropy of one micro-batch."""
-        assert self._taps is not None
-        self._scorer = None
-        started = time.perf_counter()
+        started, host_seconds = time.perf_counter(), 0.0
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
-        host_seconds = 0.0
-        if request.importance == "oar_g":
-            with torch.no_grad():
-                output = self._forward(micro_batch, _Forward(request, None, request.importance_only))
-            assert self._scorer is not None
-            assert self._taps.answer_logits is not None
-            self._scorer.remember_clean(self._taps.answer_logits)
-            host_seconds = elapsed(started)
-        scores: dict[Part, list[Tensor]] = {part: [] for part in request.parts}
-        for draw, part in itertools.product(range(request.num_draws), request.parts):
-            rows_only = request.importance_only or request.importance == "oar_g" or draw > 0 or part == "onward"
-            drawn = self._forward(micro_batch, _Forward(request, draw, rows_only, part))
-            if not rows_only:
-                output, host_seconds = drawn, elapsed(started)
-            assert self._scorer is not None
-            self._scorer.scalar_of(self._taps, draw).backward()
-            scores[part].append(self._gathered_scores())
+        input_ids = micro_batch["input_ids"]
+        packed = Packed(input_ids.values(), micro_batch[SEQUENCE_SEGMENTS].values(), input_ids.offsets())
+        one: MicroBatchPass | None = None
 
-        assert self._scorer is not None
-        importance_T = self._scorer.combined({part: torch.stack(drawn).mean(0) for part, drawn in scores.items()})
-        output["model_output"][IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, self._scorer.offsets)
+        for forward in request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only):
+
+            def make(local_input_ids: Tensor, forward: Forward = forward) -> Tap:
+                nonlocal one
+                one = one or MicroBatchPass(request, packed, self._layout(micro_batch, local_input_ids))
+                return one.tap(forward)
+
+            with torch.set_grad_enabled(forward.backward is not None), self._tapping(taps, make):
+                _, output_of_forward = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
+            if forward.log_probs:
+                output, host_seconds = output_of_forward, elapsed(started)
+            if taps.tap is not None and taps.tap.scalar is not None:
+                taps.tap.scalar.backward()
+            taps.tap = None
+        assert one is not None
+        one.scores.total(self._sum_over_sequence_ranks)
+        importance_T = importance_of_scores(request, packed, one.scores)
+        output["model_output"][IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets)
         # The forward for log-probs would have been made anyway; the rest is what importance costs.
-        seconds = elapsed(started) - (0.0 if request.importance_only else host_seconds)
+        seconds = elapsed(started) - host_seconds
         output["model_output"][SECONDS] = nested([torch.tensor([seconds / len(micro_batch)])] * len(micro_batch))
         return output
 
-    def _forward(self, micro_batch: TensorDict, plan: _Forward) -> dict[str, Any]:
-        """One tapped forward through verl's own `forward_step`, which knows inputs, autocast and outputs."""
-        self._plan = plan
-        _, output = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-        return output
+    @contextmanager
+    def _tapping(self, taps: ModelTaps, make: Callable[[Tensor], Tap]) -> Iterator[None]:
+        self._tapped = _Tapped(taps, make)
+        try:
+            yield
+        finally:
+            self._tapped = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """verl's inputs; in a scoring pass, also where the answer's rows are on this rank."""
+        """verl's inputs; in a pass, also the tap that they are run under."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
-        if self._taps is not None and self._copy_row_N is not None:
-            local_T = self._local_positions(micro_batch, inputs["input_ids"])
-            self._here_N = local_T[self._copy_row_N] >= 0
-            self._taps.prepare(local_T[self._copy_row_N][self._here_N], rows_only=True)
-        elif self._taps is not None:
-            assert self._plan is not None
-            if self._scorer is None:
-                self._scorer = self._new_scorer(micro_batch, inputs["input_ids"], self._plan.request)
-                self._pad_size = arguments.get("pad_size", 0)
-            tapped = self._scorer.tap(self._plan.draw, self._plan.part)
-            self._taps.prepare(*tapped, rows_only=self._plan.rows_only)
+        if self._tapped is not None:
+            self._tapped.taps.tap = self._tapped.make(inputs["input_ids"])
         return inputs, arguments
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
         """verl's log-probs and entropy; nothing when only the answer's rows were projected."""
-        if self._copy_row_N is not None or (self._plan is not None and self._plan.rows_only):
+        tap = None if self._tapped is None else self._tapped.taps.tap
+        if tap is not None and tap.rows_only:
             return {}
         return super().prepare_model_outputs(  # type: ignore[misc]
             output, output_args, micro_batch, logits_processor_func
         )
 
-    def _new_scorer(self, micro_batch: TensorDict, local_input_ids: Tensor, request: Request) -> MicroBatchScorer:
-        input_ids = micro_batch["input_ids"]
-        return MicroBatchScorer(
-            request,
-            micro_batch[SEQUENCE_SEGMENTS].values(),
-            input_ids.values(),
-            input_ids.offsets(),
-            self._local_positions(micro_batch, local_input_ids),
-            local_input_ids.numel(),
-            self._sum_over_sequence_ranks,
-        )
+    def answer_logits_of(self, micro_batch: TensorDict, row_N: Tensor) -> Tensor:
+        """Logits of some packed positions of a micro-batch, `[N, V]`, on every rank that shares its sequences.
+
+        One forward through verl's own `forward_step`, without a graph.
+        """
+        reader: LogitsReader | None = None
+        here_N = row_N
+
+        def make(local_input_ids: Tensor) -> Tap:
+            nonlocal reader, here_N
+            local_N = self._local_positions(micro_batch, local_input_ids)[row_N]
+            here_N = local_N >= 0
+            reader = LogitsReader(local_N[here_N])
+            return reader.tap
+
+        with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, make):
+            self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
+        assert reader is not None
+        logits_NV = reader.logits_NV.new_zeros(len(row_N), reader.logits_NV.shape[-1])
+        logits_NV[here_N] = reader.logits_NV
+        return self._sum_over_sequence_ranks(logits_NV)
+
+    # ---- where things are
+
+    def _layout(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Layout:
+        local_T = self._local_positions(micro_batch, local_input_ids)
+        return Layout(local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sequence_ranks)
 
     def _local_positions(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Tensor:
         """Where each packed token is on this rank, int64 `[T]` into the flattened inputs; -1 where another rank has it."""
@@ -155,37 +172,6 @@ class OarFSDPMixin(ImportancePass):
         response_T = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
         return response_T * width + packed_T - offsets[response_T]
 
-    def answer_logits_of(self, micro_batch: TensorDict, row_N: Tensor) -> Tensor:
-        """Logits of some packed positions of a micro-batch, `[N, V]`, on every rank that shares its sequences.
-
-        One forward through verl's own `forward_step`, without a graph.
-        """
-        with torch.no_grad(), ModelTaps(self.module) as taps:
-            self._taps, self._copy_row_N = taps, row_N
-            try:
-                self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-                assert taps.answer_logits is not None
-                logits_NV = taps.answer_logits.new_zeros(len(row_N), taps.answer_logits.shape[-1])
-                logits_NV[self._here_N] = taps.answer_logits
-            finally:
-                self._taps = self._copy_row_N = self._here_N = None
-        return self._sum_over_sequence_ranks(logits_NV)
-
-    def _gathered_scores(self) -> Tensor:
-        """Scores of the packed micro-batch, `[T]`, on every rank; the leaf's gradient is read and dropped."""
-        assert self._taps is not None
-        assert self._scorer is not None
-        embedding = self._taps.embedding
-        assert embedding is not None
-        assert embedding.grad is not None
-        with torch.no_grad():
-            local = self._scorer.importance(embedding.grad, embedding).flatten()
-            embedding.grad = None
-            if self.use_ulysses_sp:
-                gathered: Tensor = self._gather_and_unpad_packed(local, self._pad_size)  # type: ignore[attr-defined]
-                return gathered
-            return local[self._scorer.local_T]
-
     # ---- what this engine is
 
     def _sum_over_sequence_ranks(self, tensor: Tensor) -> Tensor:
@@ -198,7 +184,7 @@ class OarFSDPMixin(ImportancePass):
         if request.perturbation is not None and hasattr(unwrapped(self.module).config, "vision_config"):
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no "
-                "images; allowed: fisher, oar_g, onward"
+                f"images; allowed: {without_copies()}"
             )
         if self.token_bytes is not None:
             return
@@ -223,13 +209,3 @@ def register(transformer_impl: ModuleType) -> None:
     EngineRegistry.register(
         model_type="language_model", backend=["fsdp", "fsdp2"], device=get_device_name(), vendor=get_vendor()
     )(engine)
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """What the forward under way is for."""
-
-    request: Request
-    draw: int | None  # None: the clean forward of oar_g
-    rows_only: bool
-    part: Part = "answer"

@@ -19,10 +19,11 @@ from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Request
-from oar_plugin.hosts.verl.engine_copies import EngineCopies
+from oar_plugin.hosts.verl.engine_copies import engine_copies
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, segment_batch, sequence_segments
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
+from oar_plugin.passes.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Request
+from oar_plugin.passes.tokens import TokenBytes
 
 SECONDS = "oar_seconds"  # of `_score`'s output: actor seconds spent on each row
 
@@ -72,7 +73,7 @@ class ImportancePass:
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         order, num_ahead = torch.arange(len(status_B)), 0
-        if request.importance != "oar_p":  # that one needs no gradient: plain log-probs for every row
+        if request.importance_object.forwards(request.num_draws):  # else plain log-probs for every row
             order, num_ahead = self._scored_first(data, status_B)
         outputs = []
         if num_ahead:
@@ -89,10 +90,12 @@ class ImportancePass:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
         importance, seconds = self._gradient_importance(segments, order, outputs[:1] if num_ahead else [])
+        if not request.importance_object.forwards(request.num_draws):
+            importance = self._importance_without_a_forward(data, request, segments)
         if request.perturbation is not None:
             started = time.perf_counter()
             hold_back_non_finite(importance, status_B)
-            importance = EngineCopies(self, data, request).importance(segments, status_B, importance)
+            importance = engine_copies(self, data, request, segments, status_B, importance)
             share = elapsed(started) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
         hold_back_non_finite(importance, status_B)
@@ -148,6 +151,17 @@ class ImportancePass:
                 importance[index] = row[len(row) - len(segments[index]) :].cpu()
                 seconds[index] = float(cost)
         return importance, seconds
+
+    def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
+        """Importance that looks at no model; zeros for an importance that comes from copies alone."""
+        if request.perturbation is not None:
+            return [torch.zeros(len(segment)) for segment in segments]
+        input_ids = data["input_ids"]
+        packed = Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
+        nothing = Scores(request.importance_object, len(packed.token_T), input_ids.device)
+        importance_T = importance_of_scores(request, packed, nothing)
+        rows = importance_T.split(packed.offsets.diff().tolist())
+        return [row[len(row) - len(segment) :].cpu() for row, segment in zip(rows, segments, strict=True)]
 
     def largest_count(self, count: int) -> int:
         """The largest of the data-parallel ranks' counts: all of them must make the same number of forwards."""

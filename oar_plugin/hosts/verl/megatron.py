@@ -1,21 +1,16 @@
 """verl's Megatron engine with importance: log-probs, entropy and importance from one run of the pipeline schedule.
 
-`importance_pass.py` chooses the rows and makes the result's fields; this is the pass itself. Megatron's schedules run
-forward and backward of all micro-batches in an order of their own, so the pass is one or several whole schedules:
-
-* `fisher`: one schedule with a backward gives log-probs, entropy and the first draw; each further draw is one more.
-* `onward`: one schedule with a backward gives log-probs, entropy and the answer's part, a second one the reasoning's.
-* `oar_g`: one schedule without a backward gives log-probs, entropy and the clean distribution P of every micro-batch, then
-  one for each draw. They cannot be one: the gradient of a noisy forward needs P, which exists on the last stage only when
-  the clean forward of that micro-batch has gone through the whole pipeline, and verl's log-probs are those without noise.
+`importance_pass.py` chooses the rows and makes the result's fields; this runs the forwards of `passes.gradient`. Megatron's
+schedules run forward and backward of all micro-batches in an order of their own, so each `Forward` of an importance is one
+whole schedule. A clean forward and a noisy one cannot share a schedule: the gradient of the noisy one needs the clean
+distribution, which exists on the last stage only when that micro-batch has gone through the whole pipeline.
 
 Two of verl's methods are overridden, and act only during such a pass: `forward_step`, to say what a forward is for and to
-hand the schedule the probe's scalar for a loss, and `_lm_head_logits_processor`, to skip log-probs that nobody asked for.
+hand the schedule the tap's scalar for a loss, and `_lm_head_logits_processor`, to skip log-probs that nobody asked for.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,45 +29,41 @@ from verl.utils.device import get_device_id, get_device_name, get_vendor
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.utils import detach_tree
 
-from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance import Forward, of_engines, without_copies
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.megatron_taps import MegatronTaps, Tap, check_chunks, unwrapped
-from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.hosts.onward import combined_importance
-from oar_plugin.hosts.request import IMPORTANCE, Part, Request
-from oar_plugin.hosts.taps import UnsupportedModelError, check_logits
 from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
+from oar_plugin.passes.megatron_taps import MegatronTaps, check_chunks, unwrapped
+from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.tap import Tap, UnsupportedModelError
+from oar_plugin.passes.taps import check_logits
+from oar_plugin.passes.tokens import TokenBytes
 
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
 
 @dataclass
-class _Pass:
-    """One importance pass: what outlives its micro-batches.
+class _Schedules:
+    """The schedules of one importance pass: what outlives their micro-batches.
 
     Attributes:
         request: what to compute.
-        first: where each row of the batch begins in `score_T`, and the end of the last.
-        score_T: of each part, float32, a token of the batch each: the scores that this rank has computed so far.
-        entropy_T: float32, a token of the batch each: of the rows of `onward` that this rank has projected.
-        draw: the draw that the schedule under way is for; None in the clean one of `oar_g`.
-        part: what its backward starts from.
-        rows_only: nobody wants log-probs of the schedule under way.
+        taps: the hooks.
+        first: where each row of the batch begins in `scores`, and the end of the last.
+        scores: of the batch, as far as this rank has computed them.
+        forward: what the schedule under way is for.
         forward_seconds: spent in forwards that gave log-probs, where that can be told (see `_score`).
-        scorers: of each micro-batch, by its rows, with what `_scorer` returns beside.
+        micro_batches: by their rows; they outlive a schedule, for what a clean forward leaves to a noisy one.
     """
 
     request: Request
+    taps: MegatronTaps
     first: list[int]
-    score_T: dict[Part, Tensor]
-    entropy_T: Tensor
-    draw: int | None = None
-    part: Part = "answer"
-    rows_only: bool = False
+    scores: Scores
+    forward: Forward
     forward_seconds: float = 0.0
-    scorers: dict[tuple[int, ...], tuple[MicroBatchScorer, Tensor, Tensor]] = field(default_factory=dict)
+    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
 
 
 class OarMegatronMixin(ImportancePass):
@@ -84,8 +75,7 @@ class OarMegatronMixin(ImportancePass):
     peft_cls: Any
     forward_backward_batch: Callable[..., dict[str, Any]]
 
-    _pass: _Pass | None = None
-    _taps: MegatronTaps | None = None
+    _schedules: _Schedules | None = None
 
     def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
         """Scores of every row on every rank; log-probs and entropy on the ranks where verl has them.
@@ -95,41 +85,32 @@ class OarMegatronMixin(ImportancePass):
         """
         self._limit_micro_batches(data)
         data[_ROW] = torch.arange(len(data))
-        offsets = data["input_ids"].offsets().to(get_device_id())
-        first: list[int] = data["input_ids"].offsets().tolist()
-        zeros_T = torch.zeros(first[-1], device=offsets.device)
-        scoring = _Pass(request, first, {part: zeros_T.clone() for part in request.parts}, zeros_T.clone())
+        device = torch.device(get_device_id())
+        input_ids = data["input_ids"].to(device)
+        packed = Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(device), input_ids.offsets())
+        scores = Scores(request.importance_object, len(packed.token_T), device)
         started = time.perf_counter()
         output: dict[str, Any] = {}
+        forwards = request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only)
         with MegatronTaps(self.module) as taps:
-            self._taps, self._pass = taps, scoring
+            schedules = _Schedules(request, taps, data["input_ids"].offsets().tolist(), scores, forwards[0])
+            self._schedules = schedules
             try:
-                if request.importance == "oar_g":
-                    scoring.rows_only = request.importance_only
-                    with torch.no_grad():
-                        output = self.forward_backward_batch(data, None, forward_only=True)
-                    if not request.importance_only:
-                        scoring.forward_seconds = elapsed(started)
-                for number, (draw, part) in enumerate(itertools.product(range(request.num_draws), request.parts)):
-                    fused = number == 0 and request.importance != "oar_g" and not request.importance_only
-                    scoring.draw, scoring.part, scoring.rows_only = draw, part, not fused
-                    with torch.enable_grad():
-                        drawn = self.forward_backward_batch(data, None, forward_only=False)
-                    output = output or drawn
+                for forward in forwards:
+                    schedules.forward = forward
+                    differentiates = forward.backward is not None
+                    with torch.set_grad_enabled(differentiates):
+                        result = self.forward_backward_batch(data, None, forward_only=not differentiates)
+                    output = output or result
+                    if forward.log_probs and not differentiates:
+                        schedules.forward_seconds = elapsed(started)
             finally:
-                self._taps = self._pass = None
-        mean_T = {part: self._sum_over_ranks(score_T) / request.num_draws for part, score_T in scoring.score_T.items()}
-        reasoning_T = data[SEQUENCE_SEGMENTS].values().to(offsets.device) == Segment.REASONING
-        scores_T = mean_T["answer"]
-        if "onward" in mean_T:
-            # Unlike scores, each tensor-parallel rank of the last stage has the entropies of all its rows.
-            entropy_T = self._sum_over_ranks(scoring.entropy_T, scattered=False)
-            scores_T = combined_importance(scores_T, mean_T["onward"], entropy_T, reasoning_T, offsets)
-        seconds = (elapsed(started) - scoring.forward_seconds) / len(data)
+                self._schedules = None
+        self._total_scores(scores)
+        seconds = (elapsed(started) - schedules.forward_seconds) / len(data)
         model_output = output.setdefault("model_output", {})
-        model_output[IMPORTANCE] = torch.nested.nested_tensor_from_jagged(
-            torch.where(reasoning_T, scores_T, 0.0), offsets
-        )
+        importance_T = importance_of_scores(request, packed, scores)
+        model_output[IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets)
         model_output[SECONDS] = nested([torch.tensor([seconds])] * len(data))
         return output
 
@@ -142,123 +123,89 @@ class OarMegatronMixin(ImportancePass):
         logits_processor_func: Any,
         postprocess_micro_batch_func: Any,
     ) -> Any:
-        """verl's forward of one micro-batch; in a pass, with taps and with the probe's scalar for a loss."""
+        """verl's forward of one micro-batch; in a pass, with taps and with the tap's scalar for a loss."""
         step = partial(
             super().forward_step,  # type: ignore[misc]
             model=model,
             logits_processor_func=logits_processor_func,
             postprocess_micro_batch_func=postprocess_micro_batch_func,
         )
-        scoring, taps, chunk = self._pass, self._taps, unwrapped(model)
-        if scoring is None or taps is None or not (chunk.pre_process or chunk.post_process):
+        schedules, chunk = self._schedules, unwrapped(model)
+        if schedules is None or not (chunk.pre_process or chunk.post_process):
             return step(batch_iter)
         started = time.perf_counter()
         micro_batch = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
         micro_batch = micro_batch.to(get_device_id())
-        scorer, embedding_N, batch_N = self._scorer(rows, micro_batch, chunk, scoring)
-        row_position_N, noise, coefficients = scorer.tap(scoring.draw, scoring.part)
-        columns = max(0, self.model_config.hf_config.vocab_size - scorer.vocabulary.start)
-        tap = Tap(row_position_N, scoring.rows_only, noise=noise, coefficients=coefficients, columns=columns)
-        if scoring.draw is not None:
-            tap.receive = partial(self._receive, scoring, scorer, embedding_N, batch_N)
-        taps.tap = tap
+        tap = self._micro_batch_pass(rows, micro_batch, schedules).tap(schedules.forward)
+        schedules.taps.tap = tap
         try:
             output, _ = step(iter([micro_batch]))
         finally:
-            taps.tap = None
-        return output, partial(self._finish, scoring, scorer, tap, micro_batch, started)
+            schedules.taps.tap = None
+        return output, partial(self._finish, schedules, tap, micro_batch, started)
 
     def _lm_head_logits_processor(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """verl's log-probs and entropy; nothing when only the answer's rows were projected."""
-        if self._pass is not None and self._pass.rows_only:
+        if self._schedules is not None and not self._schedules.forward.log_probs:
             return {}
         output: dict[str, Tensor] = super()._lm_head_logits_processor(*args, **kwargs)  # type: ignore[misc]
         return output
 
+    @staticmethod
     def _finish(
-        self,
-        scoring: _Pass,
-        scorer: MicroBatchScorer,
-        tap: Tap,
-        micro_batch: TensorDict,
-        started: float,
-        output: dict[str, Tensor],
+        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: float, output: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
         """What the schedule calls on the last stage after a forward: the scalar to differentiate, and verl's outputs."""
-        if tap.weighted_sum is not None:
-            scalar = tap.weighted_sum
-            assert scorer.onward is not None
-            scoring.entropy_T[self._places(scoring, micro_batch)] = scorer.onward.entropy_T
-        else:
-            assert tap.answer_logits is not None
-            logits_NV, tap.answer_logits = tap.answer_logits, None
-            if scoring.draw is None:
-                scorer.remember_clean(logits_NV)
-                scalar = logits_NV.new_zeros(())
-            else:
-                scalar = scorer.scalar(logits_NV, scoring.draw)
-        if scoring.draw == 0 and not scoring.rows_only and parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            scoring.forward_seconds += elapsed(started)
+        scalar = tap.scalar
+        if scalar is None:  # a forward without a backward
+            scalar = torch.zeros((), device=get_device_id())
+        elif schedules.forward.log_probs and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            schedules.forward_seconds += elapsed(started)
         # The schedule multiplies a loss by the context-parallel size and divides it by the number of micro-batches.
         scale = micro_batch["num_micro_batch"] / parallel_state.get_context_parallel_world_size()
-        reported = {
-            "loss": 1.0,
-            "metrics": {},
-            "model_output": detach_tree(output),
-        }  # 1.0: verl's, where there is no loss
-        return scalar * scale, reported
-
-    def _receive(
-        self,
-        scoring: _Pass,
-        scorer: MicroBatchScorer,
-        embedding_N: Tensor,
-        batch_N: Tensor,
-        gradient: Tensor,
-        embedding: Tensor,
-    ) -> None:
-        """Scores of a micro-batch from the gradient of its embeddings `[s, b, H]`, on the first stage, in its backward."""
-        with torch.no_grad():
-            scoring.score_T[scoring.part][batch_N] += scorer.importance(gradient, embedding).flatten()[embedding_N]
+        # 1.0: verl's, where there is no loss
+        return scalar * scale, {"loss": 1.0, "metrics": {}, "model_output": detach_tree(output)}
 
     # ---- where things are
 
-    def _scorer(
-        self, rows: tuple[int, ...], micro_batch: TensorDict, chunk: Any, scoring: _Pass
-    ) -> tuple[MicroBatchScorer, Tensor, Tensor]:
-        """The scorer of a micro-batch, and for the tokens whose embeddings this rank holds: where they are in them, and where
-        in `score_T`, int64 `[N]` each.
-        """
-        if rows not in scoring.scorers:
-            local_T, local_size = self._local_positions(micro_batch)
-            embedding_T, embedding_size = local_T, local_size
-            if get_model_config(chunk).sequence_parallel:
-                embedding_size = local_size // parallel_state.get_tensor_model_parallel_world_size()
-                embedding_T = local_T - parallel_state.get_tensor_model_parallel_rank() * embedding_size
-                embedding_T = torch.where((embedding_T >= 0) & (embedding_T < embedding_size), embedding_T, -1)
-                embedding_T = torch.where(local_T >= 0, embedding_T, -1)
-            input_ids = micro_batch["input_ids"]
-            scorer = MicroBatchScorer(
-                scoring.request,
-                micro_batch[SEQUENCE_SEGMENTS].values(),
-                input_ids.values(),
-                input_ids.offsets(),
-                local_T,
-                embedding_size,
-                partial(_all_reduced, parallel_state.get_context_parallel_group()),
-                embedding_T,
-                _vocabulary(chunk) if chunk.post_process else VocabularyShard(),
+    def _micro_batch_pass(
+        self, rows: tuple[int, ...], micro_batch: TensorDict, schedules: _Schedules
+    ) -> MicroBatchPass:
+        if rows not in schedules.micro_batches:
+            input_ids, first = micro_batch["input_ids"], schedules.first
+            place_T = torch.cat([torch.arange(*first[row : row + 2]) for row in rows]).to(get_device_id())
+            packed = Packed(input_ids.values(), micro_batch[SEQUENCE_SEGMENTS].values(), input_ids.offsets())
+            schedules.micro_batches[rows] = MicroBatchPass(
+                schedules.request, packed, self._layout(micro_batch), schedules.scores, place_T
             )
-            batch_T = self._places(scoring, micro_batch)
-            scoring.scorers[rows] = scorer, embedding_T[embedding_T >= 0], batch_T[embedding_T >= 0]
-        return scoring.scorers[rows]
+        return schedules.micro_batches[rows]
 
-    @staticmethod
-    def _places(scoring: _Pass, micro_batch: TensorDict) -> Tensor:
-        """Where the tokens of a micro-batch are in the batch, int64 `[T]`."""
-        rows = micro_batch[_ROW].tolist()
-        return torch.cat([torch.arange(*scoring.first[row : row + 2]) for row in rows]).to(get_device_id())
+    def _layout(self, micro_batch: TensorDict) -> Layout:
+        local_T, size = self._local_positions(micro_batch)
+        embedding_T = local_T
+        if get_model_config(self.module[0]).sequence_parallel:
+            size //= parallel_state.get_tensor_model_parallel_world_size()
+            embedding_T = local_T - parallel_state.get_tensor_model_parallel_rank() * size
+            held_T = (local_T >= 0) & (embedding_T >= 0) & (embedding_T < size)
+            embedding_T = torch.where(held_T, embedding_T, -1)
+        group = parallel_state.get_tensor_model_parallel_group()
+        vocabulary = VocabularyShard()
+        last = next((chunk for chunk in map(unwrapped, self.module) if chunk.post_process), None)
+        if group.size() > 1 and last is not None:
+            vocabulary = VocabularyShard(
+                start=group.rank() * last.output_layer.output_size_per_partition,
+                total=partial(_all_reduced, group),
+                largest=partial(_all_reduced, group, op=distributed.ReduceOp.MAX),
+            )
+        return Layout(
+            local_T,
+            embedding_T,
+            size,
+            vocabulary,
+            max(0, self.model_config.hf_config.vocab_size - vocabulary.start),
+            partial(_all_reduced, parallel_state.get_context_parallel_group()),
+        )
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
         """Where each packed token is in this rank's flattened hidden states `[s * b]` (before sequence parallelism).
@@ -282,19 +229,20 @@ class OarMegatronMixin(ImportancePass):
         local_T[flat[flat > 0] - 1] = (flat > 0).nonzero()[:, 0]
         return local_T, len(flat)
 
-    def _sum_over_ranks(self, score_T: Tensor, scattered: bool | None = None) -> Tensor:
-        """The scores of all ranks that share the batch, on each of them: `[T]` float32 twice over the wire.
-
-        Args:
-            score_T: this rank's.
-            scattered: each tensor-parallel rank has some of them; None: as the embeddings are.
-        """
-        if scattered is None:
-            scattered = get_model_config(self.module[0]).sequence_parallel
-        if not scattered and parallel_state.get_tensor_model_parallel_rank() > 0:
-            score_T.zero_()  # without sequence parallelism each tensor-parallel rank has them all
-        score_T = _all_reduced(parallel_state.get_context_parallel_group(), score_T)
-        return _all_reduced(parallel_state.get_model_parallel_group(), score_T)
+    def _total_scores(self, scores: Scores) -> None:
+        """Scores of all ranks that share the batch, on each of them."""
+        if parallel_state.get_tensor_model_parallel_rank() > 0:
+            # Each tensor-parallel rank of the last stage has read all of its rows, and without sequence parallelism each
+            # has all embeddings.
+            scores.reads_NT.zero_()
+            if not get_model_config(self.module[0]).sequence_parallel:
+                scores.score_KT.zero_()
+        scores.total(
+            lambda vector: _all_reduced(
+                parallel_state.get_model_parallel_group(),
+                _all_reduced(parallel_state.get_context_parallel_group(), vector),
+            )
+        )
 
     # ---- what this engine is
 
@@ -309,7 +257,7 @@ class OarMegatronMixin(ImportancePass):
         if request.perturbation is not None:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} in a Megatron actor: masked copies were not built for it; "
-                "allowed: fisher, oar_g, onward, or oar_p with algorithm.oar.perturbation.backend=rollout"
+                f"allowed: {without_copies()}, or {of_engines()} with algorithm.oar.perturbation.backend=rollout"
             )
         if self.token_bytes is not None:
             return
@@ -321,17 +269,6 @@ class OarMegatronMixin(ImportancePass):
         check_logits(self.model_config.hf_config)
         self.token_bytes = TokenBytes(self.model_config.tokenizer)
         self._eos_ids = end_of_sequence_tokens(self.model_config)
-
-
-def _vocabulary(chunk: Any) -> VocabularyShard:
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return VocabularyShard()
-    return VocabularyShard(
-        start=group.rank() * chunk.output_layer.output_size_per_partition,
-        total=partial(_all_reduced, group),
-        largest=partial(_all_reduced, group, op=distributed.ReduceOp.MAX),
-    )
 
 
 def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM) -> Tensor:

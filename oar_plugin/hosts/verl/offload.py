@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,13 @@ from torch import Tensor
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.request import IMPORTANCE, REPORT, SEGMENTS
-from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord, summarize_offload
+from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OffloadRecord, summarize_offload
 from oar_plugin.hosts.vllm.versions import installed, unsupported
+from oar_plugin.passes.request import REPORT
 
 logger = logging.getLogger("oar_plugin")
 
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
-FIELDS = (IMPORTANCE, SEGMENTS, REPORT)
 
 ACTOR_MAY_HELP = (
     Status.NOT_NEEDED,  # rewards are equal, and yet the advantage is not zero: the base normalises over the batch
@@ -31,7 +30,7 @@ ACTOR_MAY_HELP = (
     Status.ABORTED,
     Status.ENGINE_FAILED,
 )
-"""What the engines say of a response that the actor can still score (`perturbation.fallback=fisher`)."""
+"""What the engines say of a response that the actor can still score (`perturbation.fallback`)."""
 
 _LOCAL = "or algorithm.oar.perturbation.backend=actor"
 
@@ -87,63 +86,46 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
             rollout.scheduling_policy = "priority"
 
 
-class Offloaded:
-    """What the engines returned for a batch.
+def actor_may_help(status_B: Tensor) -> Tensor:
+    """bool `[B]`: rows that the engines did not score and the actor still can, by the engines' `Status`."""
+    return torch.isin(status_B, torch.tensor(ACTOR_MAY_HELP))
+
+
+def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor) -> dict[str, Tensor]:
+    """Importance, segments and report of each row: the actor's where it was asked, the engines' elsewhere.
 
     Args:
-        keys: of the batch's rows.
-        data: the fields FIELDS and `oar_offload` of those rows.
-        padding: rows that verl added to fill up the batch. They are copies of others, importance and all.
+        padded: `advantages` `[B, L]`, the engines' fields, and the actor's if it was asked for any row.
+        asked_B: bool, rows that the actor was to score.
+        padding_B: bool, rows that verl added to fill up the batch: copies of others, shorter than what the engines scored.
     """
-
-    def __init__(self, keys: Sequence[str], data: TensorDict, padding: Sequence[bool]) -> None:
-        rows = {name: data[name].unbind() for name in (*FIELDS, OFFLOAD)}
-        self.records = {}
-        self._fields = {}
-        for index, key in enumerate(keys):
-            if not padding[index]:
-                self.records[key] = OffloadRecord.from_row(rows[OFFLOAD][index])
-                self._fields[key] = {name: rows[name][index] for name in FIELDS}
-
-    def left_for_actor(self, keys: Sequence[str]) -> Tensor:
-        """bool `[B]`: rows that the actor may still score."""
-        return torch.tensor([key in self.records and self.records[key].status in ACTOR_MAY_HELP for key in keys])
-
-    def merge(self, keys: Sequence[str], like: Tensor, asked: Collection[str], data: TensorDict) -> TensorDict:
-        """The three fields of each row: the actor's where it was asked, the engines' elsewhere.
-
-        Args:
-            keys: of the rows, in the batch's present order.
-            like: a nested tensor as long as the responses.
-            asked: keys of the rows that the actor was to score.
-            data: the fields as they are now; the actor has written over those of *all* rows if it was asked for any.
-        """
-        merged: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
-        now = {name: data[name].unbind() for name in FIELDS}
-        for index, (key, row) in enumerate(zip(keys, like.unbind(), strict=True)):
-            if key in asked:
-                fields = {name: now[name][index] for name in FIELDS}
-            else:
-                fields = self._fields.get(key) or _unscored(len(row), Status.NOT_NEEDED)
-            for name in FIELDS:
-                merged[name].append(fields[name])
-        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in merged.items()}
-        return TensorDict(nested, batch_size=len(keys))
-
-    def metrics(self, asked_B: Tensor) -> dict[str, float]:
-        """See `summarize_offload`; and the share of the rows that the actor had to help with."""
-        metrics = summarize_offload(list(self.records.values()))
-        metrics["left_for_actor"] = asked_B.float().mean().item()
-        for record in self.records.values():
-            if record.attempts and record.status != Status.SCORED:
-                name = f"fault/{Status(record.status).name.lower()}"
-                metrics[name] = metrics.get(name, 0.0) + 1.0
-        return metrics
+    length = padded["advantages"].shape[-1]
+    fields = {}
+    for name, of_engines in ENGINE_FIELDS.items():
+        width = 2 if name == REPORT else length
+        theirs = _to_width(padded[of_engines], width)
+        fields[name] = torch.where(asked_B[:, None], _to_width(padded.get(name, theirs), width), theirs)
+        fields[name][padding_B] = 0
+    fields[REPORT][padding_B, 0] = float(Status.NOT_NEEDED)
+    return fields
 
 
-def _unscored(length: int, status: Status) -> dict[str, Tensor]:
-    return {
-        IMPORTANCE: torch.zeros(length),
-        SEGMENTS: torch.zeros(length, dtype=torch.int8),
-        REPORT: torch.tensor([float(status), 0.0]),
-    }
+def _to_width(values: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
+
+
+def offload_metrics(rows: Sequence[Tensor], asked_B: Tensor) -> dict[str, float]:
+    """See `summarize_offload`; and the share of the rows that the actor had to help with.
+
+    Args:
+        rows: the records (`OFFLOAD`) of a batch without verl's padding rows, which are copies of others.
+        asked_B: bool `[B]`, the rows that the actor was asked for.
+    """
+    records = [OffloadRecord.from_row(row) for row in rows]
+    metrics = summarize_offload(records)
+    metrics["left_for_actor"] = asked_B.float().mean().item()
+    for record in records:
+        if record.attempts and record.status != Status.SCORED:
+            name = f"fault/{Status(record.status).name.lower()}"
+            metrics[name] = metrics.get(name, 0.0) + 1.0
+    return metrics

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.passes.request import FIELDS
 
 OFFLOAD = "oar_offload"
+ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS}
+"""What the engines scored has fields of its own, by the name of the actor's: the actor writes its own for *all* rows when it is
+asked for any."""
+
 _DECILES = 11
 
 

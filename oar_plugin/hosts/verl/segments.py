@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from oar_plugin.credit.answer import AnswerFinder, Segment, make_finder, segment_tokens
+from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.perturbation import Unit, unit_ends, units
-from oar_plugin.hosts.request import NEEDED, Request
-from oar_plugin.tokens import TokenBytes
+from oar_plugin.passes.request import NEEDED, Request
+from oar_plugin.passes.segments import segment_response
+from oar_plugin.passes.tokens import TokenBytes
 
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one a token of prompt + response; OUTSIDE in rows not scored
 
@@ -46,55 +46,6 @@ def segment_batch(
         segments.append(torch.from_numpy(found))
         status.append(int(state))
     return segments, torch.tensor(status)
-
-
-def segment_response(
-    ids: Sequence[int],
-    own: np.ndarray,
-    finder: AnswerFinder,
-    token_bytes: TokenBytes,
-    eos_ids: Collection[int],
-    max_response_length: int,
-) -> tuple[np.ndarray, Status]:
-    """Segments of one response, and whether it can be scored.
-
-    Args:
-        ids: its tokens.
-        own: bool `[L]`, the model's own tokens.
-        finder: from `make_finder`.
-        token_bytes: the model's tokenizer.
-        eos_ids: tokens that end a response.
-        max_response_length: a response as long as this that does not end in one of them is truncated.
-
-    Returns:
-        int8 `[L]` (OUTSIDE everywhere unless the status is SCORED) and the status.
-    """
-    nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
-    if len(ids) >= max_response_length and ids[-1] not in eos_ids:
-        return nothing, Status.TRUNCATED
-    found = segment_tokens(token_bytes.pieces(ids), finder, own)
-    if found is None:
-        return nothing, Status.NO_ANSWER
-    if not (found == Segment.REASONING).any():
-        return nothing, Status.NO_REASONING
-    return found, Status.SCORED
-
-
-def response_units(
-    segments: Sequence[int], ids: Sequence[int], span: int | Literal["lines", "operators"], token_bytes: TokenBytes
-) -> list[Unit]:
-    """The units of one response that masked copies replace; see `oar_plugin.credit.perturbation.units`.
-
-    Args:
-        segments: `Segment` of each response token.
-        ids: the tokens.
-        span: `algorithm.oar.perturbation.span`.
-        token_bytes: the model's tokenizer.
-    """
-    reasoning = [segment == Segment.REASONING for segment in segments]
-    if isinstance(span, int):
-        return units(reasoning, span)
-    return units(reasoning, ends=unit_ends(token_bytes.pieces(ids), span))
 
 
 def end_of_sequence_tokens(model_config: Any) -> set[int]:

@@ -8,11 +8,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.importance import of_engines, without_copies
 
 ESTIMATOR = "oar"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
-CRITIC_BASED = ("gae",)
 MEGATRON_TESTED = "0.16."  # versions of megatron-core that begin like this
 
 # What the Megatron engine does not serve: key, the values that are allowed, and why the others are not.
@@ -65,29 +65,21 @@ def resolve(config: DictConfig) -> OarConfig:
     settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group
     if settings is not None and not isinstance(settings, Mapping):
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
-    faults = list(_faults(config, settings))
-    if faults:
-        raise OarConfigError("\n".join(faults))
     oar = OarConfig.parse(settings)  # type: ignore[arg-type]
+    faults = list(_faults(config, oar))
     if oar.offloads:
         from oar_plugin.hosts.verl import offload
 
-        faults = list(offload.faults(config))
-        if faults:
-            raise OarConfigError("\n".join(faults))
+        faults += offload.faults(config)
+    if faults:
+        raise OarConfigError("\n".join(faults))
     return oar
 
 
-def _faults(config: DictConfig, settings: Any) -> Iterator[str]:
+def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     def value(key: str) -> Any:
         return OmegaConf.select(config, key)
 
-    base = (settings or {}).get("base_estimator", "grpo")
-    if base in CRITIC_BASED:
-        yield (
-            f"algorithm.oar.base_estimator={base}: a critic already gives each token its own advantage, which OAR's "
-            "weights would distort; allowed: grpo, rloo, reinforce_plus_plus_baseline, opo"
-        )
     if value("critic.enable"):
         yield "critic.enable=True: OAR reshapes group-relative advantages and uses no critic; allowed: null or False"
     if value("trainer.use_v1") is False:
@@ -99,9 +91,9 @@ def _faults(config: DictConfig, settings: Any) -> Iterator[str]:
     if strategy not in STRATEGIES:
         yield f"actor_rollout_ref.actor.strategy={strategy}: not served by OAR; allowed: {', '.join(STRATEGIES)}"
     if strategy == "megatron":
-        yield from _megatron_faults(config, settings or {})
+        yield from _megatron_faults(config, oar)
     if strategy == "fsdp":
-        yield from _fsdp1_faults(config, settings or {})
+        yield from _fsdp1_faults(config, oar)
     if value("actor_rollout_ref.model.use_fused_kernels"):
         yield (
             "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
@@ -109,27 +101,26 @@ def _faults(config: DictConfig, settings: Any) -> Iterator[str]:
         )
 
 
-def _fsdp1_faults(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+def _fsdp1_faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     least = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params")
-    if least and settings.get("importance") == "onward":
+    if least and oar.importance_object.reasoning_rows:
         # FSDP1 gathers a module's weights each time that it is called, a collective call. The reasoning's rows are projected
         # in chunks, and another rank may have another number of them: the ranks would wait for each other for ever.
         yield (
             f"actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params={least} with actor_rollout_ref.actor.strategy="
-            "fsdp and algorithm.oar.importance=onward: the vocabulary projection is wrapped by itself; allowed: 0, or "
-            "actor_rollout_ref.actor.strategy=fsdp2"
+            f"fsdp and algorithm.oar.importance={oar.importance}: the vocabulary projection is wrapped by itself; allowed: 0, "
+            "or actor_rollout_ref.actor.strategy=fsdp2"
         )
 
 
-def _megatron_faults(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+def _megatron_faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     for key, allowed, reason in MEGATRON_ALLOWED:
-        found = OmegaConf.select(config, key)
-        if found not in allowed:
-            yield f"{key}={found}: not served by OAR under Megatron ({reason}); allowed: {allowed[0]}"
-    importance = settings.get("importance")
-    backend = (settings.get("perturbation") or {}).get("backend")
-    if importance == "hybrid" or (importance == "oar_p" and backend != "rollout"):
+        value = OmegaConf.select(config, key)
+        if value not in allowed:
+            yield f"{key}={value}: not served by OAR under Megatron ({reason}); allowed: {allowed[0]}"
+    if oar.copies is not None and not oar.offloads:
         yield (
-            f"algorithm.oar.importance={importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
-            "built for its actor; allowed: fisher, oar_g, onward, or oar_p with algorithm.oar.perturbation.backend=rollout"
+            f"algorithm.oar.importance={oar.importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
+            f"built for its actor; allowed: {without_copies()}, or {of_engines()} with "
+            "algorithm.oar.perturbation.backend=rollout"
         )

@@ -23,20 +23,17 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
-from verl.workers.config import HFModelConfig
 from verl.workers.utils.padding import response_to_nested
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
-from oar_plugin.hosts.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request
 from oar_plugin.hosts.verl.dump import ResponseDump
-from oar_plugin.hosts.verl.offload import FIELDS, Offloaded, switch_on
-from oar_plugin.hosts.verl.offload_record import OFFLOAD
-from oar_plugin.hosts.verl.replacement import replacement_token
+from oar_plugin.hosts.verl.offload import actor_may_help, merged, offload_metrics, switch_on
+from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD
 from oar_plugin.hosts.verl.settings import resolve, switched_on
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
 
 logger = logging.getLogger("oar_plugin")
 
@@ -51,8 +48,6 @@ class OarTrainerMixin:
     tokenizer: Any
 
     _replacement: int | None = None
-    _offloaded: Offloaded | None = None  # of the batch under way
-    _asked: frozenset[str] | set[str] = frozenset()  # rows of it that the actor was asked for
 
     def __init__(self, config: DictConfig) -> None:
         self.oar = resolve(config)
@@ -64,18 +59,15 @@ class OarTrainerMixin:
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
-        if self.oar.perturbs:
-            model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
-            self._replacement = replacement_token(self.oar, self.tokenizer, model.local_path)
+        if self.oar.copies is not None:
+            self._replacement = replacement_token(self.oar, self.tokenizer)
 
     # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         with marked_timer("oar", self.timing_raw):
-            asked_B = self._mark_needed_rows(batch)
-            if self._offloaded is not None:
-                metrics.update({f"oar/offload/{name}": v for name, v in self._offloaded.metrics(asked_B).items()})
-        if self._offloaded is not None and not asked_B.any():  # the rollout engines have scored everything
+            asked_B = self._mark_needed_rows(batch, metrics)
+        if self.oar.offloads and not asked_B.any():  # the rollout engines have scored everything
             return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if not self._bypasses_log_probs():
             with self._requesting(batch, importance_only=False):
@@ -100,9 +92,13 @@ class OarTrainerMixin:
 
     @contextmanager
     def _requesting(self, batch: Any, importance_only: bool) -> Iterator[None]:
-        oar = self.oar.model_copy(update={"importance": "fisher"}) if self.oar.offloads else self.oar
         request = Request.from_config(
-            oar, self.global_steps, self.config.data.max_response_length, importance_only, self._replacement
+            self.oar,
+            self.global_steps,
+            self.config.data.max_response_length,
+            importance_only,
+            self._replacement,
+            self.config.actor_rollout_ref.rollout.temperature,
         )
         batch.extra_info[REQUEST] = request.to_dict()
         try:
@@ -111,7 +107,7 @@ class OarTrainerMixin:
             # The reference pass of a LoRA actor goes through the same call; it must not score again.
             batch.extra_info.pop(REQUEST, None)
 
-    def _mark_needed_rows(self, batch: Any) -> torch.Tensor:
+    def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Write `oar_needed`, the rows that the actor is to score, and return it, bool `[B]`.
 
         Rows whose advantage is exactly zero learn nothing from any weight. The advantage is the host's own, on rewards
@@ -120,11 +116,14 @@ class OarTrainerMixin:
         """
         needed_B = self._rows_with_an_advantage(batch)
         if self.oar.offloads:
-            data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*FIELDS, OFFLOAD])
-            self._offloaded = Offloaded(batch.keys, data, [tag.get("is_padding", False) for tag in batch.tags])
-            needed_B &= self._offloaded.left_for_actor(batch.keys)
-            needed_B &= self.oar.perturbation.fallback != "none"
-        self._asked = {key for key, needed in zip(batch.keys, needed_B.tolist(), strict=True) if needed}
+            data = tq.kv_batch_get(
+                keys=batch.keys, partition_id=batch.partition_id, select_fields=[ENGINE_FIELDS[REPORT], OFFLOAD]
+            )
+            own_B = ~_padding_rows(batch)
+            status_B = torch.stack(data[ENGINE_FIELDS[REPORT]].unbind())[:, 0].round().long()
+            needed_B &= own_B & actor_may_help(status_B) & (self.oar.perturbation.fallback != "none")
+            rows = [row for row, own in zip(data[OFFLOAD].unbind(), own_B.tolist(), strict=True) if own]
+            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
         field = torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged)
         tq.kv_batch_put(
             keys=batch.keys,
@@ -135,7 +134,7 @@ class OarTrainerMixin:
 
     def _rows_with_an_advantage(self, batch: Any) -> torch.Tensor:
         if self.config.algorithm.use_kl_in_reward:
-            return torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
+            return ~_padding_rows(batch)
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "rm_scores"]
         )
@@ -165,18 +164,17 @@ class OarTrainerMixin:
             data = tq.kv_batch_get(
                 keys=batch.keys,
                 partition_id=batch.partition_id,
-                select_fields=["advantages", IMPORTANCE, SEGMENTS, REPORT],
+                select_fields=["advantages", NEEDED, *FIELDS, *(ENGINE_FIELDS.values() if self.oar.offloads else ())],
             )
             mask = data["advantages"]
-            if self._offloaded is not None:
-                data.update(self._offloaded.merge(batch.keys, mask, self._asked, data))
-            elif IMPORTANCE not in data:
-                data.update(_nothing_scored(mask))
             padded = data.to_padded_tensor()
-            advantage_BL = padded["advantages"]
+            if self.oar.offloads:
+                padded.update(merged(padded, padded[NEEDED][:, 0] > 0, _padding_rows(batch)))
+            elif IMPORTANCE not in padded:
+                padded.update(_nothing_scored(padded["advantages"]))
             report_B2 = padded[REPORT]
             reshaped = reshape(
-                advantage_BL,
+                padded["advantages"],
                 padded[IMPORTANCE],
                 padded[SEGMENTS] == Segment.REASONING,
                 report_B2[:, 0].round().long(),
@@ -236,17 +234,18 @@ class OarTrainerMixin:
             )
 
 
-def _nothing_scored(like: torch.Tensor) -> TensorDict:
+def _padding_rows(batch: Any) -> torch.Tensor:
+    """bool `[B]`: rows that verl added to fill up the batch."""
+    return torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
+
+
+def _nothing_scored(advantage_BL: torch.Tensor) -> dict[str, torch.Tensor]:
     """The three fields for a batch that no actor scored: every row falls back, and is counted."""
-    rows = like.unbind()
-    report = torch.tensor([float(Status.NOT_SCORED), 0.0])
-    fields = {
-        IMPORTANCE: [torch.zeros(len(row)) for row in rows],
-        SEGMENTS: [torch.zeros(len(row), dtype=torch.int8) for row in rows],
-        REPORT: [report] * len(rows),
+    return {
+        IMPORTANCE: torch.zeros_like(advantage_BL),
+        SEGMENTS: torch.full_like(advantage_BL, Segment.OUTSIDE, dtype=torch.int8),
+        REPORT: torch.tensor([[float(Status.NOT_SCORED), 0.0]]).repeat(len(advantage_BL), 1),
     }
-    nested = {name: torch.nested.as_nested_tensor(value, layout=torch.jagged) for name, value in fields.items()}
-    return TensorDict(nested, batch_size=len(rows))
 
 
 class OarTrainerSync(OarTrainerMixin, PPOTrainerSync):

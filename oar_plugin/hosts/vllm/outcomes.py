@@ -21,7 +21,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.perturbation import divergence, log_distribution, sample_replacements
+from oar_plugin.credit.importance.oar_p import divergence, log_distribution
+from oar_plugin.credit.perturbation import sample_replacements
 from oar_plugin.credit.probe import PROBES, Probe
 
 Role = Literal["reference", "copy"]

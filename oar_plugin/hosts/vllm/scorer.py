@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from oar_plugin.credit.perturbation import Unit, replacement_seeds, search
+from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds
 from oar_plugin.credit.probe import Probe
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, OutcomeSpec
 from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, open_gate, tagged_request, was_aborted
@@ -58,7 +58,7 @@ class ScoringTask:
         probe: what the answer's distribution is.
         budget: see `perturbation.copies_of_budget`.
         replacement_token: what a copy has in place of a token; None: a draw from the model's own prediction.
-        seed: of these draws (`algorithm.oar.seed`).
+        seed: of these draws (`step_seed`).
         priority: vLLM's, larger is later; other than 0 only for an engine with priority scheduling.
     """
 
@@ -221,15 +221,11 @@ class _Run:
         task = self.task
         self._lora = await self.scorer.lora_request()
         await self._reference()
-        rounds = search(task.units, task.response_length, task.budget)
-        wanted = next(rounds)
-        while True:
-            scores = await _all_or_none([self._copy(unit) for unit in wanted])
-            try:
-                wanted = rounds.send(scores)
-            except StopIteration as stop:
-                importance_L: NDArray[np.float32] = stop.value.float().numpy()
-                break
+        search = Search(task.units, task.response_length, task.budget)
+        while search.wanted:
+            search.send(await _all_or_none([self._copy(unit) for unit in search.wanted]))
+        assert search.importance is not None
+        importance_L: NDArray[np.float32] = search.importance.float().numpy()
         if not np.isfinite(importance_L).all():
             raise _Failure("non_finite")
         return importance_L

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from oar_plugin.hosts.request import IMPORTANCE
+from oar_plugin.passes.request import IMPORTANCE
 from tests.limits import PROCESS_S
 
 

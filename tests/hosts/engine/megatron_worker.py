@@ -167,7 +167,7 @@ def bytes_moved(engine: Any, rows: list[int], **request: Any) -> dict[str, int]:
 
 def refusals(engine: Any) -> dict[str, str]:
     """What `check_chunks` says of each setting that is not served."""
-    from oar_plugin.hosts.megatron_taps import check_chunks
+    from oar_plugin.passes.megatron_taps import check_chunks
 
     config, said = get_model_config(engine.module[0]), {}
     for name, value in {
@@ -218,7 +218,7 @@ def unfrozen(engine: Any) -> list[str]:
     """Negative control for freezing: traces of a pass whose taps leave the parameters as they are."""
     from unittest import mock
 
-    from oar_plugin.hosts.taps import Traces
+    from oar_plugin.passes.taps import Traces
 
     with mock.patch.object(Traces, "freeze"):
         result = score(engine)

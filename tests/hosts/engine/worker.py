@@ -23,10 +23,11 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
-from oar_plugin.hosts.request import NEEDED, REQUEST, Perturbation, Request
+from oar_plugin.passes.request import NEEDED, REQUEST, Perturbation, Request
 from oar_plugin.hosts.verl.cpu import ulysses
 from tests.hosts.engine import world
 
+TEMPERATURE = 0.7  # of sampling; not 1, so that entropies at another temperature are noticed
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -104,7 +105,7 @@ def flags(data: TensorDict, packed: bool, dynamic: bool) -> TensorDict:
         max_token_len_per_gpu=120,
         use_fused_kernels=False,
         calculate_entropy=True,
-        temperature=0.7,
+        temperature=TEMPERATURE,
     )
     return data
 
@@ -152,6 +153,7 @@ def run(
         "sigma": world.SIGMA,
         "num_draws": 1,
         "seed": 0,
+        "temperature": TEMPERATURE,
         "answer_patterns": ("hash",),
         "max_response_length": world.MAX_RESPONSE_LENGTH,
         "importance_only": only,
@@ -206,6 +208,9 @@ def noticed(engine: Any) -> list[str]:
 EXACT = Perturbation(budget=1.0, span=1, replacement_token=world.PAD)
 OAR_P = {"importance": "oar_p", "perturbation": EXACT}
 ONWARD = {"importance": "onward"}
+ENTROPY = {"importance": "entropy"}
+RANDOM = {"importance": "random"}
+OWN = {"importance": "python:tests.own_importance:Saliency"}
 
 
 def perturbed(folder: str) -> dict[str, Any]:
@@ -218,9 +223,7 @@ def perturbed(folder: str) -> dict[str, Any]:
     out["dynamic"] = run(engine, every, True, dynamic=True, **OAR_P)
     out["importance_only"] = run(engine, every, True, only=True, **OAR_P)
     for name, changes in {
-        "one_by_one": {"perturbations_per_forward": 1},
         "span": {"span": 4},
-        "lines": {"span": "lines"},
         "sampled": {"replacement_token": None},
         "blocks": {"budget": 0.5},
     }.items():
@@ -272,6 +275,9 @@ def single(folder: str) -> dict[str, Any]:
     out["onward_only"] = run(engine, every, True, only=True, **ONWARD)
     out["onward_last"] = run(engine, every, True, probe="last", **ONWARD)
     out["onward_draws"] = run(engine, every, True, num_draws=16, **ONWARD)
+    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
+        out[name] = run(engine, every, True, **request)
+        out[f"{name}_only"] = run(engine, every, True, only=True, **request)
     out["grad_norm"] = train_step(engine, True)
     out["fresh_grad_norm"] = train_step(build(folder, packed=True), True)
     out["padded"] = run(build(folder, packed=False), every, False)
@@ -315,6 +321,8 @@ def double(folder: str) -> dict[str, Any]:
     out["ulysses"] = gather(run(engine, list(range(8)), True))
     out["ulysses_oar_g"] = gather(run(engine, list(range(8)), True, importance="oar_g"))
     out["ulysses_onward"] = gather(run(engine, list(range(8)), True, **ONWARD))
+    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
+        out[f"ulysses_{name}"] = gather(run(engine, list(range(8)), True, **request))
     out["ulysses_joint"] = gather(run(engine, list(range(8)), True, probe="answer_joint"))
     return out
 

@@ -80,10 +80,11 @@ def reference(
     seed: int = 0,
     columns: int | None = None,
     dtype: torch.dtype = torch.float32,
+    temperature: float = 0.7,
 ) -> dict[int, torch.Tensor]:
     """Importance of each scored response, one at a time, with plain autograd on a plain HuggingFace model.
 
-    `columns`: the Fisher norm over the first columns of the vocabulary only.
+    `columns`: the Fisher norm over the first columns of the vocabulary only. `temperature`: of the entropies.
     """
     model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
     vocabulary, hidden = columns or model.config.vocab_size, model.config.hidden_size
@@ -111,13 +112,21 @@ def reference(
                 scalar = (p.exp() * (p - q)).sum()
             (gradient,) = torch.autograd.grad(scalar, embedding)
             scores = (gradient * embedding).sum(-1).abs()[0]
+        elif importance == "entropy":
+            at = (segments == Segment.REASONING).nonzero()[:, 0]
+            log_p = (model(inputs_embeds=embedding).logits[0, at - 1] / temperature).log_softmax(-1)
+            scores = torch.zeros(len(ids)).index_put((at,), -(log_p.exp() * log_p).sum(-1))
+        elif importance == "own":
+            log_p = model(inputs_embeds=embedding).logits[0, rows].log_softmax(-1)
+            (gradient,) = torch.autograd.grad(log_p.gather(-1, ids[rows + 1][:, None]).sum(), embedding)
+            scores = (gradient * embedding).sum(-1).abs()[0]
         elif importance == "onward":
             reasoning = (segments == Segment.REASONING).nonzero()[:, 0]
             logits = model(inputs_embeds=embedding).logits[0, :, :columns]
             norms, entropies = [], torch.zeros(len(ids), dtype=dtype)
-            for at, seed_part in ((rows, seed_1), (reasoning - 1, position_seeds(seed_1, torch.zeros(1), 0))):
+            for at, seed_part in ((rows, seed_1), (reasoning - 1, position_seeds(seed_1, torch.ones(1), 0))):
                 sign = signs(position_seeds(seed_part.expand(len(at)), torch.arange(len(at))), 0, vocabulary)
-                log_p = logits[at].detach().log_softmax(-1)
+                log_p = (logits[at].detach() / temperature).log_softmax(-1)
                 entropy = -(log_p.exp() * log_p).sum(-1)
                 flat = (logits[at].detach() / 4).softmax(-1)
                 root = flat.sqrt() * sign
@@ -147,7 +156,7 @@ def reference(
 
 
 def counterfactual(
-    folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False, ends: str = ""
+    folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False
 ) -> dict[int, torch.Tensor]:
     """OAR-P of each scored response: a whole forward of a plain HuggingFace model in float64 for each copy."""
     model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64).eval()
@@ -171,11 +180,9 @@ def counterfactual(
             at = torch.arange(1, len(ids))
             seeds = position_seeds(seed.expand(len(at)), at)
             replacement[1:] = sample_replacements(clean_logits[:-1], ids[1:], seeds)
-        text = ROWS[row][1]
         reasoning = (segments == Segment.REASONING).tolist()
-        at_end = [c == ends for c in text.replace("<eos>", "\0")] if ends else None
         importance = torch.zeros(len(response), dtype=torch.float64)
-        for unit in units(reasoning, span, at_end):
+        for unit in units(reasoning, span):
             masked = ids.clone()
             where = torch.tensor(unit) + len(prompt)
             masked[where] = replacement[where]

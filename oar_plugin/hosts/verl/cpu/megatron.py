@@ -100,7 +100,7 @@ class DenseCoreAttention(nn.Module):
         super().__init__()
         self.scale = softmax_scale
 
-    def forward(  # noqa: D102
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -148,7 +148,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -1,7 +1,7 @@
-"""What the trainer asks of the actor, and what comes back.
+"""What a trainer asks of an actor, and what comes back.
 
-The request is a plain dictionary in the batch's `extra_info`, under `REQUEST`; it travels to every actor rank with the
-log-prob call. What comes back are three nested fields of the batch, one row a response:
+The request is a plain dictionary beside the batch, under `REQUEST`; it travels to every actor rank with the log-prob call.
+What comes back are three nested fields of the batch, one row a response:
 
 | field            | a row holds                                                              |
 |------------------|--------------------------------------------------------------------------|
@@ -13,42 +13,31 @@ log-prob call. What comes back are three nested fields of the batch, one row a r
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from oar_plugin.config import Importance, OarConfig
+from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.importance import Importance, importance_of
+from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
-
-Part = Literal["answer", "onward"]
-"""What a backward starts from: the answer's rows, or those of the reasoning (`importance=onward`)."""
 
 REQUEST = "oar_request"
 NEEDED = "oar_needed"  # field: int64 [1] a row, 1 when the response's advantage is not zero
-IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_report"
+FIELDS = IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_report"
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """The masked copies of one importance pass (`oar_p`, `hybrid`); see `oar_plugin.credit.perturbation`.
+    """The masked copies of one importance pass; see `oar_plugin.credit.perturbation`.
 
     Attributes:
         budget: share or number of units that get a copy.
-        span: tokens a unit, or where units end.
+        span: tokens a unit.
         replacement_token: what to mask with; None: drawn from the model's prediction.
-        perturbations_per_forward: copies in one forward; None: as many as fit the token budget.
     """
 
     budget: float
-    span: int | Literal["lines", "operators"]
+    span: int
     replacement_token: int | None
-    perturbations_per_forward: int | None = None
-
-    @classmethod
-    def from_config(cls, config: OarConfig, replacement_token: int | None) -> Perturbation | None:
-        """None when importance does not come from copies."""
-        if not config.perturbs:
-            return None
-        settings = config.perturbation
-        return cls(config.budget, settings.span, replacement_token, settings.perturbations_per_forward)
 
 
 @dataclass(frozen=True)
@@ -56,24 +45,27 @@ class Request:
     """One importance pass over a batch.
 
     Attributes:
-        importance: estimator.
+        importance: name, for `importance_of`. Of a run whose rollout engines compute importance: what the actor gives the
+            responses that they failed to score (`algorithm.oar.perturbation.fallback`).
         probe: the probe of this step (the warm-up has been applied).
-        sigma: noise scale of `oar_g`.
-        num_draws: backward passes to average.
-        seed: seed of signs and noise.
+        sigma: noise scale.
+        num_draws: draws to average.
+        seed: of this training step's signs and noise.
+        temperature: that responses were sampled with.
         answer_patterns: for `make_finder`.
         max_response_length: a response as long as this that does not end in an end-of-sequence token is truncated.
         importance_only: nobody needs log-probs and entropy of this pass (bypass mode).
-        perturbation: the masked copies, for `oar_p` and `hybrid`.
+        perturbation: the masked copies, for an importance that has them.
     """
 
-    importance: Importance
-    probe: Probe
-    sigma: float
-    num_draws: int
-    seed: int
-    answer_patterns: tuple[str, ...]
-    max_response_length: int
+    importance: str
+    probe: Probe = "answer_mean"
+    sigma: float = 1e-3
+    num_draws: int = 1
+    seed: int = 0
+    temperature: float = 1.0
+    answer_patterns: tuple[str, ...] = ()
+    max_response_length: int = 0
     importance_only: bool = False
     perturbation: Perturbation | None = None
 
@@ -85,24 +77,30 @@ class Request:
         max_response_length: int,
         importance_only: bool = False,
         replacement_token: int | None = None,
+        temperature: float = 1.0,
     ) -> Request:
-        """The request of training step `step` (from 1)."""
+        """The request to the actor at training step `step` (from 1)."""
+        importance = config.perturbation.fallback if config.offloads else config.importance
+        perturbation = None
+        if config.copies is not None and not config.offloads:
+            perturbation = Perturbation(config.budget, config.perturbation.span, replacement_token)
         return cls(
-            importance=config.importance,
+            importance=importance,
             probe=config.probe_at(step),
             sigma=config.sigma,
             num_draws=config.num_draws,
-            seed=config.seed,
+            seed=step_seed(config.seed, step),
+            temperature=temperature,
             answer_patterns=config.answer_patterns,
             max_response_length=max_response_length,
             importance_only=importance_only,
-            perturbation=Perturbation.from_config(config, replacement_token),
+            perturbation=perturbation,
         )
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The backwards of one draw."""
-        return ("answer", "onward") if self.importance == "onward" else ("answer",)
+    def importance_object(self) -> Importance:
+        """What `importance` names."""
+        return importance_of(self.importance)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only: it is copied and pickled on its way."""
@@ -119,3 +117,18 @@ class Request:
                 "perturbation": Perturbation(**perturbation) if perturbation else None,
             }
         )
+
+
+def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
+    """The token that masks (`algorithm.oar.perturbation.replacement`); None when each place draws its own.
+
+    Raises:
+        OarConfigError: there is no padding token.
+    """
+    if config.perturbation.replacement == "sampled":
+        return None
+    if tokenizer.pad_token_id is None:
+        raise OarConfigError(
+            "algorithm.oar.perturbation.replacement=pad: the tokenizer has no padding token; allowed here: sampled"
+        )
+    return int(tokenizer.pad_token_id)

@@ -1,23 +1,18 @@
-"""Hooks on Megatron's model chunks that turn an ordinary forward into one that importance can be differentiated through.
+"""Hooks on Megatron's model chunks that serve a `Tap`: the counterpart of `taps.py` for megatron-core.
 
-The counterpart of `taps.py` for megatron-core. Inside `MegatronTaps` a forward
-* makes the output of `GPTModel.embedding` on the first stage the only leaf of the graph: every parameter is frozen, so
-  backward computes no weight gradient and never reaches DDP's gradient buffers;
-* gives the vocabulary projection *detached* hidden states, so that the `[T, V / TP]` logits carry no graph;
-* projects the answer's rows a second time, with a graph: `[N, V / TP]`, N = a handful of rows a response.
+The leaf is the output of `GPTModel.embedding` on the first stage; rows are projected on the last one, to `[N, V / TP]`. Every
+parameter is frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers.
 
 Hidden states are `[s, b, H]`, flattened `[s * b, H]`; under sequence parallelism each tensor-parallel rank holds one
 contiguous slice of that. The rows cross the tensor-parallel group (`N * H` numbers each way), the logits do not.
 
-The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own. So a forward's purpose is
-a `Tap`, set right before it, and the gradient is delivered by the leaf itself the moment it exists: nothing is kept for
-micro-batches whose backward is over.
+The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own: the tap is set right before
+each forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -33,8 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from oar_plugin.hosts.onward import weighted_logits
-from oar_plugin.hosts.taps import Traces, UnsupportedModelError
+from oar_plugin.passes.tap import Tap, Traces, UnsupportedModelError
 
 # What a schedule calls when a backward begins and ends: each would scale the loss, or start a reduction of gradients.
 SCHEDULE_FUNCTIONS = (
@@ -104,34 +98,6 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
             )
 
 
-@dataclass
-class Tap:
-    """What one forward of one micro-batch is for.
-
-    Attributes:
-        row_position_N: int64 `[N]`, rows of the flattened hidden states `[s * b, H]` of this rank's context-parallel
-            shard to project with a graph; may be empty.
-        rows_only: project nothing but these rows; the model then returns logits without a meaning.
-        receive: called with the gradient and the embedding, `[s, b, H]`, in the backward of the first stage. None: no
-            gradient is wanted and the embeddings stay as they are.
-        noise: given the embeddings, what to add to them after the leaf, of the same shape; None for nothing.
-        coefficients: see `weighted_logits`; None: keep the rows' logits.
-        columns: of the vocabulary projection on this rank; what is left out beyond them is padding of the weight: outcomes
-            that do not exist. None: all.
-        answer_logits: set by the forward of the last stage: `[N, columns]`.
-        weighted_sum: set in its place where there are `coefficients`.
-    """
-
-    row_position_N: Tensor
-    rows_only: bool
-    receive: Callable[[Tensor, Tensor], None] | None = None
-    noise: Callable[[Tensor], Tensor] | None = None
-    coefficients: Callable[[Tensor, int], Tensor] | None = None
-    columns: int | None = None
-    answer_logits: Tensor | None = None
-    weighted_sum: Tensor | None = None
-
-
 class MegatronTaps:
     """Context manager that installs the hooks and takes every trace of them away again.
 
@@ -183,39 +149,21 @@ class MegatronTaps:
                 self._traces.put_into_train_mode(module)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        tap = self.tap
-        if tap is None or tap.receive is None:
-            return None
-        receive = tap.receive
-        leaf = output.detach().requires_grad_(True)
-
-        def deliver(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            receive(leaf.grad, leaf.detach())
-            leaf.grad = None
-
-        leaf.register_post_accumulate_grad_hook(deliver)
-        return leaf if tap.noise is None else leaf + tap.noise(leaf.detach()).to(leaf.dtype)
+        return None if self.tap is None else self.tap.leaf(output)
 
     def _project_rows(
         self, module: ColumnParallelLinear, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.tap is None:
+        tap = self.tap
+        if tap is None:
             return None
         hidden: Tensor = args[0]
         weight = kwargs.get("weight")  # the embedding's, where the two are tied
-        weight_VH = (module.weight if weight is None else weight)[: self.tap.columns]
-        rows_NH = self._rows(hidden.flatten(0, 1), self.tap.row_position_N, module.sequence_parallel)
-
-        def project(rows_NH: Tensor) -> Tensor:
-            return nn.functional.linear(rows_NH, weight_VH)
-
-        if self.tap.coefficients is None:
-            self.tap.answer_logits = project(rows_NH)
-        else:
-            self.tap.weighted_sum = weighted_logits(project, rows_NH, self.tap.coefficients)
+        weight_VH = (module.weight if weight is None else weight)[: tap.columns]
+        rows_NH = self._rows(hidden.flatten(0, 1), tap.row_position_N, module.sequence_parallel)
+        tap.scalar = tap.probe(lambda chosen_NH: nn.functional.linear(chosen_NH, weight_VH), rows_NH)
         # Something has to be projected: with rows_only one position stands in, and nobody reads its logits.
-        return ((hidden[:1] if self.tap.rows_only else hidden).detach(), *args[1:]), kwargs
+        return ((hidden[:1] if tap.rows_only else hidden).detach(), *args[1:]), kwargs
 
     @staticmethod
     def _rows(hidden_TH: Tensor, position_N: Tensor, scattered: bool) -> Tensor:

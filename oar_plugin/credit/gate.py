@@ -1,22 +1,35 @@
 """Gates: from importance to weights that keep each response's total.
 
-`gate` is the paper's bi-level gate (arXiv 2601.07408, reshaping). Per response, over its `R` reasoning tokens:
+`bi_level` is the paper's (arXiv 2601.07408, reshaping). Per response, over its `R` reasoning tokens:
 1. `s = log1p(I)`, min-max to [0, 1]; a constant response becomes all zeros;
 2. `q` = the tau-quantile of `s`, with linear interpolation. tau is a quantile and stays the same for every response (the
    published code overwrites it sample by sample);
 3. `s < q`: `w = max(s / q, floor)`; `s >= q`: `w = 1 + beta (s - q) / (1 - q)`;
 4. `w <- w R / sum(w)`: the mass is kept.
 
-`two_level` keeps steps 2 and 4 and has two weights; `bounded` limits the largest weight of either.
+The logarithm takes sizes for nats. Scores on an arbitrary scale (`Importance.arbitrary_scale`) are divided by their response's
+mean first (`relative`), or the weights would change with the scale of the model's embeddings.
+
+`two_level` keeps steps 2 and 4 and has two weights; only the order of scores counts.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from oar_plugin.credit.named import imported
 
-def gate(
+Weights = Callable[[Tensor, Tensor, float, float, float], Tensor]
+"""`(importance_BL, reasoning_BL, tau, beta, floor)` to weights `[B, L]` that average 1 over each response's reasoning tokens
+and are 1 elsewhere."""
+
+
+def bi_level(
     importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
 ) -> Tensor:
     """Weights for a batch of responses.
@@ -58,53 +71,34 @@ def gate(
     return weight_BL.mul_(count_B1 / mass_B1).masked_fill_(outside_BL, 1.0).float()
 
 
-def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0) -> Tensor:
+def two_level(
+    importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, beta: float = 2.0, floor: float = 0.1
+) -> Tensor:
     """Weights that say which tokens matter, and not how much: `1 + beta` at and above the tau-quantile, 1 below.
 
     Not in the paper. No outlier can take the scale with it, and differences between small scores, which are mostly noise, do
-    nothing.
+    nothing. A token at the response's minimum is never boosted: with more than `tau` of the scores there, the quantile is the
+    minimum itself, and everything would be above it.
 
     Args:
         importance_BL: `[B, L]`, finite where `reasoning_BL` is true; ignored elsewhere. Only its order counts.
         reasoning_BL: bool `[B, L]`, the tokens to reshape.
         tau: quantile in [0, 1].
         beta: boost of the tokens at and above it, >= 0.
+        floor: means nothing here; gates have one signature.
 
     Returns:
-        float32 `[B, L]`, as `gate` returns it.
+        float32 `[B, L]`, as `bi_level` returns it.
     """
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     place_B2, share_B1 = _quantile_places(count_B1, tau)
     ranked_BL = sorted_rows(importance_BL.double().masked_fill(~reasoning_BL, torch.inf))
     below_B1, above_B1 = ranked_BL.gather(-1, place_B2).chunk(2, -1)
     quantile_B1 = torch.lerp(below_B1, above_B1, share_B1)
-    above_BL = (importance_BL.double() >= quantile_B1) & reasoning_BL
+    above_BL = (importance_BL.double() >= quantile_B1) & (importance_BL.double() > ranked_BL[:, :1]) & reasoning_BL
     weight_BL = 1 + beta * above_BL.double()
     mass_B1 = (count_B1 + beta * above_BL.sum(-1, keepdim=True)).clamp_min(1)
     return torch.where(reasoning_BL, weight_BL * count_B1 / mass_B1, 1.0).float()
-
-
-def bounded(weight_BL: Tensor, reasoning_BL: Tensor, max_weight: float) -> Tensor:
-    """The same weights with none above `max_weight`; what is cut off goes to the others in proportion.
-
-    Args:
-        weight_BL: `[B, L]` from `gate`: positive, with a mean of 1 over each response's reasoning tokens.
-        reasoning_BL: bool `[B, L]`, the tokens that take part.
-        max_weight: above 1; as the mean stays 1, a bound of 1 would leave nothing to reshape.
-
-    Returns:
-        float32 `[B, L]`, `min(c w, max_weight)` with one `c >= 1` a response, so that its mean stays 1 and the order of its
-        tokens is kept; a response without a weight above the bound stays as it is.
-    """
-    ranked_BL = sorted_rows(weight_BL.double().masked_fill(~reasoning_BL, 0.0)).flip(-1)
-    count_B1 = reasoning_BL.sum(-1, keepdim=True)
-    # With the k largest at the bound, the rest is stretched to what is left of the mass; the smallest k that fits is right.
-    cut_L = torch.arange(weight_BL.shape[-1], device=weight_BL.device)
-    rest_BL = ranked_BL.flip(-1).cumsum(-1).flip(-1)
-    stretch_BL = (count_B1 - cut_L * max_weight) / rest_BL.clamp_min(torch.finfo(torch.float64).tiny)
-    fits_BL = stretch_BL * ranked_BL <= max_weight * (1 + 1e-12)
-    stretch_B1 = stretch_BL.gather(-1, fits_BL.int().argmax(-1, keepdim=True)).clamp_min(1.0)
-    return torch.where(reasoning_BL, (weight_BL * stretch_B1).clamp_max(max_weight), weight_BL).float()
 
 
 def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
@@ -121,3 +115,74 @@ def sorted_rows(values_BL: Tensor) -> Tensor:
         return values_BL.sort(-1).values
     values_BL.numpy().sort(-1)  # numpy's sort uses vector instructions: up to 50 times as fast as torch's here
     return values_BL
+
+
+def relative(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
+    """Scores as multiples of their response's mean over its reasoning tokens; a response of zeros stays as it is."""
+    total_B1 = importance_BL.double().masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True)
+    mean_B1 = total_B1 / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
+    return importance_BL / torch.where(mean_B1 > 0, mean_B1, 1.0)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate.
+
+    Attributes:
+        weights: the function.
+        tau: the quantile where the user sets none.
+        order_only: the sizes of scores do not matter.
+        own: a user's: what it returns is checked in every batch.
+    """
+
+    weights: Weights
+    tau: float
+    order_only: bool = False
+    own: bool = False
+
+
+GATES: dict[str, Gate] = {
+    "two_level": Gate(two_level, 0.85, order_only=True),
+    "bi_level": Gate(bi_level, 0.4),
+}
+
+
+@functools.cache
+def gate_of(name: str) -> Gate:
+    """The gate of that name, or a user's own as `python:<module>:<function>` (tau: 0.85 where the user sets none).
+
+    Raises:
+        ValueError: there is none, or what its function returns for a small batch is not weights; says what is wrong.
+    """
+    if name in GATES:
+        return GATES[name]
+    own = imported(name, f"allowed: {', '.join(GATES)}, or python:<module>:<function>")
+    fault = _fault(own)
+    if fault:
+        raise ValueError(f"{name} cannot be used: {fault}")
+    return Gate(own, GATES["two_level"].tau, own=True)
+
+
+def _fault(own: object) -> str | None:
+    if not callable(own):
+        return "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"
+    reasoning_BL = torch.tensor([[False, True, True, True, False], [True] * 5])
+    try:
+        weight_BL = own(torch.linspace(0.1, 1, 10).view(2, 5), reasoning_BL, 0.5, 2.0, 0.1)
+    except Exception as error:  # a user's function runs code of its own
+        return f"a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: {error!r}"
+    if not isinstance(weight_BL, Tensor) or weight_BL.shape != reasoning_BL.shape:
+        return "it must return weights of the shape of importance_BL"
+    return (
+        None
+        if kept_mass(weight_BL, reasoning_BL).all()
+        else ("its weights must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere")
+    )
+
+
+def kept_mass(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
+    """bool `[B]`: whether a response's weights are finite, keep its total, and leave other tokens alone."""
+    count_B = reasoning_BL.sum(-1)
+    total_B = weight_BL.double().masked_fill(~reasoning_BL, 0.0).sum(-1)
+    others_B = weight_BL.masked_fill(reasoning_BL, 1.0).eq(1).all(-1)
+    return others_B & ((total_B - count_B).abs() <= 1e-3 * count_B.clamp_min(1))

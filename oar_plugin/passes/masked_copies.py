@@ -10,7 +10,7 @@ a round takes, `idle` makes one that counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from oar_plugin.credit.perturbation import (
-    Unit,
-    divergence,
-    log_distribution,
-    replacement_seeds,
-    sample_replacements,
-)
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance.oar_p import divergence, log_distribution
+from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds, sample_replacements, units
 from oar_plugin.credit.probe import Probe
-from oar_plugin.hosts.taps import ModelTaps, unwrapped
+from oar_plugin.passes.request import Perturbation
+from oar_plugin.passes.rows import Project
+from oar_plugin.passes.tap import Tap
+from oar_plugin.passes.taps import ModelTaps, unwrapped
 
 ROW_VALUES = 2**28
 """Answer logits of one forward, at most (1 GiB in float32), unless a single copy has more."""
@@ -83,6 +82,26 @@ class Replacements:
         return token_T
 
 
+class LogitsReader:
+    """A tap that keeps the logits of some rows of a forward without a graph.
+
+    Args:
+        row_position_N: see `Tap`.
+
+    Attributes:
+        tap: to run the model under.
+        logits_NV: set by the forward.
+    """
+
+    logits_NV: Tensor
+
+    def __init__(self, row_position_N: Tensor) -> None:
+        self.tap = Tap(row_position_N, self._keep)
+
+    def _keep(self, project: Project, hidden_NH: Tensor) -> None:
+        self.logits_NV = project(hidden_NH)
+
+
 class MaskedCopies:
     """Scores units of responses.
 
@@ -91,7 +110,6 @@ class MaskedCopies:
         probe: the outcome.
         replacements: what to mask with.
         max_tokens: tokens of one forward.
-        max_copies: copies of one forward; None for as many as `max_tokens` allows.
     """
 
     def __init__(
@@ -100,13 +118,11 @@ class MaskedCopies:
         probe: Probe,
         replacements: Replacements,
         max_tokens: int,
-        max_copies: int | None = None,
     ) -> None:
         self.module = module
         self.probe = probe
         self.replacements = replacements
         self.max_tokens = max_tokens
-        self.max_copies = max_copies
         self.tokens = 0
         """Tokens computed so far."""
         config: Any = unwrapped(module).config
@@ -123,7 +139,7 @@ class MaskedCopies:
         self._forward(torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long), None)
 
     def run(self, candidate: Candidate, unit_list: list[Unit]) -> list[float]:
-        """Scores of the units of one response, in order; see `oar_plugin.credit.perturbation.divergence`."""
+        """Scores of the units of one response, in order; see `oar_plugin.credit.importance.oar_p.divergence`."""
         first, end = self.replacement_rows(candidate, unit_list)
         cache = DynamicCache() if self._shares_prefix else None
         row_first, row_end = candidate.rows(self.probe)
@@ -164,8 +180,6 @@ class MaskedCopies:
         order = sorted(range(len(unit_list)), key=lambda i: unit_list[i])
         row_first, row_end = candidate.rows(self.probe)
         most = max(1, ROW_VALUES // ((row_end - row_first) * self._vocabulary))
-        if self.max_copies is not None:
-            most = min(most, self.max_copies)
         groups = []
         at = 0
         while at < len(order):
@@ -181,15 +195,15 @@ class MaskedCopies:
         begin = cache.get_seq_length() if cache is not None else 0
         position_1T = torch.arange(begin, begin + token_KT.shape[1], device=token_KT.device)[None]
         with torch.no_grad(), ModelTaps(self.module) as taps:
-            taps.prepare(row_N.to(token_KT.device), rows_only=True)
+            reader = LogitsReader(row_N.to(token_KT.device))
+            taps.tap = reader.tap
             self.module(
                 input_ids=token_KT,
                 position_ids=position_1T.expand(len(token_KT), -1),
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-            assert taps.answer_logits is not None
-            return taps.answer_logits
+            return reader.logits_NV
 
     def _outcomes(self, logits_KmV: Tensor, candidate: Candidate) -> Tensor:
         """The probe's outcome of each copy: float64 `[K, V]`, or `[K]` for `answer_joint`."""
@@ -225,3 +239,49 @@ def _shared(cache: DynamicCache | None, length: int) -> DynamicCache | None:
     prefix = DynamicCache()
     prefix.layers = [_PrefixLayer(layer.keys[..., :length, :], layer.values[..., :length, :]) for layer in cache.layers]
     return prefix
+
+
+def candidate_of(token_T: Tensor, segments_L: Tensor) -> Candidate:
+    """A response with its prompt, up to the end of its answer.
+
+    Args:
+        token_T: int64 `[T]`, prompt and response.
+        segments_L: `Segment` of the response's tokens, with an answer among them.
+    """
+    prompt_length = len(token_T) - len(segments_L)
+    answer = (segments_L == Segment.ANSWER).nonzero()[:, 0]
+    return Candidate(token_T[: prompt_length + int(answer[-1]) + 1], prompt_length, prompt_length + int(answer[0]))
+
+
+def copies_importance(
+    copies: MaskedCopies,
+    wanted: Mapping[int, tuple[Tensor, Tensor]],
+    perturbation: Perturbation,
+    gradient: Mapping[int, Tensor] | None = None,
+    in_step: Callable[[int], int] = lambda forwards: forwards,
+) -> dict[int, Tensor]:
+    """Importance of some responses from their masked copies, float32 `[L]` each.
+
+    Args:
+        copies: runs them.
+        wanted: by row, what `candidate_of` takes: tokens of prompt and response, segments of the response.
+        perturbation: which copies.
+        gradient: by row, gradient scores `[L]` that choose what a budget goes to; None: blocks do.
+        in_step: given how many forwards this process makes next, the most that any other makes. Under FSDP all processes
+            make as many.
+    """
+    candidates, searches = {}, {}
+    for row, (token_T, segments_L) in wanted.items():
+        candidates[row] = candidate_of(token_T, segments_L)
+        chooser = None if gradient is None else gradient[row].tolist()
+        unit_list = units((segments_L == Segment.REASONING).tolist(), perturbation.span)
+        searches[row] = Search(unit_list, len(segments_L), perturbation.budget, chooser)
+    for _ in range(Search.most_rounds(perturbation.budget, gradient is not None)):
+        under_way = {row: search for row, search in searches.items() if search.wanted}
+        forwards = copies.forwards([(candidates[row], search.wanted) for row, search in under_way.items()])
+        most = in_step(forwards)
+        for row, search in under_way.items():
+            search.send(copies.run(candidates[row], search.wanted))
+        for _ in range(most - forwards):
+            copies.idle()
+    return {row: search.importance.float() for row, search in searches.items() if search.importance is not None}

@@ -1,0 +1,53 @@
+"""The importances: one file each, and the table of them. Nothing outside this folder compares their names.
+
+To add one here: its file, a line in the table, a test. To bring one of your own, without touching the package:
+`algorithm.oar.importance=python:my_package.my_module:MyImportance` (a class derived from `Importance`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
+from oar_plugin.credit.importance.check import problems
+from oar_plugin.credit.importance.entropy import Entropy
+from oar_plugin.credit.importance.fisher import Fisher
+from oar_plugin.credit.importance.hybrid import Hybrid
+from oar_plugin.credit.importance.oar_g import OarG
+from oar_plugin.credit.importance.oar_p import OarP
+from oar_plugin.credit.importance.onward import Onward
+from oar_plugin.credit.importance.random import Random
+from oar_plugin.credit.named import imported
+
+__all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
+
+IMPORTANCES: dict[str, Importance] = {
+    kind.name: kind() for kind in (Fisher, OarG, Onward, OarP, Hybrid, Entropy, Random)
+}
+
+
+@functools.cache
+def importance_of(name: str) -> Importance:
+    """The importance of that name, or a user's own as `python:<module>:<class>`.
+
+    Raises:
+        ValueError: there is none, or the class cannot work; says what is missing.
+    """
+    if name in IMPORTANCES:
+        return IMPORTANCES[name]
+    own = imported(name, f"allowed: {', '.join(IMPORTANCES)}, or python:<module>:<class>")
+    found = problems(own)
+    if found:
+        raise ValueError(f"{name} cannot be used: {'; '.join(found)}")
+    built: Importance = own()
+    return built
+
+
+def without_copies() -> str:
+    """Names of the importances that need no masked copies, for messages."""
+    return ", ".join(name for name, importance in IMPORTANCES.items() if importance.copies is None)
+
+
+def of_engines() -> str:
+    """Names of those whose copies rollout engines can run, for messages."""
+    return ", ".join(n for n, i in IMPORTANCES.items() if i.copies is not None and not i.copies.by_gradient)

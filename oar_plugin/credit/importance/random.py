@@ -1,0 +1,20 @@
+"""Random numbers, uniform in (0, 1): the control. What a gate does to credit that knows nothing.
+
+Hashed from (seed, training step, response, position), so the same on every layout and new in every step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from oar_plugin.credit.importance.base import Importance, Parts
+from oar_plugin.credit.noise import uniform
+
+
+class Random(Importance):
+    name = "random"
+    help = "Random numbers: the control for whether an importance says anything."
+    arbitrary_scale = False
+
+    def combine(self, parts: Parts) -> Tensor:
+        return uniform(parts.seed_BL.flatten(), 1).view(parts.seed_BL.shape)

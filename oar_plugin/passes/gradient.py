@@ -1,0 +1,288 @@
+"""The one gradient pass: from an importance and a packed micro-batch to the taps of its forwards, and to importance a token.
+
+Every runner does the same with it, in its own order: for each `Forward` of `Importance.forwards` make the micro-batch's tap,
+run the model under it, go back from the tap's scalar. verl's FSDP engine and a plain model do so micro-batch by micro-batch;
+Megatron's schedules run one forward of all micro-batches. Scores of a rank go into `Scores`; the runner sums them over the
+ranks that share the sequences, and `importance` makes one number a token of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance import Forward, Importance, Parts, Rows
+from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
+from oar_plugin.credit.probe import AnswerRows, answer_rows, pool
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
+from oar_plugin.passes.request import Request
+from oar_plugin.passes.rows import Project, read_logits, weighted_logits
+from oar_plugin.passes.tap import Tap
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences behind one another.
+
+    Attributes:
+        token_T: int64 `[T]`.
+        segments_T: int64 `[T]`, `Segment` of each token; OUTSIDE in prompts and in responses that are not scored.
+        offsets: int64 `[B + 1]`, where each sequence begins, and the end.
+    """
+
+    token_T: Tensor
+    segments_T: Tensor
+    offsets: Tensor
+
+    @property
+    def response_T(self) -> Tensor:
+        """int64 `[T]`, the sequence of each token."""
+        return torch.repeat_interleave(
+            torch.arange(len(self.offsets) - 1, device=self.offsets.device), self.offsets.diff()
+        )
+
+    @property
+    def place_T(self) -> Tensor:
+        """int64 `[T]`, the place of each token in its sequence."""
+        return torch.arange(len(self.token_T), device=self.offsets.device) - self.offsets[self.response_T]
+
+    @property
+    def reasoning_T(self) -> Tensor:
+        """bool `[T]`."""
+        return self.segments_T == Segment.REASONING
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a packed micro-batch is on this rank.
+
+    Attributes:
+        local_T: int64 `[T]`, position of each token in this rank's flattened hidden states; -1 where another rank has it.
+        embedding_T: the same for the embeddings, of which a rank may hold fewer (Megatron's sequence parallelism).
+        num_embeddings: embeddings this rank holds, padding included.
+        vocabulary: the columns of the logits that this rank holds.
+        columns: see `Tap`.
+        sum_over_sequence_ranks: sums a tensor over the ranks that share the sequences, in place or not.
+    """
+
+    local_T: Tensor
+    embedding_T: Tensor
+    num_embeddings: int
+    vocabulary: VocabularyShard = WHOLE_VOCABULARY
+    columns: int | None = None
+    sum_over_sequence_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+
+class Scores:
+    """What this rank has measured so far, float32, a value a packed token each; `total` sums it over ranks.
+
+    Attributes:
+        score_KT: of each backward, summed over draws.
+        entropy_T: nats, at the reasoning tokens whose rows this rank has; 0 everywhere unless the importance reads it.
+        log_prob_T: the same.
+    """
+
+    def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
+        count, names = len(importance.backwards), sorted(importance.reads)
+        self._all_NT = torch.zeros(count + len(names), num_tokens, device=device)
+        self.score_KT, self.reads_NT = self._all_NT[:count], self._all_NT[count:]
+        read = dict(zip(names, self.reads_NT, strict=True))
+        nothing_T = torch.zeros(num_tokens, device=device)
+        self.entropy_T, self.log_prob_T = read.get("entropy", nothing_T), read.get("log_prob", nothing_T)
+
+    def total(self, summed: Callable[[Tensor], Tensor]) -> None:
+        """Replace what is here by its sum over ranks: one call of `summed`, on a vector."""
+        self._all_NT.copy_(summed(self._all_NT.flatten()).view_as(self._all_NT))
+
+
+class MicroBatchPass:
+    """The pass over one micro-batch.
+
+    Args:
+        request: what to compute.
+        packed: the micro-batch.
+        layout: where it is on this rank.
+        scores: to add to; None: of this micro-batch alone.
+        place_T: int64 `[T]`, where the tokens are in `scores`; None: in order.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        packed: Packed,
+        layout: Layout,
+        scores: Scores | None = None,
+        place_T: Tensor | None = None,
+    ) -> None:
+        self.request, self.layout = request, layout
+        self.importance = request.importance_object
+        device = packed.token_T.device
+        num_tokens, num_responses = len(packed.token_T), len(packed.offsets) - 1
+        self.scores = Scores(self.importance, num_tokens, device) if scores is None else scores
+        self._place_T = torch.arange(num_tokens, device=device) if place_T is None else place_T
+        response_T, reasoning_T = packed.response_T, packed.reasoning_T
+        self._seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
+
+        def rows_here(wanted_T: Tensor, probe: str) -> AnswerRows:
+            rows = answer_rows(wanted_T, response_T, packed.token_T, num_responses, probe)  # type: ignore[arg-type]
+            return rows.select(layout.local_T[rows.position_N] >= 0)
+
+        self._answer = rows_here(packed.segments_T == Segment.ANSWER, request.probe)
+        self._reasoning = rows_here(
+            reasoning_T if self.importance.reasoning_rows else reasoning_T & False, "answer_joint"
+        )
+        self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
+        self._noisy_T = (reasoning_T & (layout.embedding_T >= 0)).nonzero()[:, 0] if self.importance.noisy else None
+        if self._noisy_T is not None:
+            # What a draw adds to, of each noisy token: its response's seed and its place.
+            self._noisy_of = self._seed_B[response_T[self._noisy_T]], packed.place_T[self._noisy_T]
+        self._clean_BV: Tensor | None = None
+        # Rows that no backward starts from are read in the first forward.
+        self._read_first = bool(self.importance.reads) and all(b.rows != "reasoning" for b in self.importance.backwards)
+
+    def tap(self, forward: Forward) -> Tap:
+        """What the model is run with for `forward`."""
+        layout, reads = self.layout, self._read_first and forward.draw == 0 and forward.backward in (None, 0)
+        backward = None if forward.backward is None else self.importance.backwards[forward.backward]
+        rows = self._reasoning if backward is not None and backward.rows == "reasoning" else self._answer
+        count = len(rows)
+        positions = [rows.position_N, *([self._reasoning.position_N] if reads else [])]
+
+        def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
+            if reads:
+                read_logits(project, hidden_NH[count:], self._read)
+            if forward.backward is None:
+                self._clean_BV = self._pooled(project(hidden_NH[:count]).detach()) if self.importance.noisy else None
+                return None
+            if rows is self._reasoning:
+                return weighted_logits(
+                    project,
+                    hidden_NH,
+                    lambda logits_NV, chosen: self._row_coefficients(forward, rows, logits_NV, chosen),
+                )
+            return self._scalar(forward, project(hidden_NH[:count]))
+
+        return Tap(
+            layout.local_T[torch.cat(positions)],
+            probe,
+            rows_only=not forward.log_probs,
+            receive=None if forward.backward is None else lambda g, e: self._receive(forward, g, e),
+            noise=self.noise(forward.draw) if backward is not None and backward.noise else None,
+            columns=layout.columns,
+        )
+
+    def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
+        """N(0, sigma^2) at reasoning tokens and 0 elsewhere, for an embedding tensor `[..., H]`."""
+        assert self._noisy_T is not None
+        seed_N, place_N = self._noisy_of
+        at_N = self.layout.embedding_T[self._noisy_T]
+
+        def make(embedding: Tensor) -> Tensor:
+            size = embedding.shape[-1]
+            flat = torch.zeros(self.layout.num_embeddings, size, device=embedding.device)
+            flat[at_N] = gaussian(position_seeds(seed_N, place_N, draw), size) * self.request.sigma
+            return flat.view_as(embedding)
+
+        return make
+
+    def _scalar(self, forward: Forward, logits_NV: Tensor) -> Tensor:
+        """float32 scalar over the answer's rows; over the ranks that share sequences the scalars add up to the whole."""
+        assert forward.backward is not None
+        rows, backward = self._answer, self.importance.backwards[forward.backward]
+        with torch.autocast(logits_NV.device.type, enabled=False):
+            if backward.rows == "probe" and self.request.probe != "answer_joint":
+                pooled_BV = pool(logits_NV, rows)
+                coefficient_BV = self.importance.coefficients(
+                    forward.backward,
+                    Rows(
+                        self._pooled(logits_NV.detach()),
+                        None,
+                        self._seeds(forward, self._seed_B),
+                        clean_NV=self._clean_BV,
+                        sigma=self.request.sigma,
+                        vocabulary=self.layout.vocabulary,
+                    ),
+                )
+                return (coefficient_BV.to(pooled_BV.dtype) * pooled_BV).sum()
+            coefficient_NV = self._row_coefficients(forward, rows, logits_NV.detach(), slice(None))
+            if backward.rows == "probe":
+                coefficient_NV = coefficient_NV * rows.share_N[:, None]
+            return (coefficient_NV * logits_NV.float()).sum(dtype=torch.float32)
+
+    def _row_coefficients(self, forward: Forward, rows: AnswerRows, logits_NV: Tensor, chosen: slice) -> Tensor:
+        """Coefficients of some of `rows`, each by itself."""
+        assert forward.backward is not None
+        rows = rows.select(chosen)
+        with torch.autocast(logits_NV.device.type, enabled=False):
+            logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+            entropy_N = None
+            if self.importance.backwards[forward.backward].rows == "reasoning" and self.importance.reads:
+                entropy_N = self._read_rows(rows, logits_NV)
+            return self.importance.coefficients(
+                forward.backward,
+                Rows(
+                    logits_NV,
+                    rows.token_N,
+                    position_seeds(self._seeds(forward, self._seed_B)[rows.response_N], rows.ordinal_N),
+                    entropy_N,
+                    sigma=self.request.sigma,
+                    vocabulary=self.layout.vocabulary,
+                ),
+            )
+
+    @staticmethod
+    def _seeds(forward: Forward, seed_B: Tensor) -> Tensor:
+        """Seeds of the signs of one backward and draw."""
+        assert forward.backward is not None
+        if forward.backward == forward.draw == 0:
+            return seed_B
+        return position_seeds(seed_B, torch.full_like(seed_B, forward.backward), forward.draw)
+
+    def _read(self, logits_NV: Tensor, chosen: slice) -> None:
+        with torch.autocast(logits_NV.device.type, enabled=False):
+            self._read_rows(self._reasoning.select(chosen), logits_NV.float())
+
+    def _read_rows(self, rows: AnswerRows, logits_NV: Tensor) -> Tensor | None:
+        """Note what the importance reads of the distributions that tokens were drawn from; returns their entropies."""
+        sampled_NV, vocabulary = logits_NV / self.request.temperature, self.layout.vocabulary
+        at_N, entropy_N = self._place_T[rows.position_N + 1], None
+        if "entropy" in self.importance.reads:
+            entropy_N = self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
+        if "log_prob" in self.importance.reads:
+            self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
+        return entropy_N
+
+    def _pooled(self, logits_NV: Tensor) -> Tensor:
+        return self.layout.sum_over_sequence_ranks(pool(logits_NV, self._answer))
+
+    def _receive(self, forward: Forward, gradient: Tensor, embedding: Tensor) -> None:
+        score_N = self.importance.score(gradient, embedding).flatten()[self.layout.embedding_T[self._held_T]]
+        self.scores.score_KT[forward.backward, self._place_T[self._held_T]] += score_N
+
+
+def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
+    """Importance of a packed batch from the scores of all ranks, float32 `[T]`; 0 outside the reasoning."""
+    importance, reasoning_T = request.importance_object, packed.reasoning_T
+    response_T, place_T = packed.response_T, packed.place_T
+    num_responses, longest = len(packed.offsets) - 1, int(packed.offsets.diff().max())
+    at_T = response_T * longest + place_T
+
+    def padded(values: Tensor) -> Tensor:
+        flat = values.new_zeros(*values.shape[:-1], num_responses * longest)
+        flat[..., at_T] = values
+        return flat.unflatten(-1, (num_responses, longest))
+
+    seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
+    parts = Parts(
+        padded(scores.score_KT / request.num_draws),
+        padded(reasoning_T),
+        padded(scores.entropy_T),
+        padded(scores.log_prob_T),
+        padded(position_seeds(seed_B[response_T], place_T)),
+        request.sigma,
+    )
+    return torch.where(reasoning_T, importance.combine(parts).flatten()[at_T].float(), 0.0)

@@ -1,0 +1,88 @@
+"""The gradient pass on a HuggingFace model in one process: notebooks, benchmarks, studies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
+from oar_plugin.passes.request import Request
+from oar_plugin.passes.taps import ModelTaps
+
+
+class PlainPass:
+    """Context manager: importance of batches under one model, which is left as it was.
+
+    Args:
+        model: causal LM in eval mode.
+        request: what to compute.
+        checkpoint_activations: see `ModelTaps`.
+
+    Raises:
+        UnsupportedModelError: see `check_model`.
+    """
+
+    def __init__(self, model: nn.Module, request: Request, checkpoint_activations: bool = False) -> None:
+        self.model, self.request = model, request
+        self._taps = ModelTaps(model, checkpoint_activations)
+
+    def __enter__(self) -> PlainPass:
+        self._taps.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._taps.__exit__(kind, error, trace)
+
+    def importance(
+        self,
+        token_BL: Tensor,
+        segments_BL: Tensor,
+        mask_BL: Tensor | None = None,
+        on_logits: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Importance of one micro-batch, float32 `[B, L]`; 0 outside the reasoning.
+
+        Args:
+            token_BL: int64, prompts and responses, padded on any side.
+            segments_BL: `Segment` of each token.
+            mask_BL: bool, false at padding. None: there is none, or it stands on the right, where causal attention does not
+                see it; each row then counts as long as it is.
+            on_logits: called with the model's logits `[B, L, V]`, without a graph. None: nobody wants them, and only rows
+                that matter are projected.
+        """
+        packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
+        one = MicroBatchPass(self.request, packed, layout)
+        arguments = {"input_ids": token_BL, "use_cache": False}
+        if mask_BL is not None:
+            arguments |= {
+                "attention_mask": mask_BL.long(),
+                "position_ids": (mask_BL.long().cumsum(-1) - 1).clamp_min(0),
+            }
+        for forward in one.importance.forwards(self.request.num_draws, log_probs=on_logits is not None):
+            tap = self._taps.tap = one.tap(forward)
+            with torch.set_grad_enabled(forward.backward is not None):
+                logits = self.model(**arguments).logits
+            if forward.log_probs and on_logits is not None:
+                on_logits(logits.detach())
+            del logits  # before the backward
+            if tap.scalar is not None:
+                tap.scalar.backward()
+        self._taps.tap = None
+        importance_T = importance_of_scores(self.request, packed, one.scores)
+        flat = importance_T.new_zeros(token_BL.numel())
+        flat[layout.local_T] = importance_T
+        return flat.view_as(token_BL)
+
+
+def packed_rows(token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None) -> tuple[Packed, Layout]:
+    """A padded batch as packed sequences, and where their tokens are in it."""
+    keep_BL = torch.ones_like(token_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
+    at_T = keep_BL.flatten().nonzero()[:, 0]
+    offsets = torch.nn.functional.pad(keep_BL.sum(-1).cumsum(0), (1, 0))
+    packed = Packed(token_BL.flatten()[at_T], segments_BL.flatten()[at_T].long(), offsets)
+    return packed, Layout(at_T, at_T, token_BL.numel())

@@ -1,0 +1,100 @@
+"""What one forward of one micro-batch is for. Hooks serve it on a HuggingFace model (`taps`) and on Megatron's chunks.
+
+A forward under a `Tap`
+* makes the input embeddings the only leaf of the graph, if somebody wants their gradient (`receive`);
+* gives the vocabulary projection *detached* hidden states, so that the `[T, V]` logits carry no graph;
+* hands the rows of hidden states that matter, with a graph, and the projection itself to `probe`, which returns the scalar.
+
+The gradient is delivered by the leaf itself the moment it exists: nothing is kept for micro-batches whose backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from oar_plugin.passes.rows import Project
+
+
+@dataclass
+class Tap:
+    """One forward.
+
+    Attributes:
+        row_position_N: int64 `[N]`, rows of this rank's flattened hidden states that `probe` gets; may be empty.
+        probe: given the projection to the vocabulary and those rows `[N, H]`, returns the scalar to differentiate, or None
+            where there is none.
+        rows_only: project nothing else; the model's own logits then mean nothing.
+        receive: called with gradient and embedding, of the embeddings' shape, in the backward. None: no gradient is wanted.
+        noise: given the embeddings, what to add to them after the leaf, of the same shape; None: nothing.
+        columns: of the vocabulary projection on this rank; what is beyond them is padding of the weight: outcomes that do not
+            exist. None: all.
+        scalar: set by the forward.
+    """
+
+    row_position_N: Tensor
+    probe: Callable[[Project, Tensor], Tensor | None]
+    rows_only: bool = True
+    receive: Callable[[Tensor, Tensor], None] | None = None
+    noise: Callable[[Tensor], Tensor] | None = None
+    columns: int | None = None
+    scalar: Tensor | None = field(default=None, init=False)
+
+    def leaf(self, embedding: Tensor) -> Tensor | None:
+        """What stands in for the embeddings; None: nothing."""
+        receive = self.receive
+        if receive is None:
+            return None if self.noise is None else embedding + self.noise(embedding).to(embedding.dtype)
+        leaf = embedding.detach().requires_grad_(True)
+
+        def deliver(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            with torch.no_grad():
+                receive(leaf.grad, leaf.detach())
+            leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(deliver)
+        return leaf if self.noise is None else leaf + self.noise(leaf.detach()).to(leaf.dtype)
+
+
+class UnsupportedModelError(ValueError):
+    """The model is built in a way that importance cannot be read from; the message says which."""
+
+
+class Traces:
+    """What a pass changes on a host's modules, remembered so that all of it can be taken back.
+
+    Attributes:
+        handles: of hooks.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._frozen: list[nn.Parameter] = []
+        self._retrained: list[nn.Module] = []
+
+    def freeze(self, module: nn.Module) -> None:
+        """Let no parameter ask for a gradient."""
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._frozen.append(parameter)
+
+    def put_into_train_mode(self, module: nn.Module) -> None:
+        """This module alone, where hosts look for it to recompute activations: its children, dropout among them, stay."""
+        if not module.training:
+            module.training = True  # not .train(), which takes the children along
+            self._retrained.append(module)
+
+    def undo(self) -> None:
+        """Take everything back."""
+        for handle in self.handles:
+            handle.remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        for module in self._retrained:
+            module.training = False
+        self.handles, self._frozen, self._retrained = [], [], []

@@ -1,0 +1,147 @@
+"""Hooks on a HuggingFace causal LM that serve a `Tap`.
+
+Every parameter is frozen meanwhile, so a backward computes no weight gradient and touches no `.grad`. Works on plain modules
+and on modules wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. The scalar rides on the
+model's own output, so that FSDP sees a differentiable output and gathers the root's weights again for the backward, exactly
+as in training.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from oar_plugin.passes.tap import Tap, Traces, UnsupportedModelError
+
+# Models that change the logits after the vocabulary projection; the second projection would miss that.
+# (Gemma 2/3, Granite, Cohere.) A value of None, 0 or 1 means that the model does not use it.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The HuggingFace model inside FSDP1's wrapper (FSDP2 changes the class in place and needs nothing)."""
+    inner: nn.Module = getattr(module, "_fsdp_wrapped_module", module)
+    return inner
+
+
+def check_model(module: nn.Module) -> None:
+    """Refuse models that `ModelTaps` would read wrongly.
+
+    Raises:
+        UnsupportedModelError: no input or output embeddings to hook, or logits that are transformed after them.
+    """
+    model = unwrapped(module)
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        if getattr(model, getter, lambda: None)() is None:
+            raise UnsupportedModelError(f"{type(model).__name__}.{getter}() returns no module; OAR needs one to hook.")
+    check_logits(getattr(model, "config", None))
+
+
+def check_logits(config: Any) -> None:
+    """Refuse a HuggingFace config whose model changes its logits after the vocabulary projection.
+
+    Raises:
+        UnsupportedModelError: names the setting.
+    """
+    for name in LOGIT_TRANSFORMS:
+        value = getattr(config, name, None)
+        if value not in (None, 0, 0.0, 1, 1.0):
+            raise UnsupportedModelError(
+                f"the model changes its logits after the vocabulary projection ({name}={value}); "
+                "OAR does not serve that yet. Use another model or algorithm.adv_estimator=grpo."
+            )
+
+
+class ModelTaps:
+    """Context manager that installs the hooks and takes every trace of them away again.
+
+    Usage, for each forward::
+
+        with ModelTaps(model) as taps:
+            tap = taps.tap = Tap(row_position_N, probe, receive=receive)
+            model(input_ids=..., use_cache=False)
+            tap.scalar.backward()
+
+    Args:
+        module: causal LM with `get_input_embeddings` and `get_output_embeddings`; may be wrapped by FSDP.
+        checkpoint_activations: recompute the layers that the model is set to checkpoint. Checkpointing acts only in
+            train mode, so those layers (not the dropout inside them) are put into it for the time being.
+
+    Attributes:
+        tap: what the next forward is for; set anew for each. None: nothing, the hooks let it pass.
+
+    Raises:
+        UnsupportedModelError: see `check_model`.
+        RuntimeError: a parameter holds a pending gradient; FSDP1 would drop it.
+    """
+
+    def __init__(self, module: nn.Module, checkpoint_activations: bool = False) -> None:
+        check_model(module)
+        self.module = module
+        self.checkpoint_activations = checkpoint_activations
+        self.tap: Tap | None = None
+        self._embedded: Tap | None = None  # the tap whose leaf is in place: a model may embed more than once
+        self._hidden: Tensor | None = None
+        self._traces = Traces()
+
+    def __enter__(self) -> ModelTaps:
+        if any(p.grad is not None for p in self.module.parameters()):
+            raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
+        self._traces.freeze(self.module)
+        if self.checkpoint_activations:
+            for module in self.module.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    self._traces.put_into_train_mode(module)
+        model: Any = unwrapped(self.module)
+        head = model.get_output_embeddings()
+        self._traces.handles += [
+            model.get_input_embeddings().register_forward_hook(self._make_leaf),
+            head.register_forward_pre_hook(self._detach_hidden),
+            # FSDP's own hooks stand between these two: it must see the scalar as an output of the head (where verl shards
+            # that by itself) and of the model, to gather the weights again for their backward.
+            head.register_forward_hook(self._probe_rows, prepend=True),
+            head.register_forward_hook(self._take_scalar),
+            model.register_forward_hook(self._attach_scalar, prepend=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._traces.undo()
+        self.tap = self._embedded = self._hidden = None
+
+    def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if self.tap is None or self._embedded is self.tap:
+            return None
+        self._embedded = self.tap
+        return self.tap.leaf(output)
+
+    def _detach_hidden(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self.tap is None:
+            return None
+        self._hidden = args[0]
+        if self.tap.rows_only:
+            return (args[0].flatten(0, -2)[:1][None].detach(), *args[1:])  # something has to be projected
+        return (args[0].detach(), *args[1:])
+
+    def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> tuple[Tensor, Tensor] | None:
+        tap, hidden, self._hidden = self.tap, self._hidden, None
+        if tap is None or hidden is None:
+            return None
+        # .forward, not the call: the hooks on the module are for the full projection.
+        tap.scalar = tap.probe(module.forward, hidden.flatten(0, -2)[tap.row_position_N])
+        return None if tap.scalar is None else (output, tap.scalar)
+
+    def _take_scalar(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        if self.tap is None or self.tap.scalar is None:
+            return None
+        logits: Tensor
+        logits, self.tap.scalar = output
+        return logits
+
+    def _attach_scalar(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.tap is not None and self.tap.scalar is not None:
+            output.hidden_states = (self.tap.scalar,)
