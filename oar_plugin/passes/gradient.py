@@ -267,6 +267,8 @@ class MicroBatchPass:
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
     """Importance of a packed batch from the scores of all ranks, float32 `[T]`; 0 outside the reasoning."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
+    if importance.copies is not None and not importance.backwards:  # its scores come from copies alone
+        return torch.zeros(len(reasoning_T), device=reasoning_T.device)
     response_T, place_T = packed.response_T, packed.place_T
     num_responses, longest = len(packed.offsets) - 1, int(packed.offsets.diff().max())
     at_T = response_T * longest + place_T

@@ -19,10 +19,10 @@ from verl.trainer.ppo.v1 import agent_loop_tq
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from oar_plugin.hosts.verl import agent_loop
-from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord
+from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
+from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
 
@@ -145,7 +145,7 @@ def run(monkeypatch):
 
 def status_of(fields):
     record = OffloadRecord.from_row(fields[OFFLOAD])
-    assert fields[REPORT][0] == record.status
+    assert fields[ENGINE_FIELDS[REPORT]][0] == record.status
     return Status(record.status)
 
 
@@ -156,10 +156,10 @@ def test_a_group_with_a_signal_is_scored(run):
         (ours,) = fields[session]
         assert status_of(ours) is Status.SCORED
         segments = world.segments_of(world.ROWS[row][1])
-        assert torch.equal(ours[SEGMENTS].long(), segments)
+        assert torch.equal(ours[ENGINE_FIELDS[SEGMENTS]].long(), segments)
         reasoning = segments == Segment.REASONING
-        assert torch.equal(ours[IMPORTANCE][reasoning], torch.arange(1.0, reasoning.sum() + 1))
-        assert not ours[IMPORTANCE][~reasoning].any()
+        assert torch.equal(ours[ENGINE_FIELDS[IMPORTANCE]][reasoning], torch.arange(1.0, reasoning.sum() + 1))
+        assert not ours[ENGINE_FIELDS[IMPORTANCE]][~reasoning].any()
     task = next(t for t in server.tasks if t.response_length == len(output(0).response_ids))
     text = world.make_tokenizer().decode(task.token_ids)
     assert text == "3+4?well 3+4 is 7 then\n#### 7"
@@ -184,7 +184,7 @@ def test_validation_is_not_scored(run):
     server = Server()
     fields = run(build(server), [output(0, 1.0), output(1, 0.0)], validate=True)
     assert server.tasks == []
-    assert IMPORTANCE not in fields[0][0]
+    assert ENGINE_FIELDS[IMPORTANCE] not in fields[0][0]
 
 
 def test_responses_that_cannot_be_scored_are_not_sent(run):
@@ -219,8 +219,8 @@ def test_a_fault_is_retried_once_and_then_counted(run, fault):
     name = fault if isinstance(fault, str) else "failed"
     assert status_of(fields[0][0]) is agent_loop.STATUS_OF_FAULT[name]
     assert len(twice.tasks) == 2
-    assert not fields[0][0][IMPORTANCE].any()
-    assert not fields[0][0][SEGMENTS].any()
+    assert not fields[0][0][ENGINE_FIELDS[IMPORTANCE]].any()
+    assert not fields[0][0][ENGINE_FIELDS[SEGMENTS]].any()
 
 
 def test_what_is_too_long_is_not_sent_again(run):

@@ -30,6 +30,8 @@ ONWARD = [
     "onward_fsdp1",
 ]
 ONWARD_DOUBLE = ["fsdp2_onward", "fsdp1_onward", "ulysses_onward"]
+# <g, e> adds up terms of both signs, and what is left of them has fewer digits than a norm.
+OTHERS = {"entropy": 1e-5, "own": 1e-4}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,28 @@ def test_onward_is_close_in_bf16_and_averages_its_draws(single, folder):
     assert 1e-3 < worst(single["onward_draws"], want) < 1.0
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_entropy_and_an_importance_of_ones_own_equal_plain_autograd(single, double, folder, name):
+    want = world.reference(folder, importance=name)
+    for result in [single[name], single[f"{name}_only"], *double[f"ulysses_{name}"]]:
+        assert worst(result, want) < OTHERS[name]
+
+
+def test_random_importance_is_the_same_on_every_layout(single, double):
+    for row in world.SCORED:
+        one = single["random"][IMPORTANCE][row]
+        reasoning = single["random"][SEGMENTS][row] == Segment.REASONING
+        assert ((one > 0) & (one < 1) == reasoning).all()
+        assert len(one[reasoning].unique()) == reasoning.sum()
+        for result in [single["random_only"], *double["ulysses_random"]]:
+            assert torch.equal(result[IMPORTANCE][row], one)
+
+
+def test_random_importance_makes_no_forward_of_its_own(single):
+    assert single["random"]["log_probs_error"] == 0
+    assert "log_probs" not in single["random_only"]
+
+
 def test_lora_before_training_equals_the_base_model(single, fisher):
     """A fresh adapter changes nothing, so neither may the importance."""
     assert worst(single["lora"], fisher) < 1e-5
@@ -135,7 +159,7 @@ def test_averaging_draws_averages(single, fisher):
         assert 0.05 < (many[row][keep].mean() / one[row][keep].mean()) < 20
 
 
-@pytest.mark.parametrize("case", ["packed", "dynamic", "padded", "checkpointing", "offload", "lora"])
+@pytest.mark.parametrize("case", ["packed", "dynamic", "padded", "checkpointing", "offload", "lora", *OTHERS])
 def test_fused_log_probs_and_entropy_equal_verls_own(single, case):
     assert single[case]["log_probs_error"] < 2e-5
     assert single[case]["entropy_error"] < 2e-5
@@ -167,7 +191,7 @@ def test_status_and_segments(single):
 
 def test_no_trace_is_left(single, double):
     """Weights, requires_grad, gradients, train mode, hooks, optimizer, scaler, three random states."""
-    cases = [single[c] for c in [*SINGLE, *ONWARD, "lora", "bf16", "oar_g_answer_mean"]]
+    cases = [single[c] for c in [*SINGLE, *ONWARD, *OTHERS, "random", "lora", "bf16", "oar_g_answer_mean"]]
     cases += [result for case in [*DOUBLE, *ONWARD_DOUBLE] for result in double[case]]
     for case in cases:
         assert case["traces"] == []

@@ -30,6 +30,8 @@ FISHER = [
 JOINT = ["tp2_joint", "pp2_vpp2_joint"]
 OAR_G = ["pp2_oar_g", "pp2_vpp2_oar_g"]
 ONWARD = ["tp2_onward", "tp2_sp_onward", "tp2_sp_onward_only", "pp2_onward", "pp2_vpp2_onward", "cp2_onward"]
+# <g, e> adds up terms of both signs, and what is left of them has fewer digits than a norm.
+OTHERS = {"entropy": 1e-5, "own": 1e-4}
 TIED = ["tp2_sp_tied", "pp2_tied"]
 TOLERANCE = 1e-5
 
@@ -109,6 +111,24 @@ def test_onward_equals_plain_autograd(double, folder, case):
     want = reference(folder, importance="onward")
     for result in double[case]:
         assert worst(result, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_entropy_and_an_importance_of_ones_own_equal_plain_autograd(double, eight, folder, name):
+    want = reference(folder, importance=name)
+    for layout in ("tp2_sp", "pp2", "cp2"):
+        for result in double[f"{layout}_{name}"]:
+            assert worst(result, want) < OTHERS[name]
+    for result in eight[name]:
+        assert worst(result, want) < OTHERS[name]
+
+
+def test_random_importance_is_the_same_on_every_layout(double, eight):
+    one = double["pp2_random"][0][IMPORTANCE]
+    assert all(row.any() for place, row in enumerate(one) if place in world.SCORED)
+    for results in (double["tp2_sp_random"], double["pp2_random"], double["cp2_random"], eight["random"]):
+        for result in results:
+            assert all(torch.equal(a, b) for a, b in zip(result[IMPORTANCE], one, strict=True))
 
 
 @pytest.mark.parametrize("case", TIED)

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 from transformers import Qwen2ForCausalLM
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.noise import response_seeds, signs
+from oar_plugin.credit.noise import response_seeds, signs, step_seed
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
 from tests.hosts.whole_run import LIMIT_S, check, whole_run
 
@@ -59,7 +59,7 @@ def test_importance_of_the_first_step_equals_a_plain_backward(two_steps, folder)
         embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
         logits = model(inputs_embeds=embedding).logits[0, answer - 1].mean(0)
         p = logits.detach().softmax(-1)
-        root = p.sqrt() * signs(response_seeds(ids, torch.zeros_like(ids), 1, 0), 0, len(p))[0]
+        root = p.sqrt() * signs(response_seeds(ids, torch.zeros_like(ids), 1, step_seed(0, 1)), 0, len(p))[0]
         (gradient,) = torch.autograd.grad(((root - p * root.sum()) * logits).sum(), embedding)
         want = gradient[0].square().sum(-1)[len(prompt) :].masked_fill(segments != Segment.REASONING, 0.0)
         got = torch.tensor(row["importance"])

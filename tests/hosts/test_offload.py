@@ -13,12 +13,11 @@ import verl  # noqa: F401
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl.agent_loop import Group, ScoredOutput
-from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord, deciles, summarize_offload
-from oar_plugin.hosts.verl.replacement import nearest_to_mean, replacement_token
+from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OffloadRecord, deciles, summarize_offload
 from oar_plugin.hosts.verl.settings import resolve
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, REPORT, SEGMENTS, replacement_token
 from tests.hosts.engine import world
 
 
@@ -121,42 +120,38 @@ def test_nothing_sent_is_no_division_by_zero():
 # ---- merging
 
 
-def engine_fields(statuses, lengths):
-    return TensorDict(
-        {
-            IMPORTANCE: nested([torch.full((n,), 1.0 + i) for i, n in enumerate(lengths)]),
-            SEGMENTS: nested([torch.ones(n, dtype=torch.int8) for n in lengths]),
-            REPORT: nested([torch.tensor([float(s), 0.0]) for s in statuses]),
-            OFFLOAD: torch.stack([record(status=int(s)).to_row() for s in statuses]),
-        },
-        batch_size=len(lengths),
-    )
+def fields_of(names, values, segments, statuses, lengths):
+    importance, segment, report = (names[name] for name in FIELDS)
+    return {
+        importance: nested([torch.full((n,), value) for value, n in zip(values, lengths, strict=True)]),
+        segment: nested([torch.full((n,), segments, dtype=torch.int8) for n in lengths]),
+        report: nested([torch.tensor([float(s), 0.0]) for s in statuses]),
+    }
 
 
-def test_the_actor_fills_what_the_engines_left_and_nothing_else():
-    keys, lengths = ["a", "b", "c", "pad"], [3, 4, 2, 3]
-    data = engine_fields([Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, Status.SCORED], lengths)
-    engines = offload.Offloaded(keys, data, [False, False, False, True])
-    assert engines.left_for_actor(keys).tolist() == [False, True, False, False]
-
-    order, lengths = ["c", "pad", "b", "a"], [2, 1, 4, 3]  # rows were reordered; the padding row is a short one
-    actor = TensorDict(
-        {
-            IMPORTANCE: nested([torch.full((n,), -7.0) for n in lengths]),
-            SEGMENTS: nested([torch.full((n,), 2, dtype=torch.int8) for n in lengths]),
-            REPORT: nested([torch.tensor([float(Status.SCORED), 9.0]) for _ in lengths]),
-        },
-        batch_size=4,
-    )
-    merged = engines.merge(order, actor[IMPORTANCE], {"b"}, actor)
-    assert [row.tolist() for row in merged[IMPORTANCE].unbind()] == [[3.0, 3.0], [0.0], [-7.0] * 4, [1.0] * 3]
-    status = [Status(int(row[0])) for row in merged[REPORT].unbind()]
-    assert status == [Status.NO_ANSWER, Status.NOT_NEEDED, Status.SCORED, Status.SCORED]
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_actor_fills_what_the_engines_left_and_nothing_else(asked):
+    """The last row is verl's padding: a copy of the first, cut short after the engines had scored it."""
+    lengths, scored = [3, 4, 2, 1], [3, 4, 2, 3]
+    statuses = [Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, Status.SCORED]
+    fields = {"advantages": nested([torch.ones(n) for n in lengths])}
+    fields |= fields_of(ENGINE_FIELDS, [1.0, 2.0, 3.0, 1.0], 1, statuses, scored)
+    assert offload.actor_may_help(torch.tensor(statuses)).tolist() == [False, True, False, False]
+    if asked:
+        fields |= fields_of(dict(zip(FIELDS, FIELDS, strict=True)), [-7.0] * 4, 2, [Status.SCORED] * 4, lengths)
+    padded = TensorDict(fields, batch_size=4).to_padded_tensor()
+    got = offload.merged(padded, torch.tensor([False, asked, False, False]), torch.tensor([False, False, False, True]))
+    second = -7.0 if asked else 2.0
+    assert got[IMPORTANCE].tolist() == [[1.0, 1, 1, 0], [second] * 4, [3.0, 3, 0, 0], [0.0] * 4]
+    assert got[SEGMENTS].tolist() == [[1, 1, 1, 0], [2 if asked else 1] * 4, [1, 1, 0, 0], [0] * 4]
+    status = [Status(int(row[0])) for row in got[REPORT]]
+    second_status = Status.SCORED if asked else Status.TIMED_OUT
+    assert status == [Status.SCORED, second_status, Status.NO_ANSWER, Status.NOT_NEEDED]
 
 
 def test_faults_are_counted_by_reason():
-    data = engine_fields([Status.SCORED, Status.TIMED_OUT], [3, 3])
-    metrics = offload.Offloaded(["a", "b"], data, [False, False]).metrics(torch.tensor([False, True]))
+    rows = [record(status=int(s)).to_row() for s in (Status.SCORED, Status.TIMED_OUT)]
+    metrics = offload.offload_metrics(rows, torch.tensor([False, True]))
     assert metrics["fault/timed_out"] == 1
     assert metrics["left_for_actor"] == 0.5
 
@@ -220,6 +215,11 @@ def test_the_offload_is_possible_here():
         ({"algorithm__oar__importance": "hybrid"}, ["importance=hybrid", "backend=rollout", "backend=actor"]),
         ({"algorithm__oar__perturbation__budget": 0}, ["algorithm.oar.perturbation.budget=0", "greater than 0"]),
         ({"algorithm__oar__perturbation__span": "words"}, ["algorithm.oar.perturbation.span='words'"]),
+        (
+            {"algorithm__oar__perturbation__fallback": "hybrid"},
+            ["fallback=hybrid", "masked copies", "allowed: none, fisher"],
+        ),
+        ({"algorithm__oar__perturbation__fallback": "fish"}, ["fallback=fish", "allowed: fisher"]),
         ({"algorithm__oar__perturbation__buget": 0.3}, ["did you mean algorithm.oar.perturbation.budget"]),
     ],
 )
@@ -235,7 +235,7 @@ def test_another_vllm_is_refused_and_the_local_backend_is_named(monkeypatch, ver
     monkeypatch.setattr(offload, "installed", lambda: version)
     with pytest.raises(OarConfigError, match=rf"backend=rollout: .*{said}.*0\.28.*backend=actor"):
         resolve(config())
-    assert resolve(config(algorithm__oar__perturbation__backend="actor")).perturbs
+    assert resolve(config(algorithm__oar__perturbation__backend="actor")).copies is not None
 
 
 def test_without_the_offload_none_of_this_is_looked_at():
@@ -245,24 +245,17 @@ def test_without_the_offload_none_of_this_is_looked_at():
 # ---- what to mask with
 
 
-def test_the_token_nearest_to_the_mean_embedding():
-    assert nearest_to_mean(torch.tensor([[0.0, 0.0], [10.0, 0.0], [5.0, 4.0], [4.0, 1.0]])) == 3
-
-
-def test_replacement_tokens(tmp_path):
-    world.make_model(tmp_path)
+def test_replacement_tokens():
     tokenizer = world.make_tokenizer()
 
-    def token(kind, tokenizer=tokenizer):
-        settings = OarConfig.parse({"importance": "oar_p", "perturbation": {"replacement": kind}})
-        return replacement_token(settings, tokenizer, tmp_path)
+    def token(kind):
+        return replacement_token(
+            OarConfig.parse({"importance": "oar_p", "perturbation": {"replacement": kind}}), tokenizer
+        )
 
     assert token("pad") == world.PAD
     assert token("sampled") is None
-    assert 0 <= token("mean") < 258
     tokenizer.pad_token = None
-    with pytest.raises(OarConfigError, match=r"replacement=pad.*no padding token.*mean, sampled"):
-        token("pad", tokenizer)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(OarConfigError, match=r"replacement=mean"):
-        token("mean")
+    with pytest.raises(OarConfigError, match=r"replacement=pad.*no padding token.*sampled"):
+        token("pad")
+    assert token("sampled") is None

@@ -17,11 +17,11 @@ pytest.importorskip("vllm")
 from transformers import Qwen2ForCausalLM
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.noise import position_seeds, response_seeds
-from oar_plugin.credit.perturbation import sample_replacements, search, units
-from oar_plugin.passes.masked_copies import Candidate
+from oar_plugin.credit.noise import position_seeds, response_seeds, step_seed
+from oar_plugin.credit.perturbation import Search, sample_replacements, units
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
 from oar_plugin.hosts.verl.cpu.tiny_model import make_assets, make_tokenizer
+from oar_plugin.passes.masked_copies import Candidate
 from tests.hosts.test_masked_copies import one_by_one
 from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal
 
@@ -75,16 +75,15 @@ def expected(model, row, budget=1.0, sampled=False):
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0]
         at = torch.arange(1, len(ids))
-        seeds = position_seeds(response_seeds(ids, torch.zeros_like(ids), 1, 0).expand(len(at)), at)
+        seeds = position_seeds(
+            response_seeds(ids, torch.zeros_like(ids), 1, step_seed(0, row["step"])).expand(len(at)), at
+        )
         replacement[1:] = sample_replacements(logits[:-1], ids[1:], seeds)
     candidate = Candidate(ids, len(prompt), int(answer[0]))
-    under_way = search(units((segments == Segment.REASONING).tolist()), len(segments), budget)
-    wanted = next(under_way)
-    while True:
-        try:
-            wanted = under_way.send(one_by_one(model, candidate, wanted, "answer_mean", replacement))
-        except StopIteration as stop:
-            return stop.value
+    search = Search(units((segments == Segment.REASONING).tolist()), len(segments), budget)
+    while search.wanted:
+        search.send(one_by_one(model, candidate, search.wanted, "answer_mean", replacement))
+    return search.importance
 
 
 def worst(rows, model, **settings):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from oar_plugin.credit.onward import onward_importance
+from oar_plugin.hosts.onward import OnwardRows, combined_importance, weighted_logits
 
 from oar_plugin.bench.reasoning.model import build_model
-from oar_plugin.credit.onward import onward_importance
 from oar_plugin.credit.probe import AnswerRows
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from oar_plugin.hosts import onward
-from oar_plugin.hosts.onward import OnwardRows, combined_importance, weighted_logits
 from oar_plugin.passes.taps import ModelTaps
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 11

@@ -18,10 +18,11 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
-from oar_plugin.hosts.verl.offload_record import OFFLOAD, OffloadRecord
+from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD, OffloadRecord
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
 
 LENGTHS = [5, 7, 4, 6, 5, 5]
 UIDS = ["a", "a", "a", "b", "b", "b"]
@@ -121,14 +122,14 @@ def host_advantage(estimator, rewards=REWARDS, lengths=LENGTHS, uids=UIDS):
 
 def test_rows_of_groups_without_a_signal_are_marked(world):
     trainer, queue, batch = world()
-    trainer._mark_needed_rows(batch)
+    trainer._mark_needed_rows(batch, {})
     assert [int(row) for row in queue.fields[NEEDED].unbind()] == [1, 1, 1, 0, 0, 0]
 
 
 def test_with_kl_in_the_reward_every_row_is_scored(world):
     trainer, queue, batch = world()
     trainer.config.algorithm.use_kl_in_reward = True
-    trainer._mark_needed_rows(batch)
+    trainer._mark_needed_rows(batch, {})
     assert [int(row) for row in queue.fields[NEEDED].unbind()] == [1] * 6
 
 
@@ -221,7 +222,8 @@ def test_missing_importance_falls_back_for_the_whole_batch_and_is_counted(world)
 def report_from_engines(queue, statuses, lengths=LENGTHS):
     """As the agent loop puts it into the queue with each response."""
     report_from_actor(queue, lengths)
-    queue.fields[REPORT] = nested([torch.tensor([float(status), 0.0]) for status in statuses])
+    queue.fields |= {ENGINE_FIELDS[name]: queue.fields.pop(name) for name in FIELDS}
+    queue.fields[ENGINE_FIELDS[REPORT]] = nested([torch.tensor([float(status), 0.0]) for status in statuses])
     records = [OffloadRecord(int(s), 1, copies=4, tokens=40, generated_at=1e9, done_at=(1e9,) * 11) for s in statuses]
     queue.fields[OFFLOAD] = torch.stack([record.to_row() for record in records])
 
@@ -241,8 +243,8 @@ def host_pass(monkeypatch):
         if REQUEST in batch.extra_info:
             requests.append(dict(batch.extra_info[REQUEST]))
             queue = ours.tq
+            report_from_actor(queue)
             queue.fields[IMPORTANCE] = nested([torch.full((n,), 7.0) for n in LENGTHS])
-            queue.fields[REPORT] = nested([torch.tensor([float(Status.SCORED), 0.5]) for _ in LENGTHS])
         return batch
 
     monkeypatch.setattr(base, "_compute_old_log_prob", compute)
@@ -252,7 +254,7 @@ def host_pass(monkeypatch):
 def test_scores_of_the_engines_need_nothing_of_the_actor(world, host_pass):
     trainer, queue, batch = offloading(world)
     report_from_engines(queue, [Status.SCORED] * 3 + [Status.NOT_NEEDED] * 3)
-    before = [row.clone() for row in queue.fields[IMPORTANCE].unbind()]
+    before = [row.clone() for row in queue.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()]
     metrics = {}
     trainer._compute_old_log_prob(batch, metrics)
     assert host_pass == []
@@ -269,7 +271,7 @@ def test_scores_of_the_engines_need_nothing_of_the_actor(world, host_pass):
 def test_what_an_engine_could_not_score_the_actor_does(world, host_pass):
     trainer, queue, batch = offloading(world)
     report_from_engines(queue, [Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER] + [Status.NOT_NEEDED] * 3)
-    first = queue.fields[IMPORTANCE].unbind()[0].clone()
+    first = queue.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()[0].clone()
     metrics = {}
     trainer._compute_old_log_prob(batch, metrics)
     (request,) = host_pass
@@ -283,6 +285,24 @@ def test_what_an_engine_could_not_score_the_actor_does(world, host_pass):
     assert metrics["oar/fallback/no_answer"] == pytest.approx(1 / 3)
     assert metrics["oar/fallback/constant"] == pytest.approx(1 / 3)  # the made-up actor says 7 everywhere
     assert metrics["oar/offload/fault/timed_out"] == 1
+
+
+def test_the_fallback_is_any_importance_without_copies(world, host_pass):
+    trainer, queue, batch = offloading(world, fallback="entropy")
+    report_from_engines(queue, [Status.TIMED_OUT] * 3 + [Status.NOT_NEEDED] * 3)
+    trainer._compute_old_log_prob(batch, {})
+    assert host_pass[0]["importance"] == "entropy"
+
+
+def test_the_request_knows_the_sampling_temperature_and_the_step(world, monkeypatch, host_pass):
+    trainer, _, batch = world(seed=3)
+    trainer.config.actor_rollout_ref.rollout.temperature = 0.6
+    trainer.config.algorithm.rollout_correction = None
+    for step in (1, 2):
+        trainer.global_steps = step
+        trainer._compute_old_log_prob(batch, {})
+    assert [request["temperature"] for request in host_pass] == [0.6, 0.6]
+    assert [request["seed"] for request in host_pass] == [step_seed(3, 1), step_seed(3, 2)]
 
 
 def test_without_a_fallback_the_response_keeps_its_plain_advantage(world, host_pass):

@@ -4,17 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+import oar_plugin
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
 from oar_plugin.hosts.verl.cpu.tiny_model import make_assets
 from tests.hosts.whole_run import LIMIT_S, check, whole_run
 
 pytestmark = whole_run
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -24,20 +29,31 @@ def folder(tmp_path_factory):
     return path
 
 
+OWN = {
+    "importance": "python:tests.own_importance:Saliency",
+    "gate": "python:tests.own_importance:upper_half",
+    "answer_patterns": ["boxed", "hash"],
+}
+
+
 @pytest.fixture(scope="module")
 def three_steps(folder):
-    """The smoke test of the standard recipe, a step longer."""
-    return run_smoke(
-        RECIPES / "qwen2_5_7b_math",
-        folder,
-        overrides=[
-            "trainer.total_training_steps=3",
-            "trainer.test_freq=3",
-            f"algorithm.oar.dump_dir={folder}/dump",
-            "algorithm.oar.dump_responses=2",
-        ],
-        timeout_s=LIMIT_S,
-    )
+    """The smoke test of the standard recipe, a step longer, with the README's importance and a gate of one's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        return run_smoke(
+            RECIPES / "qwen2_5_7b_math",
+            folder,
+            overrides=[
+                "trainer.total_training_steps=3",
+                "trainer.test_freq=3",
+                f"algorithm.oar.importance={OWN['importance']}",
+                f"algorithm.oar.gate={OWN['gate']}",
+                f"algorithm.oar.dump_dir={folder}/dump",
+                "algorithm.oar.dump_responses=2",
+            ],
+            timeout_s=LIMIT_S,
+        )
 
 
 def test_three_steps_of_the_standard_recipe(three_steps):
@@ -65,6 +81,26 @@ def test_responses_are_dumped_for_people_to_look_at(three_steps, folder):
         assert sum(row["weights"]) == pytest.approx(length, rel=1e-4)
         assert row["status"] == "scored"
         assert "####" in "".join(row["tokens"])
+
+
+def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
+    """The same responses, on the weights on disk: importance, segments and weights."""
+    model = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = [json.loads(line) for line in (folder / "dump" / "step_000001.jsonl").read_text().splitlines()]
+    credit = oar_plugin.importance(
+        model,
+        prompts=[row["prompt_ids"] for row in rows],
+        responses=[row["token_ids"] for row in rows],
+        tokenizer=tokenizer,
+        **OWN,
+    )
+    for place, row in enumerate(rows):
+        here = slice(len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["token_ids"]))
+        want = torch.tensor(row["importance"])
+        assert (credit.importance[place, here] - want).abs().max() < 1e-4 * want.max()
+        assert credit.segments[place, here].tolist() == row["segments"]
+        torch.testing.assert_close(credit.weights[place, here], torch.tensor(row["weights"]))
 
 
 def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):

@@ -153,9 +153,7 @@ class ImportancePass:
         return importance, seconds
 
     def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
-        """Importance that looks at no model; zeros for an importance that comes from copies alone."""
-        if request.perturbation is not None:
-            return [torch.zeros(len(segment)) for segment in segments]
+        """Importance that looks at no model; zeros for one that comes from copies alone."""
         input_ids = data["input_ids"]
         packed = Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
         nothing = Scores(request.importance_object, len(packed.token_T), input_ids.device)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
 
 from oar_plugin.hosts.verl.cpu import megatron
-from tests.hosts.engine.worker import EXACT, ONWARD, batch, differences, flags, gather, run
+from tests.hosts.engine.worker import ENTROPY, EXACT, ONWARD, OWN, RANDOM, batch, differences, flags, gather, run
 
 megatron.install()
 
@@ -218,7 +218,7 @@ def unfrozen(engine: Any) -> list[str]:
     """Negative control for freezing: traces of a pass whose taps leave the parameters as they are."""
     from unittest import mock
 
-    from oar_plugin.passes.taps import Traces
+    from oar_plugin.passes.tap import Traces
 
     with mock.patch.object(Traces, "freeze"):
         result = score(engine)
@@ -271,6 +271,8 @@ def double(folder: str) -> dict[str, Any]:
     out["tp2_sp_only"] = score(engine, only=True)
     out["tp2_sp_draws"] = score(engine, num_draws=3)
     out["tp2_sp_onward"] = score(engine, **ONWARD)
+    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
+        out[f"tp2_sp_{name}"] = score(engine, **request)
     out["tp2_sp_onward_only"] = score(engine, only=True, **ONWARD)
     out["refusals"] = refusals(engine)
     out["grad_norms"] = train_steps(engine)
@@ -293,6 +295,8 @@ def double(folder: str) -> dict[str, Any]:
     out["pp2_oar_g"] = score(engine, importance="oar_g")
     out["pp2_draws"] = score(engine, num_draws=3)
     out["pp2_onward"] = score(engine, **ONWARD)
+    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
+        out[f"pp2_{name}"] = score(engine, **request)
     out["pp2_dynamic"] = score(engine, dynamic=True)
     out["pp2_only"] = score(engine, only=True)
     out["unfrozen"] = unfrozen(engine)
@@ -309,6 +313,8 @@ def double(folder: str) -> dict[str, Any]:
     out["cp2"] = score(engine)
     out["cp2_bytes"] = {"fisher": bytes_moved(engine, EVERY), "joint": bytes_moved(engine, EVERY, probe="answer_joint")}
     out["cp2_onward"] = score(engine, **ONWARD)
+    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
+        out[f"cp2_{name}"] = score(engine, **request)
     out["cp2_dynamic"] = score(engine, dynamic=True)
     for probe in ("last", "answer_mean", "answer_joint"):
         out[f"cp2_fisher_{probe}"] = score(engine, probe=probe)
@@ -337,6 +343,8 @@ def eight(folder: str) -> dict[str, Any]:
     out["joint"] = score(engine, probe="answer_joint")
     out["oar_g"] = score(engine, importance="oar_g")
     out["onward"] = score(engine, **ONWARD)
+    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
+        out[name] = score(engine, **request)
     out["bytes"] = {"fisher": bytes_moved(engine, EVERY)}
     return out
 

@@ -23,8 +23,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
-from oar_plugin.passes.request import NEEDED, REQUEST, Perturbation, Request
 from oar_plugin.hosts.verl.cpu import ulysses
+from oar_plugin.passes.request import NEEDED, REQUEST, Perturbation, Request
 from tests.hosts.engine import world
 
 TEMPERATURE = 0.7  # of sampling; not 1, so that entropies at another temperature are noticed

@@ -115,7 +115,7 @@ def reference(
         elif importance == "entropy":
             at = (segments == Segment.REASONING).nonzero()[:, 0]
             log_p = (model(inputs_embeds=embedding).logits[0, at - 1] / temperature).log_softmax(-1)
-            scores = torch.zeros(len(ids)).index_put((at,), -(log_p.exp() * log_p).sum(-1))
+            scores = torch.zeros(len(ids), dtype=dtype).index_put((at,), -(log_p.exp() * log_p).sum(-1))
         elif importance == "own":
             log_p = model(inputs_embeds=embedding).logits[0, rows].log_softmax(-1)
             (gradient,) = torch.autograd.grad(log_p.gather(-1, ids[rows + 1][:, None]).sum(), embedding)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from oar_plugin.credit.noise import position_seeds, response_seeds
-from oar_plugin.credit.perturbation import sample_replacements, search, units
+from oar_plugin.credit.perturbation import Search, sample_replacements, units
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.hosts.vllm import scorer as scorer_module
 from oar_plugin.hosts.vllm.outcomes import NO_REFERENCE, OutcomeSpec
@@ -112,21 +112,18 @@ class Truth:
         key = repr(replace(task, priority=0))
         if key not in self._known:
             replaced, reference = self.replacements(task), self.outcome(task.token_ids, task.probe)
-            rounds = search(task.units, task.response_length, task.budget)
-            wanted = next(rounds)
-            while key not in self._known:
+            search = Search(task.units, task.response_length, task.budget)
+            while search.wanted:
                 scores = []
-                for unit in wanted:
+                for unit in search.wanted:
                     copy = list(task.token_ids)
                     for t in unit:
                         copy[task.prompt_length + t] = replaced[task.prompt_length + t]
                     outcome = self.outcome(copy, task.probe)
                     kl = (reference.exp() * (reference - outcome)).sum()
                     scores.append((reference - outcome if task.probe == "answer_joint" else kl).item())
-                try:
-                    wanted = rounds.send(scores)
-                except StopIteration as stop:
-                    self._known[key] = stop.value
+                search.send(scores)
+            self._known[key] = search.importance
         return self._known[key]
 
 

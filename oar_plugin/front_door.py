@@ -1,0 +1,291 @@
+"""Token credit for any HuggingFace causal LM, without a trainer: `oar_plugin.importance` and `oar_plugin.reshape`.
+
+The same code that runs under verl: a run's scores of a response are these, for the same settings and training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.answer import Segment, make_finder
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.estimator import Reshaped
+from oar_plugin.estimator import reshape as reshape_batch
+from oar_plugin.passes.masked_copies import MaskedCopies, Replacements, copies_importance
+from oar_plugin.passes.plain import PlainPass
+from oar_plugin.passes.request import Request, replacement_token
+from oar_plugin.passes.segments import segment_response
+from oar_plugin.passes.tokens import TokenBytes
+
+PREFIX = "oar_plugin.importance"
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What `importance` returns: B sequences of prompt and response, L long with padding on the right, on the CPU.
+
+    Attributes:
+        input_ids: int64 `[B, L]`.
+        attention_mask: bool `[B, L]`, false at padding.
+        importance: float32 `[B, L]`, not negative; 0 at what is no reasoning.
+        weights: float32 `[B, L]`: what the gate makes of it. They average 1 over the reasoning tokens of a response and are 1
+            elsewhere, and everywhere in a response that fell back.
+        segments: int8 `[B, L]` of `oar_plugin.credit.answer.Segment`.
+        status: of each response. Everything but SCORED says why it fell back to even credit.
+        metrics: as a run logs them under `oar/`.
+        config: the settings.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    importance: Tensor
+    weights: Tensor
+    segments: Tensor
+    status: list[Status]
+    metrics: dict[str, float]
+    config: OarConfig
+
+
+def importance(
+    model: nn.Module,
+    input_ids: Tensor | None = None,
+    *,
+    response_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prompts: Sequence[Any] | None = None,
+    responses: Sequence[Any] | None = None,
+    tokenizer: Any = None,
+    temperature: float = 1.0,
+    step: int = 1,
+    max_tokens: int = 8192,
+    **settings: Any,
+) -> Credit:
+    """How much each reasoning token of some responses matters, and the weights that follow.
+
+    Responses come as `prompts` and `responses`, texts or token ids, or as `input_ids` with a `response_mask`. Where the answer
+    is, is found in the text (`answer_patterns`), or `segments` say so.
+
+    Args:
+        model: causal LM of transformers, on any device, in any dtype. Left as it was: weights, gradients, modes.
+        input_ids: int64 `[B, T]`, prompt and response, padded on any side.
+        response_mask: bool or int `[B, T]`, true at the model's own tokens.
+        attention_mask: bool or int `[B, T]`, false at padding. None: the tokenizer's padding token at either end.
+        segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: found.
+        prompts: B texts (a chat template already applied) or sequences of token ids.
+        responses: B texts or sequences of token ids.
+        tokenizer: the model's; not needed with `input_ids`, `attention_mask` and `segments`.
+        temperature: that the responses were sampled with.
+        step: training step that is imitated: of signs, noise and the probe's warm-up.
+        max_tokens: tokens of one forward, padding included.
+        settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
+
+    Returns:
+        See `Credit`.
+
+    Raises:
+        OarConfigError: a setting that cannot work; names it, its value and what is allowed.
+        ValueError: inputs that do not go together; says which are needed.
+        UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
+        RuntimeError: the model has pending gradients.
+
+    Example:
+        >>> import oar_plugin
+        >>> credit = oar_plugin.importance(
+        ...     model, tokenizer=tokenizer, importance="fisher",
+        ...     prompts=["3+4=", "2+2="], responses=["3 and 4 is 7. #### 7<eos>", "I do not know<eos>"],
+        ... )
+        >>> [status.name for status in credit.status]
+        ['SCORED', 'NO_ANSWER']
+        >>> print(credit.weights.shape == credit.input_ids.shape, round(credit.weights.mean().item(), 4))
+        True 1.0
+        >>> paper = oar_plugin.reshape([1.0, -1.0], credit, gate="bi_level")
+        >>> print(paper.advantage_BL[1].unique().tolist())
+        [-1.0]
+    """
+    config = OarConfig.parse(settings, PREFIX)
+    if config.offloads:
+        raise OarConfigError(
+            f"{PREFIX}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
+        )
+    if input_ids is None:
+        token_ids, own = _tokenized(prompts, responses, tokenizer)
+        mask_BL = _padded([torch.ones(len(row), dtype=torch.bool) for row in token_ids])
+        token_BL, own_BL = _padded(token_ids), _padded(own)
+        segments_BL = None if segments is None else segments.cpu()
+    else:
+        if response_mask is None:
+            raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
+        mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool().cpu()
+        token_BL, own_BL, mask_BL = (_to_the_left(x.cpu(), mask_BT) for x in (input_ids, response_mask.bool(), mask_BT))
+        segments_BL = None if segments is None else _to_the_left(segments.cpu(), mask_BT)
+    if segments_BL is None:
+        segments_BL, status_B = _found_segments(token_BL, own_BL, mask_BL, tokenizer, config)
+    else:
+        scored_B = (segments_BL == Segment.REASONING).any(-1)
+        status_B = torch.where(scored_B, int(Status.SCORED), int(Status.NO_REASONING))
+
+    replacement = None
+    if config.copies is not None:
+        replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
+    request = Request.from_config(config, step, 0, True, replacement, temperature)
+    with _evaluating(model):
+        importance_BL = _gradient_importance(model, request, token_BL, segments_BL, mask_BL, max_tokens)
+        if request.perturbation is not None:
+            importance_BL = _copied_importance(model, request, token_BL, own_BL, segments_BL, importance_BL, max_tokens)
+    one = reshape_batch(
+        torch.ones_like(importance_BL), importance_BL, segments_BL == Segment.REASONING, status_B, config
+    )
+    status = [Status(int(value)) for value in one.status_B]
+    return Credit(
+        token_BL, mask_BL, importance_BL, one.weight_BL, segments_BL.to(torch.int8), status, one.metrics, config
+    )
+
+
+def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> Reshaped:
+    """Advantages times the weights of a gate, for the responses of `credit`.
+
+    Args:
+        advantages: of each response `[B]`, or of each token `[B, L]`.
+        credit: from `importance`.
+        settings: of the gate, in place of those that `credit` was made with: `gate`, `tau`, `beta`, `floor`.
+
+    Returns:
+        `advantage_BL` and `weight_BL`, float32 `[B, L]`, `status_B` and `metrics`. Each response keeps its total.
+
+    Raises:
+        OarConfigError: a setting that cannot work.
+    """
+    advantage_BL = torch.as_tensor(advantages, dtype=torch.float32)
+    if advantage_BL.dim() == 1:
+        advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
+    config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")
+    status_B = torch.tensor([int(status) for status in credit.status])
+    return reshape_batch(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
+
+
+def _tokenized(
+    prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Token ids of prompt and response, and which are the response's."""
+    if prompts is None or responses is None or len(prompts) != len(responses):
+        raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
+
+    def ids(text: Any, **arguments: Any) -> Tensor:
+        if not isinstance(text, str):
+            return torch.as_tensor(text, dtype=torch.long).cpu()
+        if tokenizer is None:
+            raise ValueError("prompts and responses are texts: give the model's tokenizer")
+        return torch.tensor(tokenizer(text, **arguments)["input_ids"], dtype=torch.long)
+
+    pairs = [(ids(p), ids(r, add_special_tokens=False)) for p, r in zip(prompts, responses, strict=True)]
+    return [torch.cat(pair) for pair in pairs], [torch.arange(len(p) + len(r)) >= len(p) for p, r in pairs]
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
+    """Bool `[B, T]`, false at the tokenizer's padding token at either end."""
+    if tokenizer is None or tokenizer.pad_token_id is None:
+        raise ValueError("give an attention_mask [B, T], or the tokenizer, whose padding token says what is padding")
+    real_BT = (input_ids != tokenizer.pad_token_id).cpu()
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first of them behind a response ends it
+        real_BT = real_BT | real_BT.roll(1, -1).index_fill(1, torch.tensor([0]), False)
+    after_BT = real_BT.flip(-1).cumsum(-1).flip(-1) > 0
+    return (real_BT.cumsum(-1) > 0) & after_BT
+
+
+def _to_the_left(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """What the mask keeps, padded on the right."""
+    return _padded([row[keep] for row, keep in zip(values_BT, mask_BT, strict=True)])
+
+
+def _found_segments(
+    token_BL: Tensor, own_BL: Tensor, mask_BL: Tensor, tokenizer: Any, config: OarConfig
+) -> tuple[Tensor, Tensor]:
+    if tokenizer is None:
+        raise ValueError("give segments [B, T], or the tokenizer: the answer is found in the text")
+    finder, token_bytes = make_finder(config.answer_patterns), TokenBytes(tokenizer)
+    segments_BL = torch.full_like(token_BL, int(Segment.OUTSIDE))
+    status = []
+    for row, (token_L, own_L, mask_L) in enumerate(zip(token_BL, own_BL, mask_BL, strict=True)):
+        own = own_L & mask_L
+        if not own.any():
+            status.append(int(Status.NO_ANSWER))
+            continue
+        begin, end = int(own.nonzero()[0]), int(mask_L.sum())
+        # Nobody says how long a response might have been: none counts as cut off.
+        segments, state = segment_response(
+            token_L[begin:end].tolist(), own[begin:end].numpy().astype(bool), finder, token_bytes, (), end + 1
+        )
+        segments_BL[row, begin:end] = torch.from_numpy(segments.astype(np.int64))
+        status.append(int(state))
+    return segments_BL, torch.tensor(status)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, each of its modules back in its own at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _gradient_importance(
+    model: nn.Module, request: Request, token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor, max_tokens: int
+) -> Tensor:
+    importance_BL = torch.zeros(token_BL.shape)
+    scored = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0]
+    by_length = scored[mask_BL[scored].sum(-1).argsort(stable=True)].tolist()
+    device = next(model.parameters()).device
+    with PlainPass(model, request) as one:
+        while by_length:
+            # Neighbours in length: the longest decides how many fit.
+            rows = by_length[: max(1, max_tokens // int(mask_BL[by_length[0]].sum()))]
+            while len(rows) > 1 and len(rows) * int(mask_BL[rows[-1]].sum()) > max_tokens:
+                rows.pop()
+            by_length = by_length[len(rows) :]
+            width = int(mask_BL[rows[-1]].sum())
+            batch = (x[rows, :width].to(device) for x in (token_BL, segments_BL, mask_BL))
+            importance_BL[rows, :width] = one.importance(*batch).cpu()
+    return importance_BL
+
+
+def _copied_importance(
+    model: nn.Module,
+    request: Request,
+    token_BL: Tensor,
+    own_BL: Tensor,
+    segments_BL: Tensor,
+    gradient_BL: Tensor,
+    max_tokens: int,
+) -> Tensor:
+    assert request.perturbation is not None
+    copies_of_importance = request.importance_object.copies
+    assert copies_of_importance is not None
+    device = next(model.parameters()).device
+    replacements = Replacements(request.perturbation.replacement_token, request.seed)
+    copies = MaskedCopies(model, request.probe, replacements, max_tokens)
+    begin = {row: int(own_BL[row].nonzero()[0]) for row in range(len(token_BL)) if own_BL[row].any()}
+    scored = [row for row in begin if (segments_BL[row] == Segment.REASONING).any()]
+    wanted = {row: (token_BL[row].to(device), segments_BL[row, begin[row] :]) for row in scored}
+    gradient = {row: gradient_BL[row, begin[row] :] for row in scored} if copies_of_importance.by_gradient else None
+    importance_BL = torch.zeros_like(gradient_BL)
+    for row, importance_L in copies_importance(copies, wanted, request.perturbation, gradient).items():
+        importance_BL[row, begin[row] :] = importance_L
+    return importance_BL
