@@ -98,7 +98,8 @@ def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
     for place, row in enumerate(rows):
         here = slice(len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["token_ids"]))
         want = torch.tensor(row["importance"])
-        assert (credit.importance[place, here] - want).abs().max() < 1e-4 * want.max()
+        # 1e-3: the model is sure of its answers, and onehot - p of a sure prediction keeps few of float32's digits.
+        assert (credit.importance[place, here] - want).abs().max() < 1e-3 * want.max()
         assert credit.segments[place, here].tolist() == row["segments"]
         torch.testing.assert_close(credit.weights[place, here], torch.tensor(row["weights"]))
 

@@ -1,17 +1,22 @@
-"""Makes `algorithm.oar.*` known to Hydra, so that overrides need no `+` and presets can be chosen by name.
+"""Makes `algorithm.oar.*` known to Hydra, so that overrides need no `+` and presets can be chosen by name: `oar=published`.
 
-Two of Hydra's own extension points do it. A search-path plugin adds the config group `oar` (presets: `+oar=published`) and
-puts verl's primary config, with the group `algorithm.oar` added to it, in front of verl's. A callback checks the composed
-configuration in the driver, before Ray starts. Apart from the presets, they act only when the command line mentions OAR:
-with any other estimator, verl composes exactly what it would without the plugin.
+Two of Hydra's own extension points do it. A search-path plugin adds the config group `oar` and puts verl's primary config,
+extended by that group and by a callback, in front of verl's. The callback checks the composed configuration in the driver,
+before Ray starts. Apart from the presets, they act only when the command line mentions OAR: with any other estimator, verl
+composes exactly what it would without the plugin.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import importlib.util
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +26,47 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.config import OarConfigError
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 
 PRIMARY = "ppo_trainer"  # verl's one trainer config; model_engine=dp|megatron selects the rest
 _PROVIDER = "oar_plugin"
 
+_arguments: ContextVar[Sequence[str] | None] = ContextVar("_arguments", default=None)  # None: those of the process
 
-def mentions_oar(arguments: list[str]) -> bool:
-    """Whether a command line switches OAR on or sets one of its keys.
+
+def mentions_oar(arguments: Sequence[str]) -> bool:
+    """Whether a command line chooses a preset, switches OAR on or sets one of its keys.
 
     False when a key is *added* (`+algorithm.oar.tau=...`): Hydra refuses to add what is already there.
     """
+    if any(a.startswith("oar=") for a in arguments):
+        return True
     if any(a.startswith("+algorithm.oar") for a in arguments):
         return False
-    return any("adv_estimator=oar" in a or "algorithm.oar" in a or a.startswith("+oar=") for a in arguments)
+    return any("adv_estimator=oar" in a or "algorithm.oar" in a for a in arguments)
+
+
+def misspelt(arguments: Sequence[str]) -> str | None:
+    """What is wrong with how a command line chooses a preset, and what to write."""
+    added = next((a for a in arguments if a.startswith("+oar=")), None)
+    return None if added is None else f"{added}: presets are chosen without the plus sign; write {added[1:]}"
 
 
 class OarSearchPath(SearchPathPlugin):
     """Adds the presets; puts the extended primary config in front when the command line asks for OAR."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """See `SearchPathPlugin`."""
+        """See `SearchPathPlugin`. Exits with a misspelt preset: Hydra's own message would not help."""
+        arguments = sys.argv[1:] if _arguments.get() is None else _arguments.get()
+        assert arguments is not None
+        if fault := misspelt(arguments):
+            sys.exit(f"oar: {fault}")
+        folders = [element.path for element in search_path.get_path() if element.provider == "main"]
         search_path.append(_PROVIDER, "pkg://oar_plugin.hosts.verl.conf")
-        if mentions_oar(sys.argv[1:]):
-            search_path.prepend(_PROVIDER, f"file://{_extended_primary_config()}")
+        if mentions_oar(arguments):
+            folder = _extended_primary_config(with_group=not _has_group(folders, arguments))
+            search_path.prepend(_PROVIDER, f"file://{folder}")
 
 
 class CheckAtStart(Callback):
@@ -66,19 +87,55 @@ def register() -> None:
     Plugins.instance().register(OarSearchPath)
 
 
-def _extended_primary_config() -> str:
-    """Write verl's own primary config, read from its package, with our defaults under `algorithm.oar`.
+@contextmanager
+def command_line(arguments: Sequence[str]) -> Iterator[None]:
+    """Let Hydra compose, in here, as if the process had been started with these arguments."""
+    register()
+    before = _arguments.set(arguments)
+    try:
+        yield
+    finally:
+        _arguments.reset(before)
+
+
+def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
+    """Whether the config that a command line names has the group `oar` in its own defaults list, as recipes have.
+
+    Hydra refuses to have it there twice.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config-name", "-cn", default=PRIMARY)
+    parser.add_argument("--config-dir", "-cd")
+    named = parser.parse_known_args(list(arguments))[0]
+    places = [Path(folder.removeprefix("file://")) for folder in (named.config_dir, *folders) if folder]
+
+    def entries(name: str) -> Iterator[str]:
+        file = next((file for place in places if (file := place / f"{name}.yaml").is_file()), None)
+        config = {} if file is None else OmegaConf.to_container(OmegaConf.load(file))
+        for entry in config.get("defaults", []) if isinstance(config, dict) else []:
+            if isinstance(entry, str):
+                yield from entries(entry)
+            else:
+                yield from map(str, entry)
+
+    return "oar" in entries(named.config_name.removesuffix(".yaml"))
+
+
+def _extended_primary_config(with_group: bool) -> str:
+    """Write verl's own primary config, read from its package, with our check and, on demand, our group of keys.
 
     Returns:
         A folder that holds it, removed when the process ends. (Hydra's ConfigStore cannot stand in front of a file:
         Hydra then takes its own built-in configs for schemas of themselves.)
     """
-    import verl
-
-    source = Path(verl.__file__).parent / "trainer" / "config" / f"{PRIMARY}.yaml"
+    verl = importlib.util.find_spec("verl")
+    assert verl is not None
+    assert verl.origin is not None
+    source = Path(verl.origin).parent / "trainer" / "config" / f"{PRIMARY}.yaml"
     config = OmegaConf.load(source)
     assert isinstance(config, DictConfig)
-    config.algorithm.oar = OarConfig().model_dump(mode="json")
+    if with_group:
+        config.defaults.insert(list(config.defaults).index("_self_"), {"oar": "default"})
     target = f"{CheckAtStart.__module__}.{CheckAtStart.__qualname__}"
     config.hydra = OmegaConf.merge(config.get("hydra", {}), {"callbacks": {"oar": {"_target_": target}}})
     folder = tempfile.mkdtemp(prefix="oar_conf_")

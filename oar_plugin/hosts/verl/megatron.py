@@ -32,9 +32,10 @@ from verl.workers.engine.utils import detach_tree
 from oar_plugin.credit.importance import Forward, of_engines, without_copies
 from oar_plugin.credit.vocabulary import VocabularyShard
 from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested
+from oar_plugin.hosts.verl.megatron_served import check_chunks
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
-from oar_plugin.passes.megatron_taps import MegatronTaps, check_chunks, unwrapped
+from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import IMPORTANCE, Request
 from oar_plugin.passes.tap import Tap, UnsupportedModelError
 from oar_plugin.passes.taps import check_logits

@@ -31,12 +31,19 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
+    from oar_plugin.hosts.verl.hydra_conf import command_line, misspelt
+
     if not (folder / f"{variant}.yaml").is_file():
         raise RecipeError(
             f"{folder} has no {variant}.yaml: name the folder of a recipe, such as recipes/qwen2_5_7b_math"
         )
+    if fault := misspelt(overrides):
+        raise RecipeError(fault)
     try:
-        with initialize_config_dir(config_dir=str(folder.resolve()), version_base=None):
+        with (
+            command_line([*entry_point(folder, variant), *overrides]),
+            initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
+        ):
             return compose(config_name=variant, overrides=list(overrides))
     except HydraException as error:
         raise RecipeError(f"{folder.name}/{variant}.yaml does not compose: {error}") from error

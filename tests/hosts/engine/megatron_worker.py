@@ -167,7 +167,7 @@ def bytes_moved(engine: Any, rows: list[int], **request: Any) -> dict[str, int]:
 
 def refusals(engine: Any) -> dict[str, str]:
     """What `check_chunks` says of each setting that is not served."""
-    from oar_plugin.passes.megatron_taps import check_chunks
+    from oar_plugin.hosts.verl.megatron_served import check_chunks
 
     config, said = get_model_config(engine.module[0]), {}
     for name, value in {
