@@ -7,39 +7,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from candidates.learning.gates import bounded, ranked, winsorised
 from torch import Tensor
 
 from oar_plugin.credit.diagnostics import causal_recall, effective_sample_size
-from oar_plugin.credit.gate import bounded, gate
+from oar_plugin.credit.gate import bi_level
 
 DRAWS = 64
 
 
-def ranked(importance_BL: Tensor, keep_BL: Tensor, tau: float) -> Tensor:
-    """The gate on ranks: `s` is the share of tokens below, equal scores share theirs."""
-    sorted_BL = importance_BL.sort(-1).values
-    below, level = (torch.searchsorted(sorted_BL, importance_BL, right=right) for right in (False, True))
-    share_BL = (below + level - 1).double() / 2 / importance_BL.shape[1]
-    return gate(share_BL.expm1(), keep_BL, tau)  # the gate takes the logarithm
-
-
-def winsorised(importance_BL: Tensor, keep_BL: Tensor, tau: float) -> Tensor:
-    """The gate on scores cut at their 95 % quantile."""
-    return gate(importance_BL.minimum(importance_BL.quantile(0.95, -1, keepdim=True)), keep_BL, tau)
-
-
-def at_most_3(importance_BL: Tensor, keep_BL: Tensor, tau: float) -> Tensor:
-    """The gate, no weight above 3: what is cut off is given to the others in proportion."""
-    return bounded(gate(importance_BL, keep_BL, tau), keep_BL, 3.0)
-
-
 GATES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "published": gate,
+    "published": bi_level,
     "ranks": ranked,
     "winsorised": winsorised,
-    "bounded": at_most_3,
+    "bounded": partial(bounded, largest=3.0),
 }
 
 

@@ -20,8 +20,7 @@ from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped
 from oar_plugin.estimator import reshape as reshape_batch
-from oar_plugin.passes.masked_copies import MaskedCopies, Replacements, copies_importance
-from oar_plugin.passes.plain import PlainPass
+from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import segment_response
 from oar_plugin.passes.tokens import TokenBytes
@@ -139,9 +138,7 @@ def importance(
         replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
     request = Request.from_config(config, step, 0, True, replacement, temperature)
     with _evaluating(model):
-        importance_BL = _gradient_importance(model, request, token_BL, segments_BL, mask_BL, max_tokens)
-        if request.perturbation is not None:
-            importance_BL = _copied_importance(model, request, token_BL, own_BL, segments_BL, importance_BL, max_tokens)
+        importance_BL = _by_length(model, request, token_BL, segments_BL, mask_BL, max_tokens)
     one = reshape_batch(
         torch.ones_like(importance_BL), importance_BL, segments_BL == Segment.REASONING, status_B, config
     )
@@ -246,46 +243,20 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _gradient_importance(
+def _by_length(
     model: nn.Module, request: Request, token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor, max_tokens: int
 ) -> Tensor:
-    importance_BL = torch.zeros(token_BL.shape)
+    """Importance of the responses that have reasoning, neighbours in length together."""
+    importance_BL, length_B = torch.zeros(token_BL.shape), mask_BL.sum(-1)
     scored = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0]
-    by_length = scored[mask_BL[scored].sum(-1).argsort(stable=True)].tolist()
+    waiting = scored[length_B[scored].argsort(stable=True)].tolist()
     device = next(model.parameters()).device
-    with PlainPass(model, request) as one:
-        while by_length:
-            # Neighbours in length: the longest decides how many fit.
-            rows = by_length[: max(1, max_tokens // int(mask_BL[by_length[0]].sum()))]
-            while len(rows) > 1 and len(rows) * int(mask_BL[rows[-1]].sum()) > max_tokens:
-                rows.pop()
-            by_length = by_length[len(rows) :]
-            width = int(mask_BL[rows[-1]].sum())
-            batch = (x[rows, :width].to(device) for x in (token_BL, segments_BL, mask_BL))
-            importance_BL[rows, :width] = one.importance(*batch).cpu()
-    return importance_BL
-
-
-def _copied_importance(
-    model: nn.Module,
-    request: Request,
-    token_BL: Tensor,
-    own_BL: Tensor,
-    segments_BL: Tensor,
-    gradient_BL: Tensor,
-    max_tokens: int,
-) -> Tensor:
-    assert request.perturbation is not None
-    copies_of_importance = request.importance_object.copies
-    assert copies_of_importance is not None
-    device = next(model.parameters()).device
-    replacements = Replacements(request.perturbation.replacement_token, request.seed)
-    copies = MaskedCopies(model, request.probe, replacements, max_tokens)
-    begin = {row: int(own_BL[row].nonzero()[0]) for row in range(len(token_BL)) if own_BL[row].any()}
-    scored = [row for row in begin if (segments_BL[row] == Segment.REASONING).any()]
-    wanted = {row: (token_BL[row].to(device), segments_BL[row, begin[row] :]) for row in scored}
-    gradient = {row: gradient_BL[row, begin[row] :] for row in scored} if copies_of_importance.by_gradient else None
-    importance_BL = torch.zeros_like(gradient_BL)
-    for row, importance_L in copies_importance(copies, wanted, request.perturbation, gradient).items():
-        importance_BL[row, begin[row] :] = importance_L
+    while waiting:
+        rows = waiting[:1]
+        while len(rows) < len(waiting) and (len(rows) + 1) * int(length_B[waiting[len(rows)]]) <= max_tokens:
+            rows.append(waiting[len(rows)])
+        waiting = waiting[len(rows) :]
+        width = int(length_B[rows[-1]])
+        token, segments, mask = (x[rows, :width].to(device) for x in (token_BL, segments_BL, mask_BL))
+        importance_BL[rows, :width] = batch_importance(model, request, token, segments, mask, max_tokens).cpu()
     return importance_BL

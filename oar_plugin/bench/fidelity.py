@@ -28,12 +28,15 @@ from oar_plugin.bench.fidelity_estimators import (
 )
 from oar_plugin.bench.fidelity_responses import MicroBatch, Response, micro_batches
 from oar_plugin.bench.fidelity_scores import area, deletion_curve, rank_correlation, recall, top_overlap
-from oar_plugin.bench.machine import check_device, choose_device, describe_machine, load_average, timed
+from oar_plugin.bench.machine import Device, check_device, choose_device, describe_machine, load_average, timed
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.probe import PROBES, Probe
 from oar_plugin.passes.taps import check_model
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+_DEFAULT = OarConfig()
 
 Progress = Callable[[str], None]
 """Called with a description as each piece of work begins."""
@@ -65,14 +68,14 @@ class Settings:
     responses: int = 48
     curves: int = 12
     dtypes: tuple[Dtype, ...] = DTYPES
-    probe: Probe = "answer_mean"
+    probe: Probe = _DEFAULT.probe
     micro_batch: int = 8
     rounds: int = 3
     also: tuple[Path, ...] = ()
     model: Path | None = None
     responses_file: Path | None = None
-    answer_patterns: tuple[str, ...] = ("boxed", "hash", "answer_tag")
-    device: str = "auto"
+    answer_patterns: tuple[str, ...] = _DEFAULT.answer_patterns
+    device: Device = "auto"
     seed: int = 0
 
     def check(self) -> None:
@@ -220,9 +223,7 @@ def estimators(settings: Settings) -> list[Estimator]:
     Raises:
         ValueError: a file cannot be used, or a name comes twice.
     """
-    found = package_estimators()
-    for file in settings.also:
-        found[-2:-2] = load_estimators(file)  # in front of the controls
+    found = [*package_estimators(), *(one for file in settings.also for one in load_estimators(file))]
     names = [estimator.name for estimator in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--also: the name {twice[0]!r} is taken; give the estimator another one")
@@ -276,13 +277,8 @@ def _judge(
 ) -> tuple[Measured, dict[str, list[Tensor]]]:
     model = source.model if dtype == "float32" else copy.deepcopy(source.model)
     model = model.to(device=device, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    wide_VH = embedding.weight.detach().float()
-    mean_token = int((wide_VH - wide_VH.mean(0)).square().sum(-1).argmin())
     batches = list(
-        micro_batches(
-            source.responses, settings.micro_batch, source.pad_token, mean_token, settings.seed, device, settings.probe
-        )
+        micro_batches(source.responses, settings.micro_batch, source.pad_token, settings.seed, device, settings.probe)
     )
     if reference is None and dtype != "float32":
         exact = next(estimator for estimator in every if estimator.name == REFERENCE)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oar_plugin.bench.fidelity_patching import patching_importance, principal_coefficients, replaced_key_effect
 from oar_plugin.bench.fidelity_responses import MicroBatch
-from oar_plugin.credit.gradient import patching_importance, principal_coefficients, replaced_key_effect
 from oar_plugin.credit.probe import AnswerRows, pool
+from oar_plugin.passes.tap import Tap
 from oar_plugin.passes.taps import ModelTaps, unwrapped
 
 
@@ -63,6 +64,26 @@ def _keeps_input(kept: list[Tensor]) -> Any:
     return lambda module, args: kept.append(args[0])
 
 
+def logits_with_graph(
+    model: nn.Module, row_N: Tensor, noise: Callable[[Tensor], Tensor] | None = None, **inputs: Tensor
+) -> Tensor:
+    """Logits of some rows of a forward, `[N, V]`, with a graph down to the embeddings and without the weights.
+
+    Args:
+        model: causal LM.
+        row_N: see `Tap`.
+        noise: see `Tap`.
+        inputs: of the model.
+    """
+    kept: list[Tensor] = []
+    with ModelTaps(model) as taps:
+        taps.tap = Tap(
+            row_N, lambda project, hidden_NH: kept.append(project(hidden_NH)), receive=lambda *_: None, noise=noise
+        )
+        model(**inputs, use_cache=False)
+    return kept[0]
+
+
 def attention_patching(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Attention patching towards PAD: the softmax taken again with a PAD's key, along the answer's leading direction."""
     effect_KBT, bound_KBT = attention_effects(model, batch, leading_direction)
@@ -89,11 +110,11 @@ def attention_effects(
     token_BS, position_BS, mask_BSS = _with_pad(batch, next(model.parameters()).dtype)
     answer = batch.rows()
     row_N = answer.position_N // length * (length + 1) + answer.position_N % length
-    with recorded_heads(model) as heads, ModelTaps(model) as taps:
-        taps.prepare(row_N, rows_only=True)
-        model(input_ids=token_BS, position_ids=position_BS, attention_mask=mask_BSS[:, None], use_cache=False)
-        assert taps.answer_logits is not None
-        scalar_K = scalars(taps.answer_logits, answer)
+    with recorded_heads(model) as heads:
+        logits_NV = logits_with_graph(
+            model, row_N, input_ids=token_BS, position_ids=position_BS, attention_mask=mask_BSS[:, None]
+        )
+        scalar_K = scalars(logits_NV, answer)
         gradients = [torch.autograd.grad(scalar, heads.output, retain_graph=True) for scalar in scalar_K]
 
     config: Any = unwrapped(model).config

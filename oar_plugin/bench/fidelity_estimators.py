@@ -1,14 +1,14 @@
 """Estimators of importance under one signature, and what each of them computes.
 
 An estimator is a function of a model and a micro-batch that returns a score for every token, `[B, T]`; only the scores of
-reasoning tokens are read, and only their order and size within a response matter. Those here are the package's own. A
+reasoning tokens are read, and only their order and size within a response matter. Those here are the package's importances. A
 file given with `--also` adds others: it has a dictionary `ESTIMATORS` of such functions by name.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,73 +19,49 @@ from torch import Tensor, nn
 
 from oar_plugin.bench.fidelity_attention import attention_patching
 from oar_plugin.bench.fidelity_responses import MicroBatch
-from oar_plugin.bench.gradient_pass import gradient_scores
-from oar_plugin.bench.passes import log_prob_and_entropy
-from oar_plugin.config import Importance
-from oar_plugin.credit.noise import gaussian, position_seeds
-from oar_plugin.credit.perturbation import search, units
-from oar_plugin.passes.masked_copies import MaskedCopies, Replacements
+from oar_plugin.credit.importance import IMPORTANCES, importance_of
+from oar_plugin.credit.importance.oar_p import OarP
+from oar_plugin.passes.plain import batch_importance
+from oar_plugin.passes.request import Perturbation, Request
 from oar_plugin.passes.taps import unwrapped
 
 Score: TypeAlias = Callable[[nn.Module, MicroBatch], Tensor]
 """Scores `[B, T]` of a micro-batch; the model is in eval mode, and what was changed on it must be taken back."""
 
-REFERENCE = "oar_p"
+REFERENCE = OarP.name
 """Exact OAR-P, what the others estimate."""
 
-_COPY_TOKENS = 2048
+DRAWS = (1, 4, 16)
+SPANS = (2, 4, 8)
+BUDGETS = (0.1, 0.3, 0.5)
 
 
-# ---- the package's estimators
-
-
-def by_gradient(model: nn.Module, batch: MicroBatch, importance: Importance, draws: int) -> Tensor:
-    """`fisher` or `oar_g`, as an engine computes them."""
-    return gradient_scores(model, batch.token_BT, batch.scorer(importance, draws))
-
-
-def by_copies(
+def by_importance(
     model: nn.Module,
     batch: MicroBatch,
-    replacement: str = "pad",
+    importance: str = REFERENCE,
+    draws: int = 1,
+    budget: float | None = None,
     span: int = 1,
-    budget: float = 1.0,
-    gradient: Score | None = None,
+    sampled: bool = False,
 ) -> Tensor:
-    """`oar_p`, or `hybrid` where a budget goes to the units with the largest gradient score."""
-    token = {"pad": batch.replacement_token, "mean": batch.mean_token, "sampled": None}[replacement]
-    copies = MaskedCopies(model, batch.probe, Replacements(token, batch.seed), _COPY_TOKENS)
-    gradient_BT = None if gradient is None else gradient(model, batch)
-    scores_BT = torch.zeros(batch.token_BT.shape, dtype=torch.float64)
-    for row, response in enumerate(batch.responses):
-        begin, end = response.prompt_length, len(response.token_T)
-        reasoning = batch.reasoning_BT[row, begin:end].tolist()
-        estimate = None if gradient_BT is None else gradient_BT[row, begin:end].tolist()
-        pending = search(units(reasoning, span), end - begin, budget, estimate)
-        wanted = next(pending)
-        while True:
-            try:
-                wanted = pending.send(copies.run(response.candidate, wanted))
-            except StopIteration as done:
-                scores_BT[row, begin:end] = done.value
-                break
-    return scores_BT
+    """An importance of the package, as an engine computes it.
 
-
-@torch.no_grad()
-def entropy(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Entropy of the prediction that each token was drawn from."""
-    logits: Tensor = model(input_ids=batch.token_BT, use_cache=False).logits
-    _, entropy_T = log_prob_and_entropy(logits.flatten(0, 1), batch.token_BT.flatten())
-    return entropy_T.view_as(batch.token_BT).roll(1, 1)
-
-
-def random_scores(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Noise, the same for the same tokens."""
-    seed_B = batch.scorer("fisher", 1).seed_B
-    rows, length = batch.token_BT.shape
-    place_T = torch.arange(length, device=seed_B.device).repeat(rows)
-    return gaussian(position_seeds(seed_B.repeat_interleave(length), place_T), 1).view(rows, length)
+    Args:
+        model: in eval mode.
+        batch: what is scored.
+        importance: see `importance_of`.
+        draws: of signs or noise.
+        budget: of copies; None: the importance's own.
+        span: tokens that one copy replaces.
+        sampled: by drawn tokens in place of the replacement token.
+    """
+    copies, perturbation = importance_of(importance).copies, None
+    if copies is not None:
+        token = None if sampled else batch.replacement_token
+        perturbation = Perturbation(copies.budget if budget is None else budget, span, token)
+    request = Request(importance, batch.probe, num_draws=draws, seed=batch.seed, perturbation=perturbation)
+    return batch_importance(model, request, batch.token_BT, batch.segments_BT, batch.mask_BT)
 
 
 # ---- the list
@@ -100,37 +76,49 @@ class Estimator:
         score: the function.
         about: one line for readers.
         added: it came with `--also`.
+        shown: in plots of curves and in examples, which have no room for all.
     """
 
     name: str
     score: Score
     about: str
     added: bool = False
+    shown: bool = False
 
 
 def package_estimators() -> list[Estimator]:
-    """Those that the package offers, the reference first, and the controls last."""
-    fisher = partial(by_gradient, importance="fisher", draws=1)
-    found = [Estimator(REFERENCE, by_copies, "exact OAR-P: every reasoning token replaced by PAD, one at a time")]
-    for name, about in (("mean", "by the token nearest to the mean embedding"), ("sampled", "by a drawn token")):
-        found.append(Estimator(f"oar_p {name}", partial(by_copies, replacement=name), f"exact, replaced {about}"))
-    for span in (2, 4, 8):
-        found.append(
-            Estimator(f"oar_p span {span}", partial(by_copies, span=span), f"{span} tokens replaced at a time")
-        )
-    for budget in (0.1, 0.3, 0.5):
-        score = partial(by_copies, budget=budget, gradient=fisher)
-        found.append(Estimator(f"hybrid {budget}", score, f"exact for the {budget:.0%} with the largest Fisher norm"))
-    for draws in (1, 4, 16):
-        score = partial(by_gradient, importance="fisher", draws=draws)
-        found.append(Estimator(f"fisher {draws}", score, f"Fisher norm, {draws} sign vector{'s' * (draws > 1)}"))
-    found.append(Estimator("attention", attention_patching, _first_line(attention_patching)))
-    for draws in (1, 8):
-        score = partial(by_gradient, importance="oar_g", draws=draws)
-        found.append(Estimator(f"oar_g {draws}", score, f"OAR-G as published, mean of {draws} draw{'s' * (draws > 1)}"))
-    found.append(Estimator("entropy", entropy, "of the prediction that the token was drawn from"))
-    found.append(Estimator("random", random_scores, "noise: what chance gives"))
-    return found
+    """Every importance of the package, some of them at several costs, and attention patching; the reference first."""
+    attention = Estimator("attention", attention_patching, _first_line(attention_patching), shown=True)
+    every = [*(one for name in IMPORTANCES for one in _variants(name)), attention]
+    return sorted(every, key=lambda estimator: estimator.name != REFERENCE)
+
+
+def _variants(name: str) -> Iterator[Estimator]:
+    """One importance: with several budgets, replacements or numbers of draws, as it has them."""
+    importance = IMPORTANCES[name]
+
+    def variant(suffix: str, about: str, shown: bool = False, **settings: Any) -> Estimator:
+        return Estimator(f"{name}{suffix}", partial(by_importance, importance=name, **settings), about, shown=shown)
+
+    if importance.copies is not None and importance.copies.by_gradient:
+        for budget in BUDGETS:
+            yield variant(
+                f" {budget}",
+                f"{importance.help} Copies of {budget:.0%}.",
+                budget == importance.copies.budget,
+                budget=budget,
+            )
+    elif importance.copies is not None:
+        yield variant("", importance.help, shown=True)
+        yield variant(" sampled", "the same, replaced by a drawn token", sampled=True)
+        for span in SPANS:
+            yield variant(f" span {span}", f"the same, {span} tokens replaced at a time", span=span)
+    elif importance.backwards:
+        for draws in DRAWS:
+            about = importance.help if draws == 1 else f"the same, mean of {draws} draws"
+            yield variant(f" {draws}", about, draws == 1, draws=draws)
+    else:
+        yield variant("", importance.help, shown=True)
 
 
 def load_estimators(file: Path) -> list[Estimator]:

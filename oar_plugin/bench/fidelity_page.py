@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from oar_plugin.bench.fidelity import Example
+from oar_plugin.bench.fidelity_estimators import REFERENCE
 from oar_plugin.bench.fidelity_report import Grid, Summary, grids, notes, shown_estimators, verdicts
 from oar_plugin.bench.targets import machine_line
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.gate import gate
+from oar_plugin.credit.gate import bi_level
 from oar_plugin.demo.page import page, shaded
 
 LEAD = (
@@ -76,8 +77,8 @@ def _example(example: Example, names: list[str]) -> str:
         importance[response.reasoning_R - begin] = example.scores[name]
         reasoning = response.segments_T[None, begin:] == Segment.REASONING
         # Scores of different estimators have different units: shown on exact OAR-P's scale they pass the gate alike.
-        scale = example.scores["oar_p"].sum() / importance.sum().clamp_min(1e-30)
-        weights = gate((importance * scale).clamp_min(0.0)[None], reasoning)[0]
+        scale = example.scores[REFERENCE].sum() / importance.sum().clamp_min(1e-30)
+        weights = bi_level((importance * scale).clamp_min(0.0)[None], reasoning)[0]
         rows.append(_line(name, tokens, weights, importance, segments))
     return f"<article>{''.join(rows)}</article>"
 

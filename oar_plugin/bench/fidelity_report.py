@@ -17,10 +17,11 @@ from oar_plugin.bench.fidelity import Dtype, Judged, Measured, Result
 from oar_plugin.bench.fidelity_estimators import REFERENCE
 from oar_plugin.bench.fidelity_scores import DELETED, Mean, mean_over_groups
 from oar_plugin.bench.fidelity_sources import FAITHFUL
+from oar_plugin.bench.importance import DEFAULT
 from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.targets import machine_line
 
-BASELINE = "fisher 1"
+BASELINE = f"{DEFAULT} 1"
 """What others are compared with: the package's default importance."""
 
 RECALL_LOSS = 0.03
@@ -373,15 +374,13 @@ def _rounded(value: Any) -> Any:
 
 # ---- plots
 
-_SHOWN = (REFERENCE, "attention", BASELINE, "oar_g 1", "hybrid 0.3", "entropy", "random")
-
 
 def shown_estimators(summary: Summary, extra: int = 2) -> list[str]:
     """Names that plots of curves and examples show: the usual ones and the best of `--also`."""
-    added = [row for row in summary.main if row.name in {e.name for e in summary.result.estimators if e.added}]
+    estimators = {estimator.name: estimator for estimator in summary.result.estimators}
+    added = [row for row in summary.main if estimators[row.name].added]
     added.sort(key=lambda row: -row.means["overlap"].value)
-    names = [row.name for row in summary.main]
-    return [name for name in _SHOWN if name in names] + [row.name for row in added[:extra]]
+    return [row.name for row in summary.main if estimators[row.name].shown] + [row.name for row in added[:extra]]
 
 
 def draw(path: Path, summary: Summary) -> bool:

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oar_plugin.config import Importance
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows
-from oar_plugin.passes.masked_copies import Candidate
-from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.passes.request import Request
 
 SIGMA = 1e-3
 """Noise of `oar_g`, as published."""
@@ -50,25 +46,18 @@ class Response:
         at = (self.segments_T == Segment.ANSWER).nonzero()[:, 0]
         return int(at[0]), int(at[-1]) + 1
 
-    @property
-    def candidate(self) -> Candidate:
-        """As masked copies want it: up to the end of the answer."""
-        start, end = self.answer
-        return Candidate(self.token_T[:end], self.prompt_length, start)
-
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What an estimator scores: responses of about one length, padded on the right.
 
-    Attention is causal, so that no real token sees the padding and no mask is needed.
+    Attention is causal, so that no real token sees the padding.
 
     Attributes:
         responses: B of them.
         token_BT: int64 `[B, T]`.
         segments_BT: int64 `[B, T]` of `Segment`; prompts and padding are OUTSIDE.
         replacement_token: what a masked copy holds (`perturbation.replacement=pad`).
-        mean_token: the token nearest to the mean embedding (`perturbation.replacement=mean`).
         probe: the outcome that is watched.
         seed: of signs, noise and draws.
     """
@@ -77,7 +66,6 @@ class MicroBatch:
     token_BT: Tensor
     segments_BT: Tensor
     replacement_token: int
-    mean_token: int
     probe: Probe
     seed: int
 
@@ -85,6 +73,12 @@ class MicroBatch:
     def reasoning_BT(self) -> Tensor:
         """bool `[B, T]`."""
         return self.segments_BT == Segment.REASONING
+
+    @property
+    def mask_BT(self) -> Tensor:
+        """bool `[B, T]`, false at padding."""
+        length_B = torch.tensor([len(row.token_T) for row in self.responses], device=self.token_BT.device)
+        return torch.arange(self.token_BT.shape[1], device=self.token_BT.device) < length_B[:, None]
 
     def rows(self) -> AnswerRows:
         """The rows that the probe reads, in positions of the flattened `[B * T]` batch."""
@@ -97,28 +91,11 @@ class MicroBatch:
             self.probe,
         )
 
-    def scorer(self, importance: Importance, draws: int) -> MicroBatchScorer:
-        """The package's scorer of `oar_g` or `fisher`; sequences are packed without their padding, as in a run."""
-        rows, length = self.token_BT.shape
-        lengths = [len(response.token_T) for response in self.responses]
-        place_T = torch.cat([torch.arange(row * length, row * length + n) for row, n in enumerate(lengths)])
-        place_T = place_T.to(self.token_BT.device)
-        return MicroBatchScorer(
-            Request(importance, self.probe, SIGMA, draws, self.seed, (), length),
-            self.segments_BT.flatten()[place_T],
-            self.token_BT.flatten()[place_T],
-            torch.tensor([0, *lengths], device=place_T.device).cumsum(0),
-            place_T,
-            rows * length,
-            lambda tensor: tensor,
-        )
-
 
 def micro_batches(
     responses: Sequence[Response],
     size: int,
     pad_token: int,
-    mean_token: int,
     seed: int,
     device: torch.device,
     probe: Probe = "answer_mean",
@@ -136,5 +113,5 @@ def micro_batches(
         segments_BT = torch.nn.utils.rnn.pad_sequence([row.segments_T for row in rows], True, int(Segment.OUTSIDE))
         yield (
             chosen,
-            MicroBatch(tuple(rows), token_BT.to(device), segments_BT.to(device), pad_token, mean_token, probe, seed),
+            MicroBatch(tuple(rows), token_BT.to(device), segments_BT.to(device), pad_token, probe, seed),
         )

@@ -14,28 +14,31 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from oar_plugin.bench.learning_credit import CreditPass, Method, function_of, method_of
+from oar_plugin.bench.learning_credit import Method, is_importance, method_of
 from oar_plugin.bench.learning_rollout import Rollout, roll_out
 from oar_plugin.bench.reasoning.tasks import TASKS
+from oar_plugin.bench.reasoning.vocabulary import PAD
 from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, learned_model
-from oar_plugin.config import Gate, OarConfig
-from oar_plugin.credit.diagnostics import Status, causal_recall, summarize
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.diagnostics import Status, causal_recall
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
+from oar_plugin.passes.request import Request
 
-FORMAT = 1
+FORMAT = 2
 """Raised when training changes, so that runs of an older version are not taken for new ones."""
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MAX_GRADIENT_NORM = 1.0
 HELD_OUT = 256
-GATES: tuple[Gate, ...] = get_args(Gate)
-"""The package's own."""
+UNSEEN = 2**31 - 1
+"""A seed that no run has."""
+_DEFAULT = OarConfig()
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Run:
         tau: see `OarConfig`.
         beta: see `OarConfig`.
         floor: see `OarConfig`.
-        gate: one of `GATES`, or `module:function` with the arguments of `oar_plugin.credit.gate.gate`.
+        gate: see `OarConfig`.
         positive_only: reshape only responses with a positive advantage.
         evaluate_every: steps between measurements on held-out problems.
     """
@@ -69,12 +72,12 @@ class Run:
     prompts: int = 16
     copies: int = 8
     warm_start: int = 0
-    probe: Probe = "answer_mean"
-    warmup_steps: int = 0
-    tau: float = 0.4
-    beta: float = 2.0
-    floor: float = 0.1
-    gate: str = "bi_level"
+    probe: Probe = _DEFAULT.probe
+    warmup_steps: int = _DEFAULT.warmup_steps
+    tau: float | None = _DEFAULT.tau
+    beta: float = _DEFAULT.beta
+    floor: float = _DEFAULT.floor
+    gate: str = _DEFAULT.gate
     positive_only: bool = False
     evaluate_every: int = 10
 
@@ -82,12 +85,22 @@ class Run:
         """Raises: ValueError for a task, method, gate or number that cannot be."""
         if self.task not in TASKS:
             raise ValueError(f"task {self.task!r} is unknown; allowed: {', '.join(TASKS)}")
-        method_of(self.method)
-        gate_of(self.gate)
+        self.config()
         if self.lr <= 0 or min(self.steps, self.prompts, self.evaluate_every) < 1 or self.copies < 2:
             raise ValueError(
                 "lr, steps and prompts must be positive, and a group has at least two responses (--copies 2)"
             )
+
+    def config(self) -> OarConfig:
+        """The settings of `algorithm.oar`.
+
+        Raises:
+            ValueError: they cannot work.
+        """
+        settings = {name: getattr(self, name) for name in (*CREDIT_SETTINGS, "seed") if name != "positive_only"}
+        if is_importance(self.method):
+            settings["importance"] = self.method
+        return OarConfig.parse({**settings, "answer_patterns": ("hash",)})
 
     @property
     def arm(self) -> Run:
@@ -185,24 +198,11 @@ def _train_here(run: Run, cache: Path | None) -> Record:
 
 
 def after_grpo(run: Run, steps: int, cache: Path | None = None) -> LlamaForCausalLM:
-    """The policy of a run's task after some steps of GRPO at its learning rate, on problems that no seed from 0 on sees."""
+    """The policy of a run's task after some steps of GRPO at its learning rate, on problems that no other seed sees."""
     model = learned_model(TASKS[run.task], run.warm_start, cache)
     if steps:
-        train(replace(run, method="grpo", seed=-1, steps=steps, evaluate_every=steps), model)
+        train(replace(run, method="grpo", seed=UNSEEN, steps=steps, evaluate_every=steps), model)
     return model
-
-
-def gate_of(name: str) -> Callable[..., Tensor] | None:
-    """A gate of one's own; None for the package's.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if name in GATES:
-        return None
-    allowed = f"{', '.join(GATES)}, or module:function"
-    found: Callable[..., Tensor] = function_of(name, f"gate {name!r} is unknown; allowed: {allowed}")
-    return found
 
 
 def train(run: Run, model: LlamaForCausalLM) -> Record:
@@ -242,22 +242,15 @@ def reshaped_weights(
     run: Run, model: LlamaForCausalLM, rollout: Rollout, method: Method, step: int, entry: dict[str, float]
 ) -> Tensor:
     """Weights `[B, L]`; what they look like goes into `entry`."""
-    settings: dict[str, Any] = {name: getattr(run, name) for name in ("probe", "warmup_steps", "tau", "beta", "floor")}
-    if run.gate in GATES:
-        settings["gate"] = run.gate
-    config = OarConfig.parse({**settings, "answer_patterns": ("hash",)})
-    importance_BL = method(CreditPass(model, rollout, config.probe_at(step + 1), run.seed * 100_000 + step))
+    config = run.config()
+    request = Request.from_config(config, step + 1, rollout.token_BL.shape[1], replacement_token=PAD)
+    importance_BL = method(model, rollout, request)
     status_B = rollout.status_B
     if run.positive_only:
         status_B = status_B.masked_fill(rollout.advantage_B <= 0, Status.NOT_NEEDED)
     advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)
-    reshaped = reshape(advantage_BL, importance_BL, rollout.reasoning_BL, status_B, config)
-    weight_BL, metrics = reshaped.weight_BL, reshaped.metrics
-    usable_BL = rollout.reasoning_BL & (reshaped.status_B == Status.SCORED)[:, None]
-    gate = gate_of(run.gate)
-    if gate is not None:
-        weight_BL = gate(importance_BL, usable_BL, run.tau, run.beta, run.floor)
-        metrics = summarize(weight_BL, usable_BL, reshaped.status_B)
+    _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, rollout.reasoning_BL, status_B, config)
+    usable_BL = rollout.reasoning_BL & (status_B == Status.SCORED)[:, None]
     entry |= {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
     entry |= describe_weights(weight_BL, importance_BL, usable_BL, rollout.causal_BL)
     return weight_BL

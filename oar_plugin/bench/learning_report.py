@@ -18,6 +18,7 @@ from oar_plugin.bench.learning import CREDIT_DEFAULTS, Record, Run
 from oar_plugin.bench.learning_alignment import Alignment
 from oar_plugin.bench.plots import pyplot
 from oar_plugin.bench.targets import machine_line
+from oar_plugin.credit.gate import gate_of
 
 TrainedBy = Literal["small", "verl"]
 
@@ -51,7 +52,6 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """See `method_name`."""
         return method_name(self.run)
 
     def rewards(self) -> dict[tuple[int, int], float]:
@@ -134,6 +134,12 @@ def method_name(run: Run) -> str:
         f"{name}={str(value).rpartition(':')[2]}" for name, value in settings.items() if value != CREDIT_DEFAULTS[name]
     ]
     return " ".join([method, *changed])
+
+
+def defaults() -> str:
+    """The credit's settings where a method's name has none; tau is the gate's."""
+    settings = CREDIT_DEFAULTS | {"tau": gate_of(CREDIT_DEFAULTS["gate"]).tau}
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
@@ -400,6 +406,7 @@ def notes(records: Sequence[Record], trained_by: TrainedBy = "small") -> list[st
         "Importance has a pass of its own here. In training it shares the forward that computes log-probs."
         if trained_by == "small"
         else "Importance shares the forward that computes log-probs; its seconds are what verl's timer says it adds.",
+        f"Settings that are not named: {defaults()}.",
         "Small models on made-up tasks: what holds here need not hold for yours.",
     ]
 
@@ -428,7 +435,7 @@ def variants_page(records: Sequence[Record], command: str) -> str:
             "",
             f"{run.steps} steps of {run.prompts} x {run.copies} responses. Mean reward over the run, and minus GRPO's of the "
             "same seed, warm model and learning rate; 95 % by Student's t, not corrected for the number of lines. Settings "
-            "that are not named are the defaults.",
+            f"that are not named: {defaults()}.",
             "",
             *_page_table(VARIANT_COLUMNS, variants(records)),
         ]

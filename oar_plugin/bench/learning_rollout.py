@@ -65,9 +65,9 @@ class Rollout:
         return self.segments_BL == Segment.REASONING
 
     @property
-    def answer_BL(self) -> Tensor:
-        """Bool, the answer's tokens."""
-        return self.segments_BL == Segment.ANSWER
+    def mask_BL(self) -> Tensor:
+        """Bool, false at padding."""
+        return self.response_BL | (torch.arange(self.token_BL.shape[1]) < self.prompt_length)
 
 
 def roll_out(

@@ -11,10 +11,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.bench.learning import HELD_OUT, Record, Run
+from oar_plugin.bench.learning import CREDIT_SETTINGS, HELD_OUT, Record, Run
+from oar_plugin.bench.learning_credit import is_importance, method_of
 from oar_plugin.bench.reasoning.tasks import TASKS, Problem
 from oar_plugin.bench.reasoning.vocabulary import SPECIAL, VOCABULARY, text
 from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, learned_model
+from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.demo.training import TrainingFailed, diagnose, read_metrics, training_overrides
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides
 from oar_plugin.hosts.verl.cpu.session import run_verl
@@ -24,17 +26,18 @@ if TYPE_CHECKING:
 
 WARM_START = WarmStart(heads=2)
 """Of width 32: the narrowest that vLLM has on a CPU."""
-METHODS = ("grpo", "fisher", "onward", "oar_g", "oar_p")
-"""Those of the learning bench that are importances of the package."""
 LONGEST_RUN_S = 3600.0
 
 
 def check(run: Run) -> None:
     """Raises: ValueError for a setting that verl's trainer does not have."""
-    if run.method not in METHODS:
-        raise ValueError(f"--through-verl: method {run.method!r} is not served; allowed: {', '.join(METHODS)}")
-    if run.positive_only or ":" in run.gate:
-        raise ValueError("--through-verl: --positive-only and gates of one's own are not served; leave them out")
+    if method_of(run.method) is not None and not is_importance(run.method):
+        raise ValueError(
+            f"--through-verl: method {run.method!r} is not served; allowed: grpo, {', '.join(IMPORTANCES)}, or "
+            "python:<module>:<class>"
+        )
+    if run.positive_only:
+        raise ValueError("--through-verl: --positive-only is not served; leave it out")
 
 
 def train(run: Run, folder: Path, cache: Path | None) -> Record:
@@ -72,9 +75,9 @@ def train(run: Run, folder: Path, cache: Path | None) -> Record:
 def overrides(run: Run, folder: Path) -> list[str]:
     """What verl is told beside `cpu_overrides`."""
     method = ["algorithm.adv_estimator=grpo"]
-    if run.method != "grpo":
-        settings = {name: getattr(run, name) for name in ("probe", "warmup_steps", "tau", "beta", "floor", "gate")}
-        settings |= {"importance": run.method, "answer_patterns": "[hash]", "seed": run.seed}
+    if method_of(run.method) is not None:
+        settings = run.config().model_dump(include={"importance", "seed", *CREDIT_SETTINGS}, exclude_none=True)
+        settings["answer_patterns"] = "[hash]"
         method = ["algorithm.adv_estimator=oar", *(f"algorithm.oar.{name}={value}" for name, value in settings.items())]
     task, problems = TASKS[run.task], folder / "problems.parquet"
     return [

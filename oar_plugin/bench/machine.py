@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
+
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def check_device(name: str) -> None:

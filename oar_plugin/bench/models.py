@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from oar_plugin.passes.tokens import TokenBytes
 
 Architecture = Literal["qwen2", "llama"]
-ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 
 @dataclass(frozen=True)

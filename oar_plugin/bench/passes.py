@@ -6,9 +6,9 @@ the memory be measured without the whole batch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
-from oar_plugin.hosts.micro_batch import MicroBatchScorer
-from oar_plugin.passes.request import Part, Request
-from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.plain import PlainPass
+from oar_plugin.passes.request import Request
 
 CHUNK = 256  # rows of logits at a time, as verl's entropy_from_logits_with_chunking
 
@@ -125,48 +124,11 @@ class Passes:
         self._set_checkpointing(checkpointing)
         self.model.eval()
         segments = iter(self.segments_BL[: self.batch.scored].split(self.micro_batch))
-        with ModelTaps(self.model, checkpoint_activations=checkpointing) as taps:
+        with PlainPass(self.model, self.request, checkpoint_activations=checkpointing) as one:
             for token_BL in self._micro_batches(0, limit, self.batch.scored):
-                self._score_micro_batch(taps, token_BL, next(segments), scores, importance_only)
+                on_logits = None if importance_only else partial(scores.add_logits, token_BL=token_BL)
+                scores.importance.append(one.importance(token_BL, next(segments), on_logits=on_logits))
         return scores
-
-    def _score_micro_batch(
-        self, taps: ModelTaps, token_BL: Tensor, segments_BL: Tensor, scores: Scores, importance_only: bool
-    ) -> None:
-        request = self.request
-        rows, length = token_BL.shape
-        packed_T = torch.arange(rows * length, device=token_BL.device)
-        scorer = MicroBatchScorer(
-            request,
-            segments_BL.flatten(),
-            token_BL.flatten(),
-            torch.arange(0, rows * length + 1, length, device=token_BL.device),
-            packed_T,
-            rows * length,
-            lambda tensor: tensor,
-        )
-
-        def forward(draw: int | None, rows_only: bool, part: Part = "answer") -> None:
-            taps.prepare(*scorer.tap(draw, part), rows_only=rows_only)
-            # The full logits go out of scope here, before the backward.
-            logits = self._forward(token_BL).logits
-            if not rows_only:
-                scores.add_logits(logits.detach(), token_BL)
-
-        if request.importance == "oar_g":
-            with torch.no_grad():
-                forward(None, importance_only)
-            assert taps.answer_logits is not None
-            scorer.remember_clean(taps.answer_logits)
-        mean_T = {part: torch.zeros(rows * length, device=token_BL.device) for part in request.parts}
-        for draw, part in itertools.product(range(request.num_draws), request.parts):
-            forward(draw, importance_only or request.importance == "oar_g" or draw > 0 or part == "onward", part)
-            scorer.scalar_of(taps, draw).backward()
-            embedding = taps.embedding
-            assert embedding is not None
-            assert embedding.grad is not None
-            mean_T[part] += scorer.importance(embedding.grad, embedding.detach()).flatten() / request.num_draws
-        scores.importance.append(scorer.combined(mean_T).view_as(token_BL))
 
     # ---- (d) the published procedure
 

@@ -21,14 +21,15 @@ from transformers.utils import logging
 
 from oar_plugin.bench.beside import MOST_TOKENS, SHARES, Beside, generate_beside
 from oar_plugin.bench.engine import Engine, serving
-from oar_plugin.bench.machine import check_device, choose_device, describe_machine, load_average, threads, timed
+from oar_plugin.bench.machine import Device, check_device, choose_device, describe_machine, load_average, threads, timed
 from oar_plugin.bench.models import SHAPES, Architecture, build_batch, build_model
 from oar_plugin.bench.passes import Passes
 from oar_plugin.bench.responses import Response, made_responses
 from oar_plugin.bench.scoring import SPAN, LocalScoring, OffloadedScoring, Run, Work
 from oar_plugin.config import OarConfig
-from oar_plugin.passes.request import Request
+from oar_plugin.credit.importance.hybrid import Hybrid
 from oar_plugin.hosts.vllm.versions import installed
+from oar_plugin.passes.request import Request
 
 GENERATE, LOG_PROB, UPDATE = "generate", "log_prob", "update"
 STEP = "step"
@@ -83,7 +84,7 @@ class Settings:
     answer_length: int = 8
     generating: int = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"
+    device: Device = "auto"
     rounds: int = 3
     copies_at_most: int | Literal["auto"] | None = None
     published_copies: int | None = None
@@ -105,7 +106,6 @@ class Settings:
 
     @property
     def vocabulary(self) -> int:
-        """Of the model."""
         return self.vocab or SHAPES[self.size].vocab
 
 
@@ -276,7 +276,7 @@ class _Length:
         largest = int(batch.token_BL.max())
         if largest >= settings.vocabulary:
             raise ValueError(f"--vocab {settings.vocabulary}: must be more than {largest}, the tokenizer's largest id")
-        config = OarConfig.parse({"seed": settings.seed})
+        config = OarConfig.parse({"importance": Hybrid.name, "seed": settings.seed})
         self.passes = Passes(model, batch, Request.from_config(config, 1, response_length), _MICRO_BATCH)
         self.responses = made_responses(batch, self.passes.segments_BL)
         self.padding = int(batch.token_BL[0, -1])  # the end-of-sequence token pads, as with most tokenizers

@@ -155,7 +155,6 @@ def tables(result: Result) -> list[Table]:
 
 
 def _cells(candidate: Measured, length: LengthResult) -> list[str]:
-    """Of `_COLUMNS`."""
     have = length.candidates
     mark = " (scaled)" if candidate.measured < 1 else ""
     of = [have[STEP], have.get(PUBLISHED), have.get(EXACT.get(candidate.key, ""))]
@@ -171,7 +170,6 @@ def _cells(candidate: Measured, length: LengthResult) -> list[str]:
 
 
 def _beside_cells(beside: Beside, length: LengthResult) -> list[str]:
-    """Of `_BESIDE_COLUMNS`."""
     name = "alone" if beside.share is None else f"scoring, share {beside.share:g}"
     if beside.share == DEFAULT_SHARE:
         name += " (default)"

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from oar_plugin.bench.memory import free_bytes
-from oar_plugin.credit.perturbation import Unit, divergence, log_distribution
+from oar_plugin.credit.importance.oar_p import divergence, log_distribution
+from oar_plugin.credit.perturbation import Unit
 
 # Of the memory that is left, what a batch of copies may take: estimates are rough, and other work needs some too.
 _MEMORY_SHARE = 0.5

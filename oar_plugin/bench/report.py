@@ -153,10 +153,7 @@ def notes(result: Result) -> list[str]:
         "d runs the published procedure on the scored responses, one at a time, and lets backward compute weight "
         "gradients as the published code does; d' follows the paper's text and does not. Neither returns log-probs.",
     ]
-    if settings.importance != "fisher":
-        lines.append(f"Ours computes {settings.importance} in b and c.")
-    else:
-        lines.append("Ours computes the Fisher norm in b and c, the default; d computes OAR-G.")
+    lines.append(f"Ours computes {settings.importance} in b and c; d computes OAR-G.")
     if settings.scored_share < 1:
         lines.append(
             f"Importance for {settings.scored} of {settings.responses} responses (--scored-share); b runs the others "

@@ -14,24 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from oar_plugin.bench.importance import DEFAULT, check_importance
 from oar_plugin.bench.run_assets import FINDER, REWARD
 from oar_plugin.bench.run_steps import CPU_SECONDS, HOST_ADVANTAGE, METHOD, WARM_UP
-from oar_plugin.config import Importance
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides
 
 Checkpointing = Literal["on", "off"]
 
 LONGEST_RUN_S = 3600.0
 _LOG_TAIL = 25
-_SIZES_SERVED = (
-    "1m",
-    "10m",
-    "50m",
-    "0.1b",
-    "0.5b",
-)  # vLLM serves no smaller heads on a CPU, and larger ones take hours
+SIZES = ("1m", "10m", "50m", "0.1b", "0.5b")
+"""vLLM serves no smaller heads on a CPU, and larger ones take hours."""
 
 
 class RunFailed(RuntimeError):
@@ -68,7 +63,7 @@ class Settings:
     prompt_length: int = 32
     response_length: int = 128
     scored_share: float = 0.5
-    importance: Importance = "fisher"
+    importance: str = DEFAULT
     checkpointing: Checkpointing = "on"
     micro_batch: int = 8
     steps: int = 6
@@ -81,10 +76,9 @@ class Settings:
         for name in ("prompts", "micro_batch", "steps", "rounds"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        if self.size not in _SIZES_SERVED:
-            raise ValueError(f"--size {self.size}: allowed: {', '.join(_SIZES_SERVED)}")
-        if self.importance not in get_args(Importance):
-            raise ValueError(f"--importance {self.importance}: allowed: {', '.join(get_args(Importance))}")
+        if self.size not in SIZES:
+            raise ValueError(f"--size {self.size}: allowed: {', '.join(SIZES)}")
+        check_importance(self.importance, copies=True)
         if self.n < 2:
             raise ValueError(f"--n {self.n}: must be at least 2, or no response has an advantage over another")
         if self.prompt_length < 8:
@@ -105,7 +99,6 @@ class Settings:
 
     @property
     def responses(self) -> int:
-        """Of one step."""
         return self.prompts * self.n
 
     @property

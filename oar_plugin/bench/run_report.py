@@ -10,14 +10,14 @@ from pathlib import Path
 from rich.table import Table
 
 from oar_plugin.bench.plots import pyplot
-from oar_plugin.bench.run import Phases, Result, Step, median_interval, median_ratio
+from oar_plugin.bench.run import Phases, Result, Settings, Step, median_interval, median_ratio
 from oar_plugin.bench.run_steps import WARM_UP
 from oar_plugin.bench.targets import machine_line
 
 LIMIT = 1.10
 """Target: a whole OAR step over a whole GRPO step, with the default importance and half of the rows without an advantage."""
 
-_STATED_FOR = ("fisher", 0.5)
+_STATED_FOR = (Settings.importance, Settings.scored_share)
 _TITLES = {
     "generation": "generation",
     "log_probs": "log-probs",
@@ -83,7 +83,7 @@ def verdict(result: Result) -> str:
     """On the ratio of wall seconds: `reached`, `NOT reached`, or why there is none."""
     ratio = ratios(result)[0]
     if (result.settings.importance, result.settings.scored_share) != _STATED_FOR:
-        return "not judged: the target is stated for --importance fisher --scored-share 0.5"
+        return "not judged: the target is stated for --importance {} --scored-share {}".format(*_STATED_FOR)
     if ratio.interval is None:
         return "not judged: fewer than six pairs of steps (--steps, --rounds)"
     low, high = ratio.interval
@@ -115,7 +115,6 @@ class PhaseRow:
     added_share: float
 
     def cells(self) -> list[str]:
-        """Of `_COLUMNS`."""
         return [
             self.title,
             f"{self.grpo:.3f}",

@@ -1,7 +1,7 @@
 """What `oar bench scaling` runs: layouts of processes, the batch of each, and which of them are compared with which.
 
 A *layout* says how many processes share what. A *series* is one kind of layout at growing sizes, and its first member, one
-process where the model fits in one, is what the others are held against. Nothing here starts or imports anything heavy.
+process where the model fits in one, is what the others are held against. Nothing here starts anything.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-if TYPE_CHECKING:
-    from oar_plugin.config import Importance
+from oar_plugin.bench.importance import DEFAULT, check_importance
+from oar_plugin.bench.machine import Device
 
 Engine = Literal["fsdp", "megatron"]
 Kind = Literal["data", "tensor", "pipeline", "sequence", "context"]
@@ -149,9 +149,9 @@ class Settings:
     micro_batch: int = 2
     scored_share: float = 1.0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"
+    device: Device = "auto"
     checkpointing: bool = False
-    importance: Importance = "fisher"
+    importance: str = DEFAULT
     rounds: int = 7
     threads: int = 1
     seed: int = 0
@@ -169,6 +169,7 @@ class Settings:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        check_importance(self.importance)
         if not 0 < self.scored_share <= 1:
             raise ValueError(f"--scored-share {self.scored_share}: must be in (0, 1]")
         if self.model is not None and not Path(self.model).is_dir():
@@ -191,7 +192,6 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Of its result file."""
         return f"{str(self.layout).replace(':', '_').replace(',', '_').replace('=', '')}_{self.responses}"
 
 

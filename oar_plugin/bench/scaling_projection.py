@@ -111,7 +111,7 @@ def _rows(recipe: Path, gpu: str | None, mode: Mode, own_gpus: int, sizes: Seque
         seconds = made.seconds
         work = made.setup.workload
         gate = GATE_SECONDS_PER_TOKEN * work.sequences * work.max_response
-        importance, without = seconds.oar_g + seconds.oar_p, seconds.log_prob + seconds.update
+        importance, without = seconds.oar, seconds.log_prob + seconds.update
         yield Projected(
             gpus,
             mode,
@@ -153,7 +153,6 @@ def tables(projection: Projection) -> list[Table]:
 
 
 def _cells(row: Projected) -> list[str]:
-    """Of `_COLUMNS`."""
     if row.seconds is None or row.step_ratio is None or row.measured_ratio is None:
         return [str(row.gpus), *[""] * (len(_COLUMNS) - 2), row.problem or ""]
     phases = [f"{row.seconds[name]:.3g}" for name in ("generation", "log_prob", "importance", "gate", "update")]

@@ -268,7 +268,6 @@ def tables(result: Result) -> list[Table]:
 
 
 def _cells(result: Result, row: Row) -> list[str]:
-    """Of `_COLUMNS`."""
     star = "*" if row.shared > 1 else ""
     efficiency = ["", ""] if row.efficiency is None else [f"{value:.0%}{star}" for value in row.efficiency]
     return [
@@ -285,7 +284,6 @@ def _cells(result: Result, row: Row) -> list[str]:
 
 
 def _phase_cells(result: Result, row: Row) -> list[str]:
-    """Of `_PHASE_COLUMNS`."""
     phase = _phases(result, row.launch)
     keys = (("grpo", "log_prob"), ("oar", "log_prob"), ("oar", "gate"), ("grpo", "update"), ("oar", "update"))
     return [f"{phase[method][name]:.3g}" for method, name in keys]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,11 @@ from oar_plugin.bench.passes import Passes
 from oar_plugin.bench.published import copies_that_fit, published_perturbation
 from oar_plugin.bench.responses import Response
 from oar_plugin.config import PerturbationConfig
-from oar_plugin.credit.perturbation import search
+from oar_plugin.credit.perturbation import Search
 from oar_plugin.credit.probe import Probe
-from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
+from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements
 
 BUDGET = 0.3
 SPAN = 8
@@ -103,9 +102,7 @@ class LocalScoring:
                 self.passes.model, self._tokens(response), shifted, response.answer_start, self.padding, self.at_once
             )
             _account(run, units.every / len(units.chosen), len(units.chosen), length * (1 + len(units.chosen)), length)
-            rounds = search(units.chosen, response.length)
-            next(rounds)
-            run.importance.append(_last(rounds, scores.tolist()))
+            run.importance.append(_finished(Search(units.chosen, response.length), scores.tolist()))
         return run
 
     def exact(self, responses: Sequence[Response], at_most: int | None, span: int = 1) -> Run:
@@ -113,8 +110,7 @@ class LocalScoring:
         run = Run([])
         for response in responses:
             units = response.units(span, at_most)
-            rounds = search(units.chosen, response.length)
-            self._search(run, response, rounds, units.every / len(units.chosen))
+            self._search(run, response, Search(units.chosen, response.length), units.every / len(units.chosen))
         return run
 
     def hybrid(self, responses: Sequence[Response], at_most: int | None) -> Run:
@@ -130,15 +126,15 @@ class LocalScoring:
         for response in responses:
             units = response.units(1, of_budget(at_most))
             gradient_L = gradient_BL[response.row, response.prompt_length :].tolist()
-            rounds = search(units.chosen, response.length, BUDGET, gradient_L)
-            self._search(run, response, rounds, units.every / len(units.chosen))
+            search = Search(units.chosen, response.length, BUDGET, gradient_L)
+            self._search(run, response, search, units.every / len(units.chosen))
         return run
 
-    def _search(self, run: Run, response: Response, rounds: Generator[Any, Any, Tensor], every: float) -> None:
+    def _search(self, run: Run, response: Response, search: Search, every: float) -> None:
         copies = MaskedCopies(self.passes.model, PROBE, Replacements(self.padding), FORWARD_TOKENS)
         candidate = Candidate(self._tokens(response), response.prompt_length, response.answer_start)
-        wanted = next(rounds)
-        run.importance.append(_last(rounds, copies.run(candidate, wanted)))
+        wanted = search.wanted
+        run.importance.append(_finished(search, copies.run(candidate, wanted)))
         _account(run, every, len(wanted), copies.tokens, len(response.token_ids))
 
     def _tokens(self, response: Response) -> Tensor:
@@ -216,11 +212,8 @@ def _account(run: Run, every: float, copies: int, tokens: int, reference_tokens:
     run.reference_tokens += reference_tokens
 
 
-def _last(rounds: Generator[Any, Any, Tensor], scores: list[float]) -> Tensor:
-    """Importance from the only round of a search."""
-    try:
-        rounds.send(scores)
-    except StopIteration as stop:
-        importance_L: Tensor = stop.value
-        return importance_L
-    raise AssertionError("a search that is exhaustive or goes by gradient takes one round")
+def _finished(search: Search, scores: list[float]) -> Tensor:
+    """Importance from the scores of a search that takes one round: all units, or those with the largest gradient."""
+    search.send(scores)
+    assert search.importance is not None
+    return search.importance

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import torch
 
-from oar_plugin.bench.machine import check_device, choose_device, describe_machine, load_average, threads, timed
+from oar_plugin.bench.importance import DEFAULT, check_importance
+from oar_plugin.bench.machine import Device, check_device, choose_device, describe_machine, load_average, threads, timed
 from oar_plugin.bench.memory import peak_bytes
 from oar_plugin.bench.models import SHAPES, Architecture, build_batch, build_model
 from oar_plugin.bench.passes import Passes
-from oar_plugin.config import Importance, OarConfig
+from oar_plugin.config import OarConfig
 from oar_plugin.passes.request import Request
 
 LOG_PROB, BOOKKEEPING = "log_prob", "bookkeeping"
@@ -43,10 +44,10 @@ class Settings:
     answer_length: int = 8
     micro_batch: int = 4
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"
+    device: Device = "auto"
     rounds: int = 5
     checkpointing: Literal["on", "off", "both"] = "both"
-    importance: Importance = "fisher"
+    importance: str = DEFAULT
     scored_share: float = 1.0
     published_responses: int | None = None
     threads: int | None = None
@@ -63,6 +64,7 @@ class Settings:
             raise ValueError(f"--scored-share {self.scored_share}: must be in (0, 1]")
         if self.published_responses is not None and self.published_responses < 1:
             raise ValueError(f"--published-responses {self.published_responses}: must be at least 1")
+        check_importance(self.importance)
         check_device(self.device)
 
     @property

@@ -1,4 +1,4 @@
-"""The gradient pass on a HuggingFace model in one process: notebooks, benchmarks, studies."""
+"""Importance of a batch under a HuggingFace model in one process: notebooks, benchmarks, studies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
+from oar_plugin.passes.masked_copies import MaskedCopies, Replacements, copies_importance
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
 
@@ -63,7 +66,10 @@ class PlainPass:
                 "attention_mask": mask_BL.long(),
                 "position_ids": (mask_BL.long().cumsum(-1) - 1).clamp_min(0),
             }
-        for forward in one.importance.forwards(self.request.num_draws, log_probs=on_logits is not None):
+        forwards = one.importance.forwards(self.request.num_draws, log_probs=on_logits is not None)
+        if on_logits is not None and not forwards:  # an importance that looks at no model
+            forwards = [Forward(None, log_probs=True)]
+        for forward in forwards:
             tap = self._taps.tap = one.tap(forward)
             with torch.set_grad_enabled(forward.backward is not None):
                 logits = self.model(**arguments).logits
@@ -77,6 +83,41 @@ class PlainPass:
         flat = importance_T.new_zeros(token_BL.numel())
         flat[layout.local_T] = importance_T
         return flat.view_as(token_BL)
+
+
+def batch_importance(
+    model: nn.Module,
+    request: Request,
+    token_BL: Tensor,
+    segments_BL: Tensor,
+    mask_BL: Tensor,
+    max_tokens: int = 2**13,
+) -> Tensor:
+    """The importance that `request` names, float32 `[B, L]`; 0 outside the reasoning.
+
+    Args:
+        model: causal LM in eval mode; left as it is.
+        request: with `perturbation` for an importance that has copies.
+        token_BL: int64, prompts and responses, padded on the right.
+        segments_BL: `Segment` of each token; OUTSIDE everywhere in a response that is not scored.
+        mask_BL: bool, false at padding.
+        max_tokens: of one forward of masked copies.
+    """
+    with PlainPass(model, request) as one:
+        gradient_BL = one.importance(token_BL, segments_BL, mask_BL)
+    copies = request.importance_object.copies
+    if copies is None:
+        return gradient_BL
+    assert request.perturbation is not None
+    replacements = Replacements(request.perturbation.replacement_token, request.seed)
+    runner = MaskedCopies(model, request.probe, replacements, max_tokens)
+    rows = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0].tolist()
+    chooser = {row: gradient_BL[row] for row in rows} if copies.by_gradient else None
+    wanted = {row: (token_BL[row], segments_BL[row]) for row in rows}
+    importance_BL = torch.zeros_like(gradient_BL)
+    for row, importance_L in copies_importance(runner, wanted, request.perturbation, chooser).items():
+        importance_BL[row] = importance_L
+    return importance_BL
 
 
 def packed_rows(token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None) -> tuple[Packed, Layout]:

@@ -9,10 +9,20 @@ import torch
 
 from oar_plugin.bench import fidelity_report as report
 from oar_plugin.bench.fidelity import Settings, estimators, measure, pieces_of_work
-from oar_plugin.bench.fidelity_estimators import Work, by_copies, by_gradient, load_estimators, package_estimators
+from oar_plugin.bench.fidelity_estimators import (
+    REFERENCE,
+    Work,
+    by_importance,
+    load_estimators,
+    package_estimators,
+)
 from oar_plugin.bench.fidelity_page import html
 from oar_plugin.bench.fidelity_responses import MicroBatch, micro_batches
 from oar_plugin.bench.fidelity_scores import deletion_curve, mean_over_groups, rank_correlation, recall, top_overlap
+from oar_plugin.credit.importance import IMPORTANCES, Forward
+from oar_plugin.passes.gradient import MicroBatchPass
+from oar_plugin.passes.plain import packed_rows
+from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
 from tests.bench.fidelity_model import PAD, response, source, tiny_model
 
@@ -21,14 +31,14 @@ SMALL = Settings(tasks=("made", "other"), seeds=1, responses=3, curves=2, micro_
 
 def batch_of(*lengths: int) -> MicroBatch:
     rows = [response(length, seed) for seed, length in enumerate(lengths)]
-    ((_, batch),) = micro_batches(rows, len(rows), PAD, 3, 0, torch.device("cpu"))
+    ((_, batch),) = micro_batches(rows, len(rows), PAD, 0, torch.device("cpu"))
     return batch
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_estimators():
     """The rest are scored one by one."""
-    few = [e for e in package_estimators() if e.name in ("oar_p", "attention", "fisher 1", "random")]
+    few = [e for e in package_estimators() if e.name in (REFERENCE, "attention", report.BASELINE, "random")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("oar_plugin.bench.fidelity.package_estimators", lambda: list(few))
         yield
@@ -57,19 +67,25 @@ def test_a_score_does_not_depend_on_the_batch_around_it(estimator):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_every_importance_of_the_package_is_an_estimator():
+    names = {estimator.name.split()[0] for estimator in package_estimators()}
+    assert names == {*IMPORTANCES, "attention"}
+
+
 def test_fisher_is_the_gradient_of_a_plain_backward():
     model, batch = tiny_model().requires_grad_(False), batch_of(18)
-    scorer = batch.scorer("fisher", 1)
+    packed, layout = packed_rows(batch.token_BT, batch.segments_BT, batch.mask_BT)
+    tap = MicroBatchPass(Request("fisher", seed=batch.seed), packed, layout).tap(Forward(0))
     embedding = model.get_input_embeddings()(batch.token_BT).detach().requires_grad_(True)
-    logits = model(inputs_embeds=embedding).logits[0]
-    scorer.scalar(logits[scorer.rows.position_N], 0).backward()
-    want = embedding.grad.square().sum(-1)
-    torch.testing.assert_close(by_gradient(model, batch, "fisher", 1), want)
+    hidden = model.model(inputs_embeds=embedding).last_hidden_state[0]
+    tap.probe(model.lm_head, hidden[tap.row_position_N]).backward()
+    want = embedding.grad.square().sum(-1) * batch.reasoning_BT
+    torch.testing.assert_close(by_importance(model, batch, "fisher"), want)
 
 
 def test_exact_copies_are_what_a_plain_forward_says():
     model, batch = tiny_model(), batch_of(15)
-    scores = by_copies(model, batch)[0]
+    scores = by_importance(model, batch)[0]
     start, end = batch.responses[0].answer
     with torch.no_grad():
 
@@ -86,7 +102,14 @@ def test_exact_copies_are_what_a_plain_forward_says():
 
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
-    [("fisher 1", 1, 1), ("fisher 4", 1, 4), ("oar_g 8", 9, 8), ("entropy", 1, 0), ("random", 0, 0)],
+    [
+        ("fisher 1", 1, 1),
+        ("fisher 4", 4, 4),
+        ("oar_g 4", 5, 4),
+        ("onward 1", 2, 2),
+        ("entropy", 1, 0),
+        ("random", 0, 0),
+    ],
 )
 def test_work_counts_passes(name, forward, backward):
     model, batch = tiny_model(), batch_of(16, 16)
@@ -100,7 +123,7 @@ def test_work_counts_passes(name, forward, backward):
 def test_work_counts_what_copies_compute_behind_their_prefix():
     model, batch = tiny_model(), batch_of(16)
     with Work(model) as work:
-        by_copies(model, batch, budget=1)  # one share: all of them
+        by_importance(model, batch, budget=1)  # one share: all of them
     assert 1 < work.forward / batch.token_BT.numel() < len(batch.responses[0].reasoning_R)
 
 
@@ -138,8 +161,8 @@ def test_overlap_and_recall():
 
 def test_deletion_falls_faster_when_what_matters_goes_first():
     model, row = tiny_model(), response(40, 3)
-    batch = MicroBatch((row,), row.token_T[None], row.segments_T[None], PAD, 3, "answer_mean", 0)
-    exact = by_copies(model, batch)[0, row.reasoning_R]
+    batch = MicroBatch((row,), row.token_T[None], row.segments_T[None], PAD, "answer_mean", 0)
+    exact = by_importance(model, batch)[0, row.reasoning_R]
     curves = deletion_curve(model, row, {"best": exact, "same": exact.clone(), "worst": -exact}, PAD)
     assert curves["best"][0] == 1.0
     assert curves["best"] == curves["same"]
@@ -160,12 +183,12 @@ def test_intervals_hold_groups_together():
 
 def test_the_reference_agrees_with_itself(result):
     summary = report.Summary(result)
-    (exact,) = (row for row in summary.main if row.name == "oar_p")
+    (exact,) = (row for row in summary.main if row.name == REFERENCE)
     assert exact.means["overlap"].value == 1.0
     assert exact.means["spearman"].value == pytest.approx(1.0)
     assert exact.means["recall_gap"].value == 0.0
     assert {m.dtype for m in result.measured} == {"float32", "bfloat16"}
-    assert all(len(m.judged["fisher 1"]) == 3 for m in result.measured)
+    assert all(len(m.judged[report.BASELINE]) == 3 for m in result.measured)
 
 
 def test_pages_hold_every_estimator(result, tmp_path):

@@ -1,14 +1,11 @@
 """Attention patching: exact where it claims to be."""
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.credit.gradient import patching_importance, principal_coefficients, replaced_key_effect
-from oar_plugin.credit.vocabulary import VocabularyShard
+from oar_plugin.bench.fidelity_patching import patching_importance, principal_coefficients, replaced_key_effect
 
 
 def attend(query, key, value):
@@ -59,33 +56,3 @@ def test_principal_coefficients_carry_the_largest_eigenvalue(scale):
     largest = torch.linalg.eigvalsh(fisher)[:, -1]
     assert (along > 0.97 * largest).all()
     torch.testing.assert_close(got.square().sum(-1), largest, rtol=0.05, atol=1e-9)
-
-
-def test_principal_coefficients_of_shards_are_columns_of_the_whole():
-    """Two threads, each with its columns, that meet wherever processes would sum."""
-    logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
-    barrier, desk = threading.Barrier(2), [torch.empty(0), torch.empty(0)]
-
-    def meeting(rank, combine):
-        def meet(tensor):
-            desk[rank] = tensor
-            barrier.wait(timeout=10)
-            met = combine(desk[0], desk[1])
-            barrier.wait(timeout=10)
-            return met
-
-        return meet
-
-    columns = (slice(0, 6), slice(6, 10))
-    found = [torch.empty(0), torch.empty(0)]
-
-    def work(rank):
-        shard = VocabularyShard(columns[rank].start, meeting(rank, torch.add), meeting(rank, torch.maximum))
-        found[rank] = principal_coefficients(logits[:, columns[rank]], shard)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-    torch.testing.assert_close(torch.cat(found, -1), principal_coefficients(logits), rtol=1e-4, atol=1e-5)

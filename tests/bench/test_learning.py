@@ -1,21 +1,26 @@
-import random
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from oar_plugin.bench import learning
 from oar_plugin.bench.learning import Record, Run, describe_weights, grid, study, train
-from oar_plugin.bench.learning_credit import METHODS, CreditPass, method_of
-from oar_plugin.bench.learning_rollout import Rollout, roll_out
+from oar_plugin.bench.learning_credit import METHODS, method_of
+from oar_plugin.bench.learning_rollout import Rollout
 from oar_plugin.bench.reasoning.model import build_model
-from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.vocabulary import PAD
 from oar_plugin.bench.reasoning.warm_start import WarmStart
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.gate import GATES
+from oar_plugin.credit.importance import IMPORTANCES
+from oar_plugin.credit.importance.fisher import Fisher
+from oar_plugin.passes.request import Request
+from tests.bench.rollouts import TASK, demonstrated
 
-TASK = replace(TASKS["parallel"], steps=2, filler=(1, 2))
+PADDED = {"token_BL": PAD, "segments_BL": int(Segment.OUTSIDE), "response_BL": False}
 RUN = Run("parallel", "grpo", 1e-3, 0, steps=2, prompts=2, copies=2, evaluate_every=2)
 
 
@@ -25,28 +30,8 @@ def model():
 
 
 @pytest.fixture
-def rollout(monkeypatch, model):
-    """Demonstrations in place of samples: a model with random weights writes no answers."""
-    rng = random.Random(0)
-
-    def demonstrations(model, prompt_BP, copies, max_new_tokens, generator):
-        rows = []
-        for number in range(len(prompt_BP) * copies):
-            problem = problems[number // copies]
-            rows.append(TASK.demonstration(problem, rng, 0.0 if number % 2 else 1.0))
-        longest = max(map(len, rows))
-        return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
-
-    problems = []
-
-    class Remembering(type(TASK)):
-        def problem(self, rng):
-            problems.append(super().problem(rng))
-            return problems[-1]
-
-    task = Remembering(TASK.name, TASK.steps, TASK.filler, TASK.error_rate)
-    monkeypatch.setattr("oar_plugin.bench.learning_rollout.sample", demonstrations)
-    return roll_out(model, task, rng, torch.Generator(), prompts=2, copies=2)
+def rollout(model):
+    return demonstrated(model)
 
 
 def test_rollout_lays_out_segments_and_results(rollout: Rollout):
@@ -54,16 +39,22 @@ def test_rollout_lays_out_segments_and_results(rollout: Rollout):
     assert rollout.graded.answered == 1
     assert (rollout.advantage_B > 0).sum() == 2
     assert (rollout.segments_BL[:, : rollout.prompt_length] == Segment.OUTSIDE).all()
-    assert (rollout.answer_BL.sum(-1) == TASK.steps).all()
+    assert ((rollout.segments_BL == Segment.ANSWER).sum(-1) == TASK.steps).all()
     assert (rollout.causal_BL.sum(-1) == TASK.steps).all()
     assert not (rollout.causal_BL & ~rollout.reasoning_BL).any()
     assert torch.equal(rollout.response_BL, rollout.segments_BL != Segment.OUTSIDE)
+    assert torch.equal(rollout.mask_BL, rollout.token_BL != PAD)
+
+
+def request_of(name):
+    run = replace(RUN, method=name)
+    return Request.from_config(run.config(), 1, 100, replacement_token=PAD)
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method is not None])
 def test_every_method_scores_and_leaves_the_model_alone(name, model, rollout):
     before = [parameter.clone() for parameter in model.parameters()]
-    importance_BL = METHODS[name](CreditPass(model, rollout, "answer_mean", 0))
+    importance_BL = METHODS[name](model, rollout, request_of(name))
     kept = importance_BL[rollout.reasoning_BL]
     assert importance_BL.shape == rollout.token_BL.shape
     assert torch.isfinite(kept).all()
@@ -75,36 +66,12 @@ def test_every_method_scores_and_leaves_the_model_alone(name, model, rollout):
         assert torch.equal(parameter, old)
 
 
-def test_fisher_norm_of_the_answer_is_the_expected_squared_gradient(model, rollout):
-    """Against all rows of the Fisher matrix's root, one backward each; the mean over signs comes near it."""
-    draws = 200
-    total = 0.0
-    for seed in range(draws):
-        with CreditPass(model, rollout, "answer_joint", seed) as credit:
-            total = total + credit.fisher_norm(rollout.answer_BL.float())
-    estimate = (total / draws)[rollout.reasoning_BL]
-
-    rows = (rollout.answer_BL.nonzero() - torch.tensor([0, 1])).tolist()
-    embedding = model.get_input_embeddings()(rollout.token_BL).detach().requires_grad_(True)
-    logits = model(inputs_embeds=embedding, use_cache=False).logits
-    exact = torch.zeros(rollout.token_BL.shape)
-    for row, position in rows:
-        p = logits[row, position].softmax(-1).detach()
-        for v in range(0, len(p)):
-            scalar = p[v].sqrt() * logits[row, position].log_softmax(-1)[v]
-            exact += torch.autograd.grad(scalar, embedding, retain_graph=True)[0].square().sum(-1)
-    exact = exact[rollout.reasoning_BL]
-    assert torch.corrcoef(torch.stack([estimate, exact]))[0, 1] > 0.98
-    assert abs(estimate.sum() / exact.sum() - 1) < 0.15
-
-
-def test_fisher_norm_ignores_what_comes_later(model, rollout):
-    with CreditPass(model, rollout, "answer_mean", 0) as credit:
-        weight_BL = torch.zeros(rollout.token_BL.shape)
-        weight_BL[:, rollout.prompt_length + 2] = 1.0
-        found = credit.fisher_norm(weight_BL)
-    assert (found[:, : rollout.prompt_length + 2] > 0).all()
-    assert (found[:, rollout.prompt_length + 2 :] == 0).all()
+@pytest.mark.parametrize("name", IMPORTANCES)
+def test_padding_changes_no_score(name, model, rollout):
+    """Nor do the random numbers in it depend on how long the other responses of a batch are."""
+    longer = {field: pad(getattr(rollout, field), (0, 3), value=value) for field, value in PADDED.items()}
+    alone, together = (METHODS[name](model, r, request_of(name)) for r in (rollout, replace(rollout, **longer)))
+    torch.testing.assert_close(together[:, :-3], alone, rtol=1e-3, atol=1e-5 * alone.max().item())
 
 
 def test_training_moves_the_model_and_methods_see_the_same_problems(model):
@@ -170,7 +137,8 @@ def _tiny(task, seed, cache, settings):
     [
         ({"task": "cooking"}, "cooking"),
         ({"method": "magic"}, "grpo, uniform"),
-        ({"method": "oar_plugin.config:nothing"}, "nothing"),
+        ({"method": "python:oar_plugin.config:nothing"}, "nothing"),
+        ({"method": "python:oar_plugin.config:OarConfig"}, "derived from"),
         ({"gate": "magic"}, "bi_level"),
         ({"copies": 1}, "--copies 2"),
     ],
@@ -180,18 +148,24 @@ def test_what_cannot_work_is_said(change, message):
         replace(RUN, **change).check()
 
 
-def test_the_probe_warms_up(model, rollout, monkeypatch):
+def test_the_probe_warms_up(model, rollout):
     """`last` for as many steps as were asked for."""
     probes = []
-    monkeypatch.setitem(METHODS, "oracle", lambda credit: probes.append(credit.probe) or rollout.causal_BL.float())
+
+    def oracle(model, rollout, request):
+        probes.append(request.probe)
+        return rollout.causal_BL.float()
+
     run = replace(RUN, method="oracle", warmup_steps=2)
     for step in range(4):
-        learning.reshaped_weights(run, model, rollout, method_of("oracle"), step, {})
+        learning.reshaped_weights(run, model, rollout, oracle, step, {})
     assert probes == ["last", "last", "answer_mean", "answer_mean"]
 
 
-def test_own_methods_are_imported():
-    assert method_of("oar_plugin.bench.learning_credit:_random") is METHODS["random"]
+def test_own_methods_are_scored_as_the_packages_are(model, rollout):
+    path = "python:oar_plugin.credit.importance.fisher:Fisher"
+    own, ours = (method_of(name)(model, rollout, request_of(name)) for name in (path, Fisher.name))
+    assert torch.equal(own, ours)
 
 
 def flat_gate(importance_BL, reasoning_BL, tau, beta, floor):
@@ -200,7 +174,7 @@ def flat_gate(importance_BL, reasoning_BL, tau, beta, floor):
 
 def test_own_gate_is_used_and_described(model, rollout):
     entry = {}
-    run = replace(RUN, method="oracle", gate="tests.bench.test_learning:flat_gate")
+    run = replace(RUN, method="oracle", gate="python:tests.bench.test_learning:flat_gate")
     weight_BL = learning.reshaped_weights(run, model, rollout, METHODS["oracle"], 0, entry)
     assert (weight_BL == 1).all()
     assert entry["ess_ratio"] == pytest.approx(1)
@@ -209,6 +183,11 @@ def test_own_gate_is_used_and_described(model, rollout):
     assert entry["weight_causal"] > entry["weight_other"]
 
 
+def test_a_gate_brings_its_own_quantile():
+    assert {name: replace(RUN, gate=name).config().quantile for name in GATES} == {n: g.tau for n, g in GATES.items()}
+    assert replace(RUN, tau=0.7).config().quantile == 0.7
+
+
 def test_gate_settings_are_none_of_grpos():
-    runs = grid(replace(RUN, tau=0.85, gate="m:f"), ["parallel"], ["grpo", "fisher"], [1e-3], [0])
-    assert [(run.tau, run.gate) for run in runs] == [(0.4, "bi_level"), (0.85, "m:f")]
+    runs = grid(replace(RUN, tau=0.7, gate="m:f"), ["parallel"], ["grpo", "fisher"], [1e-3], [0])
+    assert [(run.tau, run.gate) for run in runs] == [(None, OarConfig().gate), (0.7, "m:f")]

@@ -65,7 +65,7 @@ def test_verl_is_told_what_the_small_trainer_does(tmp_path):
     assert not [override for override in plain if "algorithm.oar" in override]
 
 
-@pytest.mark.parametrize("change", [{"method": "oracle"}, {"positive_only": True}, {"gate": "some.module:gate"}])
+@pytest.mark.parametrize("change", [{"method": "oracle"}, {"positive_only": True}])
 def test_what_verl_does_not_have_is_refused(change):
     with pytest.raises(ValueError, match="--through-verl"):
         learning_verl.check(replace(RUN, **change))

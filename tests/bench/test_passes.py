@@ -10,7 +10,13 @@ from oar_plugin.bench.models import build_batch
 from oar_plugin.bench.passes import Passes, _LogProb
 from oar_plugin.bench.published import published_importance
 from oar_plugin.credit.answer import Segment
-from oar_plugin.hosts.micro_batch import MicroBatchScorer
+from oar_plugin.credit.importance import IMPORTANCES, importance_of
+from oar_plugin.passes.gradient import MicroBatchPass
+from oar_plugin.passes.plain import packed_rows
+
+WITHOUT_COPIES = [name for name, importance in IMPORTANCES.items() if importance.copies is None]
+WITHOUT_COPIES.append("python:tests.own_importance:Saliency")
+WITH_BACKWARDS = [name for name in WITHOUT_COPIES if importance_of(name).backwards]
 
 
 def with_request(passes: Passes, **changes) -> Passes:
@@ -18,7 +24,7 @@ def with_request(passes: Passes, **changes) -> Passes:
     return passes
 
 
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "onward"])
+@pytest.mark.parametrize("importance", WITHOUT_COPIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_fused_log_probs_are_the_plain_ones(passes, importance, checkpointing):
     passes = with_request(passes, importance=importance)
@@ -38,7 +44,7 @@ def test_log_probs_and_entropy_are_those_of_log_softmax(passes):
     torch.testing.assert_close(torch.cat(scores.entropy), -(log_prob_BLV.exp() * log_prob_BLV).sum(-1))
 
 
-@pytest.mark.parametrize("importance", ["fisher", "onward"])
+@pytest.mark.parametrize("importance", [name for name in WITHOUT_COPIES if not importance_of(name).noisy])
 def test_importance_does_not_depend_on_the_pass(passes, importance):
     passes = with_request(passes, importance=importance)
     fused = torch.cat(passes.fused().importance)
@@ -57,17 +63,8 @@ def test_published_procedure_agrees_with_ours_for_the_same_noise(passes, weight_
     passes = with_request(passes, importance="oar_g")
     passes.model.double()
     ours = torch.cat(passes.importance_only().importance)
-    length = passes.batch.token_BL.shape[1]
     for number, (token_L, segments_L) in enumerate(zip(passes.batch.token_BL, passes.segments_BL, strict=True)):
-        scorer = MicroBatchScorer(
-            passes.request,
-            segments_L,
-            token_L,
-            torch.tensor([0, length]),
-            torch.arange(length),
-            length,
-            lambda tensor: tensor,
-        )
+        one = MicroBatchPass(passes.request, *packed_rows(token_L[None], segments_L[None], None))
         embedding = passes.model.get_input_embeddings()(token_L).detach()
         reasoning, answer = ((segments_L == s).nonzero()[:, 0] for s in (Segment.REASONING, Segment.ANSWER))
         published = published_importance(
@@ -77,7 +74,7 @@ def test_published_procedure_agrees_with_ours_for_the_same_noise(passes, weight_
             int(reasoning[-1]) + 1,
             int(answer[0]),
             int(answer[-1]) + 1,
-            noise_RH=scorer.noise(0)(embedding)[reasoning],
+            noise_RH=one.noise(0)(embedding)[reasoning],
             weight_gradients=weight_gradients,
         )
         torch.testing.assert_close(ours[number, reasoning].double(), published, rtol=1e-4, atol=1e-6 * published.max())
@@ -87,7 +84,7 @@ def test_importance_computes_no_weight_gradient_and_the_published_code_does(pass
     seen = []
     for parameter in passes.model.parameters():
         parameter.register_hook(lambda gradient: seen.append(gradient.shape))
-    for importance in ("fisher", "oar_g"):
+    for importance in WITH_BACKWARDS:
         with_request(passes, importance=importance)
         passes.fused()
         passes.importance_only(checkpointing=True)

@@ -270,8 +270,7 @@ def test_help_teaches(capsys):
         assert word in text
 
 
-def test_command_and_settings_agree():
-    """The command does not import torch to show its help, so its choices and defaults are written twice."""
+def test_every_setting_has_an_option():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     given = vars(parser.parse_args(["perturbation"]))

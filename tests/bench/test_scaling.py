@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from oar_plugin.bench.models import ARCHITECTURES, SHAPES
 from oar_plugin.bench.scaling import (
     Failed,
     Launch,
@@ -20,7 +19,7 @@ from oar_plugin.bench.scaling import (
     read,
     write,
 )
-from oar_plugin.bench.scaling_arguments import SIZES, add_settings, settings_of, to_argv
+from oar_plugin.bench.scaling_arguments import add_settings, settings_of, to_argv
 from oar_plugin.bench.scaling_launch import find_result, reason_in, run_launch, worker_arguments
 from oar_plugin.cli import bench
 
@@ -137,11 +136,6 @@ def test_the_worker_gets_the_batch_of_the_launch(tmp_path):
     assert arguments[arguments.index("--responses") + 1] == "8"
     assert arguments.count("--responses") == 1
     assert arguments[arguments.index("--mode") + 1] == "strong"
-
-
-def test_sizes_on_the_command_line_are_those_there_are():
-    assert set(SIZES) == set(SHAPES)
-    assert ARCHITECTURES == ("qwen2", "llama")
 
 
 def test_a_result_file_is_read_back(tmp_path):

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from streams import Direction, scalar, square, streams
 
 from oar_plugin.bench.fidelity_attention import attention_effects, leading_direction, recorded_heads
+from oar_plugin.bench.fidelity_patching import patching_importance
 from oar_plugin.bench.fidelity_responses import MicroBatch
 from oar_plugin.bench.fidelity_scores import TOP, order
-from oar_plugin.credit.gradient import patching_importance
 from oar_plugin.credit.probe import AnswerRows, pool
 
 

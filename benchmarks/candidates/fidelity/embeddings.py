@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from streams import centred, embeddings, scalar, square, streams
+from streams import centred, embeddings, square, streams
 
+from oar_plugin.bench.fidelity_attention import logits_with_graph
 from oar_plugin.bench.fidelity_responses import MicroBatch
-from oar_plugin.credit.gradient import kl_coefficients
-from oar_plugin.credit.probe import pool
-from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.credit.importance.oar_g import kl_coefficients
+from oar_plugin.credit.probe import AnswerRows, pool
 
 
 def likelihood_inner(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -37,7 +38,7 @@ def principal_norm(model: nn.Module, batch: MicroBatch) -> Tensor:
 def fisher_to_pad(model: nn.Module, batch: MicroBatch) -> Tensor:
     """<g, e_pad - e>^2 with Fisher's g; 1 + 1."""
     run = streams(model, batch)
-    return (run.gradient[0] * (embeddings(model)[batch.replacement_token] - run.stream[0])).sum(-1).square()
+    return (run.gradient[0] * _to_pad(model, batch)).sum(-1).square()
 
 
 def fisher_to_mean(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -56,7 +57,7 @@ def fisher_to_neighbours(model: nn.Module, batch: MicroBatch) -> Tensor:
 def norm_times_pad(model: nn.Module, batch: MicroBatch) -> Tensor:
     """||g||^2 ||e_pad - e||^2 with Fisher's g; 1 + 1."""
     run = streams(model, batch)
-    return square(run.gradient[0]) * square(embeddings(model)[batch.replacement_token] - run.stream[0])
+    return square(run.gradient[0]) * square(_to_pad(model, batch))
 
 
 def norm_times_mean(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -65,50 +66,40 @@ def norm_times_mean(model: nn.Module, batch: MicroBatch) -> Tensor:
     return square(run.gradient[0]) * square(centred(run.stream[0], batch))
 
 
-def two_points(model: nn.Module, batch: MicroBatch, alpha: float = 0.5, norm: bool = True) -> Tensor:
-    """KL gradient with all reasoning tokens moved towards PAD by half; 2 + 1."""
-    rows = batch.rows()
+def _towards_pad(model: nn.Module, batch: MicroBatch, share: float) -> Callable[[Tensor], Tensor]:
+    """Moves all reasoning tokens part of the way."""
     pad_H = embeddings(model)[batch.replacement_token]
 
     def moved(embedding: Tensor) -> Tensor:
-        step = alpha * (pad_H.to(embedding.dtype) - embedding)
-        return step * batch.reasoning_BT[..., None]
+        return share * (pad_H.to(embedding.dtype) - embedding) * batch.reasoning_BT[..., None]
 
-    with ModelTaps(model) as taps:
-        with torch.no_grad():
-            taps.prepare(rows.position_N, rows_only=True)
-            model(input_ids=batch.token_BT, use_cache=False)
-            assert taps.answer_logits is not None
-            clean_BV = pool(taps.answer_logits, rows)
-        taps.prepare(rows.position_N, moved, rows_only=True)
-        model(input_ids=batch.token_BT, use_cache=False)
-        assert taps.answer_logits is not None
-        assert taps.embedding is not None
-        pooled_BV = pool(taps.answer_logits, rows)
-        coefficients = kl_coefficients(clean_BV, pooled_BV.detach()).float()
-        (gradient,) = torch.autograd.grad((coefficients * pooled_BV).sum(), taps.embedding)
-        towards = pad_H - taps.embedding.detach().float()
-    return square(gradient.float()) if norm else (gradient.float() * towards).sum(-1).abs()
+    return moved
+
+
+def _to_pad(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """`e_pad - e`, float32 `[B, T, H]`."""
+    table_VH = embeddings(model)
+    return table_VH[batch.replacement_token] - table_VH[batch.token_BT]
+
+
+def two_points(model: nn.Module, batch: MicroBatch, norm: bool = True) -> Tensor:
+    """KL gradient with all reasoning tokens moved towards PAD by half; 2 + 1."""
+    rows = batch.rows()
+    with torch.no_grad():
+        clean_BV = pool(logits_with_graph(model, rows.position_N, input_ids=batch.token_BT), rows)
+
+    def divergence(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
+        pooled_BV = pool(logits_NV, rows)
+        return (kl_coefficients(clean_BV, pooled_BV.detach()).float() * pooled_BV).sum()
+
+    gradient = streams(model, batch, divergence, moved=_towards_pad(model, batch, 0.5)).gradient[0]
+    return square(gradient) if norm else (gradient * _to_pad(model, batch)).sum(-1).abs()
 
 
 def integrated(model: nn.Module, batch: MicroBatch, points: tuple[float, ...] = (0.125, 0.375, 0.625, 0.875)) -> Tensor:
     """Integrated gradients of the scalar towards PAD, all reasoning tokens at once, four points; 4 + 4."""
-    rows = batch.rows()
-    pad_H = embeddings(model)[batch.replacement_token]
-    total = torch.zeros(batch.token_BT.shape)
-    with ModelTaps(model) as taps:
-        for alpha in points:
-
-            def moved(embedding: Tensor, alpha: float = alpha) -> Tensor:
-                return alpha * (pad_H.to(embedding.dtype) - embedding) * batch.reasoning_BT[..., None]
-
-            taps.prepare(rows.position_N, moved, rows_only=True)
-            model(input_ids=batch.token_BT, use_cache=False)
-            assert taps.answer_logits is not None
-            assert taps.embedding is not None
-            (gradient,) = torch.autograd.grad(scalar(batch, rows, taps.answer_logits, "likelihood"), taps.embedding)
-            total += (gradient.float() * (pad_H - taps.embedding.detach().float())).sum(-1) / len(points)
-    return total.abs()
+    runs = [streams(model, batch, "likelihood", moved=_towards_pad(model, batch, share)) for share in points]
+    return (sum(run.gradient[0] for run in runs) / len(points) * _to_pad(model, batch)).sum(-1).abs()
 
 
 def two_points_inner(model: nn.Module, batch: MicroBatch) -> Tensor:

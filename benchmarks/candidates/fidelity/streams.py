@@ -5,19 +5,22 @@ For HuggingFace decoders as `oar_plugin.bench.fidelity_attention` wants them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from oar_plugin.bench.fidelity_attention import recorded_heads
+from oar_plugin.bench.fidelity_attention import logits_with_graph, recorded_heads
 from oar_plugin.bench.fidelity_estimators import decoder_layers
+from oar_plugin.bench.fidelity_patching import principal_coefficients
 from oar_plugin.bench.fidelity_responses import MicroBatch
-from oar_plugin.credit.gradient import fisher_coefficients, joint_coefficients, principal_coefficients
-from oar_plugin.credit.noise import position_seeds, signs
+from oar_plugin.credit.importance.fisher import fisher_coefficients
+from oar_plugin.credit.importance.oar_g import joint_coefficients
+from oar_plugin.credit.noise import response_seeds, signs
 from oar_plugin.credit.probe import AnswerRows, pool
-from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.plain import packed_rows
 
 Direction = Literal["sign", "principal", "likelihood"]
 
@@ -44,22 +47,31 @@ class Streams:
     layers: list[Layer]
 
 
-def scalar(batch: MicroBatch, rows: AnswerRows, logits_NV: Tensor, direction: Direction, draw: int = 0) -> Tensor:
+def scalar(batch: MicroBatch, rows: AnswerRows, logits_NV: Tensor, direction: Direction) -> Tensor:
     """What to differentiate: a random root of the Fisher matrix, its leading direction, or the answer's log-likelihood."""
     if direction == "likelihood":
-        return (joint_coefficients(logits_NV.detach(), rows) * logits_NV.float()).sum()
+        coefficient_NV = joint_coefficients(logits_NV.detach(), rows.token_N) * rows.share_N[:, None]
+        return (coefficient_NV * logits_NV.float()).sum()
     pooled_BV = pool(logits_NV, rows)
     if direction == "principal":
         return (principal_coefficients(pooled_BV.detach()) * pooled_BV).sum()
-    seed_B = batch.scorer("fisher", 1).seed_B
-    seed_B = seed_B if draw == 0 else position_seeds(seed_B, torch.zeros_like(seed_B), draw)
+    packed, _ = packed_rows(batch.token_BT, batch.segments_BT, batch.mask_BT)
+    seed_B = response_seeds(packed.token_T, packed.response_T, len(batch.responses), batch.seed)
     return (fisher_coefficients(pooled_BV.detach(), signs(seed_B, 0, pooled_BV.shape[-1])) * pooled_BV).sum()
 
 
 def streams(
-    model: nn.Module, batch: MicroBatch, direction: Direction = "sign", draw: int = 0, layer: int | None = None
+    model: nn.Module,
+    batch: MicroBatch,
+    direction: Direction | Callable[[Tensor, AnswerRows], Tensor] = "sign",
+    layer: int | None = None,
+    moved: Callable[[Tensor], Tensor] | None = None,
 ) -> Streams:
-    """Run it; with `layer`, the gradient does not flow through the residual stream past that layer's MLP (GradDrop)."""
+    """Run it, and go back from the scalar of `direction`.
+
+    With `layer`, the gradient does not flow through the residual stream past that layer's MLP (GradDrop). `moved` gives what is
+    added to the embeddings.
+    """
     inputs: list[Tensor] = []
 
     def keep_input(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -72,13 +84,12 @@ def streams(
         handles.append(mlp.register_forward_hook(lambda module, args, output: output.detach()))
     rows = batch.rows()
     try:
-        with recorded_heads(model) as heads, ModelTaps(model) as taps:
-            taps.prepare(rows.position_N, rows_only=True)
-            model(input_ids=batch.token_BT, use_cache=False)
-            assert taps.answer_logits is not None
+        with recorded_heads(model) as heads:
+            logits_NV = logits_with_graph(model, rows.position_N, moved, input_ids=batch.token_BT)
             lists = [inputs, heads.key, heads.value, heads.output]
             wanted = [x for kept in lists for x in kept]
-            found = torch.autograd.grad(scalar(batch, rows, taps.answer_logits, direction, draw), wanted)
+            start = direction(logits_NV, rows) if callable(direction) else scalar(batch, rows, logits_NV, direction)
+            found = torch.autograd.grad(start, wanted)
     finally:
         for handle in handles:
             handle.remove()

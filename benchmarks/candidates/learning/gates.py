@@ -1,7 +1,7 @@
-"""Gates that were tried in place of `oar_plugin.credit.gate.gate`, with its arguments; README.md says how they did.
+"""Gates that were tried in place of the paper's; README.md says how they did.
 
-`oar bench learning --gate benchmarks.candidates.learning.gates:NAME` trains with one (from the repository's root, with
-`PYTHONPATH=.`).
+`oar bench learning --gate python:benchmarks.candidates.learning.gates:NAME --tau 0.4` trains with one (from the repository's
+root, with `PYTHONPATH=.`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oar_plugin.credit import reshape
-from oar_plugin.credit.gate import gate
+from oar_plugin.credit.gate import bi_level, sorted_rows
 
 LARGEST = 2.0
 """Of `bounded`: largest weight of a token; without it the Fisher norm's goes up to about 3.6."""
@@ -23,28 +22,47 @@ def ranked(
 ) -> Tensor:
     """The bi-level gate on ranks: how much larger one score is than the next does not matter. Ties share their mean rank."""
     score_BL = importance_BL.masked_fill(~reasoning_BL, torch.inf)
-    below_BL = (score_BL[:, None, :] < score_BL[:, :, None]).sum(-1)
-    at_most_BL = (score_BL[:, None, :] <= score_BL[:, :, None]).sum(-1)
+    ascending_BL = score_BL.sort(-1).values
+    below_BL, at_most_BL = (torch.searchsorted(ascending_BL, score_BL, right=right) for right in (False, True))
     rank_BL = (below_BL + at_most_BL - 1) / 2
     # The gate takes log1p of what it gets.
     last_B1 = (reasoning_BL.sum(-1, keepdim=True) - 1).clamp_min(1)
-    return gate(torch.expm1(rank_BL.double() / last_B1).masked_fill(~reasoning_BL, 0.0), reasoning_BL, tau, beta, floor)
+    return bi_level(
+        torch.expm1(rank_BL.double() / last_B1).masked_fill(~reasoning_BL, 0.0), reasoning_BL, tau, beta, floor
+    )
 
 
 def winsorised(
     importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
 ) -> Tensor:
     """The bi-level gate behind a cut: no score counts for more than the response's `WINSOR` quantile."""
-    score_BL = importance_BL.double().masked_fill(~reasoning_BL, torch.nan)
-    high_B1 = score_BL.nanquantile(WINSOR, dim=-1, keepdim=True).nan_to_num(0.0)
-    return gate(torch.minimum(importance_BL.double(), high_B1), reasoning_BL, tau, beta, floor)
+    high_B1 = importance_BL.masked_fill(~reasoning_BL, torch.nan).nanquantile(WINSOR, dim=-1, keepdim=True)
+    return bi_level(importance_BL.minimum(high_B1.nan_to_num(0.0)), reasoning_BL, tau, beta, floor)
 
 
 def bounded(
-    importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
+    importance_BL: Tensor,
+    reasoning_BL: Tensor,
+    tau: float = 0.4,
+    beta: float = 2.0,
+    floor: float = 0.1,
+    largest: float = LARGEST,
 ) -> Tensor:
-    """The bi-level gate with `algorithm.oar.max_weight=LARGEST`."""
-    return reshape.bounded(gate(importance_BL, reasoning_BL, tau, beta, floor), reasoning_BL, LARGEST)
+    """The bi-level gate with no weight above `largest` (above 1); what is cut off goes to the others in proportion.
+
+    With `w` the gate's weights, `min(c w, largest)` with one `c >= 1` a response, so that its mean stays 1 and the order of its
+    tokens is kept.
+    """
+    weight_BL = bi_level(importance_BL, reasoning_BL, tau, beta, floor)
+    ranked_BL = sorted_rows(weight_BL.double().masked_fill(~reasoning_BL, 0.0)).flip(-1)
+    count_B1 = reasoning_BL.sum(-1, keepdim=True)
+    # With the k largest at the bound, the rest is stretched to what is left of the mass; the smallest k that fits is right.
+    cut_L = torch.arange(weight_BL.shape[-1], device=weight_BL.device)
+    rest_BL = ranked_BL.flip(-1).cumsum(-1).flip(-1)
+    stretch_BL = (count_B1 - cut_L * largest) / rest_BL.clamp_min(torch.finfo(torch.float64).tiny)
+    fits_BL = stretch_BL * ranked_BL <= largest * (1 + 1e-12)
+    stretch_B1 = stretch_BL.gather(-1, fits_BL.int().argmax(-1, keepdim=True)).clamp_min(1.0)
+    return torch.where(reasoning_BL, (weight_BL * stretch_B1).clamp_max(largest), weight_BL).float()
 
 
 def proportional(

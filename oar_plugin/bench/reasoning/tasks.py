@@ -185,13 +185,11 @@ class Parallel(Task):
     """Sums of two digits modulo 10, independent of each other; the answer lists the results."""
 
     def problem(self, rng: random.Random) -> Problem:
-        """See `Task`."""
         facts = [(rng.randrange(10), rng.choice("+-"), rng.randrange(10)) for _ in range(self.steps)]
         words = [word for a, op, b in facts for word in (str(a), op, str(b), ";")]
         return Problem(tuple(encode([*words[:-1], "=", "?"])), tuple(result(fact) for fact in facts), tuple(facts))
 
     def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        """See `Task`."""
         steps, answer = [], []
         for a, op, b in problem.content:
             found = str(_perhaps_wrong(result((a, op, b)), rng, error_rate))
@@ -201,17 +199,14 @@ class Parallel(Task):
 
     @property
     def prompt_length(self) -> int:
-        """See `Task`."""
         return 4 * self.steps + 1
 
     @property
     def step_length(self) -> int:
-        """See `Task`."""
         return 6
 
     @property
     def answer_length(self) -> int:
-        """See `Task`."""
         return self.steps
 
 
@@ -220,7 +215,6 @@ class Chain(Task):
     """A running sum modulo 10: each step goes on from the last result, and the answer is the last one."""
 
     def problem(self, rng: random.Random) -> Problem:
-        """See `Task`."""
         start = rng.randrange(10)
         operations = [(rng.choice("+-"), rng.randrange(10)) for _ in range(self.steps)]
         value = start
@@ -230,7 +224,6 @@ class Chain(Task):
         return Problem(tuple(encode(words)), (value,), (start, tuple(operations)))
 
     def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        """See `Task`."""
         value, operations = problem.content
         steps = []
         for op, b in operations:
@@ -240,17 +233,14 @@ class Chain(Task):
 
     @property
     def prompt_length(self) -> int:
-        """See `Task`."""
         return 3 * self.steps + 3
 
     @property
     def step_length(self) -> int:
-        """See `Task`."""
         return 6
 
     @property
     def answer_length(self) -> int:
-        """See `Task`."""
         return 1
 
 
@@ -261,7 +251,6 @@ class Lookup(Task):
     EQUALS: ClassVar[str] = "->"
 
     def problem(self, rng: random.Random) -> Problem:
-        """See `Task`."""
         values = list(_KEYS)
         rng.shuffle(values)
         table = dict(zip(_KEYS, values, strict=True))
@@ -273,7 +262,6 @@ class Lookup(Task):
         return Problem(tuple(encode([*words, start, "?"])), tuple(encode([last])), (start, table))
 
     def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        """See `Task`."""
         here, table = problem.content
         steps = []
         for _ in range(self.steps):
@@ -287,17 +275,14 @@ class Lookup(Task):
 
     @property
     def prompt_length(self) -> int:
-        """See `Task`."""
         return 4 * len(_KEYS) + 2
 
     @property
     def step_length(self) -> int:
-        """See `Task`."""
         return 8
 
     @property
     def answer_length(self) -> int:
-        """See `Task`."""
         return 1
 
 
@@ -306,7 +291,6 @@ class Tracking(Task):
     """Three cups, two of them swapped at each step; a step writes what is in all of them, and the answer repeats the last."""
 
     def problem(self, rng: random.Random) -> Problem:
-        """See `Task`."""
         start = rng.sample(range(10), 3)
         swaps = [tuple(sorted(rng.sample(range(3), 2))) for _ in range(self.steps)]
         state = start
@@ -316,7 +300,6 @@ class Tracking(Task):
         return Problem(tuple(encode(words)), tuple(state), (tuple(start), tuple(swaps)))
 
     def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        """See `Task`."""
         state, swaps = problem.content
         steps = []
         for swap in swaps:
@@ -328,17 +311,14 @@ class Tracking(Task):
 
     @property
     def prompt_length(self) -> int:
-        """See `Task`."""
         return 3 + 3 * self.steps + 2
 
     @property
     def step_length(self) -> int:
-        """See `Task`."""
         return 7
 
     @property
     def answer_length(self) -> int:
-        """See `Task`."""
         return 3
 
 

@@ -1,8 +1,7 @@
-"""What the commands of `oar bench` share: arguments for the model, a progress bar, how results and errors are printed."""
+"""What the commands of `oar bench` share: a progress bar, how results and errors are printed."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,33 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from rich.console import Console
-
-SIZES = ("1m", "10m", "50m", "0.1b", "0.5b", "1.5b", "7b")
-
-
-def add_model(model: argparse._ArgumentGroup, vocabulary: str) -> None:
-    """Declare architecture, vocabulary, dtype and device."""
-    model.add_argument("--architecture", default="qwen2", choices=("qwen2", "llama"), help="default: %(default)s")
-    model.add_argument("--vocab", type=int, help=f"vocabulary (default: {vocabulary})")
-    model.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16"),
-        help="of weights and computation (default: %(default)s)",
-    )
-    model.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda"),
-        help="auto takes CUDA where there is one (default: %(default)s)",
-    )
-
-
-def fields(args: argparse.Namespace, settings: type[DataclassInstance]) -> dict[str, Any]:
-    """The arguments that are fields of a dataclass."""
-    return {name: value for name, value in vars(args).items() if name in settings.__dataclass_fields__}
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from oar_plugin.cli.bench.common import complain, fields, print_notes, progress_bar, write_report
+from oar_plugin.bench.options import add_fields, fields
+from oar_plugin.cli.bench.common import complain, print_notes, progress_bar, write_report
 
 _HELP = """\
 Score responses with every estimator of importance and hold the scores against exact OAR-P (every reasoning token replaced,
@@ -41,67 +42,30 @@ oar_plugin.bench.fidelity_responses.MicroBatch; benchmarks/candidates/fidelity i
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare `oar bench fidelity`."""
-    fidelity = commands.add_parser(
-        "fidelity",
-        help="how well each estimator agrees with exact OAR-P and with tokens known to be causal",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    tasks = fidelity.add_argument_group("tasks with known causal tokens")
-    tasks.add_argument(
-        "--tasks",
-        nargs="+",
-        default=("parallel", "lookup", "tracking", "chain"),
-        metavar="TASK",
-        help="default: parallel lookup tracking chain",
-    )
-    tasks.add_argument("--seeds", type=int, default=3, help="models a task (default: %(default)s)")
-    own = fidelity.add_argument_group("a model of your own")
-    own.add_argument("--model", type=Path, metavar="DIR", help="a folder that transformers loads a causal LM from")
-    own.add_argument("--responses-file", type=Path, metavar="FILE", help="what it wrote, JSON Lines; see below")
-    own.add_argument(
-        "--answer-patterns",
-        nargs="+",
-        default=("boxed", "hash", "answer_tag"),
-        metavar="PATTERN",
-        help="how answers are written, as algorithm.oar.answer_patterns (default: boxed hash answer_tag)",
-    )
-    how = fidelity.add_argument_group("measurement")
-    how.add_argument(
-        "--responses",
-        type=int,
-        default=48,
-        help="a model; of a file the first so many lines, 0 for all (default: %(default)s)",
-    )
-    how.add_argument(
-        "--curves", type=int, default=12, help="responses a model with a deletion curve (default: %(default)s)"
-    )
-    how.add_argument(
-        "--dtypes",
-        nargs="+",
-        default=("float32", "bfloat16"),
-        choices=("float32", "bfloat16"),
-        help="of weights and computation (default: both)",
-    )
-    how.add_argument(
-        "--probe",
-        default="answer_mean",
-        choices=("answer_mean", "last", "answer_joint"),
-        help="the outcome that is watched (default: %(default)s)",
-    )
-    how.add_argument("--also", nargs="+", type=Path, default=(), metavar="FILE", help="files with more estimators")
-    how.add_argument("--micro-batch", type=int, default=8, help="responses at a time (default: %(default)s)")
-    how.add_argument("--rounds", type=int, default=3, help="of the timing (default: %(default)s)")
-    how.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda"),
-        help="auto takes CUDA where there is one (default: %(default)s)",
-    )
-    how.add_argument("--seed", type=int, default=0, help="of sampling, signs and noise (default: %(default)s)")
+def add(fidelity: argparse.ArgumentParser) -> None:
+    from oar_plugin.bench.fidelity import Settings
+
+    fidelity.description, fidelity.epilog = _HELP, _EXAMPLES
+    tasks = {"tasks": "names", "seeds": "models a task"}
+    add_fields(fidelity.add_argument_group("tasks with known causal tokens"), Settings, tasks)
+    own = {
+        "model": "a folder that transformers loads a causal LM from",
+        "responses_file": "what it wrote, JSON Lines; see below",
+        "answer_patterns": "how answers are written, as algorithm.oar.answer_patterns",
+    }
+    add_fields(fidelity.add_argument_group("a model of your own"), Settings, own)
+    how = {
+        "responses": "a model; of a file the first so many lines, 0 for all",
+        "curves": "responses a model with a deletion curve",
+        "dtypes": "of weights and computation",
+        "probe": "the outcome that is watched",
+        "also": "files with more estimators",
+        "micro_batch": "responses at a time",
+        "rounds": "of the timing",
+        "device": "auto takes CUDA where there is one",
+        "seed": "of sampling, signs and noise",
+    }
+    add_fields(fidelity.add_argument_group("measurement"), Settings, how)
     fidelity.add_argument(
         "--out",
         type=Path,
@@ -111,7 +75,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar bench fidelity`: see `oar_plugin.bench.fidelity`."""
     from rich.console import Console
 
     from oar_plugin.bench import fidelity_report as report
@@ -119,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from oar_plugin.bench.fidelity_page import html
     from oar_plugin.bench.fidelity_sources import file_source, task_sources
 
-    chosen = fields(args, Settings)
-    chosen.update({name: tuple(value) for name, value in chosen.items() if isinstance(value, list)})
-    settings = Settings(**chosen)
+    settings = Settings(**fields(args, Settings))
     console = Console()
     try:
         settings.check()

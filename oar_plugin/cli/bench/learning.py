@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oar_plugin.cli.bench.common import complain, fields, print_notes, progress_bar, write_report
+from oar_plugin.bench.options import add_fields, fields
+from oar_plugin.cli.bench.common import complain, print_notes, progress_bar, write_report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from oar_plugin.bench.learning import Run, Trainer
 
-TASKS = ("parallel", "parallel_terse", "parallel_wordy", "chain", "chain_terse", "chain_wordy")
-"""Of `TASKS` those that models of this size learn in a warm start."""
-METHODS = ("grpo", "uniform", "random", "oracle", "entropy", "fisher", "onward", "oar_g", "oar_p")
+TOO_HARD = ("lookup", "tracking")
+"""Tasks that models of this size do not learn in a warm start."""
 # One warm model a task and warm start, about two minutes each, then a minute a run.
 _HELP = """\
 Train small models with GRPO and with reshaped credit, from the same start, on the same problems with the same sampling
@@ -33,9 +32,9 @@ With --alignment nothing is trained: it says in a minute how much of a step towa
 
 tasks:    parallel (the answer lists all results), chain (each result needs the last one); _terse: hardly any
           filler, _wordy: twice as much, so longer responses
-methods:  grpo; uniform, random, entropy and oracle (the causal tokens are known) as controls; fisher, onward (for chains),
-          oar_g, oar_p; or module:function, which gets an oar_plugin.bench.learning_credit.CreditPass and returns
-          importance [B, L]
+methods:  grpo; uniform (even credit through the gate) and oracle (the causal tokens are known) as controls; every importance of
+          the package: {importances}; or python:<module>:<class>
+gates:    {gates}, or python:<module>:<function>
 """
 
 _EXAMPLES = """\
@@ -43,24 +42,26 @@ examples:
   oar bench learning --tasks parallel --methods grpo fisher --seeds 1 --steps 20      a first look
   oar bench learning --tasks parallel chain --methods grpo random oracle fisher \\
       --lr 3e-4 6e-4 1.2e-3 --seeds 3 --out benchmarks                               a study, with a page and a plot
-  oar bench learning --tasks chain --methods grpo fisher --tau 0.7                    another gate
+  oar bench learning --tasks chain --methods grpo fisher --gate bi_level              another gate
   oar bench learning --tasks chain --methods grpo oracle random fisher onward --alignment 10
-  oar bench learning --tasks chain --methods grpo onward --gate two_level --tau 0.85 --through-verl
+  oar bench learning --tasks chain --methods grpo onward --through-verl
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare `oar bench learning`."""
-    command = commands.add_parser(
-        "learning",
-        help="how fast small models learn with each importance, against GRPO and an oracle",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(command: argparse.ArgumentParser) -> None:
+    from oar_plugin.bench.importance import DEFAULT
+    from oar_plugin.bench.learning import Run
+    from oar_plugin.bench.reasoning.tasks import TASKS
+    from oar_plugin.credit.gate import GATES
+    from oar_plugin.credit.importance import IMPORTANCES
+
+    command.description = _HELP.format(importances=", ".join(IMPORTANCES), gates=", ".join(GATES))
+    command.epilog = _EXAMPLES
     study = command.add_argument_group("study")
-    study.add_argument("--tasks", nargs="+", default=["parallel"], choices=TASKS, help="default: parallel")
-    study.add_argument("--methods", nargs="+", default=["grpo", "fisher"], metavar="M", help="default: grpo fisher")
+    tasks = [name for name in TASKS if name not in TOO_HARD]
+    study.add_argument("--tasks", nargs="+", default=tasks[:1], choices=tasks, help=f"default: {tasks[0]}")
+    methods = ["grpo", DEFAULT]
+    study.add_argument("--methods", nargs="+", default=methods, metavar="M", help=f"default: {' '.join(methods)}")
     study.add_argument("--lr", nargs="+", type=float, default=[6e-4], help="learning rates (default: 6e-4)")
     study.add_argument("--seeds", type=int, default=3, help="runs of each (default: %(default)s)")
     study.add_argument(
@@ -70,30 +71,23 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="different models to start from, those that did not learn the task left out; seeds take turns "
         "(default: %(default)s)",
     )
-    run = command.add_argument_group("a run")
-    run.add_argument("--steps", type=int, default=50, help="batches, one update each (default: %(default)s)")
-    run.add_argument("--prompts", type=int, default=16, help="of a batch (default: %(default)s)")
-    run.add_argument("--copies", type=int, default=8, help="responses to a prompt (default: %(default)s)")
-    gate = command.add_argument_group("credit")
-    gate.add_argument(
-        "--probe", default="answer_mean", choices=("last", "answer_mean", "answer_joint"), help="default: %(default)s"
-    )
-    gate.add_argument(
-        "--warmup-steps",
-        type=int,
-        default=0,
-        help="steps with the probe 'last' before --probe takes over (default: %(default)s)",
-    )
-    gate.add_argument("--tau", type=float, default=0.4, help="quantile of the gate (default: %(default)s)")
-    gate.add_argument("--beta", type=float, default=2.0, help="boost above it (default: %(default)s)")
-    gate.add_argument("--floor", type=float, default=0.1, help="smallest weight below it (default: %(default)s)")
-    gate.add_argument(
-        "--gate",
-        default="bi_level",
-        metavar="G",
-        help="bi_level, two_level, or module:function (default: %(default)s, the paper's, with --tau 0.4)",
-    )
-    gate.add_argument("--positive-only", action="store_true", help="reshape only responses better than their group")
+    run = {
+        "steps": "batches, one update each",
+        "prompts": "of a batch",
+        "copies": "responses to a prompt",
+        "evaluate_every": "steps between measurements on held-out problems",
+    }
+    add_fields(command.add_argument_group("a run"), Run, run)
+    credit = {
+        "probe": "what the answer's distribution is",
+        "warmup_steps": "steps with the probe 'last' before --probe takes over",
+        "gate": "from importance to weights",
+        "tau": f"quantile of the gate (default: {', '.join(f'{gate.tau} for {name}' for name, gate in GATES.items())})",
+        "beta": "boost above it",
+        "floor": "smallest weight below it",
+        "positive_only": "reshape only responses better than their group",
+    }
+    add_fields(command.add_argument_group("credit"), Run, credit)
     command.add_argument(
         "--results",
         type=Path,
@@ -139,12 +133,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar bench learning`: see `oar_plugin.cli.bench.run`."""
     try:
         import scipy  # noqa: F401
     except ImportError as error:
         return complain("learning", RuntimeError(f"{error}; the tests need SciPy: pip install 'oar_plugin[plots]'"), 1)
-    from dataclasses import fields as fields_of
     from dataclasses import replace
 
     import torch
@@ -158,9 +150,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if args.seeds < 1 or args.warm_starts < 1:
         return complain("learning", ValueError("--seeds and --warm-starts must be at least 1"), 2)
-    needed = {field.name for field in fields_of(Run) if field.default is MISSING}
-    given = {name: value for name, value in fields(args, Run).items() if name not in needed}
-    base = Run(args.tasks[0], args.methods[0], args.lr[0], 0, **given)
+    base = Run(args.tasks[0], args.methods[0], seed=0, **fields(args, Run) | {"lr": args.lr[0]})
     try:
         runs = [
             replace(each, warm_start=each.seed % args.warm_starts)

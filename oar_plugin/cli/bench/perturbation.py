@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from oar_plugin.cli.bench.common import SIZES, add_model, fields, measure_and_report
+from oar_plugin.bench.options import MODEL, add_fields, fields
+from oar_plugin.cli.bench.common import measure_and_report
 
 _HELP = """\
 Measure what counterfactual masking costs (OAR-P: replace each reasoning token in turn, and see how far the answer moves),
@@ -38,44 +39,29 @@ examples:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare `oar bench perturbation`."""
-    perturbation = commands.add_parser(
-        "perturbation",
-        help="cost of counterfactual masking (OAR-P), in the actor and on a vLLM engine, against GRPO's step and the "
-        "published procedure",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    model = perturbation.add_argument_group("model")
-    model.add_argument(
-        "--size",
-        default="10m",
-        choices=SIZES,
-        help="parameters, about (default: %(default)s)",
-    )
-    add_model(model, "4096 for 1m; 152064 for 7b; else 32000")
-    batch = perturbation.add_argument_group("responses")
-    batch.add_argument("--responses", type=int, default=4, help="sequences (default: %(default)s)")
-    batch.add_argument(
-        "--response-length",
-        type=int,
-        nargs="+",
-        default=[512],
-        metavar="TOKENS",
-        help="tokens each; several lengths are measured one after the other (default: 512)",
-    )
-    batch.add_argument("--prompt-length", type=int, default=64, help="tokens before them (default: %(default)s)")
-    batch.add_argument("--answer-length", type=int, default=8, help="tokens in the box (default: %(default)s)")
-    batch.add_argument(
-        "--generating",
-        type=int,
-        default=16,
-        help="requests that generate at a time in the second table (default: %(default)s)",
-    )
+def add(perturbation: argparse.ArgumentParser) -> None:
+    from oar_plugin.bench.models import SHAPES
+    from oar_plugin.bench.perturbation import Settings
+
+    perturbation.description, perturbation.epilog = _HELP, _EXAMPLES
+    add_fields(perturbation.add_argument_group("model"), Settings, MODEL, size=list(SHAPES)[1:])
+    batch = {
+        "responses": "sequences",
+        "response_length": "tokens each; several lengths are measured one after the other",
+        "prompt_length": "tokens before them",
+        "answer_length": "tokens in the box",
+        "generating": "requests that generate at a time in the second table",
+    }
+    add_fields(perturbation.add_argument_group("responses"), Settings, batch)
     how = perturbation.add_argument_group("measurement")
-    how.add_argument("--rounds", type=int, default=3, help="rounds, after a short warm-up (default: %(default)s)")
+    about = {
+        "rounds": "rounds, after a short warm-up",
+        "published_copies": "copies in one forward of p; on a CPU a few may be faster than many (default: all that fit into "
+        "memory)",
+        "threads": "CPU threads of torch and of vLLM",
+        "seed": "of weights, responses and signs",
+    }
+    add_fields(how, Settings, about)
     how.add_argument(
         "--copies-at-most",
         type=_count_or_auto,
@@ -83,14 +69,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="run so many copies of each response, evenly spaced, and scale up, which the report then says; auto: as many "
         "as take about a minute a candidate and round (default: all of them)",
     )
-    how.add_argument(
-        "--published-copies",
-        type=int,
-        metavar="N",
-        help="copies in one forward of p; on a CPU a few may be faster than many (default: all, or what fits into memory)",
-    )
-    how.add_argument("--threads", type=int, default=2, help="CPU threads of torch and of vLLM (default: %(default)s)")
-    how.add_argument("--seed", type=int, default=0, help="of weights, responses and signs (default: %(default)s)")
     perturbation.add_argument(
         "--out",
         type=Path,
@@ -100,14 +78,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar bench perturbation`: see `oar_plugin.cli.bench.run`."""
     from oar_plugin.bench import perturbation_report
     from oar_plugin.bench.perturbation import Result, Settings, measure, steps
 
     def stem(result: Result) -> str:
         return f"perturbation_{result.machine['device']}_{settings.size}"
 
-    settings = Settings(**{**fields(args, Settings), "response_length": tuple(args.response_length)})
+    settings = Settings(**fields(args, Settings))
     return measure_and_report("perturbation", settings, steps, measure, perturbation_report, stem, args.out)
 
 

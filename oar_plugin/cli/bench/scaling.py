@@ -51,15 +51,8 @@ examples:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare `oar bench scaling`."""
-    scaling = commands.add_parser(
-        "scaling",
-        help="weak and strong scaling of GRPO's and OAR's step over data, tensor, pipeline, sequence and context parallelism",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(scaling: argparse.ArgumentParser) -> None:
+    scaling.description, scaling.epilog = _HELP, _EXAMPLES
     what = scaling.add_argument_group("layouts")
     what.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="default: 1 2 4")
     what.add_argument(
@@ -114,7 +107,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar bench scaling`: see `oar_plugin.cli.bench.run`."""
     return _measure(args) if args.project is None else _project(args)
 
 

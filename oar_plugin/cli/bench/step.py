@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from oar_plugin.cli.bench.common import SIZES, add_model, complain, fields, print_notes, progress_bar, write_report
+from oar_plugin.bench.options import MODEL, add_fields, fields
+from oar_plugin.cli.bench.common import (
+    complain,
+    print_notes,
+    progress_bar,
+    write_report,
+)
 
 _HELP = """\
 Measure what outcome-grounded importance adds to a training step, against what the step costs anyway and against the
@@ -33,63 +39,32 @@ examples:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare `oar bench step`."""
-    step = commands.add_parser(
-        "step",
-        help="cost of importance in a training step, against the log-prob pass, the update and the published code",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    model = step.add_argument_group("model")
-    model.add_argument(
-        "--size",
-        default="0.1b",
-        choices=("tiny", *SIZES),
-        help="parameters, about (tiny is for tests; default: %(default)s)",
-    )
-    add_model(model, "4096 for 1m; 152064 for 7b; else 32000")
-    batch = step.add_argument_group("batch")
-    batch.add_argument("--responses", type=int, default=64, help="sequences (default: %(default)s)")
-    batch.add_argument("--response-length", type=int, default=512, help="tokens each (default: %(default)s)")
-    batch.add_argument("--prompt-length", type=int, default=128, help="tokens before them (default: %(default)s)")
-    batch.add_argument("--answer-length", type=int, default=8, help="tokens in the box (default: %(default)s)")
-    batch.add_argument("--micro-batch", type=int, default=4, help="sequences at a time (default: %(default)s)")
-    batch.add_argument(
-        "--scored-share",
-        type=float,
-        default=1.0,
-        help="share of the responses that get importance: those whose group has a non-zero advantage "
-        "(default: %(default)s)",
-    )
-    how = step.add_argument_group("measurement")
-    how.add_argument(
-        "--importance",
-        default="fisher",
-        choices=("fisher", "oar_g", "onward"),
-        help="estimator of b and c (default: %(default)s)",
-    )
-    how.add_argument(
-        "--checkpointing",
-        default="both",
-        choices=("on", "off", "both"),
-        help="candidates with activation checkpointing, without it, or both",
-    )
-    how.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="rounds in all; the first is a short warm-up and thrown away (default: %(default)s)",
-    )
-    how.add_argument(
-        "--published-responses",
-        type=int,
-        help="time d on so many responses and scale up, which the report then says "
-        "(default: as many as take a minute a round)",
-    )
-    how.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
-    how.add_argument("--seed", type=int, default=0, help="of weights, batch, signs and noise (default: %(default)s)")
+def add(step: argparse.ArgumentParser) -> None:
+    from oar_plugin.bench.models import SHAPES
+    from oar_plugin.bench.step import Settings
+    from oar_plugin.credit.importance import without_copies
+
+    step.description, step.epilog = _HELP, _EXAMPLES
+    add_fields(step.add_argument_group("model"), Settings, MODEL, size=SHAPES)
+    batch = {
+        "responses": "sequences",
+        "response_length": "tokens each",
+        "prompt_length": "tokens before them",
+        "answer_length": "tokens in the box",
+        "micro_batch": "sequences at a time",
+        "scored_share": "share of the responses that get importance: those whose group has a non-zero advantage",
+    }
+    add_fields(step.add_argument_group("batch"), Settings, batch)
+    how = {
+        "importance": f"of b and c: {without_copies()}, or python:<module>:<class>",
+        "checkpointing": "candidates with activation checkpointing, without it, or both",
+        "rounds": "rounds in all; the first is a short warm-up and thrown away",
+        "published_responses": "time d on so many responses and scale up, which the report then says (default: as many as take "
+        "a minute a round)",
+        "threads": "CPU threads of torch (default: torch's own choice)",
+        "seed": "of weights, batch, signs and noise",
+    }
+    add_fields(step.add_argument_group("measurement"), Settings, how)
     step.add_argument(
         "--out",
         type=Path,
@@ -99,7 +74,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar bench step`: see `oar_plugin.cli.bench.run`."""
     from rich.console import Console
 
     from oar_plugin.bench import report
