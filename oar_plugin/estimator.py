@@ -49,9 +49,9 @@ def reshape(
     if config.importance_object.arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
     weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor)
-    if gate.own:  # one response that its author did not think of must not spoil a batch
-        bad_B = (status_B == Status.SCORED) & ~kept_mass(weight_BL, usable_BL)
-        status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
-        usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
-        weight_BL = torch.where(usable_BL, weight_BL, 1.0)
+    # One response that a user's gate or importance was not made for must not spoil a batch.
+    bad_B = (status_B == Status.SCORED) & ~kept_mass(weight_BL, usable_BL)
+    status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
+    usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
+    weight_BL = torch.where(usable_BL, weight_BL, 1.0)
     return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(weight_BL, usable_BL, status_B))

@@ -225,7 +225,7 @@ def _candidates_of(pattern: str) -> _Candidates:
         return _matches(compiled, "answer" if "answer" in compiled.groupindex else 1, decoration=False)
     if kind == "python":
         try:
-            function = imported(pattern, "")
+            function = imported(pattern, "allowed: python:<module>:<function>")
         except ValueError as error:
             raise ValueError(f"answer pattern {pattern!r}: {error}") from error
         if not callable(function):

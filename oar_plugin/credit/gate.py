@@ -132,13 +132,11 @@ class Gate:
         weights: the function.
         tau: the quantile where the user sets none.
         order_only: the sizes of scores do not matter.
-        own: a user's: what it returns is checked in every batch.
     """
 
     weights: Weights
     tau: float
     order_only: bool = False
-    own: bool = False
 
 
 GATES: dict[str, Gate] = {
@@ -160,7 +158,7 @@ def gate_of(name: str) -> Gate:
     fault = _fault(own)
     if fault:
         raise ValueError(f"{name} cannot be used: {fault}")
-    return Gate(own, GATES["two_level"].tau, own=True)
+    return Gate(own, GATES["two_level"].tau)
 
 
 def _fault(own: object) -> str | None:

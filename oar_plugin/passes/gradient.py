@@ -141,12 +141,14 @@ class MicroBatchPass:
             # What a draw adds to, of each noisy token: its response's seed and its place.
             self._noisy_of = self._seed_B[response_T[self._noisy_T]], packed.place_T[self._noisy_T]
         self._clean_BV: Tensor | None = None
-        # Rows that no backward starts from are read in the first forward.
-        self._read_first = bool(self.importance.reads) and all(b.rows != "reasoning" for b in self.importance.backwards)
+        # What is read is read in the first forward, which is clean, unless a clean backward starts from these rows anyway.
+        noisy, backwards = self.importance.noisy, self.importance.backwards
+        self._read_first = bool(self.importance.reads) and (noisy or all(b.rows != "reasoning" for b in backwards))
+        self._first = None if noisy or not backwards else 0
 
     def tap(self, forward: Forward) -> Tap:
         """What the model is run with for `forward`."""
-        layout, reads = self.layout, self._read_first and forward.draw == 0 and forward.backward in (None, 0)
+        layout, reads = self.layout, self._read_first and forward.draw == 0 and forward.backward == self._first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
         rows = self._reasoning if backward is not None and backward.rows == "reasoning" else self._answer
         count = len(rows)
@@ -202,7 +204,7 @@ class MicroBatchPass:
                         self._pooled(logits_NV.detach()),
                         None,
                         self._seeds(forward, self._seed_B),
-                        clean_NV=self._clean_BV,
+                        clean_NV=self._clean_BV if backward.noise else None,
                         sigma=self.request.sigma,
                         vocabulary=self.layout.vocabulary,
                     ),
@@ -221,7 +223,10 @@ class MicroBatchPass:
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
             if self.importance.backwards[forward.backward].rows == "reasoning" and self.importance.reads:
-                entropy_N = self._read_rows(rows, logits_NV)
+                if not self._read_first:
+                    self._read_rows(rows, logits_NV)
+                if "entropy" in self.importance.reads:
+                    entropy_N = self.scores.entropy_T[self._place_T[rows.position_N + 1]]
             return self.importance.coefficients(
                 forward.backward,
                 Rows(
@@ -246,15 +251,14 @@ class MicroBatchPass:
         with torch.autocast(logits_NV.device.type, enabled=False):
             self._read_rows(self._reasoning.select(chosen), logits_NV.float())
 
-    def _read_rows(self, rows: AnswerRows, logits_NV: Tensor) -> Tensor | None:
-        """Note what the importance reads of the distributions that tokens were drawn from; returns their entropies."""
+    def _read_rows(self, rows: AnswerRows, logits_NV: Tensor) -> None:
+        """Note what the importance reads of the distributions that tokens were drawn from."""
         sampled_NV, vocabulary = logits_NV / self.request.temperature, self.layout.vocabulary
-        at_N, entropy_N = self._place_T[rows.position_N + 1], None
+        at_N = self._place_T[rows.position_N + 1]
         if "entropy" in self.importance.reads:
-            entropy_N = self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
+            self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
         if "log_prob" in self.importance.reads:
             self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
-        return entropy_N
 
     def _pooled(self, logits_NV: Tensor) -> Tensor:
         return self.layout.sum_over_sequence_ranks(pool(logits_NV, self._answer))
@@ -270,7 +274,7 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
     if importance.copies is not None and not importance.backwards:  # its scores come from copies alone
         return torch.zeros(len(reasoning_T), device=reasoning_T.device)
     response_T, place_T = packed.response_T, packed.place_T
-    num_responses, longest = len(packed.offsets) - 1, int(packed.offsets.diff().max())
+    num_responses, longest = len(packed.offsets) - 1, max([1, *packed.offsets.diff().tolist()])
     at_T = response_T * longest + place_T
 
     def padded(values: Tensor) -> Tensor:

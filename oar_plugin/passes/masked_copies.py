@@ -173,7 +173,7 @@ class MaskedCopies:
         if self.replacements.token is not None:
             return 0, 0
         masked = [candidate.prompt_length + t for unit in unit_list for t in unit]
-        return min(masked) - 1, max(masked)
+        return max(0, min(masked) - 1), max(masked)  # nothing predicts the first token of all: it stands for itself
 
     def _groups(self, candidate: Candidate, unit_list: list[Unit]) -> list[list[int]]:
         """Indices of the units that share a forward, each group in order of position."""

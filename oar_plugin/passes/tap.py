@@ -33,6 +33,7 @@ class Tap:
         columns: of the vocabulary projection on this rank; what is beyond them is padding of the weight: outcomes that do not
             exist. None: all.
         scalar: set by the forward.
+        embedded: the leaf is in place; a model may embed more than once.
     """
 
     row_position_N: Tensor
@@ -42,10 +43,11 @@ class Tap:
     noise: Callable[[Tensor], Tensor] | None = None
     columns: int | None = None
     scalar: Tensor | None = field(default=None, init=False)
+    embedded: bool = field(default=False, init=False)
 
     def leaf(self, embedding: Tensor) -> Tensor | None:
         """What stands in for the embeddings; None: nothing."""
-        receive = self.receive
+        receive, self.embedded = self.receive, True
         if receive is None:
             return None if self.noise is None else embedding + self.noise(embedding).to(embedding.dtype)
         leaf = embedding.detach().requires_grad_(True)

@@ -50,7 +50,7 @@ def check_logits(config: Any) -> None:
         if value not in (None, 0, 0.0, 1, 1.0):
             raise UnsupportedModelError(
                 f"the model changes its logits after the vocabulary projection ({name}={value}); "
-                "OAR does not serve that yet. Use another model or algorithm.adv_estimator=grpo."
+                "OAR does not serve that."
             )
 
 
@@ -82,7 +82,6 @@ class ModelTaps:
         self.module = module
         self.checkpoint_activations = checkpoint_activations
         self.tap: Tap | None = None
-        self._embedded: Tap | None = None  # the tap whose leaf is in place: a model may embed more than once
         self._hidden: Tensor | None = None
         self._traces = Traces()
 
@@ -111,13 +110,10 @@ class ModelTaps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._traces.undo()
-        self.tap = self._embedded = self._hidden = None
+        self.tap = self._hidden = None
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        if self.tap is None or self._embedded is self.tap:
-            return None
-        self._embedded = self.tap
-        return self.tap.leaf(output)
+        return None if self.tap is None or self.tap.embedded else self.tap.leaf(output)
 
     def _detach_hidden(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if self.tap is None:

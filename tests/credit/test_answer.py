@@ -153,9 +153,9 @@ def test_without_patterns_the_last_visible_character_is_the_answer():
         ("box", "allowed are boxed, hash, answer_tag, the_answer_is, regex"),
         ("regex:(", "not a regular expression"),
         ("regex:abc", "needs a group"),
-        ("python:no_such_module:f", "cannot import"),
-        ("python:math:no_such_function", "cannot import"),
-        ("python:math", "cannot import"),
+        ("python:no_such_module:f", "cannot be imported"),
+        ("python:math:no_such_function", "cannot be imported"),
+        ("python:math", "allowed: python:<module>:<function>"),
         ("python:math:pi", "not callable"),
     ],
 )

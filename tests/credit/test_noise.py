@@ -2,7 +2,7 @@
 
 import torch
 
-from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
+from oar_plugin.credit.noise import gaussian, gumbel, position_seeds, response_seeds, signs, step_seed, uniform
 
 
 def test_signs_are_balanced_and_independent():
@@ -53,4 +53,34 @@ def test_the_global_random_state_is_not_touched():
     before = torch.get_rng_state()
     signs(torch.tensor([1]), 0, 10)
     gaussian(torch.tensor([1]), 10)
+    uniform(torch.tensor([1]), 10)
+    step_seed(1, 2)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_uniform_is_flat_and_open_at_both_ends_and_gumbel_is_finite():
+    values = uniform(torch.arange(200), 500).flatten()
+    assert 0 < values.min() < values.max() < 1
+    assert abs(values.mean().item() - 0.5) < 0.005
+    assert torch.histc(values, 10, 0, 1).sub(10_000).abs().max() < 500
+    assert torch.isfinite(gumbel(torch.arange(200), 500)).all()
+    assert abs(gumbel(torch.arange(200), 500).mean().item() - 0.5772) < 0.02
+
+
+def test_a_response_that_is_seen_again_in_another_step_gets_other_signs():
+    ids = torch.tensor([5, 6, 7])
+
+    def of(seed, step):
+        return signs(response_seeds(ids, torch.zeros_like(ids), 1, step_seed(seed, step)), 0, 640)
+
+    first = of(0, 1)
+    assert torch.equal(first, of(0, 1))
+    others = torch.cat([of(0, 2), of(0, 3), of(1, 1)])
+    correlation = (torch.cat([first, others]) @ torch.cat([first, others]).T / 640).fill_diagonal_(0)
+    assert correlation.abs().max() < 6 / 640**0.5
+
+
+def test_the_seeds_of_steps_are_in_range_and_apart():
+    found = {step_seed(seed, step) for seed in (0, 1, 2**31 - 1) for step in range(1, 2001)}
+    assert len(found) == 6000
+    assert all(0 <= seed < 2**31 for seed in found)

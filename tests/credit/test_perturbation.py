@@ -1,64 +1,23 @@
-"""Counterfactual importance: outcomes, units, budgets, and the scale of what was not run."""
+"""Counterfactual importance: units, budgets, and the scale of what was not run."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.credit.perturbation import (
-    copies_of_budget,
-    divergence,
-    log_distribution,
-    rounds,
-    sample_replacements,
-    search,
-    units,
-)
+from oar_plugin.credit.perturbation import Search, copies_of_budget, sample_replacements, units
 
 
-def run(generator, score):
+def run(search, score):
     """Drive a search; returns importance and the units of each round."""
     asked = []
-    wanted = next(generator)
-    while True:
-        asked.append(wanted)
-        try:
-            wanted = generator.send([score(unit) for unit in wanted])
-        except StopIteration as stop:
-            return stop.value, asked
-
-
-def test_divergence_is_the_kl_of_the_outcomes():
-    reference, outcome = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([[0.0, 1.0, 0.5], [2.0, 0.0, -1.0]])
-    p, q = reference.double().softmax(-1), outcome.double().softmax(-1)
-    want = (p * (p / q).log()).sum(-1)
-    got = divergence(log_distribution(reference)[0], log_distribution(outcome), "answer_mean")
-    torch.testing.assert_close(got, want)
-    assert got[1] == 0
-
-
-def test_small_divergences_survive():
-    """KL of two distributions that differ by 1e-4 is 1e-9 or so: below float32's rounding of the terms."""
-    torch.manual_seed(0)
-    logits = torch.randn(5000, dtype=torch.float64)
-    moved = logits + 1e-4 * torch.randn(5000, dtype=torch.float64)
-    p, q = logits.softmax(-1), moved.softmax(-1)
-    want = (p * (p / q).log()).sum()
-    got = divergence(log_distribution(logits), log_distribution(moved[None]), "last")[0]
-    assert got == pytest.approx(want.item(), rel=1e-6)
-
-
-def test_banned_tokens_count_nothing():
-    reference, outcome = torch.tensor([1.0, 0.0, -math.inf]), torch.tensor([[0.0, 0.0, -math.inf]])
-    got = divergence(log_distribution(reference), log_distribution(outcome), "answer_mean")
-    want = divergence(log_distribution(reference[:2]), log_distribution(outcome[:, :2]), "answer_mean")
-    torch.testing.assert_close(got, want)
-
-
-def test_joint_is_the_drop_of_the_scalar_with_its_sign():
-    assert divergence(torch.tensor(-1.0), torch.tensor([-3.0, -0.5]), "answer_joint").tolist() == [2.0, -0.5]
+    while search.wanted:
+        asked.append(search.wanted)
+        assert search.importance is None
+        search.send([score(unit) for unit in search.wanted])
+    return search.importance, asked
 
 
 def test_sampled_replacements_follow_the_model_but_never_repeat_the_token():
@@ -79,21 +38,13 @@ def test_units_of_single_tokens_and_spans():
     assert units(reasoning, span=8) == [(1, 2, 3), (5, 6)]
 
 
-def test_units_end_where_the_text_does():
-    ends = [False, True, False, False, True, False]
-    assert units([True] * 6, ends=ends) == [(0, 1), (2, 3, 4), (5,)]
-
-
-@given(st.lists(st.booleans(), max_size=60), st.integers(1, 9), st.data())
-def test_units_are_a_partition_of_the_reasoning_into_runs(reasoning, span, data):
-    ends = data.draw(st.none() | st.lists(st.booleans(), min_size=len(reasoning), max_size=len(reasoning)))
-    found = units(reasoning, span, ends)
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 9))
+@settings(deadline=None)
+def test_units_are_a_partition_of_the_reasoning_into_runs(reasoning, span):
+    found = units(reasoning, span)
     assert [t for unit in found for t in unit] == [t for t, wanted in enumerate(reasoning) if wanted]
     assert all(unit == tuple(range(unit[0], unit[-1] + 1)) for unit in found)
-    if ends is None:
-        assert all(len(unit) <= span for unit in found)
-    else:
-        assert not any(ends[t] for unit in found for t in unit[:-1])
+    assert all(len(unit) <= span for unit in found)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +56,13 @@ def test_budgets_are_shares_up_to_one_and_numbers_above(budget, number, copies):
 
 
 def test_exhaustive_search_gives_each_unit_its_score_shared_out_evenly():
-    importance, asked = run(search([(1, 2), (4,)], 6), lambda unit: {1: 3.0, 4: 5.0}[unit[0]])
+    importance, asked = run(Search([(1, 2), (4,)], 6), lambda unit: {1: 3.0, 4: 5.0}[unit[0]])
     assert importance.tolist() == [0, 1.5, 1.5, 0, 5.0, 0]
     assert asked == [[(1, 2), (4,)]]
 
 
 def test_a_copy_that_helps_the_answer_counts_as_zero_and_nan_stays():
-    importance, _ = run(search([(0,), (1,), (2,)], 3), lambda unit: [-0.5, math.nan, 2.0][unit[0]])
+    importance, _ = run(Search([(0,), (1,), (2,)], 3), lambda unit: [-0.5, math.nan, 2.0][unit[0]])
     assert importance[0] == 0
     assert importance[1].isnan()
     assert importance[2] == 2
@@ -120,7 +71,7 @@ def test_a_copy_that_helps_the_answer_counts_as_zero_and_nan_stays():
 def test_gradient_chooses_and_the_others_are_calibrated():
     gradient = [8.0, 1.0, 2.0, 6.0]
     importance, asked = run(
-        search([(0,), (1,), (2,), (3,)], 4, budget=2, gradient_L=gradient), lambda unit: [4.0, 9, 9, 3.0][unit[0]]
+        Search([(0,), (1,), (2,), (3,)], 4, budget=2, gradient_L=gradient), lambda unit: [4.0, 9, 9, 3.0][unit[0]]
     )
     assert asked == [[(0,), (3,)]]
     assert importance.tolist() == [4.0, 0.5, 1.0, 3.0]  # exact to estimate is 1 : 2
@@ -130,7 +81,7 @@ def test_one_token_with_all_the_importance_does_not_lift_those_that_were_not_run
     """Three exact scores agree with their estimates, the fourth is a thousand times as large."""
     gradient = [5.0, 4.0, 3.0, 2.0, 1.0]
     importance, _ = run(
-        search([(t,) for t in range(5)], 5, budget=4, gradient_L=gradient),
+        Search([(t,) for t in range(5)], 5, budget=4, gradient_L=gradient),
         lambda unit: 5000.0 if unit == (0,) else gradient[unit[0]],
     )
     assert importance.tolist() == [5000.0, 4.0, 3.0, 2.0, 1.0]
@@ -138,22 +89,22 @@ def test_one_token_with_all_the_importance_does_not_lift_those_that_were_not_run
 
 def test_units_whose_estimate_is_zero_say_nothing_about_the_scale():
     importance, _ = run(
-        search([(t,) for t in range(4)], 4, budget=3, gradient_L=[2.0, 0.0, 0.0, 0.0]), lambda unit: 1.0
+        Search([(t,) for t in range(4)], 4, budget=3, gradient_L=[2.0, 0.0, 0.0, 0.0]), lambda unit: 1.0
     )
     assert importance.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_an_estimate_never_beats_the_largest_exact_score():
-    importance, _ = run(search([(0,), (1,)], 2, budget=1.5, gradient_L=[1.0, 1.0]), lambda unit: 2.0)
+    importance, _ = run(Search([(0,), (1,)], 2, budget=1.5, gradient_L=[1.0, 1.0]), lambda unit: 2.0)
     assert importance.tolist() == [2.0, 2.0]
-    importance, _ = run(search([(0,), (1,)], 2, budget=1.5, gradient_L=[0.0, 0.0]), lambda unit: 2.0)
+    importance, _ = run(Search([(0,), (1,)], 2, budget=1.5, gradient_L=[0.0, 0.0]), lambda unit: 2.0)
     assert importance.tolist() == [2.0, 0.0]
 
 
 def test_blocks_lead_to_the_tokens_that_matter():
     """64 tokens, one of which decides: a quarter of the copies find it, and its neighbours are not blamed."""
     importance, asked = run(
-        search([(t,) for t in range(64)], 64, budget=0.25), lambda unit: 5.0 if 21 in unit else 0.01
+        Search([(t,) for t in range(64)], 64, budget=0.25), lambda unit: 5.0 if 21 in unit else 0.01
     )
     assert [len(r) for r in asked] == [8, 8]
     assert asked[1] == [(t,) for t in range(16, 24)]
@@ -164,20 +115,21 @@ def test_blocks_lead_to_the_tokens_that_matter():
 
 
 def test_a_small_budget_takes_larger_blocks_and_no_second_round():
-    importance, asked = run(search([(t,) for t in range(40)], 40, budget=4), lambda unit: float(unit[0]))
+    importance, asked = run(Search([(t,) for t in range(40)], 40, budget=4), lambda unit: float(unit[0]))
     assert [len(unit) for unit in asked[0]] == [10, 10, 10, 10]
     assert len(asked) == 1
     assert importance[39] == 3.0
 
 
 @given(st.integers(1, 80), st.floats(0.01, 1), st.booleans(), st.integers(0, 5))
+@settings(deadline=None)
 def test_no_search_runs_more_copies_than_its_budget_or_leaves_a_token_out(number, budget, with_gradient, seed):
     torch.manual_seed(seed)
     truth = torch.rand(number).tolist()
     gradient = torch.rand(number).tolist() if with_gradient else None
     found = [(t,) for t in range(number)]
-    importance, asked = run(search(found, number, budget, gradient), lambda unit: sum(truth[t] for t in unit))
+    importance, asked = run(Search(found, number, budget, gradient), lambda unit: sum(truth[t] for t in unit))
     assert sum(map(len, asked)) <= copies_of_budget(budget, number)
-    assert len(asked) <= rounds(budget, with_gradient)
+    assert len(asked) <= Search.most_rounds(budget, with_gradient)
     assert (importance > 0).all()
     assert importance.max() <= sum(truth)

@@ -1,9 +1,8 @@
-"""Rows of the probe in packed batches, pooling, and sums over shards."""
+"""Rows of the probe in packed batches, pooling, and sums over ranks."""
 
 import torch
 
-from oar_plugin.credit.gradient import fisher_coefficients, joint_coefficients, kl_coefficients
-from oar_plugin.credit.probe import answer_rows, joint_log_prob, pool
+from oar_plugin.credit.probe import answer_rows, pool
 
 #            response 0: 3 tokens prompt+reasoning, 2 answer; response 1: opens with its answer; response 2: none
 ANSWER = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0, 0], dtype=torch.bool)
@@ -45,27 +44,3 @@ def test_pooling_is_the_mean_per_response_and_adds_up_over_shards():
     keep = torch.tensor([True, False, True])
     parts = pool(logits[keep], found.select(keep)) + pool(logits[~keep], found.select(~keep))
     torch.testing.assert_close(parts, whole)
-
-
-def test_joint_coefficients_are_the_derivative_of_the_joint_probability():
-    found = answer_rows(ANSWER, RESPONSE, torch.arange(10) % 7, 3, "answer_joint")
-    logits = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    (-joint_log_prob(logits, found).sum()).backward()
-    torch.testing.assert_close(joint_coefficients(logits.detach(), found), logits.grad)
-
-
-def test_kl_coefficients_are_the_derivative_of_the_kl():
-    clean = torch.randn(2, 9, dtype=torch.float64)
-    noisy = (clean + 0.1 * torch.randn_like(clean)).requires_grad_(True)
-    p = clean.log_softmax(-1)
-    (p.exp() * (p - noisy.log_softmax(-1))).sum().backward()
-    torch.testing.assert_close(kl_coefficients(clean, noisy.detach()), noisy.grad)
-
-
-def test_fisher_coefficients_are_a_root_of_the_fisher_matrix():
-    """E[c c^T] over the signs is diag(p) - p p^T."""
-    logits = torch.randn(1, 6, dtype=torch.float64)
-    p = logits.softmax(-1)[0]
-    patterns = torch.tensor([[1.0 if (i >> b) & 1 else -1.0 for b in range(6)] for i in range(64)], dtype=torch.float64)
-    c = torch.cat([fisher_coefficients(logits, u[None]) for u in patterns])
-    torch.testing.assert_close(c.T @ c / 64, torch.diag(p) - p[:, None] * p[None])

@@ -1,9 +1,12 @@
 """The hooks on a plain HuggingFace model: what they compute, what they save, and that they go away."""
 
+import weakref
+
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from oar_plugin.passes.tap import Tap
 from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError
 
 SIZE = {
@@ -25,47 +28,157 @@ def model(request):
     return LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=request.param, attention_dropout=0.5)).eval()
 
 
+class Reader:
+    """Keeps the rows' logits, with a graph, and what the leaf delivers."""
+
+    def __init__(self, scalar=lambda logits_NV: logits_NV.square().sum(), **tap):
+        self.delivered = []
+        self._scalar = scalar
+        self.tap = Tap(ROWS, self._probe, receive=lambda *pair: self.delivered.append(pair), **tap)
+
+    def _probe(self, project, hidden_NH):
+        self.logits_NV = project(hidden_NH)
+        return self._scalar(self.logits_NV)
+
+
+def run(model, taps, reader, ids=IDS):
+    taps.tap = reader.tap
+    return model(input_ids=ids, use_cache=False)
+
+
 def test_rows_are_the_models_own_logits_and_only_they_have_a_graph(model):
     want = model(input_ids=IDS).logits.detach()
     with ModelTaps(model) as taps:
-        taps.prepare(ROWS)
-        output = model(input_ids=IDS, use_cache=False)
+        reader = Reader(rows_only=False)
+        output = run(model, taps, reader)
         assert not output.logits.requires_grad
         torch.testing.assert_close(output.logits, want)
-        assert taps.answer_logits.requires_grad
-        torch.testing.assert_close(taps.answer_logits, want.flatten(0, 1)[ROWS])
+        assert reader.logits_NV.requires_grad
+        torch.testing.assert_close(reader.logits_NV, want.flatten(0, 1)[ROWS])
 
 
 def test_rows_only_projects_nothing_else(model):
     want = model(input_ids=IDS).logits.detach()
     with ModelTaps(model) as taps:
-        taps.prepare(ROWS, rows_only=True)
-        assert model(input_ids=IDS, use_cache=False).logits.shape == (1, 3, SIZE["vocab_size"])
-        torch.testing.assert_close(taps.answer_logits, want.flatten(0, 1)[ROWS])
+        reader = Reader()
+        assert run(model, taps, reader).logits.shape == (1, 1, SIZE["vocab_size"])
+        torch.testing.assert_close(reader.logits_NV, want.flatten(0, 1)[ROWS])
 
 
-def test_the_gradient_equals_that_of_an_ordinary_forward(model):
+@pytest.mark.parametrize("rows_only", [False, True])
+def test_the_gradient_equals_that_of_an_ordinary_forward_and_is_delivered_once(model, rows_only):
     embedding = model.get_input_embeddings()(IDS).detach().requires_grad_(True)
     model(inputs_embeds=embedding).logits.flatten(0, 1)[ROWS].square().sum().backward()
     model.zero_grad(set_to_none=True)
-    for rows_only in (False, True):
-        with ModelTaps(model) as taps:
-            taps.prepare(ROWS, rows_only=rows_only)
-            model(input_ids=IDS, use_cache=False)
-            taps.answer_logits.square().sum().backward()
-            torch.testing.assert_close(taps.embedding.grad, embedding.grad)
-        assert all(p.grad is None for p in model.parameters())
+    with ModelTaps(model) as taps:
+        reader = Reader(rows_only=rows_only)
+        run(model, taps, reader)
+        torch.testing.assert_close(reader.tap.scalar, reader.logits_NV.square().sum())
+        assert not reader.delivered
+        reader.tap.scalar.backward()
+        ((gradient, leaf),) = reader.delivered
+        torch.testing.assert_close(gradient, embedding.grad)
+        assert torch.equal(leaf, embedding)
+        assert not leaf.requires_grad
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_noise_moves_the_forward_but_not_the_leaf(model):
     clean = model.get_input_embeddings()(IDS).detach()
-    with ModelTaps(model) as taps:
-        taps.prepare(ROWS, noise=lambda embedding: torch.full_like(embedding, 0.1))
-        model(input_ids=IDS, use_cache=False)
-        assert torch.equal(taps.embedding.detach(), clean)
-        noisy = taps.answer_logits.detach()
     want = model(inputs_embeds=clean + 0.1).logits.detach().flatten(0, 1)[ROWS]
-    torch.testing.assert_close(noisy, want)
+    with ModelTaps(model) as taps:
+        reader = Reader(noise=lambda embedding: torch.full_like(embedding, 0.1))
+        run(model, taps, reader)
+        torch.testing.assert_close(reader.logits_NV.detach(), want)
+        reader.tap.scalar.backward()
+        assert torch.equal(reader.delivered[0][1], clean)
+        silent = Reader(noise=reader.tap.noise)
+        silent.tap.receive = None  # nobody wants a gradient: noise all the same
+        run(model, taps, silent)
+        torch.testing.assert_close(silent.logits_NV, want)
+        assert not silent.logits_NV.requires_grad
+
+
+def test_a_forward_without_a_scalar_or_a_receiver_has_no_graph(model):
+    want = model(input_ids=IDS).logits.detach()
+    with ModelTaps(model) as taps:
+        reader = Reader(scalar=lambda logits_NV: None, rows_only=False)
+        reader.tap.receive = None
+        output = run(model, taps, reader)
+        assert reader.tap.scalar is None
+        assert not reader.logits_NV.requires_grad
+        torch.testing.assert_close(output.logits, want)
+
+
+def test_no_rows_at_all_still_give_a_backward(model):
+    """A rank, or a micro-batch, without an answer: its gradient is zero, and it is delivered."""
+    with ModelTaps(model) as taps:
+        reader = Reader()
+        reader.tap.row_position_N = torch.tensor([], dtype=torch.long)
+        run(model, taps, reader)
+        reader.tap.scalar.backward()
+        assert not reader.delivered[0][0].any()
+
+
+def test_hooks_let_forwards_pass_that_have_no_tap(model):
+    want = model(input_ids=IDS).logits
+    with ModelTaps(model) as taps:
+        assert torch.equal(model(input_ids=IDS).logits, want)
+        reader = Reader()
+        run(model, taps, reader)
+        taps.tap = None
+        assert torch.equal(model(input_ids=IDS).logits, want)
+
+
+def test_only_the_first_embedding_of_a_forward_is_the_leaf(model):
+    """A model may embed something else on the way: prompts of an adapter, say."""
+    layer, embed = model.model.layers[0], model.get_input_embeddings()
+    layer.register_forward_pre_hook(lambda module, args: (args[0] + 0.5 * embed(IDS.flip(1)), *args[1:]))
+    embedding = embed(IDS).detach().requires_grad_(True)
+    model(inputs_embeds=embedding).logits.flatten(0, 1)[ROWS].square().sum().backward()
+    model.zero_grad(set_to_none=True)
+    with ModelTaps(model) as taps:
+        for _ in range(2):  # each forward has a leaf of its own
+            reader = Reader()
+            run(model, taps, reader)
+            reader.tap.scalar.backward()
+            ((gradient, leaf),) = reader.delivered
+            torch.testing.assert_close(gradient, embedding.grad)
+            assert torch.equal(leaf, embedding)
+
+
+def test_two_forwards_may_go_on_before_their_backwards(model):
+    """As a pipeline's schedule does: each gradient goes to its own tap."""
+    with ModelTaps(model) as taps:
+        alone = []
+        for ids in (IDS, IDS.flip(0)):
+            reader = Reader()
+            run(model, taps, reader, ids)
+            reader.tap.scalar.backward()
+            alone.append(reader.delivered[0])
+        readers = [Reader(), Reader()]
+        for reader, ids in zip(readers, (IDS, IDS.flip(0)), strict=True):
+            run(model, taps, reader, ids)
+        for reader in readers:
+            reader.tap.scalar.backward()
+    for reader, pair in zip(readers, alone, strict=True):
+        assert len(reader.delivered) == 1
+        torch.testing.assert_close(reader.delivered[0], pair)
+
+
+def test_nothing_of_a_micro_batch_stays_behind(model):
+    """Not its hidden states, its leaf or its gradient, while the hooks wait for the next one."""
+    kept = []
+
+    def keep(*tensors):
+        kept.extend(map(weakref.ref, tensors))
+
+    model.model.norm.register_forward_hook(lambda module, args, output: keep(output))
+    with ModelTaps(model) as taps:
+        tap = taps.tap = Tap(ROWS, lambda project, hidden_NH: project(hidden_NH).sum(), receive=keep)
+        model(input_ids=IDS, use_cache=False)
+        tap.scalar.backward()
+        assert [ref() for ref in kept] == [None] * 3
 
 
 def test_checkpointing_recomputes_the_layers_and_leaves_dropout_off(model):
@@ -76,10 +189,10 @@ def test_checkpointing_recomputes_the_layers_and_leaves_dropout_off(model):
     for checkpointing in (False, True):
         calls.clear()
         with ModelTaps(model, checkpoint_activations=checkpointing) as taps:
-            taps.prepare(ROWS)
-            model(input_ids=IDS, use_cache=False)
-            taps.answer_logits.sum().backward()
-            gradients[checkpointing] = taps.embedding.grad
+            reader = Reader(scalar=torch.sum)
+            run(model, taps, reader)
+            reader.tap.scalar.backward()
+            gradients[checkpointing] = reader.delivered[0][0]
         assert len(calls) == (2 if checkpointing else 1)
     torch.testing.assert_close(gradients[True], gradients[False])
 
@@ -97,12 +210,13 @@ def test_no_trace_is_left_even_after_an_error(model, fails):
     try:
         with ModelTaps(model, checkpoint_activations=True) as taps:
             assert state() != before
-            taps.prepare(ROWS)
+            run(model, taps, Reader())
             if fails:
                 raise ZeroDivisionError
     except ZeroDivisionError:
         pass
     assert state() == before
+    assert taps.tap is None
 
 
 def test_a_pending_gradient_is_refused(model):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.importance.base import Backward, Importance, Parts, Rows
+from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows
 from oar_plugin.credit.noise import position_seeds
 
 _ROWS, _VOCABULARY, _HIDDEN = 3, 7, 5
@@ -15,7 +17,19 @@ def problems(kind: object) -> list[str]:
     """What is missing or wrong, a phrase each; empty for an importance that can be used."""
     if not isinstance(kind, type) or not issubclass(kind, Importance):
         return ["it must be a class derived from oar_plugin.credit.importance.Importance"]
+    starts, readings = get_args(get_type_hints(Backward)["rows"]), get_args(Reading)
+    if not (isinstance(kind.backwards, tuple) and all(isinstance(b, Backward) for b in kind.backwards)):
+        return ["backwards must be a tuple of Backward: (Backward(...),)"]
+    if not (kind.copies is None or isinstance(kind.copies, Copies)):
+        return ["copies must be None or Copies(...)"]
     missing = [f"it has no {name}" for name in ("name", "help") if not getattr(kind, name, "")]
+    missing += [
+        f"a backward starts from {b.rows!r}; allowed: {', '.join(starts)}"
+        for b in kind.backwards
+        if b.rows not in starts
+    ]
+    if not (isinstance(kind.reads, set | frozenset) and kind.reads <= {*readings}):
+        missing.append(f"reads={kind.reads!r}; allowed: a set of {', '.join(readings)}")
     wanted = [("coefficients", "what each logit is multiplied by"), ("score", "a number a token from its gradient")]
     if kind.backwards:
         missing += [
@@ -27,8 +41,6 @@ def problems(kind: object) -> list[str]:
         )
     if not kind.backwards and kind.copies is None and not _has(kind, "combine"):
         missing.append("it has no backwards, no copies and no method combine: nothing makes its scores")
-    if not all(isinstance(backward, Backward) for backward in kind.backwards):
-        missing.append("backwards must be a tuple of Backward")
     if kind.copies is not None and kind.copies.by_gradient and not kind.backwards:
         missing.append("its copies are chosen by gradient, and it has no backwards")
     if missing:
@@ -53,13 +65,15 @@ def _tried(importance: Importance) -> list[str]:
             found += _call("coefficients", rows.logits_NV.shape, importance.coefficients, number, rows)
     if importance.backwards:
         gradient_TH = torch.linspace(-1, 1, 2 * _HIDDEN).view(2, _HIDDEN)
-        found += _call("score", gradient_TH.shape[:1], importance.score, gradient_TH, gradient_TH + 0.5)
+        # What no combine turns into something else is the importance itself.
+        signed = _has(type(importance), "combine")
+        for direction in (1, -1):
+            arguments = direction * gradient_TH, gradient_TH + 0.5
+            found += _call("score", gradient_TH.shape[:1], importance.score, *arguments, signed=signed)
     reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False]])
-    found += (
-        []
-        if importance.copies
-        else _call("combine", reasoning_BL.shape, importance.combine, _parts(importance, reasoning_BL))
-    )
+    if importance.copies is None:
+        parts = _parts(importance, reasoning_BL)
+        found += _call("combine", reasoning_BL.shape, importance.combine, parts, where=reasoning_BL, signed=False)
     return list(dict.fromkeys(found))
 
 
@@ -87,7 +101,14 @@ def _parts(importance: Importance, reasoning_BL: Tensor) -> Parts:
     )
 
 
-def _call(method: str, shape: torch.Size, function: object, *arguments: object) -> list[str]:
+def _call(
+    method: str,
+    shape: torch.Size,
+    function: object,
+    *arguments: object,
+    where: Tensor | None = None,
+    signed: bool = True,
+) -> list[str]:
     try:
         result = function(*arguments)  # type: ignore[operator]
     except Exception as error:  # a user's method runs code of its own
@@ -95,6 +116,9 @@ def _call(method: str, shape: torch.Size, function: object, *arguments: object) 
     if not isinstance(result, Tensor) or result.shape != shape:
         shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         return [f"{method} returned {shown}, wanted a tensor of shape {tuple(shape)}"]
-    if not torch.isfinite(result).all():
+    read = result if where is None else result[where]
+    if not torch.isfinite(read).all():
         return [f"{method} returned numbers that are not finite"]
+    if not signed and (read < 0).any():
+        return [f"{method} returned negative numbers; an importance is not negative"]
     return []

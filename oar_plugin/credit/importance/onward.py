@@ -68,7 +68,7 @@ class Onward(Importance):
         return squared_norm(gradient)
 
     def combine(self, parts: Parts) -> Tensor:
-        answer_BL, reasoning_BL = (_to_highest(score_BL, parts.reasoning_BL) for score_BL in parts.score_KBL)
+        answer_BL, reasoning_BL = (to_highest(score_BL, parts.reasoning_BL) for score_BL in parts.score_KBL)
         return torch.maximum(answer_BL, reasoning_BL).pow(1 / ROOT) * decision(parts.entropy_BL)
 
 
@@ -82,7 +82,7 @@ def decision(entropy: Tensor) -> Tensor:
     return -torch.expm1(-entropy / SURE) * torch.exp(-entropy / NOISE)
 
 
-def _to_highest(score_BL: Tensor, keep_BL: Tensor) -> Tensor:
+def to_highest(score_BL: Tensor, keep_BL: Tensor) -> Tensor:
     """Scores as shares of the highest of their response; 0 elsewhere, and where nothing is above 0."""
     kept_BL = score_BL.masked_fill(~keep_BL, 0.0)
     highest_B1 = kept_BL.amax(-1, keepdim=True)
