@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -177,6 +177,16 @@ class OarConfig(BaseModel):
                     f"{without_copies()}, or python:<module>:<class>"
                 )
         return self
+
+    @field_validator("base_estimator", mode="before")
+    @classmethod
+    def _without_critic(cls, name: object) -> object:
+        if name == "gae":
+            raise ValueError(
+                "a critic already gives each token its own advantage, which OAR's weights would distort; allowed: "
+                + ", ".join(get_args(BaseEstimator))
+            )
+        return name
 
     @field_validator("importance")
     @classmethod

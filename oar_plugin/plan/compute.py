@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oar_plugin.config import OarConfig
+from oar_plugin.credit.importance import Backward
 from oar_plugin.plan.layout import Recompute, Setup, Workload
 from oar_plugin.plan.shape import ModelShape
 
@@ -104,15 +105,31 @@ def reasoning_tokens(work: Workload) -> float:
     return max(1.0, work.mean_response - work.answer)
 
 
+def answer_rows(oar: OarConfig, work: Workload) -> int:
+    """Rows of logits of a response that the probe reads."""
+    return 1 if oar.probe == "last" else work.answer
+
+
+def rows_of(backward: Backward, oar: OarConfig, work: Workload) -> float:
+    """Rows of logits of a response that a backward starts from."""
+    return reasoning_tokens(work) if backward.rows == "reasoning" else answer_rows(oar, work)
+
+
+def rows_read(oar: OarConfig, work: Workload) -> float:
+    """Rows of logits of a response that are read and no backward starts from."""
+    importance = oar.importance_object
+    alone = all(backward.rows != "reasoning" for backward in importance.backwards)
+    return reasoning_tokens(work) if importance.reads and alone else 0.0
+
+
 def masked_copies(shape: ModelShape, oar: OarConfig, work: Workload, shares_prefix: bool) -> float:
     """FLOPs of the masked copies of one response (OAR-P), its own forward for the reference included.
 
     A unit of the reasoning gets a copy; a copy computes what comes after its first masked token, half of the reasoning on
-    average, up to the end of the answer (`hosts/masked_copies.py`), or all of it where a prefix cannot be shared.
+    average, up to the end of the answer (`passes/masked_copies.py`), or all of it where a prefix cannot be shared.
     """
     reasoning = reasoning_tokens(work)
-    span = oar.perturbation.span if isinstance(oar.perturbation.span, int) else 16  # a line or a term: an assumption
-    units = max(1.0, reasoning / span)
+    units = max(1.0, reasoning / oar.perturbation.span)
     budget = oar.budget
     copies = budget * units if budget <= 1 else min(units, budget)
     computed = reasoning / 2 + work.answer if shares_prefix else work.mean_length
@@ -130,22 +147,22 @@ class StepFlops:
         generation: prefill of each prompt once, and decoding.
         log_prob: forward for log-probs and entropy of every response.
         reference: the same of a reference model.
-        oar_g: what gradient importance adds.
-        oar_p: what masked copies add.
+        importance: what importance adds to that forward, masked copies left out.
+        copies: what masked copies add.
         update: forward, backward and recomputation, over all epochs.
     """
 
     generation: float
     log_prob: float
     reference: float
-    oar_g: float
-    oar_p: float
+    importance: float
+    copies: float
     update: float
 
     @property
     def total(self) -> float:
         """Of the step."""
-        return self.generation + self.log_prob + self.reference + self.oar_g + self.oar_p + self.update
+        return self.generation + self.log_prob + self.reference + self.importance + self.copies + self.update
 
 
 def step_flops(setup: Setup) -> StepFlops:
@@ -162,8 +179,8 @@ def step_flops(setup: Setup) -> StepFlops:
         generation=prefill + decoding,
         log_prob=log_prob,
         reference=log_prob if training.reference else 0.0,
-        oar_g=_gradient_importance(setup, early),
-        oar_p=_copies(setup),
+        importance=_importance(setup, early),
+        copies=_copies(setup),
         update=work.epochs * update(shape, tokens, length, training.recompute, training.lora_rank, early),
     )
 
@@ -172,23 +189,21 @@ def _scored(setup: Setup) -> float:
     return setup.workload.sequences * setup.workload.scored_share
 
 
-def _gradient_importance(setup: Setup, early: bool) -> float:
-    oar, shape, work = setup.oar, setup.shape, setup.workload
-    if oar is None or oar.importance == "oar_p":
+def _importance(setup: Setup, early: bool) -> float:
+    oar, shape, work, scored = setup.oar, setup.shape, setup.workload, _scored(setup)
+    if oar is None:
         return 0.0
-    tokens = _scored(setup) * work.mean_length
-    rows = _scored(setup) * (1 if oar.probe == "last" else work.answer)
-    draw = importance_backward(shape, tokens, work.mean_length, rows, setup.training.recompute, early)
-    added = oar.num_draws * draw + oar.extra_forwards * layers_forward(shape, tokens, work.mean_length)
-    if oar.importance == "onward":
-        of_reasoning = _scored(setup) * reasoning_tokens(work)
-        backward = importance_backward(shape, tokens, work.mean_length, of_reasoning, setup.training.recompute, early)
-        added += oar.num_draws * backward
+    length, tokens = work.mean_length, scored * work.mean_length
+    added = oar.extra_forwards * layers_forward(shape, tokens, length) + head(shape, scored * rows_read(oar, work))
+    for backward in oar.importance_object.backwards:
+        rows = scored * rows_of(backward, oar, work)
+        one = importance_backward(shape, tokens, length, rows, setup.training.recompute, early)
+        added += oar.num_draws * one
     return added
 
 
 def _copies(setup: Setup) -> float:
-    if setup.oar is None or not setup.oar.perturbs:
+    if setup.oar is None or setup.oar.copies is None:
         return 0.0
     shares = setup.oar.offloads or setup.layout.ulysses == 1
     return _scored(setup) * masked_copies(setup.shape, setup.oar, setup.workload, shares)

@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from oar_plugin.config import OarConfig
+from oar_plugin.passes.rows import CHUNK
 from oar_plugin.plan.activations import Held, LayerStyle, Trained, forward_working, held
+from oar_plugin.plan.compute import answer_rows
 from oar_plugin.plan.hardware import GIB, Gpu
 from oar_plugin.plan.layout import Layout, Setup, Training
 from oar_plugin.plan.shape import ModelShape
@@ -220,13 +223,14 @@ def _phases(setup: Setup, gpu: Gpu) -> Iterator[PhaseMemory]:
     if rollout.colocated and not rollout.sleeps:
         asleep = {"rollout": weights + working, "kv_cache": cache}
     other = {"other": CONTEXT + TRAINER_OVERHEAD, **asleep}
-    yield PhaseMemory("log-probs", {**_resident(setup, state, "log_prob"), **_log_prob(setup), **other})
-    if setup.oar is not None and setup.oar.importance != "oar_p":
+    plain = _log_prob(setup, training.log_prob_tokens)
+    yield PhaseMemory("log-probs", {**_resident(setup, state, "log_prob"), **plain, **other})
+    if setup.oar is not None and setup.oar.importance_object.forwards(setup.oar.num_draws):
         yield PhaseMemory(
             f"log-probs with importance ({setup.oar.importance})",
-            {**_resident(setup, state, "log_prob"), **_importance(setup), **other},
+            {**_resident(setup, state, "log_prob"), **_importance(setup, setup.oar), **other},
         )
-    if setup.oar is not None and setup.oar.perturbs and not setup.oar.offloads:
+    if setup.oar is not None and setup.oar.copies is not None and not setup.oar.offloads:
         yield PhaseMemory(
             f"masked copies ({setup.oar.importance})",
             {**_resident(setup, state, "log_prob"), **_copies(setup), **other},
@@ -268,46 +272,41 @@ def _vocab(setup: Setup) -> float:
     return setup.shape.vocab / setup.layout.tp if not setup.training.fused_kernels else 0.0
 
 
-def _log_prob(setup: Setup) -> dict[str, float]:
-    tokens, layout, training = setup.training.log_prob_tokens, setup.layout, setup.training
+def _log_prob(setup: Setup, tokens: int, read: float = 0.0) -> dict[str, float]:
+    """A forward of `tokens` tokens; `read`: bytes of rows of logits that are looked at beside."""
+    layout, training = setup.layout, setup.training
     style = style_of(layout, training)
     megatron = layout.engine == "megatron"
     root, passing = _gathered(setup, gradients=False)
     hidden = 2 * style.element * setup.shape.hidden / style.outer * tokens
     logits = logits_in_forward(_vocab(setup), style.element, megatron, tokens, training.chunk)
     working = forward_working(setup.shape, style) * tokens
-    if hidden + logits > working + passing:
-        return {"activations": hidden, "logits": logits, "communication": root + passing / 3}
+    if hidden + logits + read > working + passing:
+        return {"activations": hidden, "logits": logits, "oar": read, "communication": root + passing / 3}
     return {"activations": working, "communication": root + passing}
 
 
-def _answer_rows(setup: Setup, tokens: float) -> float:
-    if setup.oar is not None and setup.oar.probe == "last":
-        return tokens / setup.workload.mean_length
-    return setup.workload.answer * tokens / setup.workload.mean_length
-
-
-def _importance(setup: Setup) -> dict[str, float]:
-    from oar_plugin.hosts.onward import CHUNK
-
+def _importance(setup: Setup, oar: OarConfig) -> dict[str, float]:
+    importance = oar.importance_object
     training, layout = setup.training, setup.layout
     tokens = min(training.update_tokens, training.log_prob_tokens)
     megatron = layout.engine == "megatron"
     e = training.compute_bytes
     root, passing = _gathered(setup, gradients=False)
-    rows = _answer_rows(setup, tokens * layout.sequence_ranks)
-    fused = setup.oar is not None and setup.oar.importance != "oar_g"
-    onward = setup.oar is not None and setup.oar.importance == "onward"
+    # A chunk of the reasoning's rows at a time: logits and coefficients, and in float32 the logits, a softmax, its root and
+    # two products; the signs come from 64-bit hashes.
+    chunk = (2 * e + 28) * min(CHUNK, tokens) * _vocab(setup) if importance.reasoning_rows else 0.0
+    if not importance.backwards:
+        return _log_prob(setup, tokens, chunk)
+    rows = answer_rows(oar, setup.workload) * tokens * layout.sequence_ranks / setup.workload.mean_length
+    fused = not importance.noisy
     options = []
     for stage in ("first", "last"):
         kept = _held(setup, "none", stage)
         last = layout.pp == 1 or stage == "last"
         leaf = e * setup.shape.hidden * tokens / style_of(layout, training).outer
         at_head, at_probe = answer_rows_bytes(rows if last else 0.0, _vocab(setup), e)
-        if onward and last:
-            # A chunk of rows at a time: logits and coefficients, and in float32 the logits, a softmax, its root and two
-            # products; the signs come from 64-bit hashes.
-            at_probe = max(at_probe, (2 * e + 28) * min(CHUNK, tokens) * _vocab(setup))
+        at_probe = max(at_probe, chunk if last else 0.0)
         logits = logits_in_forward(_vocab(setup), e, megatron, tokens, training.chunk) if last and fused else 0.0
         options += [
             {"activations": kept.head * tokens, "logits": logits, "oar": at_head, "communication": root + passing / 3},

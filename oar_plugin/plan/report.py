@@ -47,8 +47,8 @@ def step_table(plan: Plan) -> Table:
         ("generation", flops.generation, 0.0, seconds.generation),
         ("log-prob forward", flops.log_prob, sent.of("log_prob"), seconds.log_prob),
         ("reference forward", flops.reference, sent.of("reference"), seconds.reference),
-        ("OAR: gradient to the embeddings", flops.oar_g, sent.of("oar_g"), seconds.oar_g),
-        ("OAR: masked copies", flops.oar_p, sent.of("oar_p"), seconds.oar_p),
+        ("OAR: importance", flops.importance, sent.of("importance"), seconds.importance),
+        ("OAR: masked copies", flops.copies, sent.of("copies"), seconds.copies),
         ("update, recomputation included", flops.update, sent.of("update"), seconds.update),
         ("weights to vLLM", 0.0, sent.of("weight_sync"), seconds.weight_sync),
     ]

@@ -19,8 +19,8 @@ class StepSeconds:
         generation: of all responses, to the end of the longest.
         log_prob: pass for log-probs and entropy.
         reference: of a reference model.
-        oar_g: what gradient importance adds.
-        oar_p: what masked copies add and generation does not hide.
+        importance: what importance adds to the log-prob pass.
+        copies: what masked copies add and generation does not hide.
         update: of the actor.
         weight_sync: to the engines.
         overlapped: generation and training run side by side (`separate_async`).
@@ -29,16 +29,21 @@ class StepSeconds:
     generation: float
     log_prob: float
     reference: float
-    oar_g: float
-    oar_p: float
+    importance: float
+    copies: float
     update: float
     weight_sync: float
     overlapped: bool = False
 
     @property
+    def oar(self) -> float:
+        """What OAR adds to the trainer's work."""
+        return self.importance + self.copies
+
+    @property
     def training(self) -> float:
         """All that the trainer's GPUs do."""
-        return self.log_prob + self.reference + self.oar_g + self.oar_p + self.update + self.weight_sync
+        return self.log_prob + self.reference + self.oar + self.update + self.weight_sync
 
     @property
     def total(self) -> float:
@@ -48,12 +53,12 @@ class StepSeconds:
     @property
     def oar_share(self) -> float:
         """What OAR takes of a step."""
-        return (self.oar_g + self.oar_p) / self.total
+        return self.oar / self.total
 
     @property
     def ratio_to_grpo(self) -> float:
         """The step over the same step without OAR."""
-        without = self.training - self.oar_g - self.oar_p
+        without = self.training - self.oar
         plain = max(self.generation, without) if self.overlapped else self.generation + without
         return self.total / plain
 
@@ -73,13 +78,12 @@ def step_seconds(
         return max(arithmetic(operations, kind) * factor, hidden) + exposed
 
     generation = generation_seconds(setup, cache, gpu, efficiency)
-    copies = flops.oar_p
-    oar_p = 0.0
-    if copies and setup.oar is not None and setup.oar.offloads:
-        engines = copies / (setup.rollout.gpus * gpu.tflops * 1e12 * efficiency.inference)
-        oar_p = max(0.0, engines - setup.oar.perturbation.share_while_generating * generation)
-    elif copies:
-        oar_p = phase("oar_p", copies, "inference")
+    copies = 0.0
+    if flops.copies and setup.oar is not None and setup.oar.offloads:
+        engines = flops.copies / (setup.rollout.gpus * gpu.tflops * 1e12 * efficiency.inference)
+        copies = max(0.0, engines - setup.oar.perturbation.share_while_generating * generation)
+    elif flops.copies:
+        copies = phase("copies", flops.copies, "inference")
     bubble = pipeline_factor(setup, setup.training.update_tokens)
     return StepSeconds(
         generation=generation,
@@ -87,8 +91,8 @@ def step_seconds(
         reference=phase(
             "reference", flops.reference, "inference", pipeline_factor(setup, setup.training.log_prob_tokens)
         ),
-        oar_g=phase("oar_g", flops.oar_g, "training", bubble) if flops.oar_g else 0.0,
-        oar_p=oar_p,
+        importance=phase("importance", flops.importance, "training", bubble) if flops.importance else 0.0,
+        copies=copies,
         update=phase("update", flops.update, "training", bubble),
         weight_sync=sum(link_seconds(setup, traffic, "weight_sync", gpu, efficiency)),
         overlapped=setup.rollout.dedicated,

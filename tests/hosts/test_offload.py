@@ -12,6 +12,7 @@ pytest.importorskip("verl")
 import verl  # noqa: F401
 
 from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl.agent_loop import Group, ScoredOutput
@@ -140,13 +141,35 @@ def test_the_actor_fills_what_the_engines_left_and_nothing_else(asked):
     if asked:
         fields |= fields_of(dict(zip(FIELDS, FIELDS, strict=True)), [-7.0] * 4, 2, [Status.SCORED] * 4, lengths)
     padded = TensorDict(fields, batch_size=4).to_padded_tensor()
-    got = offload.merged(padded, torch.tensor([False, asked, False, False]), torch.tensor([False, False, False, True]))
+    oar = OarConfig.parse({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "entropy"}})
+    asked_B, padding_B = torch.tensor([False, asked, False, False]), torch.tensor([False, False, False, True])
+    got = offload.merged(padded, asked_B, padding_B, oar)
     second = -7.0 if asked else 2.0
     assert got[IMPORTANCE].tolist() == [[1.0, 1, 1, 0], [second] * 4, [3.0, 3, 0, 0], [0.0] * 4]
     assert got[SEGMENTS].tolist() == [[1, 1, 1, 0], [2 if asked else 1] * 4, [1, 1, 0, 0], [0] * 4]
     status = [Status(int(row[0])) for row in got[REPORT]]
     second_status = Status.SCORED if asked else Status.TIMED_OUT
     assert status == [Status.SCORED, second_status, Status.NO_ANSWER, Status.NOT_NEEDED]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_fallback_without_a_scale_of_its_own_is_made_free_of_it(scale):
+    """Nats of the engines stay what they are; a Fisher norm beside them does not change with the embeddings' scale."""
+    padded = TensorDict(
+        {
+            "advantages": torch.ones(2, 3),
+            IMPORTANCE: torch.tensor([[9.0, 9, 9], [1.0, 2, 3]]) * scale,
+            SEGMENTS: torch.full((2, 3), int(Segment.REASONING), dtype=torch.int8),
+            REPORT: torch.zeros(2, 2),
+            ENGINE_FIELDS[IMPORTANCE]: torch.full((2, 3), 0.5),
+            ENGINE_FIELDS[SEGMENTS]: torch.full((2, 3), int(Segment.REASONING), dtype=torch.int8),
+            ENGINE_FIELDS[REPORT]: torch.zeros(2, 2),
+        },
+        batch_size=2,
+    )
+    oar = OarConfig.parse({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "fisher"}})
+    got = offload.merged(padded, torch.tensor([False, True]), torch.tensor([False, False]), oar)
+    torch.testing.assert_close(got[IMPORTANCE], torch.tensor([[0.5, 0.5, 0.5], [0.5, 1.0, 1.5]]))
 
 
 def test_faults_are_counted_by_reason():

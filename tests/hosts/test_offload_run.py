@@ -22,8 +22,8 @@ from oar_plugin.credit.perturbation import Search, sample_replacements, units
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
 from oar_plugin.hosts.verl.cpu.tiny_model import make_assets, make_tokenizer
 from oar_plugin.passes.masked_copies import Candidate
-from tests.passes.test_masked_copies import one_by_one
 from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal
+from tests.passes.test_masked_copies import one_by_one
 
 pytestmark = whole_run
 

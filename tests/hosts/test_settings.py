@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 
-from oar_plugin.config import OarConfigError
+from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.hosts.verl.hydra_conf import mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 from tests.limits import PROCESS_S
@@ -46,7 +46,7 @@ def test_other_estimators_are_none_of_our_business():
         ({"trainer__use_v1": False}, ["trainer.use_v1=False", "allowed: True"]),
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
         ({"critic__enable": True}, ["critic.enable=True", "allowed: null or False"]),
-        ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator=gae", "critic", "allowed: grpo, rloo"]),
+        ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
         ({"algorithm__oar": {"tau": 3}}, ["algorithm.oar.tau=3"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
     ],
@@ -59,7 +59,7 @@ def test_combinations_that_cannot_work_are_refused(changes, parts):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-@pytest.mark.parametrize("importance", ["fisher", "onward"])
+@pytest.mark.parametrize("importance", ["fisher", "onward", "entropy"])
 @pytest.mark.parametrize("least", [0, 1_000_000])
 def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, importance, least):
     changes = {
@@ -67,7 +67,7 @@ def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, importa
         "actor_rollout_ref__actor__fsdp_config__wrap_policy__min_num_params": least,
         "algorithm__oar": {"importance": importance},
     }
-    if (strategy, importance) == ("fsdp", "onward") and least:
+    if strategy == "fsdp" and importance != "fisher" and least:
         with pytest.raises(OarConfigError, match=r"min_num_params=1000000.*allowed: 0"):
             resolve(config(**changes))
     else:
@@ -109,7 +109,8 @@ def test_what_megatron_does_not_serve_is_refused_there_and_only_there(changes, p
         (["algorithm.adv_estimator=oar"], True),
         (["algorithm.adv_estimator=grpo"], False),
         (["algorithm.adv_estimator=oar", "+algorithm.oar.tau=0.3"], False),
-        (["+oar=published", "algorithm.adv_estimator=oar"], True),
+        (["oar=published"], True),
+        (["oar=published", "+algorithm.oar.tau=0.3"], True),
         ([], False),
     ],
 )
@@ -127,11 +128,42 @@ def main_ppo(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+def settings_of(*arguments: str) -> OarConfig:
+    """What a run with these arguments would be set to."""
+    done = main_ppo(*arguments, "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    return resolve(OmegaConf.create(done.stdout))
+
+
 @pytest.mark.slow
 def test_hydra_composes_overrides_and_presets():
-    done = main_ppo("algorithm.adv_estimator=oar", "+oar=published", "algorithm.oar.tau=0.3", "--cfg", "job")
-    oar = OmegaConf.create(done.stdout).algorithm.oar
-    assert (oar.tau, oar.importance, oar.beta, oar.probe) == (0.3, "oar_g", 2.0, "answer_mean")
+    one = settings_of("algorithm.adv_estimator=oar", "oar=published", "algorithm.oar.tau=0.3", "algorithm.oar.seed=7")
+    assert (one.tau, one.importance, one.beta, one.probe, one.warmup_steps) == (0.3, "oar_g", 2.0, "answer_mean", 20)
+    assert one.seed == 7, "keys that the preset leaves alone are there too"
+    assert settings_of("algorithm.adv_estimator=oar") == OarConfig()
+
+
+@pytest.mark.slow
+def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
+    """With and without our group in its defaults list, or in that of the file that it is built on."""
+    plain = "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: oar}\n"
+    preset = plain.replace("ppo_trainer", "ppo_trainer, oar: published")
+    files = {"plain": plain, "preset": preset, "built": "defaults: [part, _self_]\n"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text("hydra: {searchpath: [pkg://verl.trainer.config]}\n" + text)
+    (tmp_path / "part.yaml").write_text(preset)
+    for name in files:
+        where = ("--config-path", str(tmp_path), "--config-name", name)
+        one = settings_of(*where, "oar=onward", "algorithm.oar.tau=0.5")
+        assert (one.importance, one.tau, one.warmup_steps) == ("onward", 0.5, 0), name
+
+
+@pytest.mark.slow
+def test_a_preset_with_a_plus_sign_is_told_how_to_write_it():
+    done = main_ppo("algorithm.adv_estimator=oar", "+oar=published", "--cfg", "job")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].endswith("write oar=published")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

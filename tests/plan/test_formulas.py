@@ -115,7 +115,7 @@ def test_fsdp_gathers_twice_and_reduces_once_in_an_update():
     # Two optimizer steps of one micro-batch each.
     assert sent["update"]["FSDP all-gather"] == pytest.approx(2 * 2 * 2 * weights * 7 / 8)
     assert sent["update"]["FSDP reduce-scatter"] == pytest.approx(2 * 4 * weights * 7 / 8)
-    assert "oar_g" not in sent
+    assert "importance" not in sent
 
 
 def test_what_importance_sends_under_megatron_is_what_its_documentation_says():
@@ -133,7 +133,7 @@ def test_onward_takes_a_second_forward_and_backward_and_projects_the_reasoning()
     layout = Layout("megatron", 8, 8, tp=2, pp=1, cp=2, sequence_parallel=True)
     fisher, onward = (setup(layout, oar=OarConfig.parse({"importance": name})) for name in ("fisher", "onward"))
     responses, answer, response, length = 64 * 8 * 0.5, 8, 512, 128 + 512
-    one, two = (compute.step_flops(each).oar_g for each in (fisher, onward))
+    one, two = (compute.step_flops(each).importance for each in (fisher, onward))
     projected = compute.head(onward.shape, responses * (response - 2 * answer))
     assert two == pytest.approx(
         2 * one + compute.layers_forward(onward.shape, responses * length, length) + 2 * projected
@@ -144,6 +144,47 @@ def test_onward_takes_a_second_forward_and_backward_and_projects_the_reasoning()
     assert added["OAR rows"] == pytest.approx(2 * (hidden + 12 * rows + 24 * reasoning) / 2)
     assert added["OAR pooled logits"] == 0
     assert added["OAR scores"] == pytest.approx(3 * communication.megatron_importance(fisher)["OAR scores"])
+
+
+def test_what_importance_sends_under_ulysses():
+    layout = Layout("fsdp", 8, 8, shards=8, ulysses=2)
+    responses, length = 64 * 8 * 0.5 / 4, 128 + 512
+    counts = {"fisher": (1, 1), "oar_g": (2, 1), "onward": (0, 3), "entropy": (0, 1), "random": (0, 0)}
+    for name, (pooled, scores) in counts.items():
+        one = setup(layout, oar=OarConfig.parse({"importance": name}))
+        sent = communication.step_traffic(one).sent.get("importance", {})
+        assert sent.get("OAR pooled logits", 0) == pytest.approx(pooled * 4 * responses * one.shape.vocab), name
+        assert sent.get("OAR scores", 0) == pytest.approx(scores * 4 * responses * length), name
+    joint = setup(layout, oar=OarConfig.parse({"probe": "answer_joint"}))
+    assert "OAR pooled logits" not in communication.step_traffic(joint).sent["importance"]
+
+
+def test_entropy_projects_the_reasoning_once_more_and_random_nothing():
+    layout = Layout("megatron", 8, 8, tp=2, pp=1, cp=2, sequence_parallel=True)
+    entropy, random = (setup(layout, oar=OarConfig.parse({"importance": name})) for name in ("entropy", "random"))
+    responses, answer, response, length = 64 * 8 * 0.5, 8, 512, 128 + 512
+    reasoning = responses * (response - answer)
+    assert compute.step_flops(entropy).importance == compute.head(entropy.shape, reasoning)
+    assert compute.step_flops(random).importance == 0
+    added = communication.megatron_importance(entropy)
+    assert added["OAR rows"] == pytest.approx(2 * reasoning / 2 * (2 * entropy.shape.hidden + 12) / 2)
+    assert added["OAR scores"] == pytest.approx(2 * 2 * 4 * responses / 2 * length / 2)
+    assert not any(communication.megatron_importance(random).values())
+    traffic = communication.step_traffic(entropy).sent
+    assert traffic["importance"] == {kind: amount for kind, amount in added.items() if amount}
+    assert "importance" not in communication.step_traffic(random).sent
+
+
+def test_an_importance_of_ones_own_is_planned_like_any_other():
+    own = OarConfig.parse({"importance": "python:tests.own_importance:Saliency", "probe": "answer_joint"})
+    layout = Layout("megatron", 8, 8, tp=2, pp=1, cp=2, sequence_parallel=True)
+    joint = setup(layout, oar=OarConfig.parse({"probe": "answer_joint"}))
+    assert compute.step_flops(setup(layout, oar=own)).importance == compute.step_flops(joint).importance
+    rows = 64 * 8 * 0.5 / 2 * 8  # answer tokens of a data-parallel rank
+    added = communication.megatron_importance(setup(layout, oar=own))
+    softmax = 8  # bytes a row
+    assert added["OAR rows"] == pytest.approx(2 * rows * (2 * 2 * joint.shape.hidden + softmax) / 2)
+    assert added["OAR pooled logits"] == 0
 
 
 def test_ulysses_exchanges_every_head_and_repeats_the_few():

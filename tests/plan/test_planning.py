@@ -64,8 +64,8 @@ def test_a_gpu_without_room_for_a_sequence_does_not_fit(fsdp_config):
 def test_grpo_takes_what_oar_takes_without_the_oar(fsdp_config):
     oar = plan(fsdp_config).seconds
     grpo = plan(with_overrides(fsdp_config, {"algorithm.adv_estimator": "grpo"})).seconds
-    assert grpo.oar_g == grpo.oar_p == 0
-    assert grpo.total == pytest.approx(oar.total - oar.oar_g)
+    assert grpo.oar == 0
+    assert grpo.total == pytest.approx(oar.total - oar.importance)
     assert oar.ratio_to_grpo == pytest.approx(oar.total / grpo.total)
 
 
@@ -74,12 +74,23 @@ def test_importance_needs_less_memory_than_the_update(config):
     assert totals["log-probs with importance (fisher)"] < totals["update"]
 
 
+@pytest.mark.parametrize("name", ["entropy", "random"])
+def test_without_a_backward_nothing_is_kept_for_one(config, name):
+    made = plan(with_overrides(config, {"algorithm.oar.importance": name}))
+    phases = {phase.name: phase.total for phase in made.memory}
+    importance = phases.get(f"log-probs with importance ({name})")
+    assert (importance is None) == (made.seconds.oar == 0) == (name == "random")
+    if importance is not None:
+        assert importance - phases["log-probs"] < 2**31, "a chunk of rows of logits"
+        assert 0 < made.seconds.oar_share < 0.02
+
+
 def test_copies_cost_more_than_a_gradient(fsdp_config):
     fisher = plan(fsdp_config).seconds
     every = plan(with_overrides(fsdp_config, {"algorithm.oar.importance": "oar_p"})).seconds
     some = plan(with_overrides(fsdp_config, {"algorithm.oar.importance": "hybrid"})).seconds
-    assert every.oar_p > some.oar_p > fisher.oar_g
-    assert some.oar_g == pytest.approx(fisher.oar_g)
+    assert every.copies > some.copies > fisher.importance
+    assert some.importance == pytest.approx(fisher.importance)
 
 
 def test_offload_takes_the_states_off_the_gpu_while_it_generates(fsdp_config):
@@ -153,7 +164,7 @@ def test_scoring_more_responses_never_takes_less_time(setups, share, more, which
     times = []
     for part in (low, high):
         one = replace(setups[which], workload=replace(setups[which].workload, scored_share=part))
-        times.append(plan_setup(one, SMALL_GPU).seconds.oar_g)
+        times.append(plan_setup(one, SMALL_GPU).seconds.importance)
     assert times[0] <= times[1]
 
 

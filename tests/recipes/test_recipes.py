@@ -78,6 +78,17 @@ def test_verl_and_oar_accept_it(recipe, variant):
 
 
 @every_recipe
+def test_takes_a_preset_and_a_key_on_top_of_it(recipe):
+    own = composed(recipe).algorithm.oar
+    for preset, importance in (("published", "oar_g"), ("onward", "onward")):
+        oar = compose_recipe(recipe, "oar", [f"oar={preset}", "algorithm.oar.beta=1.5"]).algorithm.oar
+        assert (oar.beta, oar.answer_patterns) == (1.5, own.answer_patterns)
+        # A recipe that names an importance means it.
+        assert oar.importance == ("oar_p" if own.importance == "oar_p" else importance)
+        assert oar.keys() == own.keys()
+
+
+@every_recipe
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fits_the_gpus_that_it_names(recipe, variant):
     made = plan(composed(recipe, variant), gpu="A100-80")
@@ -123,6 +134,11 @@ def test_a_folder_that_is_no_recipe_is_named(tmp_path):
 def test_an_override_that_is_not_there_is_named():
     with pytest.raises(RecipeError, match=r"data\.no_such_key"):
         compose_recipe(RECIPES[0], "oar", ["data.no_such_key=1"])
+
+
+def test_a_preset_with_a_plus_sign_is_told_how_to_write_it():
+    with pytest.raises(RecipeError, match=r"\+oar=onward: .*write oar=onward$"):
+        compose_recipe(RECIPES[0], "oar", ["+oar=onward"])
 
 
 def test_command_runs_the_variant():

@@ -12,10 +12,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from oar_plugin.config import OarConfig
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.gate import relative
+from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OffloadRecord, summarize_offload
 from oar_plugin.hosts.vllm.versions import installed, unsupported
-from oar_plugin.passes.request import REPORT
+from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 
 logger = logging.getLogger("oar_plugin")
 
@@ -91,13 +94,17 @@ def actor_may_help(status_B: Tensor) -> Tensor:
     return torch.isin(status_B, torch.tensor(ACTOR_MAY_HELP))
 
 
-def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor) -> dict[str, Tensor]:
+def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfig) -> dict[str, Tensor]:
     """Importance, segments and report of each row: the actor's where it was asked, the engines' elsewhere.
+
+    The engines' scores are nats. Those of a fallback whose scale is arbitrary become multiples of their response's mean, as
+    the gate would have them if the whole run had that importance.
 
     Args:
         padded: `advantages` `[B, L]`, the engines' fields, and the actor's if it was asked for any row.
         asked_B: bool, rows that the actor was to score.
         padding_B: bool, rows that verl added to fill up the batch: copies of others, shorter than what the engines scored.
+        oar: the settings.
     """
     length = padded["advantages"].shape[-1]
     fields = {}
@@ -107,6 +114,9 @@ def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor) -> dict[str, 
         fields[name] = torch.where(asked_B[:, None], _to_width(padded.get(name, theirs), width), theirs)
         fields[name][padding_B] = 0
     fields[REPORT][padding_B, 0] = float(Status.NOT_NEEDED)
+    if asked_B.any() and importance_of(oar.perturbation.fallback).arbitrary_scale:
+        importance, reasoning = fields[IMPORTANCE], fields[SEGMENTS] == Segment.REASONING
+        fields[IMPORTANCE] = torch.where(asked_B[:, None], relative(importance, reasoning).float(), importance)
     return fields
 
 

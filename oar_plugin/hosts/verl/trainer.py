@@ -169,7 +169,7 @@ class OarTrainerMixin:
             mask = data["advantages"]
             padded = data.to_padded_tensor()
             if self.oar.offloads:
-                padded.update(merged(padded, padded[NEEDED][:, 0] > 0, _padding_rows(batch)))
+                padded.update(merged(padded, padded[NEEDED][:, 0] > 0, _padding_rows(batch), self.oar))
             elif IMPORTANCE not in padded:
                 padded.update(_nothing_scored(padded["advantages"]))
             report_B2 = padded[REPORT]

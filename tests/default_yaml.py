@@ -1,0 +1,44 @@
+"""`default.yaml` as it follows from `config.py`; `python -m tests.default_yaml` writes it."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from oar_plugin.config import OarConfig, PerturbationConfig
+from oar_plugin.hosts.verl import conf
+
+FILE = Path(conf.__file__).parent / "oar" / "default.yaml"
+HEAD = """\
+# @package algorithm.oar
+# Every key of OAR with its default. Override any of them on the command line: algorithm.oar.tau=0.5
+# Made from oar_plugin/config.py: python -m tests.default_yaml
+"""
+
+
+def shown(value: Any) -> str:
+    """A default in YAML, on one line."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+
+
+def keys(group: type[BaseModel], indent: str = "") -> str:
+    """Each key of a group under its description."""
+    blocks = []
+    for name, field in group.model_fields.items():
+        comment = textwrap.fill(field.description, 104, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        nested = field.annotation is PerturbationConfig
+        value = f"\n{keys(PerturbationConfig, indent + '  ')}" if nested else f" {shown(field.default)}\n"
+        blocks.append(f"{comment}\n{indent}{name}:{value}")
+    return "\n".join(blocks)
+
+
+def made() -> str:
+    """The whole file."""
+    return HEAD + "\n" + keys(OarConfig)
+
+
+if __name__ == "__main__":
+    FILE.write_text(made())
