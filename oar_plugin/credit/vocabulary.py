@@ -40,9 +40,13 @@ class VocabularyShard:
 
     def entropy(self, logits_NV: Tensor) -> Tensor:
         """Entropy in nats of the softmax over the whole vocabulary, float32 `[N]`. Logits of -inf (banned) count nothing."""
+        # A column of no mass must add 0, and 0 times -inf is NaN.
+        lowest = torch.finfo(torch.float32).min
+        if self.total is _alone:
+            log_p_NV = logits_NV.float().log_softmax(-1)
+            return -(log_p_NV.exp() * log_p_NV.clamp_min_(lowest)).sum(-1)
         shifted_NV, exponential_NV = self._shifted(logits_NV.float())
-        # 0 times -inf would be NaN; without mass, a column adds nothing.
-        weighted_NV = exponential_NV * shifted_NV.masked_fill(exponential_NV == 0, 0.0)
+        weighted_NV = exponential_NV * shifted_NV.clamp_min_(lowest)
         sum_N2 = self.total(torch.stack([exponential_NV.sum(-1), weighted_NV.sum(-1)], -1))
         return sum_N2[:, 0].log() - sum_N2[:, 1] / sum_N2[:, 0]
 

@@ -254,7 +254,8 @@ class MicroBatchPass:
 
     def _read_rows(self, rows: AnswerRows, logits_NV: Tensor) -> None:
         """Note what the importance reads of the distributions that tokens were drawn from."""
-        sampled_NV, vocabulary = logits_NV / self.request.temperature, self.layout.vocabulary
+        vocabulary, temperature = self.layout.vocabulary, self.request.temperature
+        sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
         at_N = self._place_T[rows.position_N + 1]
         if "entropy" in self.importance.reads:
             self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
