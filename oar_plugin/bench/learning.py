@@ -143,7 +143,6 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """The inverse of `to_json`."""
         values = json.loads(text)
         held_out = {int(step): value for step, value in values["held_out"].items()}
         return cls(**{**values, "run": Run(**values["run"]), "held_out": held_out})

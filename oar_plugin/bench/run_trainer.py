@@ -19,7 +19,6 @@ from oar_plugin.hosts.verl.cpu.vllm_worker import SESSION_VARIABLE
 
 
 def _processor_seconds() -> float:
-    """Of every process of this run so far."""
     tag = os.environ.get(SESSION_VARIABLE)
     total = 0.0
     for process in psutil.process_iter():

@@ -302,7 +302,6 @@ class Measured:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Measured:
-        """The inverse of `to_dict`."""
         names = [f.name for f in fields(cls) if f.name != "launch"]
         launch = Launch(Layout.parse(content["layout"]), content["responses"])
         return cls(launch, **{name: content[name] for name in names})

@@ -224,7 +224,6 @@ class _PrefixLayer(DynamicLayer):
         self.keys, self.values = keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See `DynamicLayer`."""
         copies = len(key_states)
         return (
             torch.cat([self.keys.expand(copies, -1, -1, -1), key_states], dim=-2),

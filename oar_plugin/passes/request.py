@@ -108,7 +108,6 @@ class Request:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Request:
-        """The inverse of `to_dict`."""
         perturbation = values.get("perturbation")
         return cls(
             **{

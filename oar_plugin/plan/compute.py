@@ -101,7 +101,6 @@ def importance_backward(
 
 
 def reasoning_tokens(work: Workload) -> float:
-    """Of a response."""
     return max(1.0, work.mean_response - work.answer)
 
 
@@ -161,7 +160,6 @@ class StepFlops:
 
     @property
     def total(self) -> float:
-        """Of the step."""
         return self.generation + self.log_prob + self.reference + self.importance + self.copies + self.update
 
 

@@ -47,7 +47,6 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Of the step."""
         return max(self.generation, self.training) if self.overlapped else self.generation + self.training
 
     @property

@@ -50,7 +50,6 @@ class OffloadRecord:
 
     @classmethod
     def from_row(cls, row: Tensor) -> OffloadRecord:
-        """The inverse of `to_row`."""
         status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
         return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
 

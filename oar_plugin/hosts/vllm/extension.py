@@ -60,7 +60,6 @@ class OutcomeExtension:
         self.model_runner.oar_recorder.forget(keys)
 
     def oar_counts(self) -> dict[str, int]:
-        """See `OutcomeRecorder.counts`."""
         counts: dict[str, int] = self.model_runner.oar_recorder.counts()
         return counts
 

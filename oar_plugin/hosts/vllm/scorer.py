@@ -102,7 +102,6 @@ class ScoringResult:
 
     @classmethod
     def failed(cls, fault: Fault) -> ScoringResult:
-        """Of a response that no engine has seen."""
         return cls(importance=None, fault=fault)
 
 
