@@ -160,22 +160,18 @@ class OarConfig(BaseModel):
                 "allowed: probe=last, or at least one pattern"
             )
         make_finder(self.answer_patterns)
-        for fault in self.importance_object.conflicts(
-            self.model_dump() | {"perturbation": self._resolved_perturbation}
-        ):
-            raise ValueError(fault)
-        if self.copies is None:
-            return self
+        self._check_conflicts(self.importance_object)
         if self.offloads and self.perturbation.fallback != "none":
             try:
-                copies = importance_of(self.perturbation.fallback).copies
+                fallback = importance_of(self.perturbation.fallback)
             except ValueError as error:
                 raise ValueError(f"perturbation.fallback={self.perturbation.fallback}: {error}") from None
-            if copies is not None:
+            if fallback.copies is not None:
                 raise ValueError(
                     f"perturbation.fallback={self.perturbation.fallback}: the actor would run masked copies; allowed: none, "
                     f"{without_copies()}, or python:<module>:<class>"
                 )
+            self._check_conflicts(fallback)
         return self
 
     @field_validator("base_estimator", mode="before")
@@ -242,8 +238,19 @@ class OarConfig(BaseModel):
         return default if self.perturbation.budget is None else self.perturbation.budget
 
     @property
-    def _resolved_perturbation(self) -> dict[str, Any]:
-        return self.perturbation.model_dump() | {"budget": self.budget}
+    def actor_importance(self) -> str:
+        """What the actor computes: for the responses that rollout engines failed to score, if these compute importance."""
+        return self.perturbation.fallback if self.offloads else self.importance
+
+    def _check_conflicts(self, importance: Importance) -> None:
+        settings = self.model_dump() | {"tau": self.quantile}
+        settings["perturbation"] |= {"budget": self.budget}
+        try:
+            conflicts = list(importance.conflicts(settings))
+        except Exception as error:  # a user's class runs code of its own
+            raise ValueError(f"importance={importance.name}: conflicts failed: {error!r}") from error
+        if conflicts:
+            raise ValueError("; ".join(conflicts))
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> OarConfig:

@@ -48,7 +48,7 @@ def reshape(
     gate = config.gate_object
     if config.importance_object.arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
-    weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor)
+    weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor).float()
     # One response that a user's gate or importance was not made for must not spoil a batch.
     bad_B = (status_B == Status.SCORED) & ~kept_mass(weight_BL, usable_BL)
     status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)

@@ -130,8 +130,12 @@ def importance(
     if segments_BL is None:
         segments_BL, status_B = _found_segments(token_BL, own_BL, mask_BL, tokenizer, config)
     else:
-        scored_B = (segments_BL == Segment.REASONING).any(-1)
-        status_B = torch.where(scored_B, int(Status.SCORED), int(Status.NO_REASONING))
+        if segments_BL.shape != token_BL.shape:
+            raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
+        answered_B, reasoned_B = ((segments_BL == s).any(-1) for s in (Segment.ANSWER, Segment.REASONING))
+        status_B = torch.where(reasoned_B, int(Status.SCORED), int(Status.NO_REASONING))
+        status_B[~answered_B] = int(Status.NO_ANSWER)
+        segments_BL = segments_BL.masked_fill(status_B[:, None] != Status.SCORED, int(Segment.OUTSIDE))
 
     replacement = None
     if config.copies is not None:
@@ -162,7 +166,7 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
     Raises:
         OarConfigError: a setting that cannot work.
     """
-    advantage_BL = torch.as_tensor(advantages, dtype=torch.float32)
+    advantage_BL = torch.as_tensor(advantages, dtype=torch.float32).cpu()
     if advantage_BL.dim() == 1:
         advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")

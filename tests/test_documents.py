@@ -6,8 +6,9 @@ from pathlib import Path
 
 from oar_plugin.config import OarConfig, PerturbationConfig
 from oar_plugin.credit.gate import GATES
-from oar_plugin.credit.importance import IMPORTANCES
+from oar_plugin.credit.importance import IMPORTANCES, Parts, Rows
 from oar_plugin.credit.importance.check import problems
+from oar_plugin.passes.request import Request
 from tests.default_yaml import FILE, made, shown
 from tests.own_importance import Saliency
 
@@ -49,3 +50,17 @@ def test_the_example_in_the_readme_is_the_one_that_is_tested():
     names: dict[str, type] = {}
     exec(block, names)
     assert problems(names["Saliency"]) == []
+
+
+def test_what_can_be_called_without_a_configuration_has_its_defaults():
+    """Gates by themselves, and what the method's own objects take where nobody says otherwise."""
+    config = OarConfig()
+    for name, gate in GATES.items():
+        defaults = {
+            k: p.default for k, p in inspect.signature(gate.weights).parameters.items() if p.default is not p.empty
+        }
+        assert defaults == {"tau": gate.tau, "beta": config.beta, "floor": config.floor}, name
+    request = Request(config.importance)
+    assert (request.probe, request.sigma, request.num_draws) == (config.probe, config.sigma, config.num_draws)
+    for kind in (Rows, Parts):
+        assert kind.__dataclass_fields__["sigma"].default == config.sigma

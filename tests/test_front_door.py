@@ -190,6 +190,27 @@ def test_what_is_missing_is_said(model, arguments, message):
         oar_plugin.importance(model, **arguments)
 
 
+@pytest.mark.parametrize("importance", ["fisher", "oar_p"])
+def test_given_segments_without_an_answer_or_reasoning_keep_even_credit(model, importance):
+    token_BT = torch.arange(3, 33).view(3, 10)
+    segments_BT = torch.full((3, 10), int(Segment.REASONING))
+    segments_BT[:, :3] = Segment.OUTSIDE
+    segments_BT[1:, 8] = Segment.ANSWER
+    segments_BT[2, 3:8] = Segment.OUTSIDE
+    segments_BT[2, 9] = Segment.OUTSIDE
+    mask_BT = torch.ones_like(token_BT)
+    settings = {"importance": importance, "perturbation": {"replacement": "sampled"}}
+    credit = oar_plugin.importance(
+        model, token_BT, response_mask=segments_BT != 0, attention_mask=mask_BT, segments=segments_BT, **settings
+    )
+    assert credit.status == [Status.NO_ANSWER, Status.SCORED, Status.NO_REASONING]
+    assert (credit.weights[[0, 2]] == 1).all()
+    with pytest.raises(ValueError, match=r"segments are \(3, 9\), wanted \(3, 10\)"):
+        oar_plugin.importance(
+            model, prompts=[[1]] * 3, responses=[list(range(1, 10))] * 3, segments=segments_BT[:, :9], **settings
+        )
+
+
 def test_the_example_in_the_docstring(model, tokenizer):
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     (example,) = doctest.DocTestFinder(recurse=False).find(

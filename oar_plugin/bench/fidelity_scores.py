@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from oar_plugin.bench.fidelity_responses import Response
-from oar_plugin.credit.diagnostics import causal_recall
 
 TOP = 0.2
 """Share of the reasoning tokens whose overlap is reported."""
@@ -43,6 +42,15 @@ def top_overlap(score_R: Tensor, reference_R: Tensor) -> float:
     count = max(1, round(TOP * len(score_R)))
     tops = [set(order(x)[:count].tolist()) for x in (score_R, reference_R)]
     return len(tops[0] & tops[1]) / count
+
+
+def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> Tensor:
+    """Share of the tokens known to be causal among the top-k scores, k = their number, `[B]` (NaN where there are none)."""
+    causal_BL = causal_BL & keep_BL
+    order_BL = importance_BL.masked_fill(~keep_BL, -torch.inf).argsort(-1, descending=True)
+    rank_BL = torch.empty_like(order_BL).scatter_(-1, order_BL, torch.arange(order_BL.shape[-1]).expand_as(order_BL))
+    count_B1 = causal_BL.sum(-1, keepdim=True)
+    return ((rank_BL < count_B1) & causal_BL).sum(-1) / count_B1[:, 0]
 
 
 def recall(score_R: Tensor, causal_R: Tensor) -> float:

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from oar_plugin.bench.fidelity_scores import causal_recall
 from oar_plugin.bench.learning_credit import Method, is_importance, method_of
 from oar_plugin.bench.learning_rollout import Rollout, roll_out
 from oar_plugin.bench.reasoning.tasks import TASKS
 from oar_plugin.bench.reasoning.vocabulary import PAD
 from oar_plugin.bench.reasoning.warm_start import WarmStart, accuracy, learned_model
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import Status, causal_recall
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.request import Request

@@ -53,15 +53,6 @@ def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
     return top_B / mass_BL.sum(-1).clamp_min(torch.finfo(weight_BL.dtype).tiny)
 
 
-def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> Tensor:
-    """Share of the tokens known to be causal among the top-k scores, k = their number, `[B]` (NaN where there are none)."""
-    causal_BL = causal_BL & keep_BL
-    order_BL = importance_BL.masked_fill(~keep_BL, -torch.inf).argsort(-1, descending=True)
-    rank_BL = torch.empty_like(order_BL).scatter_(-1, order_BL, torch.arange(order_BL.shape[-1]).expand_as(order_BL))
-    count_B1 = causal_BL.sum(-1, keepdim=True)
-    return ((rank_BL < count_B1) & causal_BL).sum(-1) / count_B1[:, 0]
-
-
 def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict[str, float]:
     """Metrics of one batch, by name without prefix.
 

@@ -80,15 +80,7 @@ def two_level(
     nothing. A token at the response's minimum is never boosted: with more than `tau` of the scores there, the quantile is the
     minimum itself, and everything would be above it.
 
-    Args:
-        importance_BL: `[B, L]`, finite where `reasoning_BL` is true; ignored elsewhere. Only its order counts.
-        reasoning_BL: bool `[B, L]`, the tokens to reshape.
-        tau: quantile in [0, 1].
-        beta: boost of the tokens at and above it, >= 0.
-        floor: means nothing here; gates have one signature.
-
-    Returns:
-        float32 `[B, L]`, as `bi_level` returns it.
+    Arguments and result are those of `bi_level`; `floor` means nothing here.
     """
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     place_B2, share_B1 = _quantile_places(count_B1, tau)
@@ -164,9 +156,12 @@ def gate_of(name: str) -> Gate:
 def _fault(own: object) -> str | None:
     if not callable(own):
         return "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"
-    reasoning_BL = torch.tensor([[False, True, True, True, False], [True] * 5])
+    # The last response has no reasoning, as those that are not scored; scores may be of either precision.
+    reasoning_BL = torch.tensor([[False, True, True, True, False], [True] * 5, [False] * 5])
+    importance_BL = torch.linspace(0.1, 1.5, 15).view(3, 5)
     try:
-        weight_BL = own(torch.linspace(0.1, 1, 10).view(2, 5), reasoning_BL, 0.5, 2.0, 0.1)
+        own(importance_BL.double(), reasoning_BL, 0.5, 2.0, 0.1)
+        weight_BL = own(importance_BL, reasoning_BL, 0.5, 2.0, 0.1)
     except Exception as error:  # a user's function runs code of its own
         return f"a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: {error!r}"
     if not isinstance(weight_BL, Tensor) or weight_BL.shape != reasoning_BL.shape:

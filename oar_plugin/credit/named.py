@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from typing import Any
 
 
@@ -21,7 +22,7 @@ def imported(name: str, allowed: str) -> Any:
     if kind != "python" or not module or not attribute:
         raise ValueError(f"unknown; {allowed}")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return operator.attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:  # a user's module runs code of its own
         raise ValueError(
             f"cannot be imported: {error!r}; the module must be on PYTHONPATH in the driver and on every worker"

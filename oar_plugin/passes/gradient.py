@@ -118,7 +118,7 @@ class MicroBatchPass:
         scores: Scores | None = None,
         place_T: Tensor | None = None,
     ) -> None:
-        self.request, self.layout = request, layout
+        self.request, self.packed, self.layout = request, packed, layout
         self.importance = request.importance_object
         device = packed.token_T.device
         num_tokens, num_responses = len(packed.token_T), len(packed.offsets) - 1
@@ -138,8 +138,8 @@ class MicroBatchPass:
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
         self._noisy_T = (reasoning_T & (layout.embedding_T >= 0)).nonzero()[:, 0] if self.importance.noisy else None
         if self._noisy_T is not None:
-            # What a draw adds to, of each noisy token: its response's seed and its place.
-            self._noisy_of = self._seed_B[response_T[self._noisy_T]], packed.place_T[self._noisy_T]
+            self._noise_seed_N = self._seed_B[response_T[self._noisy_T]]
+            self._noise_place_N = packed.place_T[self._noisy_T]
         self._clean_BV: Tensor | None = None
         # What is read is read in the first forward, which is clean, unless a clean backward starts from these rows anyway.
         noisy, backwards = self.importance.noisy, self.importance.backwards
@@ -159,13 +159,14 @@ class MicroBatchPass:
                 read_logits(project, hidden_NH[count:], self._read)
             if forward.backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
-                    self._clean_BV = self._pooled(project(hidden_NH[:count]).detach())
+                    clean_BV = pool(project(hidden_NH[:count]).detach(), self._answer)
+                    self._clean_BV = layout.sum_over_sequence_ranks(clean_BV)
                 return None
             if rows is self._reasoning:
                 return weighted_logits(
                     project,
                     hidden_NH,
-                    lambda logits_NV, chosen: self._row_coefficients(forward, rows, logits_NV, chosen),
+                    lambda logits_NV, chosen: self._row_coefficients(forward, rows.select(chosen), logits_NV),
                 )
             return self._scalar(forward, project(hidden_NH[:count]))
 
@@ -181,72 +182,63 @@ class MicroBatchPass:
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
         """N(0, sigma^2) at reasoning tokens and 0 elsewhere, for an embedding tensor `[..., H]`."""
         assert self._noisy_T is not None
-        seed_N, place_N = self._noisy_of
         at_N = self.layout.embedding_T[self._noisy_T]
 
         def make(embedding: Tensor) -> Tensor:
             size = embedding.shape[-1]
             flat = torch.zeros(self.layout.num_embeddings, size, device=embedding.device)
-            flat[at_N] = gaussian(position_seeds(seed_N, place_N, draw), size) * self.request.sigma
+            flat[at_N] = self.request.sigma * gaussian(
+                position_seeds(self._noise_seed_N, self._noise_place_N, draw), size
+            )
             return flat.view_as(embedding)
 
         return make
 
     def _scalar(self, forward: Forward, logits_NV: Tensor) -> Tensor:
         """float32 scalar over the answer's rows; over the ranks that share sequences the scalars add up to the whole."""
-        assert forward.backward is not None
-        rows, backward = self._answer, self.importance.backwards[forward.backward]
+        rows, backward = self._answer, self._backward(forward)
         with torch.autocast(logits_NV.device.type, enabled=False):
             if self._pools(backward):
                 pooled_BV = pool(logits_NV, rows)
-                coefficient_BV = self.importance.coefficients(
-                    forward.backward,
-                    Rows(
-                        self._pooled(logits_NV.detach()),
-                        None,
-                        self._seeds(forward, self._seed_B),
-                        clean_NV=self._clean_BV if backward.noise else None,
-                        sigma=self.request.sigma,
-                        vocabulary=self.layout.vocabulary,
-                    ),
-                )
+                # The sum over ranks may be in place.
+                whole_BV = self.layout.sum_over_sequence_ranks(pooled_BV.detach().clone())
+                clean_BV = self._clean_BV if backward.noise else None
+                coefficient_BV = self._coefficients(forward, whole_BV, self._seeds(forward), clean_NV=clean_BV)
                 return (coefficient_BV.to(pooled_BV.dtype) * pooled_BV).sum()
-            coefficient_NV = self._row_coefficients(forward, rows, logits_NV.detach(), slice(None))
+            coefficient_NV = self._row_coefficients(forward, rows, logits_NV.detach())
             if backward.rows == "probe":
                 coefficient_NV = coefficient_NV * rows.share_N[:, None]
             return (coefficient_NV * logits_NV.float()).sum(dtype=torch.float32)
 
-    def _row_coefficients(self, forward: Forward, rows: AnswerRows, logits_NV: Tensor, chosen: slice) -> Tensor:
-        """Coefficients of some of `rows`, each by itself."""
-        assert forward.backward is not None
-        rows = rows.select(chosen)
+    def _row_coefficients(self, forward: Forward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
+        """Coefficients of rows that stand each by itself."""
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
-            if self.importance.backwards[forward.backward].rows == "reasoning" and self.importance.reads:
+            if self._backward(forward).rows == "reasoning" and self.importance.reads:
                 if not self._read_first:
                     self._read_rows(rows, logits_NV)
                 if "entropy" in self.importance.reads:
                     entropy_N = self.scores.entropy_T[self._place_T[rows.position_N + 1]]
-            return self.importance.coefficients(
-                forward.backward,
-                Rows(
-                    logits_NV,
-                    rows.token_N,
-                    position_seeds(self._seeds(forward, self._seed_B)[rows.response_N], rows.ordinal_N),
-                    entropy_N,
-                    sigma=self.request.sigma,
-                    vocabulary=self.layout.vocabulary,
-                ),
-            )
+            seed_N = position_seeds(self._seeds(forward)[rows.response_N], rows.ordinal_N)
+            return self._coefficients(forward, logits_NV, seed_N, rows.token_N, entropy_N=entropy_N)
 
-    @staticmethod
-    def _seeds(forward: Forward, seed_B: Tensor) -> Tensor:
-        """Seeds of the signs of one backward and draw."""
+    def _coefficients(
+        self, forward: Forward, logits_NV: Tensor, seed_N: Tensor, token_N: Tensor | None = None, **more: Tensor | None
+    ) -> Tensor:
         assert forward.backward is not None
+        rows = Rows(logits_NV, token_N, seed_N, sigma=self.request.sigma, vocabulary=self.layout.vocabulary, **more)
+        return self.importance.coefficients(forward.backward, rows)
+
+    def _backward(self, forward: Forward) -> Backward:
+        assert forward.backward is not None
+        return self.importance.backwards[forward.backward]
+
+    def _seeds(self, forward: Forward) -> Tensor:
+        """Seeds of the signs of one backward and draw, `[B]`."""
         if forward.backward == forward.draw == 0:
-            return seed_B
-        return position_seeds(seed_B, torch.full_like(seed_B, forward.backward), forward.draw)
+            return self._seed_B
+        return position_seeds(self._seed_B, torch.full_like(self._seed_B, forward.backward or 0), forward.draw)
 
     def _read(self, logits_NV: Tensor, chosen: slice) -> None:
         with torch.autocast(logits_NV.device.type, enabled=False):
@@ -266,9 +258,6 @@ class MicroBatchPass:
         """Whether it starts from one row a response."""
         return backward.rows == "probe" and self.request.probe != "answer_joint"
 
-    def _pooled(self, logits_NV: Tensor) -> Tensor:
-        return self.layout.sum_over_sequence_ranks(pool(logits_NV, self._answer))
-
     def _receive(self, forward: Forward, gradient: Tensor, embedding: Tensor) -> None:
         score_N = self.importance.score(gradient, embedding).flatten()[self.layout.embedding_T[self._held_T]]
         self.scores.score_KT[forward.backward, self._place_T[self._held_T]] += score_N
@@ -280,15 +269,15 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
     if importance.copies is not None and not importance.backwards:  # its scores come from copies alone
         return torch.zeros(len(reasoning_T), device=reasoning_T.device)
     response_T, place_T = packed.response_T, packed.place_T
-    num_responses, longest = len(packed.offsets) - 1, max([1, *packed.offsets.diff().tolist()])
-    at_T = response_T * longest + place_T
+    length_B = packed.offsets.diff()
+    keep_BL = torch.arange(max([1, *length_B.tolist()]), device=length_B.device) < length_B[:, None]
 
     def padded(values: Tensor) -> Tensor:
-        flat = values.new_zeros(*values.shape[:-1], num_responses * longest)
-        flat[..., at_T] = values
-        return flat.unflatten(-1, (num_responses, longest))
+        full = values.new_zeros(*values.shape[:-1], *keep_BL.shape)
+        full[..., keep_BL] = values
+        return full
 
-    seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
+    seed_B = response_seeds(packed.token_T, response_T, len(length_B), request.seed)
     parts = Parts(
         padded(scores.score_KT / request.num_draws),
         padded(reasoning_T),
@@ -297,4 +286,4 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
         padded(position_seeds(seed_B[response_T], place_T)),
         request.sigma,
     )
-    return torch.where(reasoning_T, importance.combine(parts).flatten()[at_T].float(), 0.0)
+    return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

@@ -58,7 +58,7 @@ class Replacements:
 
     Attributes:
         token: the token, the same everywhere; None: drawn from the model's prediction.
-        seed: of the draws (`algorithm.oar.seed`).
+        seed: of the draws (`step_seed`).
     """
 
     token: int | None

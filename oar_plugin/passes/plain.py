@@ -61,7 +61,7 @@ class PlainPass:
         packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
         one = MicroBatchPass(self.request, packed, layout)
         arguments = {"input_ids": token_BL, "use_cache": False}
-        if mask_BL is not None:
+        if mask_BL is not None and not mask_BL[:, 0].all():  # causal attention does not see padding on the right
             arguments |= {
                 "attention_mask": mask_BL.long(),
                 "position_ids": (mask_BL.long().cumsum(-1) - 1).clamp_min(0),

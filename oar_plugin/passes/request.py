@@ -45,8 +45,8 @@ class Request:
     """One importance pass over a batch.
 
     Attributes:
-        importance: name, for `importance_of`. Of a run whose rollout engines compute importance: what the actor gives the
-            responses that they failed to score (`algorithm.oar.perturbation.fallback`).
+        importance: name, for `importance_of`. Where rollout engines score, the one that the actor uses for responses they
+            failed to score (`algorithm.oar.perturbation.fallback`).
         probe: the probe of this step (the warm-up has been applied).
         sigma: noise scale.
         num_draws: draws to average.
@@ -80,12 +80,11 @@ class Request:
         temperature: float = 1.0,
     ) -> Request:
         """The request to the actor at training step `step` (from 1)."""
-        importance = config.perturbation.fallback if config.offloads else config.importance
         perturbation = None
         if config.copies is not None and not config.offloads:
             perturbation = Perturbation(config.budget, config.perturbation.span, replacement_token)
         return cls(
-            importance=importance,
+            importance=config.actor_importance,
             probe=config.probe_at(step),
             sigma=config.sigma,
             num_draws=config.num_draws,

@@ -23,7 +23,7 @@ Chunk = Callable[[Tensor, slice], Tensor]
 
 
 def weighted_logits(project: Project, hidden_NH: Tensor, coefficients: Chunk) -> Tensor:
-    """`sum(c * project(hidden))` for coefficients that are held fixed, but for its value: only its gradient is right.
+    """A scalar with the gradient of `sum(c * project(hidden))`, `c` held fixed. Its value means nothing.
 
     Args:
         project: see `Project`.

@@ -18,7 +18,14 @@ from oar_plugin.bench.fidelity_estimators import (
 )
 from oar_plugin.bench.fidelity_page import html
 from oar_plugin.bench.fidelity_responses import MicroBatch, micro_batches
-from oar_plugin.bench.fidelity_scores import deletion_curve, mean_over_groups, rank_correlation, recall, top_overlap
+from oar_plugin.bench.fidelity_scores import (
+    causal_recall,
+    deletion_curve,
+    mean_over_groups,
+    rank_correlation,
+    recall,
+    top_overlap,
+)
 from oar_plugin.credit.importance import IMPORTANCES, Forward
 from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import packed_rows
@@ -298,3 +305,11 @@ def test_taps_are_gone_after_an_error():
     with pytest.raises(RuntimeError), ModelTaps(model):
         raise RuntimeError
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_causal_recall():
+    importance = torch.tensor([[0.1, 5.0, 0.2, 4.0, 9.0]])
+    keep = torch.tensor([[True, True, True, True, False]])
+    causal = torch.tensor([[False, True, True, False, False]])
+    assert causal_recall(importance, keep, causal).item() == pytest.approx(0.5)
+    assert causal_recall(importance, keep, torch.zeros_like(causal)).isnan().all()

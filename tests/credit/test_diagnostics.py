@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oar_plugin.credit.diagnostics import FALLBACKS, Status, causal_recall, effective_sample_size, summarize, top_share
+from oar_plugin.credit.diagnostics import FALLBACKS, Status, effective_sample_size, summarize, top_share
 
 EVEN = torch.ones(1, 10)
 KEEP = torch.ones(1, 10, dtype=torch.bool)
@@ -25,14 +25,6 @@ def test_only_kept_tokens_count():
     weight = torch.tensor([[1.0, 1.0, 1000.0]])
     keep = torch.tensor([[True, True, False]])
     assert effective_sample_size(weight, keep).item() == pytest.approx(1.0)
-
-
-def test_causal_recall():
-    importance = torch.tensor([[0.1, 5.0, 0.2, 4.0, 9.0]])
-    keep = torch.tensor([[True, True, True, True, False]])
-    causal = torch.tensor([[False, True, True, False, False]])
-    assert causal_recall(importance, keep, causal).item() == pytest.approx(0.5)
-    assert causal_recall(importance, keep, torch.zeros_like(causal)).isnan().all()
 
 
 def test_shares_are_of_the_responses_that_matter():

@@ -201,6 +201,11 @@ def test_training_goes_on_as_if_nothing_happened(single):
     assert single["grad_norm"] == single["fresh_grad_norm"] > 0
 
 
+def test_the_pass_reads_the_tensors_that_verl_moved_to_the_device(single):
+    """On a GPU the micro-batch that comes in is on the CPU, and only verl's copy meets the model's hidden states."""
+    assert single["moved"] == {"some": True, "same": True}
+
+
 def test_every_kind_of_trace_would_be_noticed(single):
     kinds = [
         "grads",

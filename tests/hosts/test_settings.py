@@ -74,6 +74,23 @@ def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, importa
         assert resolve(config(**changes)).importance == importance
 
 
+@pytest.mark.parametrize(
+    ("fallback", "served"), [("onward", False), ("entropy", False), ("fisher", True), ("none", True)]
+)
+def test_chunks_of_rows_of_a_fallback_need_it_too(fallback, served):
+    base = config(
+        actor_rollout_ref__actor__strategy="fsdp",
+        actor_rollout_ref__actor__fsdp_config__wrap_policy__min_num_params=1_000_000,
+        actor_rollout_ref__rollout__name="vllm",
+        algorithm__oar={"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": fallback}},
+    )
+    if served:
+        assert resolve(base).offloads
+    else:
+        with pytest.raises(OarConfigError, match=rf"min_num_params=1000000.*the actor computing {fallback}"):
+            resolve(base)
+
+
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 
 

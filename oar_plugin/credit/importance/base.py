@@ -119,6 +119,8 @@ class Parts:
 class Importance:
     """Derive from it, and name the class in `algorithm.oar.importance=python:my_package.my_module:MyImportance`.
 
+    Methods get tensors of the model's device, and may get no rows at all: make new tensors from those that are given.
+
     Attributes:
         name: how metrics and pages call it.
         help: one sentence for the user.
@@ -127,7 +129,6 @@ class Importance:
         reads: what `combine` or `coefficients` wants of the distributions that reasoning tokens were drawn from.
         arbitrary_scale: scores have a scale that depends on the model (the Fisher norm's: 1 / embedding^2). Gates that look
             at sizes then see them as multiples of the response's mean. False where sizes mean something, as nats do.
-        published: in arXiv 2601.07408.
     """
 
     name: ClassVar[str] = ""
@@ -136,7 +137,6 @@ class Importance:
     copies: ClassVar[Copies | None] = None
     reads: ClassVar[frozenset[Reading]] = frozenset()
     arbitrary_scale: ClassVar[bool] = True
-    published: ClassVar[bool] = False
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
         """What the logits are multiplied by in the scalar of backward `number`, `[N, V]`."""
@@ -177,11 +177,6 @@ class Importance:
     def reasoning_rows(self) -> bool:
         """Whether the rows that predict reasoning tokens are projected to the vocabulary, chunk by chunk."""
         return bool(self.reads) or any(backward.rows == "reasoning" for backward in self.backwards)
-
-    @property
-    def needs_answer(self) -> bool:
-        """Whether it reads rows of the answer."""
-        return self.copies is not None or any(backward.rows != "reasoning" for backward in self.backwards)
 
 
 def squared_norm(gradient: Tensor) -> Tensor:

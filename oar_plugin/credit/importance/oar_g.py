@@ -24,7 +24,6 @@ class OarG(Importance):
     )
     backwards = (Backward("probe", noise=True),)
     arbitrary_scale = False
-    published = True
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
         # Divided by sigma so that half precision does not underflow; `combine` multiplies it back.

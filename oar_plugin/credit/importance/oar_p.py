@@ -22,7 +22,6 @@ class OarP(Importance):
     help = "The paper's exact importance: each token replaced in a forward of its own."
     copies = Copies()
     arbitrary_scale = False
-    published = True
 
 
 def log_distribution(logits_KV: Tensor) -> Tensor:

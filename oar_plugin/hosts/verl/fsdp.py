@@ -40,11 +40,11 @@ class _Tapped:
 
     Attributes:
         taps: the hooks.
-        make: given verl's inputs of this rank, the tap.
+        make: given the micro-batch as verl's forward has it (on the device) and this rank's inputs, the tap.
     """
 
     taps: ModelTaps
-    make: Callable[[Tensor], Tap]
+    make: Callable[[TensorDict, Tensor], Tap]
 
 
 class OarFSDPMixin(ImportancePass):
@@ -77,15 +77,13 @@ class OarFSDPMixin(ImportancePass):
         """Scores and, unless only importance was asked for, log-probs and entropy of one micro-batch."""
         started, host_seconds = time.perf_counter(), 0.0
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
-        input_ids = micro_batch["input_ids"]
-        packed = Packed(input_ids.values(), micro_batch[SEQUENCE_SEGMENTS].values(), input_ids.offsets())
         one: MicroBatchPass | None = None
 
         for forward in request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only):
 
-            def make(local_input_ids: Tensor, forward: Forward = forward) -> Tap:
+            def make(micro_batch: TensorDict, local_input_ids: Tensor, forward: Forward = forward) -> Tap:
                 nonlocal one
-                one = one or MicroBatchPass(request, packed, self._layout(micro_batch, local_input_ids))
+                one = one or self._micro_batch_pass(request, micro_batch, local_input_ids)
                 return one.tap(forward)
 
             with torch.set_grad_enabled(forward.backward is not None), self._tapping(taps, make):
@@ -97,15 +95,15 @@ class OarFSDPMixin(ImportancePass):
             taps.tap = None
         assert one is not None
         one.scores.total(self._sum_over_sequence_ranks)
-        importance_T = importance_of_scores(request, packed, one.scores)
-        output["model_output"][IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets)
+        importance_T = importance_of_scores(request, one.packed, one.scores)
+        output["model_output"][IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, one.packed.offsets)
         # The forward for log-probs would have been made anyway; the rest is what importance costs.
         seconds = elapsed(started) - host_seconds
         output["model_output"][SECONDS] = nested([torch.tensor([seconds / len(micro_batch)])] * len(micro_batch))
         return output
 
     @contextmanager
-    def _tapping(self, taps: ModelTaps, make: Callable[[Tensor], Tap]) -> Iterator[None]:
+    def _tapping(self, taps: ModelTaps, make: Callable[[TensorDict, Tensor], Tap]) -> Iterator[None]:
         self._tapped = _Tapped(taps, make)
         try:
             yield
@@ -116,7 +114,7 @@ class OarFSDPMixin(ImportancePass):
         """verl's inputs; in a pass, also the tap that they are run under."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
-            self._tapped.taps.tap = self._tapped.make(inputs["input_ids"])
+            self._tapped.taps.tap = self._tapped.make(micro_batch, inputs["input_ids"])
         return inputs, arguments
 
     def prepare_model_outputs(
@@ -138,7 +136,7 @@ class OarFSDPMixin(ImportancePass):
         reader: LogitsReader | None = None
         here_N = row_N
 
-        def make(local_input_ids: Tensor) -> Tap:
+        def make(micro_batch: TensorDict, local_input_ids: Tensor) -> Tap:
             nonlocal reader, here_N
             local_N = self._local_positions(micro_batch, local_input_ids)[row_N]
             here_N = local_N >= 0
@@ -154,9 +152,13 @@ class OarFSDPMixin(ImportancePass):
 
     # ---- where things are
 
-    def _layout(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Layout:
-        local_T = self._local_positions(micro_batch, local_input_ids)
-        return Layout(local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sequence_ranks)
+    def _micro_batch_pass(self, request: Request, micro_batch: TensorDict, local_input_ids: Tensor) -> MicroBatchPass:
+        local_T, input_ids = self._local_positions(micro_batch, local_input_ids), micro_batch["input_ids"]
+        packed = Packed(input_ids.values(), micro_batch[SEQUENCE_SEGMENTS].values(), input_ids.offsets())
+        layout = Layout(
+            local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sequence_ranks
+        )
+        return MicroBatchPass(request, packed, layout)
 
     def _local_positions(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Tensor:
         """Where each packed token is on this rank, int64 `[T]` into the flattened inputs; -1 where another rank has it."""

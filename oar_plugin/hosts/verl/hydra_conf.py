@@ -103,9 +103,10 @@ def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
 
     Hydra refuses to have it there twice.
     """
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default=PRIMARY)
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--cfg", "-c")  # not used; without it argparse takes it for an abbreviation of the others
     named = parser.parse_known_args(list(arguments))[0]
     places = [Path(folder.removeprefix("file://")) for folder in (named.config_dir, *folders) if folder]
 

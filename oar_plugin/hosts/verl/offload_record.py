@@ -13,8 +13,7 @@ from oar_plugin.passes.request import FIELDS
 
 OFFLOAD = "oar_offload"
 ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS}
-"""What the engines scored has fields of its own, by the name of the actor's: the actor writes its own for *all* rows when it is
-asked for any."""
+"""The engines' scores have fields of their own, because the actor writes its fields for all rows when it is asked for any."""
 
 _DECILES = 11
 

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.importance import of_engines, without_copies
+from oar_plugin.credit.importance import importance_of, of_engines, without_copies
 
 ESTIMATOR = "oar"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
@@ -103,12 +103,12 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 def _fsdp1_faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     least = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params")
-    if least and oar.importance_object.reasoning_rows:
+    if least and oar.actor_importance != "none" and importance_of(oar.actor_importance).reasoning_rows:
         # FSDP1 gathers a module's weights each time that it is called, a collective call. The reasoning's rows are projected
         # in chunks, and another rank may have another number of them: the ranks would wait for each other for ever.
         yield (
             f"actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params={least} with actor_rollout_ref.actor.strategy="
-            f"fsdp and algorithm.oar.importance={oar.importance}: the vocabulary projection is wrapped by itself; allowed: 0, "
+            f"fsdp and the actor computing {oar.actor_importance}: the vocabulary projection is wrapped by itself; allowed: 0, "
             "or actor_rollout_ref.actor.strategy=fsdp2"
         )
 

@@ -129,6 +129,21 @@ class NegativeCombine(Saliency):
         return parts.log_prob_BL
 
 
+class NeedsRows(Saliency):
+    """A rank may hold no row of the answer."""
+
+    def coefficients(self, number, rows):
+        return super().coefficients(number, rows) / rows.logits_NV.max()
+
+
+class NeedsReasoning(Saliency):
+    """A response that is not scored has none."""
+
+    def combine(self, parts):
+        pairs = zip(parts.score_KBL[0], parts.reasoning_BL, strict=True)
+        return torch.stack([score / score[keep].max() for score, keep in pairs])
+
+
 class Raises(Saliency):
     def combine(self, parts):
         raise KeyError("of mine")
@@ -164,8 +179,10 @@ FAULTS = [
     ("NoTensor", ["score returned float, wanted a tensor of shape (2,)"]),
     ("NotFinite", ["score returned numbers that are not finite"]),
     ("Negative", ["score returned negative numbers"]),
-    ("BadCombine", ["combine returned (1, 2, 4), wanted a tensor of shape (2, 4)"]),
+    ("BadCombine", ["combine returned (1, 3, 4), wanted a tensor of shape (3, 4)"]),
     ("NegativeCombine", ["combine returned negative numbers"]),
+    ("NeedsRows", ["coefficients failed", "max()"]),
+    ("NeedsReasoning", ["combine failed", "max()"]),
     ("Raises", ["combine failed: KeyError('of mine')"]),
     ("Absent", ["cannot be imported", "Absent", "PYTHONPATH"]),
 ]
@@ -220,6 +237,12 @@ def of_another_shape(importance_BL, reasoning_BL, tau, beta, floor):
     return torch.ones(2, 4)
 
 
+def of_every_response(importance_BL, reasoning_BL, tau, beta, floor):
+    for scores, keep in zip(importance_BL, reasoning_BL, strict=True):
+        scores[keep].quantile(tau)
+    return torch.ones_like(importance_BL)
+
+
 def without_mass(importance_BL, reasoning_BL, tau, beta, floor):
     return 2 * torch.ones_like(importance_BL)
 
@@ -241,6 +264,7 @@ A_NUMBER = 3
     [
         ("A_NUMBER", "must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
         ("of_one_argument", "failed: TypeError"),
+        ("of_every_response", "quantile"),
         ("of_another_shape", "of the shape of importance_BL"),
         ("without_mass", NOT_WEIGHTS),
         ("on_others", NOT_WEIGHTS),

@@ -47,22 +47,21 @@ def test_the_plan_of_forwards(name, draws):
 
 
 @pytest.mark.parametrize(
-    ("name", "noisy", "reasoning_rows", "needs_answer", "nats"),
+    ("name", "noisy", "reasoning_rows", "nats"),
     [
-        ("fisher", False, False, True, False),
-        ("oar_g", True, False, True, True),
-        ("onward", False, True, True, True),
-        ("oar_p", False, False, True, True),
-        ("hybrid", False, False, True, True),
-        ("entropy", False, True, False, True),
-        ("random", False, False, False, True),
+        ("fisher", False, False, False),
+        ("oar_g", True, False, True),
+        ("onward", False, True, True),
+        ("oar_p", False, False, True),
+        ("hybrid", False, False, True),
+        ("entropy", False, True, True),
+        ("random", False, False, True),
     ],
 )
-def test_what_engines_read(name, noisy, reasoning_rows, needs_answer, nats):
+def test_what_engines_read(name, noisy, reasoning_rows, nats):
     importance = importance_of(name)
     assert importance.noisy == noisy
     assert importance.reasoning_rows == reasoning_rows
-    assert importance.needs_answer == needs_answer
     assert importance.arbitrary_scale != nats
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -278,6 +279,7 @@ def single(folder: str) -> dict[str, Any]:
     for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
         out[name] = run(engine, every, True, **request)
         out[f"{name}_only"] = run(engine, every, True, only=True, **request)
+    out["moved"] = moved(engine)
     out["grad_norm"] = train_step(engine, True)
     out["fresh_grad_norm"] = train_step(build(folder, packed=True), True)
     out["padded"] = run(build(folder, packed=False), every, False)
@@ -294,6 +296,37 @@ def single(folder: str) -> dict[str, Any]:
     out["onward_fsdp1"] = run(build(folder, strategy="fsdp"), every, True, **ONWARD)
     out["noticed"] = noticed(engine)
     return out
+
+
+def moved(engine: Any) -> dict[str, bool]:
+    """Whether the pass works on the tensors that verl moved to the device; here the move is a copy, as on a GPU."""
+    from oar_plugin.hosts.verl import fsdp
+
+    seen: dict[str, list[int]] = {"verl": [], "ours": []}
+    prepare, built, to = engine.prepare_model_inputs, fsdp.MicroBatchPass, TensorDict.to
+
+    def noted_inputs(micro_batch: TensorDict) -> Any:
+        seen["verl"].append(micro_batch["input_ids"].values().data_ptr())
+        return prepare(micro_batch)
+
+    def noted_pass(request: Any, packed: Any, layout: Any) -> Any:
+        seen["ours"].append(packed.token_T.data_ptr())
+        return built(request, packed, layout)
+
+    def copied(data: TensorDict, *args: Any, **kwargs: Any) -> TensorDict:
+        there = to(data, *args, **kwargs).copy()
+        there["input_ids"] = torch.nested.nested_tensor_from_jagged(
+            there["input_ids"].values().clone(), there["input_ids"].offsets()
+        )
+        return there
+
+    with (
+        mock.patch.object(engine, "prepare_model_inputs", noted_inputs),
+        mock.patch.object(fsdp, "MicroBatchPass", noted_pass),
+        mock.patch.object(TensorDict, "to", copied),
+    ):
+        run(engine, list(range(8)), True, only=True, look=lambda engine: {})
+    return {"some": len(seen["ours"]) > 0, "same": set(seen["ours"]) <= set(seen["verl"])}
 
 
 def losses_and_weights(folder: str, kind: str) -> dict[str, Any]:
