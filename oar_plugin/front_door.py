@@ -132,7 +132,11 @@ def importance(
     else:
         if segments_BL.shape != token_BL.shape:
             raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
-        answered_B, reasoned_B = ((segments_BL == s).any(-1) for s in (Segment.ANSWER, Segment.REASONING))
+        # What stands behind the answer cannot have moved it.
+        behind_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
+        answered_B = ~behind_BL.all(-1)
+        segments_BL = segments_BL.masked_fill(behind_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))
+        reasoned_B = (segments_BL == Segment.REASONING).any(-1)
         status_B = torch.where(reasoned_B, int(Status.SCORED), int(Status.NO_REASONING))
         status_B[~answered_B] = int(Status.NO_ANSWER)
         segments_BL = segments_BL.masked_fill(status_B[:, None] != Status.SCORED, int(Segment.OUTSIDE))

@@ -205,6 +205,8 @@ def test_given_segments_without_an_answer_or_reasoning_keep_even_credit(model, i
     )
     assert credit.status == [Status.NO_ANSWER, Status.SCORED, Status.NO_REASONING]
     assert (credit.weights[[0, 2]] == 1).all()
+    assert credit.segments[1, 9] == Segment.AFTER, "what stands behind the answer cannot have moved it"
+    assert credit.weights[1, 9] == 1
     with pytest.raises(ValueError, match=r"segments are \(3, 9\), wanted \(3, 10\)"):
         oar_plugin.importance(
             model, prompts=[[1]] * 3, responses=[list(range(1, 10))] * 3, segments=segments_BT[:, :9], **settings
