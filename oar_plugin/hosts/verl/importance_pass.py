@@ -73,7 +73,8 @@ class ImportancePass:
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         order, num_ahead = torch.arange(len(status_B)), 0
-        if request.importance_object.forwards(request.num_draws):  # else plain log-probs for every row
+        looks_at_the_model = bool(request.importance_object.forwards(request.num_draws))
+        if looks_at_the_model:  # else plain log-probs for every row
             order, num_ahead = self._scored_first(data, status_B)
         outputs = []
         if num_ahead:
@@ -89,9 +90,10 @@ class ImportancePass:
             if all(key in output.get("model_output", {}) for output in outputs) and not request.importance_only:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
-        importance, seconds = self._gradient_importance(segments, order, outputs[:1] if num_ahead else [])
-        if not request.importance_object.forwards(request.num_draws):
-            importance = self._importance_without_a_forward(data, request, segments)
+        if looks_at_the_model:
+            importance, seconds = self._gradient_importance(segments, order, outputs[:1] if num_ahead else [])
+        else:
+            importance, seconds = self._importance_without_a_forward(data, request, segments), [0.0] * len(segments)
         if request.perturbation is not None:
             started = time.perf_counter()
             hold_back_non_finite(importance, status_B)
