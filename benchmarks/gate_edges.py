@@ -13,7 +13,7 @@ import torch
 from candidates.learning.gates import bounded, ranked, winsorised
 from torch import Tensor
 
-from oar_plugin.bench.fidelity_scores import causal_recall
+from benchmarks.fidelity.scores import causal_recall
 from oar_plugin.credit.diagnostics import effective_sample_size
 from oar_plugin.credit.gate import bi_level
 

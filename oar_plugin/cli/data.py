@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oar_plugin.cli.arguments import positive
-from oar_plugin.data.sources import SOURCES
+from oar_plugin.math.sources import SOURCES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from oar_plugin.data.prepare import Prepared
+    from oar_plugin.math.prepare import Prepared
 
 _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from oar_plugin.data.prepare import DataError, prepare
+    from oar_plugin.math.prepare import DataError, prepare
 
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

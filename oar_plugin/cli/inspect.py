@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from oar_plugin.demo.report import token_row, tokens_page
+from recipes.cpu_demo.report import token_row, tokens_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Formulas of the planner against what small models count and take on this machine.
 
 Parameters are counted, FLOPs counted by torch's `FlopCounterMode`, memory measured as the peak of live tensor bytes
-(`oar_plugin.bench.memory`), communication counted in a run of two processes, the size of the cache taken from vLLM. The
+(`benchmarks.memory`), communication counted in a run of two processes, the size of the cache taken from vLLM. The
 same functions give a plan's figures; here they get float32, one device and the batch at hand.
 """
 
@@ -18,10 +18,10 @@ from rich.table import Table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from oar_plugin.bench.machine import describe_machine
-from oar_plugin.bench.memory import peak_bytes
-from oar_plugin.bench.models import Architecture, Batch, Shape, build_batch, build_shape
-from oar_plugin.bench.passes import CHUNK, Passes
+from benchmarks.machine import describe_machine
+from benchmarks.memory import peak_bytes
+from benchmarks.step.passes import CHUNK, Passes
+from benchmarks.tiny.random_models import Architecture, Batch, Shape, build_batch, build_shape
 from oar_plugin.config import OarConfig
 from oar_plugin.passes.request import Request
 from oar_plugin.plan import compute

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oar_plugin.bench.models import Shape, build_batch, build_shape
+from benchmarks.tiny.random_models import Shape, build_batch, build_shape
 from oar_plugin.plan import communication
 from oar_plugin.plan.shape import shape_of
 

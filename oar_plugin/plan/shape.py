@@ -241,7 +241,7 @@ def _bundled(model: str) -> ModelShape | None:
         positions = 4096 if found["math"] else 32768 if found["instruct"] else 131072
         return replace(_QWEN2_5[found["size"]], max_positions=positions)
     if model.startswith("bench:"):
-        from oar_plugin.bench.models import SHAPES
+        from benchmarks.tiny.random_models import SHAPES
 
         size = SHAPES.get(model.removeprefix("bench:"))
         if size is None:

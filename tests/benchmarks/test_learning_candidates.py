@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.bench.learning_credit import method_of
-from oar_plugin.bench.reasoning.model import build_model
+from benchmarks.learning.credit import method_of
+from benchmarks.tiny.model import build_model
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import gate_of
 from oar_plugin.passes.request import Request

@@ -1,12 +1,12 @@
 import pytest
 
-from oar_plugin.bench.learning import Record
+from benchmarks.learning.measure import Record
 from oar_plugin.cli.main import main
 
 
 def test_command_offers_every_task_and_method(capsys):
-    from oar_plugin.bench.learning_credit import METHODS
-    from oar_plugin.bench.reasoning.tasks import TASKS
+    from benchmarks.learning.credit import METHODS
+    from benchmarks.tiny.tasks import TASKS
 
     with pytest.raises(SystemExit):
         main(["bench", "learning", "--help"])
@@ -22,7 +22,7 @@ def test_unknown_method_is_said_before_anything_is_trained(tmp_path, capsys):
 
 
 def test_study_and_report(tmp_path, monkeypatch, capsys):
-    from oar_plugin.bench import learning
+    from benchmarks.learning import measure as learning
 
     def train(run, model):
         steps = [
@@ -57,8 +57,9 @@ def test_numbers_that_cannot_be(wrong, tmp_path, capsys):
 
 
 def test_alignment_trains_nothing(tmp_path, monkeypatch, capsys):
-    from oar_plugin.bench import learning, learning_alignment
-    from oar_plugin.bench.learning_alignment import Alignment
+    from benchmarks.learning import alignment as learning_alignment
+    from benchmarks.learning import measure as learning
+    from benchmarks.learning.alignment import Alignment
 
     def align(runs, model, reference_batches, batches, progress):
         assert (model, reference_batches, batches) == ("model", 10, 2)

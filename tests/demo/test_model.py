@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from oar_plugin.demo import task, warm_start  # noqa: E402
-from oar_plugin.demo.tokenizer import build_tokenizer  # noqa: E402
+from recipes.cpu_demo import task, warm_start  # noqa: E402
+from recipes.cpu_demo.tokenizer import build_tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_any_other_text_survives_too(tokenizer):
 
 
 def test_prompt_and_response_fit_into_what_the_run_allows(tokenizer):
-    from oar_plugin.demo.training import MAX_PROMPT_TOKENS
+    from recipes.cpu_demo.training import MAX_PROMPT_TOKENS
 
     tutor = task.Tutor()
     for problem, text in zip(task.problems(3, 50), (text for _, text in tutor.demonstrations(4)), strict=False):
@@ -52,7 +52,9 @@ def test_the_chat_template_opens_the_assistants_turn(tokenizer):
 
 
 def test_the_vocabulary_is_the_same_in_another_process(tokenizer):
-    code = "from oar_plugin.demo.tokenizer import build_tokenizer; print(sorted(build_tokenizer().get_vocab().items()))"
+    code = (
+        "from recipes.cpu_demo.tokenizer import build_tokenizer; print(sorted(build_tokenizer().get_vocab().items()))"
+    )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert other.strip() == str(sorted(tokenizer.get_vocab().items()))
 

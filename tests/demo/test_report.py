@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from oar_plugin.demo.page import TokenRow, shade, token_row, tokens_page
-from oar_plugin.demo.report import (
+from oar_plugin.page.tokens import TokenRow, shade, token_row, tokens_page
+from recipes.cpu_demo.report import (
     CAVEAT,
     Accuracy,
     MethodResult,

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from oar_plugin.credit.answer import make_finder
-from oar_plugin.demo.reward import compute_score
-from oar_plugin.demo.task import DATA_SOURCE, STEPS, WORDS, Problem, Tutor, is_right, parse_answer, problems, result
+from recipes.cpu_demo.reward import compute_score
+from recipes.cpu_demo.task import DATA_SOURCE, STEPS, WORDS, Problem, Tutor, is_right, parse_answer, problems, result
 
 PROBLEM = Problem(((3, "+", 4), (9, "-", 2), (0, "-", 6), (8, "+", 8)))
 
@@ -78,7 +78,7 @@ def test_no_filler_word_looks_like_a_part_of_a_sum():
 
 def test_verl_gets_the_columns_it_reads(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
-    from oar_plugin.demo.data import held_out, write_data
+    from recipes.cpu_demo.data import held_out, write_data
 
     validation = held_out(8)
     train_file, validation_file = write_data(tmp_path, 0, 20, validation)
@@ -93,6 +93,6 @@ def test_verl_gets_the_columns_it_reads(tmp_path):
 
 def test_the_reward_needs_no_heavy_import():
     code = (
-        "import sys, oar_plugin.demo.reward; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+        "import sys, recipes.cpu_demo.reward; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("psutil")
 pytest.importorskip("transformers")
 
-from oar_plugin.cli import demo
 from oar_plugin.cli.main import main
-from oar_plugin.demo.training import STAGES, Run, TrainingView, diagnose, read_metrics
+from recipes.cpu_demo import main as demo
+from recipes.cpu_demo.training import STAGES, Run, TrainingView, diagnose, read_metrics
 
 
 @pytest.fixture

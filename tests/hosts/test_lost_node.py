@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
+from benchmarks.tiny.smoke_model import make_assets
 from oar_plugin.hosts.verl.cpu import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import session
-from oar_plugin.hosts.verl.cpu.tiny_model import make_assets
 from oar_plugin.hosts.verl.recipe import entry_point
 from tests.hosts.whole_run import LIMIT_S
 

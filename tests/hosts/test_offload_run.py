@@ -16,11 +16,11 @@ pytest.importorskip("vllm")
 
 from transformers import Qwen2ForCausalLM
 
+from benchmarks.tiny.smoke_model import make_assets, make_tokenizer
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import position_seeds, response_seeds, step_seed
 from oar_plugin.credit.perturbation import Search, sample_replacements, units
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
-from oar_plugin.hosts.verl.cpu.tiny_model import make_assets, make_tokenizer
 from oar_plugin.passes.masked_copies import Candidate
 from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal
 from tests.passes.test_masked_copies import one_by_one

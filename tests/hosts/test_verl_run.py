@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import oar_plugin
+from benchmarks.tiny.smoke_model import make_assets
 from oar_plugin.hosts.verl.cpu.smoke import run_smoke
-from oar_plugin.hosts.verl.cpu.tiny_model import make_assets
 from tests.hosts.whole_run import LIMIT_S, check, whole_run
 
 pytestmark = whole_run

@@ -9,8 +9,8 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
+from benchmarks.tiny.smoke_model import ARCHITECTURES, make_assets
 from oar_plugin.hosts.verl.cpu.smoke import SmokeFailed, architecture_of, group_of, run_smoke
-from oar_plugin.hosts.verl.cpu.tiny_model import ARCHITECTURES, make_assets
 from oar_plugin.hosts.verl.recipe import compose_recipe
 from oar_plugin.hosts.verl.settings import resolve
 from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal

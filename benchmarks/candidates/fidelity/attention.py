@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from streams import Direction, scalar, square, streams
 
-from oar_plugin.bench.fidelity_attention import attention_effects, leading_direction, recorded_heads
-from oar_plugin.bench.fidelity_patching import patching_importance
-from oar_plugin.bench.fidelity_responses import MicroBatch
-from oar_plugin.bench.fidelity_scores import TOP, order
+from benchmarks.fidelity.attention import attention_effects, leading_direction, recorded_heads
+from benchmarks.fidelity.patching import patching_importance
+from benchmarks.fidelity.responses import MicroBatch
+from benchmarks.fidelity.scores import TOP, order
 from oar_plugin.credit.probe import AnswerRows, pool
 
 

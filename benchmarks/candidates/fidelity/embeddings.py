@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from streams import centred, embeddings, square, streams
 
-from oar_plugin.bench.fidelity_attention import logits_with_graph
-from oar_plugin.bench.fidelity_responses import MicroBatch
+from benchmarks.fidelity.attention import logits_with_graph
+from benchmarks.fidelity.responses import MicroBatch
 from oar_plugin.credit.importance.oar_g import kl_coefficients
 from oar_plugin.credit.probe import AnswerRows, pool
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from streams import centred, square, streams
 
-from oar_plugin.bench.fidelity_responses import MicroBatch
+from benchmarks.fidelity.responses import MicroBatch
 
 
 def at_depth(model: nn.Module, batch: MicroBatch, depth: float) -> Tensor:

@@ -1,6 +1,6 @@
 """One forward and one backward with everything on the way kept: what the candidates look at. Not an estimator itself.
 
-For HuggingFace decoders as `oar_plugin.bench.fidelity_attention` wants them.
+For HuggingFace decoders as `benchmarks.fidelity.attention` wants them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from oar_plugin.bench.fidelity_attention import logits_with_graph, recorded_heads
-from oar_plugin.bench.fidelity_estimators import decoder_layers
-from oar_plugin.bench.fidelity_patching import principal_coefficients
-from oar_plugin.bench.fidelity_responses import MicroBatch
+from benchmarks.fidelity.attention import logits_with_graph, recorded_heads
+from benchmarks.fidelity.estimators import decoder_layers
+from benchmarks.fidelity.patching import principal_coefficients
+from benchmarks.fidelity.responses import MicroBatch
 from oar_plugin.credit.importance.fisher import fisher_coefficients
 from oar_plugin.credit.importance.oar_g import joint_coefficients
 from oar_plugin.credit.noise import response_seeds, signs

@@ -23,9 +23,9 @@ if _missing:
         "pip install 'oar_plugin[recipes]'"
     )
 
-from oar_plugin.grading.answer import final_answer  # noqa: E402
-from oar_plugin.grading.equality import Verdict, compare, warm_up  # noqa: E402
-from oar_plugin.grading.pool import GuardedPool, TaskCrashed, TaskTimedOut  # noqa: E402
+from oar_plugin.math.answer import final_answer  # noqa: E402
+from oar_plugin.math.equality import Verdict, compare, warm_up  # noqa: E402
+from oar_plugin.math.pool import GuardedPool, TaskCrashed, TaskTimedOut  # noqa: E402
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.tiny.smoke_model import make_tokenizer
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.credit.perturbation import sample_replacements, units
-from oar_plugin.hosts.verl.cpu.tiny_model import make_tokenizer
 
 MAX_RESPONSE_LENGTH = 40
 SIGMA = 1e-3

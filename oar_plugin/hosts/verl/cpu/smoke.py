@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from benchmarks.tiny.smoke_model import Architecture, make_assets
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
-from oar_plugin.hosts.verl.cpu.tiny_model import Architecture, make_assets
 from oar_plugin.hosts.verl.recipe import compose_recipe, entry_point
 
 ARCHITECTURE_OF_NAME: dict[str, Architecture] = {

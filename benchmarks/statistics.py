@@ -1,0 +1,78 @@
+"""Medians, ratios and differences with 95 % intervals, from scipy and statsmodels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval; the interval is NaN where there are too few values for one."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+    def verdict(self, limit: float, at_most: bool = True) -> str:
+        """`reached` or `NOT reached` where the whole interval is on one side of the limit, else why it is not judged."""
+        if np.isnan(self.low):
+            return "not judged: too few values for an interval"
+        if self.low <= limit <= self.high:
+            return "not judged: the interval holds the limit"
+        return "reached" if (self.value < limit) == at_most else "NOT reached"
+
+
+def median(values: Sequence[float]) -> Estimate:
+    """The median; its interval is that of the sign test, which assumes nothing about how values are distributed."""
+    values_N = np.asarray(values, dtype=float)
+    value, count = float(np.median(values_N)), len(values_N)
+    if count < 6:  # the sign test of five cannot reject anything at 5 %
+        return Estimate(value, float("nan"), float("nan"), count)
+    interval = stats.quantile_test(values_N, p=0.5).confidence_interval(0.95)
+    return Estimate(value, float(interval.low), float(interval.high), count)
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """The median of the ratios of pairs that were measured side by side."""
+    return median([a / b for a, b in zip(above, below, strict=True)])
+
+
+def mean(values: Sequence[float], seed: int = 0) -> Estimate:
+    """The mean, with a bias-corrected bootstrap of its interval."""
+    values_N = np.asarray(values, dtype=float)
+    value, count = float(values_N.mean()), len(values_N)
+    if count < 3:
+        return Estimate(value, float("nan"), float("nan"), count)
+    if np.ptp(values_N) == 0:
+        return Estimate(value, value, value, count)
+    found = stats.bootstrap((values_N,), np.mean, rng=np.random.default_rng(seed)).confidence_interval
+    return Estimate(value, float(found.low), float(found.high), count)
+
+
+def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[Estimate, float]:
+    """The mean of paired differences with the interval of the paired t-test, and that test's p-value (NaN below two pairs)."""
+    difference_N = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
+    value, count = float(difference_N.mean()), len(difference_N)
+    if count < 2 or np.ptp(difference_N) == 0:
+        return Estimate(value, float("nan"), float("nan"), count), float("nan")
+    test = stats.ttest_1samp(difference_N, 0.0)
+    interval = test.confidence_interval(0.95)
+    return Estimate(value, float(interval.low), float(interval.high), count), float(test.pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number; NaN stays NaN and does not count."""
+    p_N = np.asarray(p_values, dtype=float)
+    known_N = ~np.isnan(p_N)
+    if known_N.any():
+        p_N[known_N] = multipletests(p_N[known_N], method="holm")[1]
+    return [float(p) for p in p_N]

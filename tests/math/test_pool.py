@@ -1,0 +1,57 @@
+"""Tasks that hang, die or raise end in an error, and the pool goes on."""
+
+import math
+import os
+import threading
+import time
+
+import pytest
+
+from oar_plugin.math.pool import GuardedPool, TaskCrashed, TaskTimedOut
+
+
+def nothing():
+    pass
+
+
+def hang_in_one_instruction():
+    return 9**9**9  # no signal handler of Python's runs before it is done
+
+
+def take_all_memory():
+    return len(bytes(64 * 1024**3))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = GuardedPool(processes=1, timeout_s=0.5, warm_up=nothing)
+    yield pool
+    pool.close()
+
+
+def test_a_hanging_task_is_killed_from_any_thread_and_the_next_one_runs(pool):
+    assert pool.run(math.isqrt, 49) == 7  # started
+    seen = []
+
+    def ask():
+        started = time.monotonic()
+        with pytest.raises(TaskTimedOut, match="hang_in_one_instruction took longer than"):
+            pool.run(hang_in_one_instruction)
+        seen.append(time.monotonic() - started)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(30)
+    assert seen
+    assert seen[0] < 10
+    assert pool.run(math.isqrt, 64) == 8
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "cause"),
+    [(os._exit, (3,), "process died"), (math.isqrt, (-1,), "ValueError"), (take_all_memory, (), "MemoryError")],
+)
+def test_a_task_that_fails_is_reported_and_the_next_one_runs(pool, function, args, cause):
+    with pytest.raises(TaskCrashed, match=cause):
+        pool.run(function, *args)
+    assert pool.run(math.isqrt, 81) == 9
