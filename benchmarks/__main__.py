@@ -48,12 +48,15 @@ def main(arguments: list[str]) -> int:
     except (ValueError, RuntimeError) as error:
         Console(stderr=True).print(f"benchmarks {name}: {error}", style="red", markup=False, highlight=False)
         return 2 if isinstance(error, ValueError) else 1
+    if isinstance(report, str):  # a study that was asked for a text only
+        print(report)
+        return 0
     report.command = shlex.join(["python", "-m", "benchmarks", *arguments])
     report.show(console)
     if settings.out is not None:
         for path in report.write(settings.out):
             console.print(f"written: {path}", markup=False, soft_wrap=True)
-    return 0
+    return int(report.failed)
 
 
 @contextmanager

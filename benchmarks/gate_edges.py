@@ -1,71 +1,85 @@
-"""The published gate beside variants of it, on scores with edges: `python benchmarks/gate_edges.py`.
-
-Scores are drawn: log-normal for most tokens, ten times as large for a tenth of them, the causal ones.
-"""
+"""The default gate, the paper's and variants of it on scores with edges: `python -m benchmarks.gate_edges` prints the page."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from candidates.learning.gates import bounded, ranked, winsorised
 from torch import Tensor
 
+from benchmarks.candidates.learning.gates import bounded, ranked, winsorised
 from benchmarks.fidelity.scores import causal_recall
+from benchmarks.report import Table
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import effective_sample_size
-from oar_plugin.credit.gate import bi_level
+from oar_plugin.credit.gate import GATES
 
 DRAWS = 64
 
+TEXT = """\
+# The gate at its edges
 
-GATES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "published": bi_level,
-    "ranks": ranked,
-    "winsorised": winsorised,
-    "bounded": partial(bounded, largest=3.0),
-}
+`python -m benchmarks.gate_edges` prints this page: {draws} responses a case with drawn scores, log-normal, ten times as large
+for a tenth of the tokens, which count as causal. The default gate is `{default}`. `two_level` has tau {tau}, the others have
+tau {paper_tau} unless said; beta 2, floor 0.1. In place of what `bi_level`, the paper's gate, gets, "ranks" gives it ranks and
+"winsorised" scores cut at their 95 % quantile; "bounded" lets no weight exceed 3 and gives the rest to the others.
+
+- One outlier takes the min-max scale of `bi_level` with it. Its own weight stays bounded, but the mean weight of the causal
+  tokens falls from {typical[2]} to {outlier[bi_level][2]}: nearly even credit. With `two_level` it is {outlier[two_level][2]},
+  with ranks {outlier[ranks][2]}, with winsorised scores {outlier[winsorised][2]}.
+- Where most scores are exactly zero, the tau-quantile of `bi_level` is zero and its floor never acts: with 70 % zeros the
+  effective sample size (ESS) stays {zeros[0]} of all tokens.
+- `bi_level` stretches scores that differ by one part in 10^7 like any others: there is no scale below which a response counts
+  as flat. An estimator whose scores are rounding noise gives weights that are rounding noise. `oar/fallback/constant` catches
+  exact equality alone.
+- With tau 1 `bi_level` puts up to {one[1]} times the mean on one token; with tau 0 its floor never acts.
+- Recall hardly differs between gates that keep the order of the scores. Among the equal weights of `two_level` chance decides.
+
+Weights that are finite and positive, keep the mass and keep the order are tested (`tests/credit/test_gate.py`). Which gate
+learns better: [learning_variants.md](learning_variants.md).
+"""
 
 
-def scores(length: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def scores(length: int) -> tuple[Tensor, Tensor]:
     """Importance `[DRAWS, length]` and which tokens are causal."""
     generator = torch.Generator().manual_seed(length)
     causal = torch.zeros(DRAWS, length, dtype=torch.bool)
     causal[:, :: max(2, min(10, length))] = True
-    noise = torch.randn(DRAWS, length, generator=generator).exp()
-    return scale * noise * torch.where(causal, 10.0, 1.0), causal
+    return 0.01 * torch.randn(DRAWS, length, generator=generator).exp() * torch.where(causal, 10.0, 1.0), causal
 
 
-def cases() -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Importance, causal tokens and tau, by name."""
-    typical, causal = scores(100, 0.01)
-    outlier = typical.clone()
-    outlier[:, 5] = 100.0
+def cases() -> dict[str, tuple[Tensor, Tensor, float | None]]:
+    """Importance, causal tokens and tau (None: the gate's own), by name."""
+    typical, causal = scores(100)
+    outlier = typical.index_fill(1, torch.tensor([5]), 100.0)
     ties = torch.where(typical < typical.quantile(0.7, -1, keepdim=True), 0.0, typical)
-    flat = 1.0 + 1e-6 * typical
-    small = typical * 1e-6
-    found = {"typical, 100 tokens": (typical, causal, 0.4), "one outlier, x 10000": (outlier, causal, 0.4)}
-    found |= {"tau 0": (typical, causal, 0.0), "tau 1": (typical, causal, 1.0), "70 % are zero": (ties, causal, 0.4)}
-    found |= {"nearly constant": (flat, causal, 0.4), "scores of 1e-8": (small, causal, 0.4)}
-    found |= {f"{length} tokens": (*scores(length, 0.01), 0.4) for length in (1, 2, 3, 8192)}
-    return found
+    found: dict[str, tuple[Tensor, Tensor, float | None]] = {"typical, 100 tokens": (typical, causal, None)}
+    found |= {"one outlier, x 10000": (outlier, causal, None)}
+    found |= {"tau 0": (typical, causal, 0.0), "tau 1": (typical, causal, 1.0), "70 % are zero": (ties, causal, None)}
+    found |= {"nearly constant": (1.0 + 1e-6 * typical, causal, None), "scores of 1e-8": (typical * 1e-6, causal, None)}
+    return found | {f"{length} tokens": (*scores(length), None) for length in (1, 2, 3, 8192)}
 
 
 def main() -> None:
-    """Print the tables."""
-    print("| scores | gate | ESS ratio | largest weight | mean weight, causal | others | recall |")
-    print("|---|---|---|---|---|---|---|")
+    paper_tau = GATES["bi_level"].tau
+    gates = {name: (gate.weights, gate.tau) for name, gate in GATES.items()}
+    gates |= {"ranks": (ranked, paper_tau), "winsorised": (winsorised, paper_tau)}
+    gates |= {"bounded": (partial(bounded, largest=3.0), paper_tau)}
+    found: dict[str, dict[str, list[str]]] = {}
     for case, (importance, causal, tau) in cases().items():
         keep = torch.ones_like(causal)
-        for name, function in GATES.items():
-            weight = function(importance, keep, tau)
-            recalled = [float(x) for x in causal_recall(weight, keep, causal)]
-            others = weight[~causal].mean() if (~causal).any() else torch.tensor(torch.nan)
-            print(
-                f"| {case} | {name} | {effective_sample_size(weight, keep).mean():.2f} | {weight.max():.2f} "
-                f"| {weight[causal].mean():.2f} | {others:.2f} | {statistics.fmean(recalled):.2f} |"
-            )
+        found[case] = {}
+        for name, (weights, own_tau) in gates.items():
+            weight = weights(importance, keep, own_tau if tau is None else tau, 2.0, 0.1)
+            figures = [effective_sample_size(weight, keep).mean(), weight.max(), weight[causal].mean()]
+            figures += [weight[~causal].mean(), causal_recall(weight, keep, causal).mean()]
+            found[case][name] = [f"{figure:.2f}" for figure in figures]
+    facts = {"draws": DRAWS, "default": OarConfig().gate, "tau": GATES["two_level"].tau, "paper_tau": paper_tau}
+    facts |= {"typical": found["typical, 100 tokens"]["bi_level"], "outlier": found["one outlier, x 10000"]}
+    facts |= {"zeros": found["70 % are zero"]["bi_level"], "one": found["tau 1"]["bi_level"]}
+    columns = ("scores", "gate", "ESS ratio", "largest weight", "mean weight, causal", "others", "recall")
+    rows = [(case, name, *figures) for case, of_case in found.items() for name, figures in of_case.items()]
+    print(TEXT.format(**facts), *Table("Every case", columns, rows).markdown()[:-1], sep="\n")
 
 
 if __name__ == "__main__":

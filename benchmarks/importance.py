@@ -9,15 +9,7 @@ DEFAULT: str = OarConfig.model_fields["importance"].default
 
 
 def check_importance(name: str, copies: bool = False) -> None:
-    """That `--importance` can be measured.
-
-    Args:
-        name: as for `importance_of`.
-        copies: masked copies are measured too.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raises: ValueError, when `--importance NAME` is unknown, or runs masked copies where they are not measured."""
     try:
         importance = importance_of(name)
     except ValueError as error:

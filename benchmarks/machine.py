@@ -37,7 +37,6 @@ def timed(work: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -55,11 +54,14 @@ def threads(count: int | None) -> Iterator[None]:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """What the figures depend on: versions, processor, accelerator, and how busy the machine was."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     cuda = device.type == "cuda"
     return {
         "device": device.type,
         "accelerator": torch.cuda.get_device_name(device) if cuda else None,
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "load_average_before": load_average(),
@@ -70,25 +72,16 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def load_average() -> list[float] | None:
-    """Of 1, 5 and 15 minutes; None where the system does not know."""
-    return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+def load_average() -> list[float]:
+    """Of 1, 5 and 15 minutes."""
+    return [round(x, 2) for x in os.getloadavg()]
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Where it was measured, for a Markdown page; `machine` as `describe_machine` has it, with the load afterwards."""
-    where = (
-        machine["accelerator"] or f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores"
-    )
+    """Where it was measured: `machine` as `describe_machine` has it, with `load_average_after`."""
+    on_cpu = f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores"
     return (
-        f"{where}; torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}. "
-        f"Load average (1, 5, 15 minutes) before {machine['load_average_before']}, "
-        f"after {machine['load_average_after']}."
+        f"{machine['accelerator'] or on_cpu}; torch {machine['torch']}, transformers {machine['transformers']}, Python "
+        f"{machine['python']}. Load average (1, 5, 15 minutes) before {machine['load_average_before']}, after "
+        f"{machine['load_average_after']}."
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -23,7 +23,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are Markdown. The first column is text, the others are aligned to the right."""
+    """Cells are Markdown, in which a bar stands for itself. The first column is text, the others are aligned to the right."""
 
     title: str
     columns: Sequence[str]
@@ -31,12 +31,16 @@ class Table:
 
     def markdown(self) -> list[str]:
         lines = [f"## {self.title}", "", f"| {' | '.join(self.columns)} |", "|---" * len(self.columns) + "|"]
-        return [*lines, *(f"| {' | '.join(row)} |" for row in self.rows), ""]
+        rows = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in self.rows)
+        return [*lines, *(f"| {row} |" for row in rows), ""]
 
     def rich(self) -> RichTable:
         shown = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for place, column in enumerate(self.columns):
-            shown.add_column(column, justify="right" if place else "left", no_wrap=not place)
+            prose = max((len(row[place]) for row in self.rows), default=0) > 24
+            # Figures wrap where the terminal is narrow; cut off they would say something else.
+            side: Literal["left", "right"] = "right" if place and not prose else "left"
+            shown.add_column(column, justify=side, no_wrap=not (place or prose), overflow="fold")
         for row in self.rows:
             shown.add_row(*(cell.replace("`", "").replace("**", "") for cell in row))
         return shown
@@ -67,6 +71,8 @@ class Report:
     figure: Callable[[], Figure] | None = None
     extra: dict[str, str] = field(default_factory=dict)
     """Further files, text by ending (`html`, `csv`)."""
+    failed: bool = False
+    """Whether a part could not be measured: the exit status is then 1."""
 
     def show(self, console: Console) -> None:
         """Print the tables and the notes."""

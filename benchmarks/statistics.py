@@ -20,7 +20,8 @@ class Estimate:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+        interval = "" if np.isnan(self.low) or self.low == self.high else f" ({self.low:.3g} to {self.high:.3g})"
+        return f"{self.value:.3g}{interval}"
 
     def verdict(self, limit: float, at_most: bool = True) -> str:
         """`reached` or `NOT reached` where the whole interval is on one side of the limit, else why it is not judged."""
@@ -44,6 +45,20 @@ def median(values: Sequence[float]) -> Estimate:
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
     """The median of the ratios of pairs that were measured side by side."""
     return median([a / b for a, b in zip(above, below, strict=True)])
+
+
+def ratio_of_medians(above: Sequence[float], below: Sequence[float], seed: int = 0) -> Estimate:
+    """One median over another, of values that were not measured side by side; the interval is a bootstrap over both."""
+
+    def statistic(above_N: np.ndarray, below_N: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.median(above_N, axis=axis) / np.median(below_N, axis=axis)
+
+    value, count = float(statistic(np.asarray(above), np.asarray(below))), min(len(above), len(below))
+    if count < 3:
+        return Estimate(value, float("nan"), float("nan"), count)
+    source = np.random.default_rng(seed)
+    found = stats.bootstrap((above, below), statistic, method="percentile", rng=source).confidence_interval
+    return Estimate(value, float(found.low), float(found.high), count)
 
 
 def mean(values: Sequence[float], seed: int = 0) -> Estimate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -13,3 +13,10 @@ class Progress(Protocol):
 
 def silent(what: str, done: int | None = None, of: int | None = None) -> None:
     """For tests."""
+
+
+def check_at_least_one(settings: Any, *names: str) -> None:
+    """Raises: ValueError, with the option, where a field is below 1."""
+    for name in names:
+        if (value := getattr(settings, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")

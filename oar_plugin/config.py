@@ -4,10 +4,9 @@ In a verl run they live under `algorithm.oar.*`; the defaults are the paper's (a
 and the preset `oar=published` has the paper's of those too.
 
 `fisher` because, of what an engine can compute with one backward, it agrees best with exact OAR-P (0.67 of the top 20 %
-against 0.52 for `oar_g`, twelve models, `benchmarks/fidelity_cpu.md`). `two_level` with tau 0.85 because with `bi_level` it
-was behind GRPO on a chain in all of six seeds (-0.030; `two_level` -0.010) and nowhere ahead of it by more than the noise:
-over four tasks and six seeds each +0.012 against +0.004 mean reward (`benchmarks/learning_variants.md`; their difference
-alone is within the noise, p 0.26).
+against 0.52 for `oar_g`, twelve models, `benchmarks/results/fidelity_cpu.md`). `two_level` with tau 0.85 because `fisher` with
+`bi_level` was behind GRPO on a chain in all of six seeds (-0.030; `two_level` -0.010) and nowhere ahead of it by more than the
+noise (`benchmarks/results/learning_variants.md`).
 """
 
 from __future__ import annotations

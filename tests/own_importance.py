@@ -1,4 +1,4 @@
-"""The example of README.md: an importance and a gate of one's own."""
+"""The example of docs/your-own-importance.md: an importance and a gate of one's own."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,12 @@
-"""What documents say of keys, importances and gates is what the code says."""
+"""What documents say of keys, importances, commands and files is what the code says."""
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from oar_plugin.config import OarConfig, PerturbationConfig
 from oar_plugin.credit.gate import GATES
@@ -12,12 +16,27 @@ from oar_plugin.passes.request import Request
 from tests.default_yaml import FILE, made, shown
 from tests.own_importance import Saliency
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = {p.relative_to(ROOT).as_posix(): p.read_text() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+DOCUMENTS["benchmarks/README.md"] = (ROOT / "benchmarks/README.md").read_text()
+SETTINGS = DOCUMENTS["docs/settings.md"]
+
+RUN_BY = {
+    "python -m benchmarks --help": ("tests/test_documents.py", '"-m", "benchmarks", "--help"'),
+    "bash recipes/cpu_demo/run.sh": ("tests/recipes/test_demo.py", '["bash", str(ROOT / "recipes/cpu_demo/run.sh")'),
+    "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
+    "pip install .": ("tests/test_wheel.py", '"install"'),
+    "oar recipes": ("tests/test_wheel.py", 'oar("recipes"'),
+    "oar plan qwen2_5_7b_math": ("tests/test_wheel.py", 'oar("plan", "qwen2_5_7b_math")'),
+    "oar doctor": ("tests/test_wheel.py", 'oar("doctor"'),
+    "oar inspect DIR": ("tests/test_wheel.py", 'oar("inspect"'),
+}
+"""Command -> the file that runs it, and how."""
 
 
 def key_table(header):
-    """Key -> default, as a table of README.md shows them; the default as YAML, in backticks or not."""
-    table = README.split(f"| {header} | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0]
+    """Key -> default, as a table of docs/settings.md shows them; the default as YAML."""
+    table = SETTINGS.split(f"| {header} | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0]
     rows = {}
     for line in table.splitlines():
         first, default = (cell.strip() for cell in line.split("|")[1:3])
@@ -30,21 +49,29 @@ def test_default_yaml_is_made_from_the_configuration():
     assert FILE.read_text() == made(), "python -m tests.default_yaml"
 
 
-def test_the_readme_has_every_key_with_its_default():
+def test_the_settings_have_every_key_with_its_default():
     own = {name: shown(field.default) for name, field in OarConfig.model_fields.items() if name != "perturbation"}
     nested = {name: shown(field.default) for name, field in PerturbationConfig.model_fields.items()}
     assert key_table("key") == own | {"perturbation.*": ""}
     assert key_table("`algorithm.oar.perturbation.`") == nested
+    four = DOCUMENTS["README.md"].split("| key | default | |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert len(four) == 4
+    for key, default in (re.findall(r"`([^`]+)`", line)[:2] for line in four):
+        assert own[key] == default
 
 
-def test_the_readme_names_every_importance_and_gate():
-    rows = {line.split("`")[1]: line for line in README.splitlines() if line.startswith("| `")}
+def test_the_readme_is_read_in_five_minutes():
+    assert len(DOCUMENTS["README.md"].split()) <= 1200
+
+
+def test_the_settings_name_every_importance_and_gate():
+    rows = {line.split("`")[1]: line for line in SETTINGS.splitlines() if line.startswith("| `")}
     for key, names in (("importance", IMPORTANCES), ("gate", GATES)):
         assert [name for name in names if f"`{name}`" not in rows[key]] == []
 
 
-def test_the_example_in_the_readme_is_the_one_that_is_tested():
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "Saliency" in b)
+def test_the_example_of_an_importance_is_the_one_that_is_tested():
+    (block,) = re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/your-own-importance.md"], re.DOTALL)
     assert inspect.getsource(Saliency) in block
     assert len(block.splitlines()) <= 30
     names: dict[str, type] = {}
@@ -64,3 +91,40 @@ def test_what_can_be_called_without_a_configuration_has_its_defaults():
     assert (request.probe, request.sigma, request.num_draws) == (config.probe, config.sigma, config.num_draws)
     for kind in (Rows, Parts):
         assert kind.__dataclass_fields__["sigma"].default == config.sigma
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_leads_somewhere(document):
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", DOCUMENTS[document]):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = (ROOT / document).parent / path if path else ROOT / document
+            heads = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor and target.is_file() else []
+            anchors = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+            missing += [] if target.exists() and (not anchor or anchor in anchors) else [link]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_is_run_by_a_test_or_marked(document):
+    blocks = re.findall(r"([^\n]*)\n```bash\n(.*?)```", DOCUMENTS[document], re.DOTALL)
+    commands = [
+        line.split("#")[0].strip()
+        for before, block in blocks
+        if "<!-- needs a " not in before
+        for line in block.splitlines()
+    ]
+    assert [command for command in commands if command not in RUN_BY] == []
+
+
+def test_what_runs_the_other_commands_is_there():
+    assert [place for place, text in RUN_BY.values() if text not in (ROOT / place).read_text()] == []
+
+
+def test_the_studies_are_listed():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    for study in re.findall(r"^\| `(\w+)` \|", DOCUMENTS["benchmarks/README.md"], re.MULTILINE):
+        assert re.search(rf"^  {study} ", done.stdout, re.MULTILINE), study

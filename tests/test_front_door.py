@@ -1,8 +1,10 @@
 """The front door: any way to hand in responses gives the same credit, the engines' own, and the model is left as it was."""
 
 import doctest
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,13 @@ def test_the_example_in_the_docstring(model, tokenizer):
     runner.run(example, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
     assert len(example.examples) > 3
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/how-it-works.md"])
+def test_the_example_in_a_document(model, tokenizer, document):
+    (block,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / document).read_text(), re.DOTALL)
+    names = {"model": model, "tokenizer": tokenizer, "prompts": texts(0), "responses": texts(1)}
+    exec(block, names | {"advantages": torch.ones(len(ROWS))})
 
 
 def test_importing_the_package_imports_no_torch():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from benchmarks.fidelity.responses import Response
+from benchmarks.statistics import Estimate
 
 TOP = 0.2
 """Share of the reasoning tokens whose overlap is reported."""
@@ -18,30 +20,43 @@ TOP = 0.2
 DELETED = (0.0, 0.05, 0.1, 0.2, 0.4)
 """Shares of the reasoning tokens that the deletion curve replaces."""
 
-RESAMPLES = 2000
+
+def judged(score_R: Tensor, reference_R: Tensor, causal_R: Tensor | None, curve: list[float] | None) -> dict[str, Any]:
+    """Every figure of one estimator on one response; NaN and None where causes or the deletion curve are not known."""
+    recalls = [math.nan, math.nan]
+    if causal_R is not None:
+        pair_2R = torch.stack([score_R, reference_R])
+        recalls = causal_recall(pair_2R, torch.ones_like(pair_2R, dtype=torch.bool), causal_R[None]).tolist()
+    return {
+        "spearman": rank_correlation(score_R, reference_R),
+        "overlap": top_overlap(score_R, reference_R),
+        "recall": recalls[0],
+        "recall_gap": recalls[0] - recalls[1],
+        "area": area(curve) if curve else math.nan,
+        "curve": curve,
+    }
 
 
 def rank_correlation(score_R: Tensor, reference_R: Tensor) -> float:
     """Spearman's; 0 for scores that are all equal (they rank nothing), NaN where the reference is."""
-    if bool((reference_R == reference_R[0]).all()):
-        return math.nan
-    if bool((score_R == score_R[0]).all()):
-        return 0.0
-    return float(np.corrcoef(_ranks(score_R), _ranks(reference_R))[0, 1])
+    if (reference_R == reference_R[0]).all() or (score_R == score_R[0]).all():
+        return math.nan if (reference_R == reference_R[0]).all() else 0.0
+    return float(stats.spearmanr(score_R.numpy(), reference_R.numpy()).statistic)
 
 
-def _ranks(score_R: Tensor) -> np.ndarray:
-    """From 1; equal scores share the mean of their ranks."""
-    _, place_R, count_U = np.unique(score_R.numpy(), return_inverse=True, return_counts=True)
-    ranks: np.ndarray = (np.cumsum(count_U) - (count_U - 1) / 2)[place_R]
-    return ranks
+def top(score_R: Tensor) -> list[int]:
+    """Where the 20 % largest scores are, the largest first; at least one."""
+    return order(score_R)[: max(1, round(TOP * len(score_R)))].tolist()
+
+
+def order(score_R: Tensor) -> Tensor:
+    """Indices from the largest score to the smallest; among equals the first comes first."""
+    return score_R.argsort(descending=True, stable=True)
 
 
 def top_overlap(score_R: Tensor, reference_R: Tensor) -> float:
-    """Share of the reference's top 20 % (at least one token) that is in the score's top 20 %."""
-    count = max(1, round(TOP * len(score_R)))
-    tops = [set(order(x)[:count].tolist()) for x in (score_R, reference_R)]
-    return len(tops[0] & tops[1]) / count
+    """Share of the reference's top 20 % that is in the score's top 20 %."""
+    return len({*top(score_R)} & {*top(reference_R)}) / len(top(reference_R))
 
 
 def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> Tensor:
@@ -53,65 +68,31 @@ def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> 
     return ((rank_BL < count_B1) & causal_BL).sum(-1) / count_B1[:, 0]
 
 
-def recall(score_R: Tensor, causal_R: Tensor) -> float:
-    """Share of the causal tokens among the top-k scores, k their number; NaN where there are none."""
-    every_1R = torch.ones(1, len(score_R), dtype=torch.bool)
-    return float(causal_recall(score_R[None], every_1R, causal_R[None])[0])
-
-
-def order(score_R: Tensor) -> Tensor:
-    """Indices from the largest score to the smallest; among equals the first comes first."""
-    return score_R.argsort(descending=True, stable=True)
-
-
 @torch.no_grad()
-def deletion_curve(
+def deletion_curves(
     model: nn.Module, response: Response, scores: Mapping[str, Tensor], replacement_token: int
 ) -> dict[str, list[float]]:
-    """The answer's probability as the tokens with the largest scores are replaced.
+    """The answer's probability (geometric mean over its tokens) as the tokens with the largest scores are replaced.
 
-    Args:
-        model: in eval mode.
-        response: whose tokens are replaced.
-        scores: `[R]` over the reasoning tokens, by estimator.
-        replacement_token: what stands in for them.
-
-    Returns:
-        By estimator, for each share of `DELETED`: the probability of the answer (geometric mean over its tokens) over that
-        of the untouched response.
+    By estimator (`scores` are its `[R]`), for each share of `DELETED`: over that of the untouched response.
     """
     start, end = response.answer
     reasoning_R = response.reasoning_R
-    counts = [round(share * len(reasoning_R)) for share in DELETED]
-    rows = {}
-    for name, score_R in scores.items():
-        ranked_R = reasoning_R[order(score_R)]
-        for place, count in enumerate(counts):
-            token_T = response.token_T[:end].clone()
-            token_T[ranked_R[:count]] = replacement_token
-            rows[name, place] = token_T
-    # Estimators often agree on the first tokens: every sequence once.
-    distinct = {tuple(sorted(_changed(token_T, response))): token_T for token_T in rows.values()}
-    keys = list(distinct)
-    device = next(model.parameters()).device
-    found: list[float] = []
-    for at in range(0, len(keys), 32):
-        token_KT = torch.stack([distinct[key] for key in keys[at : at + 32]]).to(device)
-        logits_KmV = model(input_ids=token_KT, use_cache=False).logits[:, start - 1 : end - 1].float()
-        answer_Km = token_KT[:, start:end]
-        found += logits_KmV.log_softmax(-1).gather(-1, answer_Km[..., None]).mean((1, 2)).exp().tolist()
-    probability = dict(zip(keys, found, strict=True))
-    whole = probability[()]
-    return {
-        name: [
-            probability[tuple(sorted(_changed(rows[name, place], response)))] / whole for place in range(len(counts))
-        ]
-        for name in scores
+    gone = {
+        (name, share): frozenset(reasoning_R[order(score_R)[: round(share * len(score_R))]].tolist())
+        for name, score_R in scores.items()
+        for share in DELETED
     }
-
-
-def _changed(token_T: Tensor, response: Response) -> list[int]:
-    return (token_T != response.token_T[: len(token_T)]).nonzero()[:, 0].tolist()
+    distinct = list(dict.fromkeys(gone.values()))  # estimators often agree on the first tokens
+    token_KT = response.token_T[:end].repeat(len(distinct), 1)
+    for row, places in enumerate(distinct):
+        token_KT[row, list(places)] = replacement_token
+    found: list[float] = []
+    for part_KT in token_KT.to(next(model.parameters()).device).split(32):
+        logits_KmV = model(input_ids=part_KT, use_cache=False).logits[:, start - 1 : end - 1].float()
+        found += logits_KmV.log_softmax(-1).gather(-1, part_KT[:, start:end, None]).mean((1, 2)).exp().tolist()
+    probability = dict(zip(distinct, found, strict=True))
+    return {name: [probability[gone[name, share]] / probability[frozenset()] for share in DELETED] for name in scores}
 
 
 def area(curve: Sequence[float]) -> float:
@@ -119,38 +100,21 @@ def area(curve: Sequence[float]) -> float:
     return float(np.trapezoid(curve, DELETED) / (DELETED[-1] - DELETED[0]))
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean over responses with an interval.
-
-    Attributes:
-        value: the mean over groups of the groups' means; NaN without data.
-        low: lower end, at 95 %.
-        high: upper end.
-        count: responses that went in.
-    """
-
-    value: float
-    low: float
-    high: float
-    count: int
-
-    @property
-    def text(self) -> str:
-        """With half the width of the interval."""
-        return "" if math.isnan(self.value) else f"{self.value:.2f} ± {(self.high - self.low) / 2:.2f}"
-
-
-def mean_over_groups(groups: Sequence[Sequence[float]], seed: int = 0) -> Mean:
-    """Mean of the means of some groups (a group is a task and a seed), with a percentile bootstrap over responses.
+def mean_over_groups(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Mean of the means of some groups (a group is a task and a model), with a percentile bootstrap over responses.
 
     Responses are drawn again within each group. The interval therefore speaks about these tasks and these models, and not
-    about models that another seed would give; those are reported one by one. NaN values are left out.
+    about models that another seed would give. NaN values are left out.
     """
     kept = [values for group in groups if len(values := np.array([x for x in group if not math.isnan(x)]))]
     if not kept:
-        return Mean(math.nan, math.nan, math.nan, 0)
-    source = np.random.default_rng(seed)
-    means = np.mean([values[source.integers(0, len(values), (RESAMPLES, len(values)))].mean(1) for values in kept], 0)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Mean(float(np.mean([v.mean() for v in kept])), float(low), float(high), sum(map(len, kept)))
+        return Estimate(math.nan, math.nan, math.nan, 0)
+
+    def mean(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.mean([sample.mean(axis) for sample in samples], 0)
+
+    # scipy wants two values of each group; a single one drawn again is always itself.
+    samples = [values.repeat(2) if len(values) == 1 else values for values in kept]
+    drawn = stats.bootstrap(samples, mean, n_resamples=2000, method="percentile", rng=np.random.default_rng(0))
+    low, high = drawn.confidence_interval
+    return Estimate(float(mean(*kept)), float(low), float(high), sum(map(len, kept)))

@@ -1,4 +1,4 @@
-"""A vLLM engine for the bench: started on a model in a folder, quiet unless it is asked, gone at the end in every case.
+"""A vLLM engine: started on a model in a folder, quiet unless it is asked, gone at the end in every case.
 
 The engine's front end lives in an event loop that runs only while `Engine.run` does, so that nothing of it gets into the way
 of what is measured in between; its worker sits in a process of its own and sleeps when there is nothing to do.
@@ -12,10 +12,14 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
+
+from oar_plugin.passes.masked_copies import Candidate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,43 +29,40 @@ BLOCK_SIZE = 16
 
 MAX_REQUESTS = 256
 STEP_TOKENS = 8192
-KV_CACHE_BYTES = 2 * 2**30
 
-# How long vLLM's processes may take to end before they are ended.
-_GRACE_S = 15.0
+_GRACE_S = 15.0  # for vLLM's processes to end before they are ended
 
 # The engine rests when its processes use less than this share of a processor over a look; it gets so long to come to it.
-_QUIET = 0.1
-_LOOK_S = 0.3
-_REST_S = 5.0
+_QUIET, _LOOK_S, _REST_S = 0.1, 0.3, 5.0
+
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one's prompt rows cannot be reached
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "NO_PROXY": "127.0.0.1,localhost",  # vLLM's processes talk to each other: not through a proxy of the user's
+    "no_proxy": "127.0.0.1,localhost",
+}
 
 T = TypeVar("T")
 
 
 class Engine:
-    """A running engine with `OutcomeExtension` installed. One caller at a time, from the thread that started it.
-
-    Args:
-        engine: vLLM's.
-        loop: the loop that it was started in.
-        max_model_len: of the engine.
-        processes: what vLLM started, as psutil has them.
-    """
+    """A running engine with `OutcomeExtension` installed. One caller at a time, from the thread that started it."""
 
     def __init__(
         self, engine: AsyncLLM, loop: asyncio.AbstractEventLoop, max_model_len: int, processes: Sequence[Any]
     ) -> None:
-        self.engine = engine
-        self.max_model_len = max_model_len
-        self._loop = loop
-        self._processes = processes
+        self.engine, self.max_model_len = engine, max_model_len
+        self._loop, self._processes = loop, processes
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns; the engine is served meanwhile."""
         return self._loop.run_until_complete(work)
 
-    async def generate(self, token_ids: Sequence[int], tokens: int) -> None:
-        """Generate exactly `tokens` tokens after a prompt that shares nothing with earlier ones.
+    async def generate(self, candidate: Candidate, tokens: int) -> None:
+        """Generate exactly `tokens` tokens after its prompt, which shares no cache with earlier ones.
 
         Raises:
             RuntimeError: the engine returned another number of tokens.
@@ -70,23 +71,18 @@ class Engine:
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
+        # There is no tokenizer, and only the end is handed over: the least work around each token.
         parameters = SamplingParams(
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,  # there is no tokenizer
-            output_kind=RequestOutputKind.FINAL_ONLY,  # the least work around each token
+            max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        key = uuid.uuid4().hex
-        prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=key)
-        made = 0
-        async for output in self.engine.generate(prompt, parameters, key):
+        key, made = uuid.uuid4().hex, 0
+        prompt_ids = candidate.token_T[: candidate.prompt_length].tolist()
+        async for output in self.engine.generate(
+            TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=key), parameters, key
+        ):
             made = len(output.outputs[0].token_ids)
         if made != tokens:
             raise RuntimeError(f"the engine generated {made} tokens where {tokens} were asked for")
-
-    async def settle(self) -> None:
-        """Return when the engine has dropped what was cancelled before: it takes requests in order."""
-        await self.generate([1], 1)
 
     def rest(self) -> None:
         """Return when the worker sleeps: it looks for work for a second after the last request before it does."""
@@ -104,19 +100,14 @@ class Engine:
 
 
 @contextmanager
-def serving(folder: Path, dtype: str, max_model_len: int, threads: int, seed: int, eager: bool) -> Iterator[Engine]:
-    """Start an engine, and end it with all of its processes: after an exception, Ctrl-C and SIGTERM too.
+def serving(folder: Path, dtype: str, max_model_len: int, threads: int, eager: bool) -> Iterator[Engine]:
+    """Start an engine on the model saved in `folder`, and end it with all of its processes: after Ctrl-C and SIGTERM too.
 
-    Args:
-        folder: a saved causal LM; needs no tokenizer.
-        dtype: of weights and computation.
-        max_model_len: longest sequence, the token that a scoring request generates included.
-        threads: CPU threads of the worker. They are bound to no core, as torch's are not.
-        seed: of sampling.
-        eager: run the model as it is, without compiling it.
+    `max_model_len` is the longest sequence, the token that a scoring request generates included. The worker's threads are bound
+    to no core, as torch's are not.
     """
     with ExitStack() as stack:
-        stack.enter_context(_environment(threads))
+        stack.enter_context(patch.dict(os.environ, OMP_NUM_THREADS=str(threads), **_ENVIRONMENT))
         import psutil  # vLLM needs it, this package does not
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -124,66 +115,42 @@ def serving(folder: Path, dtype: str, max_model_len: int, threads: int, seed: in
         stack.enter_context(terminable())
         loop = asyncio.new_event_loop()
         stack.callback(_close, loop)
-        this = psutil.Process()
-        before = set(this.children(recursive=True))
-        processes: list[Any] = []
+        resource_tracker.ensure_running()  # Python's own, which lives as long as this process does
+        this, processes = psutil.Process(), list[Any]()
+        before = this.children(recursive=True)
 
         def note_processes() -> None:
-            children = this.children(recursive=True)
-            processes.extend(p for p in children if p not in before and p not in processes and not _is_tracker(p))
+            processes.extend(p for p in this.children(recursive=True) if p not in [*before, *processes])
 
         # Called last to first: what there is is noted, the engine is asked to end, then what is left of it is ended. A worker
         # whose parent has ended is no child of ours any more.
         stack.callback(_end, processes)
         stack.callback(note_processes)
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            seed=0,
+            enforce_eager=eager,
+            enable_prefix_caching=True,
+            block_size=BLOCK_SIZE,
+            scheduling_policy="priority",
+            max_model_len=max_model_len,
+            max_num_seqs=MAX_REQUESTS,
+            max_num_batched_tokens=STEP_TOKENS,
+            kv_cache_memory_bytes=2 * 2**30,
+            disable_log_stats=True,
+            worker_extension_cls="oar_plugin.hosts.vllm.extension.OutcomeExtension",
+        )
 
         async def start() -> AsyncLLM:
-            engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=str(folder),
-                    skip_tokenizer_init=True,
-                    dtype=dtype,
-                    seed=seed,
-                    enforce_eager=eager,
-                    enable_prefix_caching=True,
-                    block_size=BLOCK_SIZE,
-                    scheduling_policy="priority",
-                    max_model_len=max_model_len,
-                    max_num_seqs=MAX_REQUESTS,
-                    max_num_batched_tokens=STEP_TOKENS,
-                    kv_cache_memory_bytes=KV_CACHE_BYTES,
-                    disable_log_stats=True,
-                    worker_extension_cls="oar_plugin.hosts.vllm.extension.OutcomeExtension",
-                )
-            )
+            engine = AsyncLLM.from_engine_args(arguments)
             stack.callback(engine.shutdown)
             note_processes()
             await engine.collective_rpc("oar_install")
             return engine
 
         yield Engine(loop.run_until_complete(start()), loop, max_model_len, processes)
-
-
-@contextmanager
-def _environment(threads: int) -> Iterator[None]:
-    wanted = {
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one's prompt rows cannot be reached
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # vLLM's processes talk to each other: not through a proxy of the user's.
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
-    }
-    before: Mapping[str, str] = dict(os.environ)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager
@@ -218,15 +185,6 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     if pending:
         loop.run_until_complete(asyncio.wait(pending))
     loop.close()
-
-
-def _is_tracker(process: Any) -> bool:
-    """Python's own resource tracker, which lives as long as this process does."""
-    import psutil
-
-    with suppress(psutil.Error):
-        return "resource_tracker" in " ".join(process.cmdline())
-    return False
 
 
 def _end(processes: Sequence[Any]) -> None:

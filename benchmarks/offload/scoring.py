@@ -1,24 +1,26 @@
-"""The ways to run the masked copies of OAR-P that `oar bench perturbation` compares, and what each computed."""
+"""The ways to run the masked copies of OAR-P in PyTorch: the published one and ours. What each computed.
+
+The published code (arXiv 2601.07408) makes a clean forward and one batch of copies of the whole sequence, each with the padding
+token in place of one of its reasoning tokens: float32 logits of all positions, no cache. Where the batch does not fit into
+memory it is cut into several.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.offload.engine import Engine
-from benchmarks.responses import Response
+from benchmarks.memory import free_bytes
 from benchmarks.step.passes import Passes
-from benchmarks.step.published import copies_that_fit, published_perturbation
-from oar_plugin.config import PerturbationConfig
-from oar_plugin.credit.perturbation import Search
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance.oar_p import divergence, log_distribution
+from oar_plugin.credit.perturbation import Search, Unit, units
 from oar_plugin.credit.probe import Probe
-from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
-from oar_plugin.hosts.vllm.throttle import Throttle
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements
 
 BUDGET = 0.3
@@ -28,8 +30,36 @@ PROBE: Probe = "answer_mean"
 FORWARD_TOKENS = 8192
 """Tokens of one forward of `MaskedCopies`: as many as a step of the engine has."""
 
-_BEHIND_GENERATION = 1
-"""vLLM's priority of a copy; generation has 0, and less is sooner."""
+MEMORY_SHARE = 0.5
+"""Of the memory that is left, what a published batch may take: estimates are rough, and other work needs some too."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A sequence, its place in the batch, and which of its response tokens are reasoning (the end included)."""
+
+    row: int
+    candidate: Candidate
+    reasoning: tuple[bool, ...]
+
+    def units(self, span: int, at_most: int | None) -> list[Unit]:
+        """Runs of `span` reasoning tokens: all, or the middles of `at_most` equal parts.
+
+        Copies of these compute as many tokens on average as copies of all.
+        """
+        every = units(self.reasoning, span)
+        parts = len(every) if at_most is None else min(at_most, len(every))
+        return [every[(2 * part + 1) * len(every) // (2 * parts)] for part in range(parts)]
+
+
+def made_responses(passes: Passes) -> list[Response]:
+    prompt_length, responses = passes.batch.prompt_length, []
+    for row, (token_L, segments_L) in enumerate(zip(passes.batch.token_BL, passes.segments_BL, strict=True)):
+        answer = (segments_L == Segment.ANSWER).nonzero()[:, 0].tolist()
+        candidate = Candidate(token_L[: answer[-1] + 1], prompt_length, answer[0])
+        reasoning_L = segments_L[prompt_length:] == Segment.REASONING
+        responses.append(Response(row, candidate, tuple(reasoning_L.tolist())))
+    return responses
 
 
 @dataclass
@@ -38,166 +68,38 @@ class Run:
 
     Attributes:
         importance: one a response, `[L]`.
-        copies: that were scored.
-        tokens: that were computed, references included.
-        reference_tokens: of these, those that every response needs once, however many copies it has.
-        fixed_s: seconds of the run that do not grow with the copies either.
-        every: copies that there would have been if all units had been measured, over `copies`.
+        copies: that were scored; `all_copies` if all units had been measured.
+        tokens: that were computed, clean references included; `all_tokens` if all units had been measured.
+        fixed_s: seconds that do not grow with the copies.
         retried: requests that had to be made twice.
+        timed_s: seconds, where not the whole run is to be timed.
     """
 
-    importance: list[Tensor]
+    importance: list[Tensor] = field(default_factory=list)
     copies: int = 0
+    all_copies: float = 0.0
     tokens: int = 0
-    reference_tokens: int = 0
+    all_tokens: float = 0.0
     fixed_s: float = 0.0
-    every: float = 1.0
     retried: int = 0
+    timed_s: float | None = None
 
-    @property
-    def all_copies(self) -> float:
-        """Copies of all units."""
-        return self.copies * self.every
-
-    @property
-    def all_tokens(self) -> float:
-        """Tokens of all units."""
-        return self.reference_tokens + (self.tokens - self.reference_tokens) * self.every
+    def add(self, response: Response, importance_L: Tensor, scale: float, copies: int, tokens: int) -> None:
+        """Account for a response that has `scale` times as many units as were measured."""
+        reference = len(response.candidate.token_T)
+        self.importance.append(importance_L)
+        self.copies += copies
+        self.all_copies += copies * scale
+        self.tokens += tokens
+        self.all_tokens += reference + (tokens - reference) * scale
 
     def all_seconds(self, seconds: float) -> float:
         """What all units would have taken, from what the measured ones took: seconds grow with tokens."""
-        if self.every == 1:
-            return seconds
-        return self.fixed_s + (seconds - self.fixed_s) * self.all_tokens / self.tokens
+        return self.fixed_s + (seconds - self.fixed_s) * (self.all_tokens / self.tokens if self.tokens else 1.0)
 
 
 Work = Callable[[Sequence[Response], int | None], Run]
 """Scores some responses, each with at most so many copies (None: all that the candidate wants)."""
-
-
-class LocalScoring:
-    """Candidates in plain PyTorch.
-
-    Args:
-        passes: the model and the batch that the responses are of.
-        padding: the token that replaces others.
-        at_once: copies in one forward of the published procedure. None: as many as fit into memory when it first runs.
-    """
-
-    def __init__(self, passes: Passes, padding: int, at_once: int | None = None) -> None:
-        self.passes = passes
-        self.padding = padding
-        self.at_once = at_once
-
-    def published(self, responses: Sequence[Response], at_most: int | None) -> Run:
-        """The published procedure."""
-        run = Run([])
-        if self.at_once is None:
-            self.at_once = copies_that_fit(self.passes.model, len(responses[0].token_ids))
-        for response in responses:
-            units = response.units(1, at_most)
-            length = len(response.token_ids)
-            shifted = [tuple(response.prompt_length + t for t in unit) for unit in units.chosen]
-            scores = published_perturbation(
-                self.passes.model, self._tokens(response), shifted, response.answer_start, self.padding, self.at_once
-            )
-            _account(run, units.every / len(units.chosen), len(units.chosen), length * (1 + len(units.chosen)), length)
-            run.importance.append(_finished(Search(units.chosen, response.length), scores.tolist()))
-        return run
-
-    def exact(self, responses: Sequence[Response], at_most: int | None, span: int = 1) -> Run:
-        """`MaskedCopies`, every unit."""
-        run = Run([])
-        for response in responses:
-            units = response.units(span, at_most)
-            self._search(run, response, Search(units.chosen, response.length), units.every / len(units.chosen))
-        return run
-
-    def hybrid(self, responses: Sequence[Response], at_most: int | None) -> Run:
-        """The gradient of every token, then `MaskedCopies` of the units with the largest.
-
-        Where not all of the batch is wanted, the gradient is that of one micro-batch.
-        """
-        run = Run([])
-        begin = time.perf_counter()
-        limit = None if len(responses) == len(self.passes.batch) else 1
-        gradient_BL = torch.cat(self.passes.importance_only(limit).importance).cpu()
-        run.fixed_s = time.perf_counter() - begin
-        for response in responses:
-            units = response.units(1, of_budget(at_most))
-            gradient_L = gradient_BL[response.row, response.prompt_length :].tolist()
-            search = Search(units.chosen, response.length, BUDGET, gradient_L)
-            self._search(run, response, search, units.every / len(units.chosen))
-        return run
-
-    def _search(self, run: Run, response: Response, search: Search, every: float) -> None:
-        copies = MaskedCopies(self.passes.model, PROBE, Replacements(self.padding), FORWARD_TOKENS)
-        candidate = Candidate(self._tokens(response), response.prompt_length, response.answer_start)
-        wanted = search.wanted
-        run.importance.append(_finished(search, copies.run(candidate, wanted)))
-        _account(run, every, len(wanted), copies.tokens, len(response.token_ids))
-
-    def _tokens(self, response: Response) -> Tensor:
-        return self.passes.batch.token_BL[response.row, : len(response.token_ids)]
-
-
-class OffloadedScoring:
-    """Candidates on the engine, which does nothing else meanwhile. All responses at once, as a host hands them over.
-
-    Args:
-        engine: a running one.
-        padding: the token that replaces others.
-
-    Raises:
-        RuntimeError: by all candidates, when the engine could not score a response.
-    """
-
-    def __init__(self, engine: Engine, padding: int) -> None:
-        self.engine = engine
-        self.padding = padding
-        self._throttle = Throttle(PerturbationConfig().max_in_flight, share=1.0)
-        self._scorer = ResponseScorer(engine.engine, self._throttle, engine.max_model_len)
-
-    def exact(self, responses: Sequence[Response], at_most: int | None, span: int = 1) -> Run:
-        """Every unit."""
-        return self._run(responses, at_most, span, 1.0)
-
-    def budget(self, responses: Sequence[Response], at_most: int | None) -> Run:
-        """Block by block, as long as the budget lasts."""
-        return self._run(responses, of_budget(at_most), 1, BUDGET)
-
-    def _run(self, responses: Sequence[Response], at_most: int | None, span: int, budget: float) -> Run:
-        tasks = [scoring_task(response, self.padding, at_most, span, budget) for response in responses]
-
-        async def all_of_them() -> list[ScoringResult]:
-            return await asyncio.gather(*[self._scorer.score(task) for task in tasks])
-
-        run = Run([])
-        for response, task, result in zip(responses, tasks, self.engine.run(all_of_them()), strict=True):
-            if result.importance is None:
-                raise RuntimeError(f"the engine could not score a response: {result.fault}")
-            every = response.units(span, None).every / len(task.units)
-            computed = result.tokens - result.cached_tokens
-            _account(run, every, result.copies, computed, len(response.token_ids))
-            run.importance.append(torch.from_numpy(result.importance))
-            run.retried += result.retried
-        return run
-
-
-def scoring_task(response: Response, padding: int, at_most: int | None, span: int, budget: float) -> ScoringTask:
-    """What a host would ask the engine for; `at_most` units of it."""
-    return ScoringTask(
-        token_ids=response.token_ids,
-        prompt_length=response.prompt_length,
-        answer_start=response.answer_start,
-        units=response.units(span, at_most).chosen,
-        response_length=response.length,
-        probe=PROBE,
-        budget=budget,
-        replacement_token=padding,
-        seed=0,
-        priority=_BEHIND_GENERATION,
-    )
 
 
 def of_budget(copies: int | None) -> int | None:
@@ -205,15 +107,71 @@ def of_budget(copies: int | None) -> int | None:
     return None if copies is None else max(copies, round(copies / BUDGET))
 
 
-def _account(run: Run, every: float, copies: int, tokens: int, reference_tokens: int) -> None:
-    run.every = every  # responses of a batch have as many units each
-    run.copies += copies
-    run.tokens += tokens
-    run.reference_tokens += reference_tokens
+@dataclass
+class InTorch:
+    """Candidates in plain PyTorch; `padding` replaces tokens, `at_once` is a number of copies in one published forward."""
+
+    passes: Passes
+    padding: int
+    at_once: int
+
+    def score(
+        self,
+        responses: Sequence[Response],
+        at_most: int | None,
+        span: int = 1,
+        published: bool = False,
+        hybrid: bool = False,
+    ) -> Run:
+        """Every unit, the published way or ours; `hybrid`: the gradient of every token, then the units with the largest."""
+        run, begin, gradient_BL = Run(), time.perf_counter(), None
+        if hybrid:
+            some = None if len(responses) == len(self.passes.batch) else 1  # micro-batches
+            gradient_BL = torch.cat(self.passes.importance_only(some).importance).cpu()
+            run.fixed_s = time.perf_counter() - begin
+        offered, budget = (of_budget(at_most), BUDGET) if hybrid else (at_most, 1.0)
+        for response in responses:
+            candidate, gradient_L = response.candidate, None
+            if gradient_BL is not None:
+                gradient_L = gradient_BL[response.row, candidate.prompt_length :].tolist()
+            search = Search(response.units(span, offered), len(response.reasoning), budget, gradient_L)
+            scores, tokens = (self._published if published else self._masked)(candidate, search.wanted)
+            search.send(scores)
+            assert search.importance is not None, "one round: all units, or those with the largest gradient"
+            run.add(response, search.importance, scale_of(response, span, offered), len(scores), tokens)
+        return run
+
+    def _masked(self, candidate: Candidate, unit_list: list[Unit]) -> tuple[list[float], int]:
+        copies = MaskedCopies(self.passes.model, PROBE, Replacements(self.padding), FORWARD_TOKENS)
+        return copies.run(candidate, unit_list), copies.tokens
+
+    @torch.no_grad()
+    def _published(self, candidate: Candidate, unit_list: list[Unit]) -> tuple[list[float], int]:
+        def outcomes(token_KT: Tensor) -> Tensor:
+            logits_KTV = self.passes.model(input_ids=token_KT, use_cache=False).logits
+            logits_KTV = logits_KTV.to(torch.promote_types(logits_KTV.dtype, torch.float32))
+            # In float64, unlike the published code: a vocabulary a copy costs nothing, and makes the KL comparable.
+            return log_distribution(logits_KTV[:, candidate.answer_start - 1 : -1].mean(1))
+
+        reference_V, scores = outcomes(candidate.token_T[None])[0], []
+        for begin in range(0, len(unit_list), self.at_once):
+            group = unit_list[begin : begin + self.at_once]
+            token_KT = candidate.token_T.repeat(len(group), 1)
+            for place, unit in enumerate(group):
+                token_KT[place, [candidate.prompt_length + t for t in unit]] = self.padding
+            scores += divergence(reference_V, outcomes(token_KT), PROBE).tolist()
+        return scores, len(candidate.token_T) * (1 + len(unit_list))
 
 
-def _finished(search: Search, scores: list[float]) -> Tensor:
-    """Importance from the scores of a search that takes one round: all units, or those with the largest gradient."""
-    search.send(scores)
-    assert search.importance is not None
-    return search.importance
+def scale_of(response: Response, span: int, offered: int | None) -> float:
+    """Units of a response over those of them that are offered."""
+    return len(response.units(span, None)) / len(response.units(span, offered))
+
+
+def copies_that_fit(model: nn.Module, length: int) -> int:
+    """Whole sequences of `length` tokens that the published way can put into one forward; at least one."""
+    lm: Any = model
+    config, weight = lm.config, next(model.parameters())
+    logits = config.vocab_size * (4 if weight.dtype == torch.float32 else 4 + weight.element_size())
+    activations = (8 * config.hidden_size + 3 * config.intermediate_size) * weight.element_size()
+    return max(1, int(MEMORY_SHARE * free_bytes(weight.device)) // (length * (logits + activations)))

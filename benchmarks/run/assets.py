@@ -1,43 +1,48 @@
-"""What a measured run of verl works on: model and tokenizer with exact lengths, prompts, a reward, an answer finder.
+"""What a measured run of verl works on: model, prompts of an exact length, a reward, an answer finder; and whose step is whose.
 
-verl loads this module by name (`reward.custom_reward_function`, `algorithm.oar.answer_patterns`), so it imports little.
+verl's processes import this, so it imports little.
 """
 
 from __future__ import annotations
 
-import itertools
-import string
 import threading
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from benchmarks.run.study import Settings
 
-FINDER = f"python:{__name__}:find_answer"
-REWARD = f"pkg://{__name__}"
-
-ANSWER_TOKENS = 8
+FINDER, REWARD = f"python:{__name__}:find_answer", f"pkg://{__name__}"
 SIGNAL, NO_SIGNAL = "alternate", "equal"
+ANSWER_CHARACTERS = 8 * 4
 
-_WIDTH = 4  # characters of a token
-_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+ORDER = "goog"
+"""Whose steps they are, GRPO's or OAR's, repeated. Each pair of steps has one of each, and who is first alternates."""
+METHOD = "bench/oar"  # 1 in an OAR step, 0 in a GRPO step
+CPU_SECONDS = "bench/cpu_seconds"  # processor seconds of all processes of the run since the step before was over
+HOST_ADVANTAGE = "bench_host_advantage"  # timer around verl's own part of the advantage
 
-_calls: defaultdict[int, int] = defaultdict(int)
+_calls: Counter[int] = Counter()
 _calls_lock = threading.Lock()
 
 
-def find_answer(text: str) -> tuple[int, int] | None:
-    """The last tokens of a response, whatever they say: a model with random weights writes no answers.
+def is_oar(step: int) -> bool:
+    """Whether that step, counted from 1, is OAR's."""
+    return ORDER[(step - 1) % len(ORDER)] == "o"
 
-    A few tokens of the vocabulary have one character in place of four; where one is hit, the answer is longer by a token.
+
+def find_answer(text: str) -> tuple[int, int] | None:
+    """The last words of a response, whatever they say: a model with random weights writes no answers.
+
+    That is eight tokens of four letters. The tokenizer's real words and single bytes, 1 % of a vocabulary of 32,000 and 7 %
+    of one of 4,096, have other lengths: where the model wrote one among the last, the answer is a token longer or shorter.
     """
-    return (max(0, len(text) - ANSWER_TOKENS * _WIDTH), len(text)) if text else None
+    return (max(0, len(text) - ANSWER_CHARACTERS), len(text)) if text else None
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_: Any
 ) -> dict[str, float]:
     """0, 1, 0, 1 ... over the responses of a prompt with a signal; 0 for all responses of a prompt without one.
 
@@ -46,88 +51,49 @@ def compute_score(
     """
     if ground_truth == NO_SIGNAL:
         return {"score": 0.0}
-    assert extra_info is not None
     with _calls_lock:
-        before = _calls[extra_info["index"]]
         _calls[extra_info["index"]] += 1
-    return {"score": float(before % 2)}
+        return {"score": float(_calls[extra_info["index"]] % 2 == 0)}
 
 
-def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges: a prompt has as many tokens as characters, and almost every token that a model samples
-    is a word of four letters, as whose bytes the answer finder sees it."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def prompt_rows(steps: int, prompts: int, with_signal: int, length: int) -> list[dict[str, Any]]:
+    """verl's columns: `prompts` a step, of which `with_signal`, spread evenly, have responses with unequal rewards.
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ("".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=_WIDTH))
-    entries = [*alphabet, *itertools.islice(words, vocabulary - len(alphabet) - 2)]
-    core = Tokenizer(models.BPE(vocab={entry: i for i, entry in enumerate(entries)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<pad>", "<eos>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = _TEMPLATE
-    return tokenizer
-
-
-def prompt_rows(steps: int, prompts: int, with_signal: int, prompt_length: int) -> list[dict[str, Any]]:
-    """verl's columns, in the order of the steps: no prompt twice, so that no step finds another's prefix in a cache.
-
-    Args:
-        steps: of the run.
-        prompts: a step.
-        with_signal: how many of them have responses with unequal rewards; they are spread evenly over the batch.
-        prompt_length: tokens of each.
+    No prompt stands there twice, so that no step finds another's prefix in a cache. Each has `length` tokens, a digit each.
     """
-    rows: list[dict[str, Any]] = []
-    for index in range(steps * prompts):
-        place = index % prompts
-        signal = (place + 1) * with_signal // prompts > place * with_signal // prompts
-        rows.append(
-            {
-                "data_source": "oar_bench",
-                "prompt": [{"role": "user", "content": f"{index:0{prompt_length}d}"}],
-                "ability": "none",
-                "reward_model": {"style": "rule", "ground_truth": SIGNAL if signal else NO_SIGNAL},
-                "extra_info": {"index": index},
-            }
-        )
-    return rows
+
+    def truth(place: int) -> str:
+        return SIGNAL if (place + 1) * with_signal // prompts > place * with_signal // prompts else NO_SIGNAL
+
+    return [
+        {
+            "data_source": "benchmarks_run",
+            "prompt": [{"role": "user", "content": f"{index:0{length}d}"}],
+            "ability": "none",
+            "reward_model": {"style": "rule", "ground_truth": truth(index % prompts)},
+            "extra_info": {"index": index},
+        }
+        for index in range(steps * prompts)
+    ]
 
 
-def write_assets(
-    folder: Path, size: str, steps: int, prompts: int, with_signal: int, prompt_length: int, context: int, seed: int
-) -> int:
-    """Write `model/` and `prompts.parquet` below `folder`.
-
-    Args:
-        folder: exists.
-        size: a key of `benchmarks.tiny.random_models.SHAPES`.
-        steps: see `prompt_rows`.
-        prompts: see `prompt_rows`.
-        with_signal: see `prompt_rows`.
-        prompt_length: see `prompt_rows`.
-        context: longest sequence of the model.
-        seed: of its weights.
-
-    Returns:
-        The number of the model's parameters, tied embeddings once.
-    """
+def write_assets(folder: Path, settings: Settings) -> int:
+    """Write `model/` and `prompts.parquet` below `folder`; returns the number of parameters, tied embeddings once."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
 
-    from benchmarks.tiny.random_models import SHAPES, build_model
+    from benchmarks.tiny.random_models import SHAPES, build_shape
+    from benchmarks.tiny.words import make_tokenizer
 
-    tokenizer = make_tokenizer(SHAPES[size].vocab)
-    tokenizer.save_pretrained(folder / "model")
-    model: Any = build_model(size, "qwen2", SHAPES[size].vocab, context, torch.float32, torch.device("cpu"), seed)
-    model.config.eos_token_id, model.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder / "model")
-    pq.write_table(
-        pa.Table.from_pylist(prompt_rows(steps, prompts, with_signal, prompt_length)), folder / "prompts.parquet"
-    )
+    with_signal = round(settings.scored_share * settings.prompts)
+    rows = prompt_rows(settings.steps_of(name="run"), settings.prompts, with_signal, settings.prompt_length)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+    shape = SHAPES[settings.size]
+    tokenizer = make_tokenizer(shape.vocab)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    size = (shape.vocab, settings.prompt_length + settings.response_length + 1, torch.float32, torch.device("cpu"))
+    model: Any = build_shape(shape, "qwen2", *size, 0, **ends)
+    for saved in (tokenizer, model):
+        saved.save_pretrained(folder / "model")
     return sum(parameter.numel() for parameter in model.parameters())

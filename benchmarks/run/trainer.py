@@ -8,26 +8,23 @@ is our trainer's.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 import psutil
 import wrapt
 
-from benchmarks.run.steps import CPU_SECONDS, HOST_ADVANTAGE, METHOD, is_oar
+from benchmarks.run.assets import CPU_SECONDS, HOST_ADVANTAGE, METHOD, is_oar
 from oar_plugin.hosts.verl.cpu.vllm_worker import SESSION_VARIABLE
 
 
 def _processor_seconds() -> float:
-    tag = os.environ.get(SESSION_VARIABLE)
-    total = 0.0
+    tag, total = os.environ.get(SESSION_VARIABLE), 0.0
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error, OSError):
             if tag is not None and process.environ().get(SESSION_VARIABLE) == tag:
-                times = process.cpu_times()
-                total += times.user + times.system
-        except (psutil.Error, OSError):
-            continue
+                total += sum(process.cpu_times()[:2])  # of user and system
     return total
 
 

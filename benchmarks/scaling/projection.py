@@ -1,192 +1,116 @@
-"""What GRPO's and OAR's steps of a recipe would take on more GPUs than anybody measured here, by the planner. Projections.
-
-The planner's times come from datasheets and stated efficiencies (see `oar plan`). Added here is the gate, which verl's driver
-runs alone for the whole batch: with the batch it grows, with the GPUs it does not shrink.
-"""
+"""What GRPO's and OAR's steps of a recipe would take on 8 to 512 GPUs, by the planner. Nothing here is measured."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import torch
+from omegaconf import DictConfig
 
-from benchmarks.scaling.measure import MODES, Mode
-from oar_plugin.hosts.verl.recipe import compose_recipe
-from oar_plugin.plan import LayoutError, plan
+from benchmarks.machine import describe_machine, load_average
+from benchmarks.report import COLOURS, Report, Table, subplots
+from benchmarks.study import Progress
+from oar_plugin.hosts.verl.recipe import compose_recipe, find_recipe
+from oar_plugin.plan import Plan, PlanError, choose_gpu, on_gpus, with_overrides
+from oar_plugin.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, Gpu
+from oar_plugin.plan.seconds import GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE
+from oar_plugin.plan.setup import ACTOR
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
+MODES = ("weak", "strong")
+PHASES = (GENERATION, LOG_PROB, IMPORTANCE, GATE, UPDATE)
+STEP, MEASURED = "step: OAR / GRPO", "measured part: OAR / GRPO"
 
-GATE_SECONDS_PER_TOKEN = 7e-8
-"""Of `estimator.reshape` on one core (AMD EPYC, 2048 rows of 2048 tokens; 6e-8 with rows of 1024).
-
-Rows are padded to the longest. One core, because Ray gives an actor as many threads as it asked for CPUs.
-"""
-
-_BATCH = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
-_COLUMNS = (
-    *("GPUs", "sequences", "data parallel", "generation s", "log-prob s", "importance s", "gate s", "update s"),
-    *("step OAR / GRPO", "log-prob + update OAR / GRPO", "memory"),
-)
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Projected:
-    """A recipe on so many GPUs.
-
-    Attributes:
-        gpus: of the trainer.
-        mode: weak: the batch grows with the GPUs, from the recipe's own. strong: it is the recipe's.
-        sequences: of a step.
-        data: data-parallel size.
-        seconds: of a step, by phase.
-        step_ratio: OAR's whole step over GRPO's.
-        measured_ratio: the same of what `oar bench scaling` measures: log-prob pass and update.
-        memory: the planner's verdict.
-        problem: why the recipe cannot run so; the other figures are then empty.
-    """
-
-    gpus: int
-    mode: Mode
-    sequences: int = 0
-    data: int = 0
-    seconds: dict[str, float] | None = None
-    step_ratio: float | None = None
-    measured_ratio: float | None = None
-    memory: str = ""
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A recipe at several sizes.
-
-    Attributes:
-        recipe: its folder.
-        gpu: name of the GPU that it is projected for.
-        rows: by mode and size.
-        assumptions: of the planner, in sentences.
-    """
-
-    recipe: Path
-    gpu: str
-    rows: list[Projected]
-    assumptions: list[str]
-
-
-def project(recipe: Path, gpu: str | None = None, sizes: Sequence[int] = SIZES) -> Projection:
-    """Plan a recipe's OAR variant at each size, weak and strong.
-
-    Args:
-        recipe: its folder.
-        gpu: a name that `oar plan --gpu` knows.
-        sizes: numbers of GPUs.
+def measure(settings: Any, progress: Progress) -> Report:
+    """Plan each recipe of `settings.project` (names or folders) on `settings.project_gpu`, weak and strong, at each size.
 
     Raises:
-        RecipeError: no such recipe.
-        LayoutError: it cannot run even as it is.
-        ValueError: an unknown GPU.
+        ValueError: there is no such recipe or GPU, or a recipe cannot run even as it is.
     """
-    from oar_plugin.plan import report
-
-    own = plan(compose_recipe(recipe, "oar"), gpu=gpu)
-    rows = [row for mode in MODES for row in _rows(recipe, gpu, mode, own.setup.layout.gpus, sizes)]
-    return Projection(recipe, own.gpu.name, rows, report.assumptions(own))
-
-
-def _rows(recipe: Path, gpu: str | None, mode: Mode, own_gpus: int, sizes: Sequence[int]) -> Iterator[Projected]:
-    config = compose_recipe(recipe, "oar")
-    for gpus in sizes:
-        overrides = []
-        if mode == "weak":
-            overrides = [f"{key}={max(1, round(_read(config, key) * gpus / own_gpus))}" for key in _BATCH]
-        try:
-            made = plan(compose_recipe(recipe, "oar", overrides), gpus=gpus, gpu=gpu)
-        except LayoutError as error:
-            yield Projected(gpus, mode, problem=str(error).strip().splitlines()[-1])
-            continue
-        seconds = made.seconds
-        work = made.setup.workload
-        gate = GATE_SECONDS_PER_TOKEN * work.sequences * work.max_response
-        importance, without = seconds.oar, seconds.log_prob + seconds.update
-        yield Projected(
-            gpus,
-            mode,
-            work.sequences,
-            made.setup.layout.dp,
-            {
-                "generation": seconds.generation,
-                "log_prob": seconds.log_prob,
-                "importance": importance,
-                "gate": gate,
-                "update": seconds.update,
-                "reference": seconds.reference,
-                "weight_sync": seconds.weight_sync,
-            },
-            seconds.ratio_to_grpo * (1 + gate / seconds.total),
-            1 + (importance + gate) / without,
-            made.verdict,
-        )
-
-
-def _read(config: Any, key: str) -> int:
-    for part in key.split("."):
-        config = config[part]
-    return int(config)
-
-
-def tables(projection: Projection) -> list[Table]:
-    """For the terminal: one a mode."""
-    shown = []
-    for mode in MODES:
-        table = Table(title=f"PROJECTED, not measured: {projection.recipe.name}, {projection.gpu}, {mode}")
-        for name in _COLUMNS:
-            table.add_column(name, justify="right")
-        for row in projection.rows:
-            if row.mode == mode:
-                table.add_row(*_cells(row))
-        shown.append(table)
-    return shown
-
-
-def _cells(row: Projected) -> list[str]:
-    if row.seconds is None or row.step_ratio is None or row.measured_ratio is None:
-        return [str(row.gpus), *[""] * (len(_COLUMNS) - 2), row.problem or ""]
-    phases = [f"{row.seconds[name]:.3g}" for name in ("generation", "log_prob", "importance", "gate", "update")]
-    ratios = [f"{row.step_ratio:.3f}", f"{row.measured_ratio:.3f}"]
-    return [str(row.gpus), str(row.sequences), str(row.data), *phases, *ratios, row.memory]
-
-
-def markdown(projections: Sequence[Projection], command: str) -> str:
-    """A page that nobody can take for a measurement."""
-    lines = ["# PROJECTION of scaling to many GPUs", "", "```", command, "```", ""]
-    lines += [
-        "**Nothing on this page was measured.** It is what the planner (`oar plan`) computes from datasheets and stated "
-        "efficiencies. Trust the ratios more than the seconds, and measure on your cluster before you rely on either "
-        "([SCALING.md](SCALING.md)).",
-        "",
-        "weak: the batch grows with the GPUs, from the recipe's own, beyond what anybody trains with. strong: the recipe's "
-        "batch on more GPUs. The last ratio is of what `oar bench scaling` measures.",
-        "",
-        f"The gate is computed by verl's driver alone, {GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core (that was "
-        "measured), padding included: it grows with the batch and does not shrink with the GPUs. The planner counts "
-        "bandwidth of links, not their latency: a few seconds on hundreds of GPUs are too few, for GRPO as for OAR.",
-        "",
-    ]
-    for projection in projections:
+    gpu = choose_gpu(settings.project_gpu)
+    rows: dict[str, list[Row]] = {}
+    for done, name in enumerate(settings.project):
+        progress(name, done, len(settings.project))
+        config = compose_recipe(find_recipe(name), "oar")
+        Plan(config, gpu)
+        rows[find_recipe(name).name] = [*project(config, gpu)]
+    times = [f"{phase.removeprefix('OAR: ')} s" for phase in PHASES]
+    columns = ["GPUs", "sequences", "DP", *times, STEP, MEASURED, "memory"]
+    tables, problems = [], dict[str, None]()
+    for recipe, made in rows.items():
+        problems |= {f"{recipe}, {row['gpus']} GPUs: {row['problem']}.": None for row in made if "problem" in row}
         for mode in MODES:
-            lines += [f"## {projection.recipe.name}, {projection.gpu}, {mode}", ""]
-            cells = [_cells(row) for row in projection.rows if row.mode == mode]
-            lines += [f"| {' | '.join(row)} |" for row in (_COLUMNS, ["---"] * len(_COLUMNS), *cells)]
-            lines.append("")
-        lines += [*(f"- {line}" for line in projection.assumptions), ""]
-    return "\n".join(lines)
+            cells = [_cells(row) for row in made if row["mode"] == mode and "problem" not in row]
+            tables.append(Table(f"PROJECTED, not measured: {recipe}, {gpu.name}, {mode}", columns, cells))
+    return Report(
+        title="PROJECTION of scaling to many GPUs",
+        stem="scaling_projection",
+        command="",
+        machine=describe_machine(torch.device("cpu")) | {"load_average_after": load_average()},
+        tables=tables,
+        notes=[*_NOTES, *problems],
+        runs={"projection": True, "recipes": rows},
+        figure=lambda: _draw(rows),
+    )
 
 
-def to_json(projections: Sequence[Projection], command: str) -> str:
-    """The same figures."""
-    content = [{**asdict(projection), "recipe": projection.recipe.name} for projection in projections]
-    return json.dumps({"projection": True, "command": command, "recipes": content}, indent=1)
+def project(config: DictConfig, gpu: Gpu, sizes: Sequence[int] = SIZES) -> Iterator[Row]:
+    """A recipe's plan in both modes at each size, or why it cannot run so."""
+    own = int(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    batch = {"data.train_batch_size": config.data.train_batch_size}
+    batch[f"{ACTOR}.ppo_mini_batch_size"] = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    for mode in MODES:
+        for gpus in sizes:
+            factor = gpus / own if mode == "weak" else 1.0
+            overrides = {key: max(1, round(size * factor)) for key, size in batch.items()}
+            row: Row = {"mode": mode, "gpus": gpus}
+            try:
+                made = Plan(on_gpus(with_overrides(config, overrides), gpus), gpu)
+            except PlanError as error:
+                yield row | {"problem": str(error).splitlines()[-1]}
+                continue
+            measured = made.seconds[LOG_PROB] + made.seconds[UPDATE]
+            ratios = {STEP: made.to_grpo, MEASURED: 1 + made.oar / measured}
+            row |= {"sequences": made.setup.sequences, "data": made.setup.dp, "memory": made.verdict}
+            yield row | {"seconds": made.seconds, **ratios}
+
+
+def _cells(row: Row) -> list[str]:
+    seconds = [f"{row['seconds'].get(phase, 0.0):.3g}" for phase in PHASES]
+    ratios = [f"{row[STEP]:.3f}", f"{row[MEASURED]:.3f}"]
+    return [str(row["gpus"]), str(row["sequences"]), str(row["data"]), *seconds, *ratios, row["memory"]]
+
+
+def _draw(rows: dict[str, list[Row]]) -> Figure:
+    figure, panels = subplots(1, 2, sharey=True)
+    for panel, mode in zip(panels, MODES, strict=True):
+        for (recipe, made), colour in zip(rows.items(), COLOURS * len(rows), strict=False):
+            points = [(row["gpus"], row[STEP]) for row in made if row["mode"] == mode and STEP in row]
+            panel.plot(*zip(*points, strict=True), "o--", color=colour, label=recipe) if points else None
+        panel.set(title=f"{mode}, projected", xlabel="GPUs", xscale="log")
+        panel.set_xticks(SIZES, map(str, SIZES))
+        panel.minorticks_off()
+    panels[0].set_ylabel(STEP)
+    panels[0].legend(frameon=False)
+    return figure
+
+
+_NOTES = (
+    "**Nothing on this page was measured.** It is what the planner (`oar plan`) computes from datasheets and assumed "
+    "efficiencies. Trust the ratios more than the seconds, and measure on your cluster before you rely on either.",
+    "weak: the batch grows with the GPUs, from the recipe's own, beyond what anybody trains with. strong: the recipe's batch.",
+    "The measured part is what `python -m benchmarks scaling` measures: log-probs and update. The gate is "
+    f"{GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core of verl's driver (that was measured): it grows with the batch "
+    "and does not shrink with the GPUs.",
+    "The planner counts bandwidth of links, not their latency: a few seconds on hundreds of GPUs are too few, for both.",
+    f"Assumed: responses half as long as allowed, half of them scored; of the datasheet {EXPECTED.training:.0%} of the "
+    f"arithmetic in training, {EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, "
+    f"{EXPECTED.link:.0%} of the links.",
+)

@@ -7,42 +7,45 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.tiny.random_models import Architecture, Shape, build_shape
 from benchmarks.tiny.words import EOS, PAD, VOCABULARY
 
 
-def build_model(seed: int, hidden: int = 64, layers: int = 2, heads: int = 4) -> LlamaForCausalLM:
-    """A Llama with random weights and tied embeddings; 100 thousand parameters unless told otherwise."""
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        initializer_range=hidden**-0.5,  # with the usual 0.02 nothing is learned for minutes
-        attn_implementation="sdpa",
-    )
+def build_model(
+    seed: int,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    architecture: Architecture = "llama",
+    vocab: int = len(VOCABULARY),
+    tied: bool = True,
+) -> PreTrainedModel:
+    """Random weights; 100 thousand parameters unless told otherwise. vLLM on a CPU serves heads of 32 and more."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "head_dim": hidden // heads}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
+        model: Any = build_shape(
+            Shape(hidden, 2 * hidden, layers, heads, heads, tied),
+            architecture,
+            vocab,
+            256,
+            torch.float32,
+            torch.device("cpu"),
+            seed,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            initializer_range=hidden**-0.5,  # with the usual 0.02 nothing is learned for minutes
+            **(experts if architecture == "qwen3_moe" else {}),
+        )
+    return model
 
 
 @torch.inference_mode()
 def sample(
-    model: LlamaForCausalLM,
-    prompt_BP: Tensor,
-    copies: int,
-    max_new_tokens: int,
-    generator: torch.Generator | None,
+    model: PreTrainedModel, prompt_BP: Tensor, copies: int, max_new_tokens: int, generator: torch.Generator | None
 ) -> Tensor:
-    """Responses at temperature 1, or the most likely tokens.
+    """Responses of a Llama at temperature 1, or the most likely tokens.
 
     The noise of a token depends on nothing but `generator`, row and position: two policies that agree write the same.
 
@@ -56,13 +59,12 @@ def sample(
     Returns:
         int64 `[B * copies, R]`, the responses, those of a prompt next to each other, padded behind their end of sequence.
     """
-    base: Any = model.model
     cache = DynamicCache()
     logits_BV = model(prompt_BP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    rows, prompt_length = len(prompt_BP) * copies, prompt_BP.shape[1]
+    prompt_length = prompt_BP.shape[1]
     decoder = _Decoder(model, cache, copies, prompt_length + max_new_tokens)
     logits_NV = logits_BV.repeat_interleave(copies, 0)
-    done_N = torch.zeros(rows, dtype=torch.bool)
+    done_N = torch.zeros(len(logits_NV), dtype=torch.bool)
     tokens: list[Tensor] = []
     for position in range(prompt_length, prompt_length + max_new_tokens):
         if generator is not None:
@@ -73,7 +75,7 @@ def sample(
         done_N = done_N | (token_N == EOS)
         if bool(done_N.all()) or len(tokens) == max_new_tokens:
             break
-        logits_NV = decoder.step(base.embed_tokens.weight[token_N], position)
+        logits_NV = decoder.step(token_N, position)
     return torch.stack(tokens, 1)
 
 
@@ -84,10 +86,9 @@ class _Decoder:
     arithmetic.
     """
 
-    def __init__(self, model: LlamaForCausalLM, cache: DynamicCache, copies: int, length: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: DynamicCache, copies: int, length: int) -> None:
         base: Any = model.model
-        self.head_VH = model.lm_head.weight
-        self.norm = base.norm
+        self.embedding_VH, self.head_VH, self.norm = base.embed_tokens.weight, model.lm_head.weight, base.norm
         self.heads = model.config.num_attention_heads
         cos, sin = base.rotary_emb(self.head_VH, torch.arange(length)[None])
         half = cos.shape[-1] // 2
@@ -96,16 +97,18 @@ class _Decoder:
         self.layers = []
         for layer, cached in zip(base.layers, cache.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            keys, values = (x.repeat_interleave(copies, 0) for x in (cached.keys, cached.values))
-            buffers = [x.new_empty(*x.shape[:2], length, x.shape[3]) for x in (keys, values)]
-            for buffer, x in zip(buffers, (keys, values), strict=True):
-                buffer[:, :, : x.shape[2]] = x
+            buffers = []
+            for prompt in (cached.keys, cached.values):
+                buffer = prompt.new_empty(len(prompt) * copies, prompt.shape[1], length, prompt.shape[3])
+                buffer[:, :, : prompt.shape[2]] = prompt.repeat_interleave(copies, 0)
+                buffers.append(buffer)
             qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
             gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
             self.layers.append((layer, qkv, attention.o_proj.weight, gate_up, mlp.down_proj.weight, *buffers))
 
-    def step(self, hidden_NH: Tensor, position: int) -> Tensor:
-        """Logits `[N, V]` behind the tokens at `position`, whose embeddings are `hidden_NH`."""
+    def step(self, token_N: Tensor, position: int) -> Tensor:
+        """Logits `[N, V]` behind the tokens at `position`."""
+        hidden_NH = self.embedding_VH[token_N]
         rows = len(hidden_NH)
         for layer, qkv, out, gate_up, down, key_buffer, value_buffer in self.layers:
             q, k, v = F.linear(_norm(layer.input_layernorm, hidden_NH), qkv).view(rows, 3, self.heads, -1).unbind(1)
@@ -122,8 +125,7 @@ class _Decoder:
         return F.linear(_norm(self.norm, hidden_NH), self.head_VH)
 
     def _rotate(self, x_NhD: Tensor, position: int) -> Tensor:
-        half = x_NhD.shape[-1] // 2
-        return x_NhD * self.cos_LD[position] + x_NhD.roll(half, -1) * self.sin_LD[position]
+        return x_NhD * self.cos_LD[position] + x_NhD.roll(x_NhD.shape[-1] // 2, -1) * self.sin_LD[position]
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:

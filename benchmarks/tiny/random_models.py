@@ -1,4 +1,4 @@
-"""The model and the batch that are measured: random weights, synthetic responses, nothing downloaded."""
+"""Models of any size with random weights, and synthetic responses: what costs are measured on, nothing downloaded."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.tiny.words import WORDS, make_tokenizer
 from oar_plugin.passes.tokens import TokenBytes
 
-Architecture = Literal["qwen2", "llama"]
+Architecture = Literal["qwen2", "llama", "qwen3_moe"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a decoder; vocabulary and context come from the command line."""
-
     hidden: int
     intermediate: int
     layers: int
@@ -30,11 +28,10 @@ class Shape:
     vocab: int = 32_000
 
 
-# With tied embeddings of 32k tokens unless said otherwise; from 0.5b on, the shapes of Qwen2.5.
+# From 0.5b on, the shapes of Qwen2.5.
 SHAPES: dict[str, Shape] = {
     "tiny": Shape(64, 128, 2, 4, 2, vocab=1024),
-    # Heads of 32, the smallest that vLLM serves on a CPU.
-    "1m": Shape(128, 352, 4, 4, 2, vocab=4096),
+    "1m": Shape(128, 352, 4, 4, 2, vocab=4096),  # heads of 32, the smallest that vLLM serves on a CPU
     "10m": Shape(256, 704, 4, 4, 2),
     "50m": Shape(512, 1408, 12, 8, 2),
     "0.1b": Shape(768, 2048, 12, 12, 4),
@@ -47,17 +44,7 @@ SHAPES: dict[str, Shape] = {
 def build_model(
     size: str, architecture: Architecture, vocab: int, context: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> nn.Module:
-    """A causal LM with random weights.
-
-    Args:
-        size: a key of `SHAPES`.
-        architecture: `qwen2` or `llama`.
-        vocab: size of the vocabulary.
-        context: longest sequence.
-        dtype: of the weights and of the computation.
-        device: where it is built.
-        seed: of the weights.
-    """
+    """A causal LM with random weights; `size` is a key of `SHAPES`, `context` its longest sequence."""
     return build_shape(SHAPES[size], architecture, vocab, context, dtype, device, seed)
 
 
@@ -69,8 +56,9 @@ def build_shape(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    **settings: Any,
 ) -> nn.Module:
-    """A causal LM of any shape; see `build_model`."""
+    """A causal LM of any shape; `settings` go into its configuration."""
     config = AutoConfig.for_model(
         architecture,
         vocab_size=vocab,
@@ -82,9 +70,7 @@ def build_shape(
         max_position_embeddings=context,
         tie_word_embeddings=shape.tied,
         attention_dropout=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **settings},
     )
     torch.manual_seed(seed)
     with torch.device(device):
@@ -92,52 +78,15 @@ def build_shape(
     return model.eval()
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, like Qwen's and Llama 3's, trained offline on arithmetic prose; a vocabulary of 1024 at most."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        min_frequency=1,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    source = random.Random(0)
-    core.train_from_iterator((_sentence(source) for _ in range(500)), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False)
-
-
-def _sentence(source: random.Random) -> str:
-    a, b = source.randrange(1000), source.randrange(1000)
-    return source.choice(
-        (
-            f"So we add {a} and {b}, which gives {a + b}. ",
-            f"First, note that ${a} \\times {b} = {a * b}$.\n",
-            f"Therefore the remaining part is {a} - {b} = {a - b}; let us check it again. ",
-            f"Each of the {a} boxes holds \\frac{{{a}}}{{{b + 1}}} of the total, so the sum is {a + b}.\n",
-        )
-    )
-
-
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one length: prompt, reasoning, `\\boxed{`, answer, `}` and an end-of-sequence token.
+    """Sequences of one length: prompt, reasoning, `\\boxed{`, answer, `}` and an end-of-sequence token."""
 
-    Attributes:
-        token_BL: int64 token ids, prompt and response.
-        answer_BL: bool, the planted answer's tokens.
-        prompt_length: tokens before the response.
-        token_bytes: the tokenizer, as the answer finder uses it.
-        scored: how many sequences (the first ones) are to get importance.
-    """
-
-    token_BL: Tensor
-    answer_BL: Tensor
+    token_BL: Tensor  # int64 ids, prompt and response
+    answer_BL: Tensor  # bool, the planted answer's tokens
     prompt_length: int
     token_bytes: TokenBytes
-    scored: int
+    scored: int  # how many sequences (the first ones) are to get importance
 
     def __len__(self) -> int:
         return self.token_BL.shape[0]
@@ -151,34 +100,27 @@ def build_batch(
     scored: int,
     device: torch.device,
     seed: int,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Batch:
     """Synthetic responses with an answer planted as tokens, so that its length is exact.
 
     `tokenizer`: of the model, when it is not one of `build_model`.
     """
-    tokenizer = tokenizer or build_tokenizer()
+    tokenizer = tokenizer or make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     source = random.Random(seed)
     opening, closing = encode("\\boxed{"), encode("}")
-    digits = [encode(digit)[0] for digit in "123456789"]
+    digits = [encode(digit)[-1] for digit in "123456789"]
     reasoning_length = response_length - len(opening) - answer_length - len(closing) - 1
     if reasoning_length < 1:
         raise ValueError(f"a response of {response_length} tokens has no room for an answer of {answer_length}")
     rows, answers = [], []
     for _ in range(responses):
-        text: list[int] = []
-        while len(text) < prompt_length + reasoning_length:
-            text += encode(_sentence(source))
-        text = text[: prompt_length + reasoning_length]
-        answer = source.choices(digits, k=answer_length)
-        rows.append([*text, *opening, *answer, *closing, tokenizer.eos_token_id])
+        # A word is at least one token.
+        words = encode(" ".join(source.choices(WORDS, k=prompt_length + reasoning_length)))
+        text = words[: prompt_length + reasoning_length]
+        rows.append([*text, *opening, *source.choices(digits, k=answer_length), *closing, tokenizer.eos_token_id])
         start = len(text) + len(opening)
         answers.append([start <= place < start + answer_length for place in range(len(rows[-1]))])
-    return Batch(
-        torch.tensor(rows, device=device),
-        torch.tensor(answers, device=device),
-        prompt_length,
-        TokenBytes(tokenizer),
-        scored,
-    )
+    token_BL, answer_BL = torch.tensor(rows, device=device), torch.tensor(answers, device=device)
+    return Batch(token_BL, answer_BL, prompt_length, TokenBytes(tokenizer), scored)

@@ -4,14 +4,14 @@ A response takes some steps, each behind a few filler words drawn at random (ent
 `#### ` and its answer. A step ends in one or more *results*, the causal tokens: a wrong one makes the answer wrong, all else
 is filler, a copy of the prompt, or form.
 
-| task            | prompt                         | a step        | how results reach the answer            |
-|-----------------|--------------------------------|---------------|-----------------------------------------|
-| `parallel`      | `3 + 4 ; 9 - 2 ; ... = ?`      | `3 + 4 = 7 ;` | directly: the answer lists them all     |
-| `parallel_terse`, `parallel_wordy` | the same | the same        | the same, with hardly any filler, or twice as much |
-| `chain`         | `3 ; + 4 ; - 2 ; ... = ?`      | `3 + 4 = 7 ;` | each through the next, the last directly |
-| `chain_terse`, `chain_wordy` | the same          | the same      | the same, with hardly any filler, or twice as much |
-| `lookup`        | `A : D ; B : G ; ... ; A ?`    | `A -> D ;`    | each through the next, among distractors |
-| `tracking`      | `3 8 5 / A B / B C / ... = ?`  | `A B = 8 3 5 ;` | state by state, the last one directly |
+| task       | prompt                        | a step          | how results reach the answer             |
+|------------|-------------------------------|-----------------|------------------------------------------|
+| `parallel` | `3 + 4 ; 9 - 2 ; ... = ?`     | `3 + 4 = 7 ;`   | directly: the answer lists them all      |
+| `chain`    | `3 ; + 4 ; - 2 ; ... = ?`     | `3 + 4 = 7 ;`   | each through the next, the last directly |
+| `lookup`   | `A : D ; B : G ; ... ; A ?`   | `A -> D ;`      | each through the next, among distractors |
+| `tracking` | `3 8 5 / A B / B C / ... = ?` | `A B = 8 3 5 ;` | state by state, the last one directly    |
+
+`_terse` and `_wordy` tasks are the same with hardly any filler, or with twice as much.
 """
 
 from __future__ import annotations
@@ -20,58 +20,39 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.tiny.words import EOS, MARK, NAMES, VALUES, encode, pieces
+from benchmarks.tiny.words import EOS, MARK, MARKER, NAMES, VALUES, WORDS, encode, pieces
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
-from recipes.cpu_demo.task import MARKER, WORDS, result
 
 _FINDER = make_finder(("hash",))
-_OFF_BY = (-2, -1, 1, 2)
 _KEYS = NAMES[:6]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked.
-
-    Attributes:
-        prompt: token ids; of one length for all problems of a task.
-        answer: token ids of the right answer.
-        content: what the task itself needs to solve it.
-    """
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    content: Any
+    prompt: tuple[int, ...]  # token ids, as many for all problems of a task
+    answer: tuple[int, ...]  # the right one, likewise
+    content: Any  # what the task itself needs to solve it
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is in a response; positions count from its first token.
+    """What is in a response; positions count from its first token."""
 
-    Attributes:
-        length: tokens up to the end of sequence, which counts.
-        ended: it has one.
-        segments: int8 `[length]` of `Segment`; None where there is no answer.
-        right: it ended, and its answer is the right one.
-        causal: positions of results in the reasoning, ascending.
-        step: the step (from 0) that each of these belongs to.
-    """
-
-    length: int
-    ended: bool
-    segments: np.ndarray | None
-    right: bool
-    causal: tuple[int, ...]
-    step: tuple[int, ...]
+    length: int  # tokens up to the end of sequence, which counts
+    ended: bool  # it has one
+    segments: np.ndarray | None  # int8 [length] of `Segment`; None where there is no answer
+    right: bool  # it ended, and its answer is the right one
+    causal: tuple[int, ...]  # positions of results in the reasoning, ascending
+    step: tuple[int, ...]  # the step (from 0) that each of these belongs to
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a demonstration, as words: distractors, what is copied, and what is worked out."""
+class Step(NamedTuple):
+    """One step of a demonstration, as words."""
 
     copied: tuple[str, ...]
     results: tuple[str, ...]
@@ -80,67 +61,53 @@ class Step:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One kind of problem.
-
-    Attributes:
-        name: of the task.
-        steps: that a response takes.
-        filler: fewest and most filler words before a step.
-        error_rate: share of the steps that demonstrations for the warm start get wrong.
-    """
-
     name: str
-    steps: int
-    filler: tuple[int, int]
-    error_rate: float
+    steps: int  # that a response takes
+    filler: tuple[int, int]  # fewest and most filler words before a step
+    error_rate: float  # share of the steps that demonstrations for the warm start get wrong
 
     EQUALS: ClassVar[str] = "="
     """Stands before the results of a step, and nowhere else in the reasoning."""
-
-    # ---- what a task defines
-
-    @abstractmethod
-    def problem(self, rng: random.Random) -> Problem:
-        """Draw a problem."""
+    STEP_LENGTH: ClassVar[int] = 6
+    """Most tokens of a step, filler not counted."""
 
     @abstractmethod
-    def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        """The words of a prompt, and what `solution` needs to know of it."""
+
+    @abstractmethod
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
         """The steps, some of them wrong, and the answer that follows from them."""
 
-    @property
-    @abstractmethod
+    def problem(self, rng: random.Random) -> Problem:
+        words, content = self.draw(rng)
+        _, answer = self.solution(content, random.Random(0), 0.0)
+        return Problem(tuple(encode(words)), tuple(encode(answer)), content)
+
+    @cached_property
     def prompt_length(self) -> int:
-        """Tokens of every prompt."""
+        return len(self.problem(random.Random(0)).prompt)
 
-    @property
-    @abstractmethod
-    def step_length(self) -> int:
-        """Most tokens of a step, filler not counted."""
-
-    @property
-    @abstractmethod
-    def answer_length(self) -> int:
-        """Tokens of an answer."""
-
-    # ---- what they share
-
-    @property
+    @cached_property
     def max_response_length(self) -> int:
         """Tokens of the longest demonstration and half as many more: a policy may drift towards longer ones."""
-        return 3 * (self.steps * (self.step_length + self.filler[1]) + self.answer_length + 2) // 2
+        answer_length = len(self.problem(random.Random(0)).answer)
+        return 3 * (self.steps * (self.STEP_LENGTH + self.filler[1]) + answer_length + 2) // 2
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless problems of a seed."""
+        rng = random.Random(seed)
+        while True:
+            yield self.problem(rng)
 
     def demonstration(
         self, problem: Problem, rng: random.Random, error_rate: float, filler: tuple[int, int] | None = None
     ) -> list[int]:
-        """A response.
+        """A response with errors: what follows a wrong step goes on from it, and the answer repeats what came out.
 
-        Args:
-            problem: that it answers.
-            rng: of filler and errors.
-            error_rate: of each step; what follows a wrong step goes on from it, and the answer repeats what was found.
-            filler: fewest and most filler words before a step; None for the task's own.
+        `filler`: in place of the task's own.
         """
-        steps, answer = self.solution(problem, rng, error_rate)
+        steps, answer = self.solution(problem.content, rng, error_rate)
         words: list[str] = []
         for step in steps:
             words += [rng.choice(WORDS) for _ in range(rng.randint(*(filler or self.filler)))]
@@ -157,112 +124,68 @@ class Task(ABC):
         right = False
         if ended and segments is not None:
             right = tuple(t for t, s in zip(ids, segments, strict=True) if s == Segment.ANSWER) == problem.answer
-        causal, of_step = self._results(ids)
-        return Reading(len(ids), ended, segments, right, causal, of_step)
-
-    def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless problems of a seed."""
-        rng = random.Random(seed)
-        while True:
-            yield self.problem(rng)
-
-    def _results(self, ids: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         (equals,) = encode([self.EQUALS])
-        causal, of_step, step, inside = [], [], -1, False
+        causal: list[int] = []
+        of_step: list[int] = []
+        step, in_results = -1, False
         for position, token in enumerate(ids[: ids.index(MARK)] if MARK in ids else ids):
             if token == equals:
-                step, inside = step + 1, True
-            elif inside and token in VALUES:
+                step, in_results = step + 1, True
+            elif in_results and token in VALUES:
                 causal.append(position)
                 of_step.append(step)
             else:
-                inside = False
-        return tuple(causal), tuple(of_step)
+                in_results = False
+        return Reading(len(ids), ended, segments, right, tuple(causal), tuple(of_step))
 
 
-@dataclass(frozen=True)
 class Parallel(Task):
-    """Sums of two digits modulo 10, independent of each other; the answer lists the results."""
+    """Sums and differences modulo 10 that do not depend on each other."""
 
-    def problem(self, rng: random.Random) -> Problem:
-        facts = [(rng.randrange(10), rng.choice("+-"), rng.randrange(10)) for _ in range(self.steps)]
-        words = [word for a, op, b in facts for word in (str(a), op, str(b), ";")]
-        return Problem(tuple(encode([*words[:-1], "=", "?"])), tuple(result(fact) for fact in facts), tuple(facts))
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        facts = tuple((rng.randrange(10), rng.choice("+-"), rng.randrange(10)) for _ in range(self.steps))
+        return [*" ; ".join(f"{a} {op} {b}" for a, op, b in facts).split(), "=", "?"], facts
 
-    def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        steps, answer = [], []
-        for a, op, b in problem.content:
-            found = str(_perhaps_wrong(result((a, op, b)), rng, error_rate))
-            steps.append(Step((str(a), op, str(b)), (found,)))
-            answer.append(found)
-        return steps, answer
-
-    @property
-    def prompt_length(self) -> int:
-        return 4 * self.steps + 1
-
-    @property
-    def step_length(self) -> int:
-        return 6
-
-    @property
-    def answer_length(self) -> int:
-        return self.steps
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        answer = [str(_perhaps_wrong(_modulo_10(*fact), rng, error_rate)) for fact in content]
+        facts = (tuple(map(str, fact)) for fact in content)
+        return [Step(fact, (result,)) for fact, result in zip(facts, answer, strict=True)], answer
 
 
-@dataclass(frozen=True)
 class Chain(Task):
     """A running sum modulo 10: each step goes on from the last result, and the answer is the last one."""
 
-    def problem(self, rng: random.Random) -> Problem:
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
         start = rng.randrange(10)
-        operations = [(rng.choice("+-"), rng.randrange(10)) for _ in range(self.steps)]
-        value = start
-        for op, b in operations:
-            value = result((value, op, b))
+        operations = tuple((rng.choice("+-"), rng.randrange(10)) for _ in range(self.steps))
         words = [str(start), *(word for op, b in operations for word in (";", op, str(b))), "=", "?"]
-        return Problem(tuple(encode(words)), (value,), (start, tuple(operations)))
+        return words, (start, operations)
 
-    def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        value, operations = problem.content
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        value, operations = content
         steps = []
         for op, b in operations:
-            before, value = value, _perhaps_wrong(result((value, op, b)), rng, error_rate)
+            before, value = value, _perhaps_wrong(_modulo_10(value, op, b), rng, error_rate)
             steps.append(Step((str(before), op, str(b)), (str(value),)))
         return steps, [str(value)]
 
-    @property
-    def prompt_length(self) -> int:
-        return 3 * self.steps + 3
 
-    @property
-    def step_length(self) -> int:
-        return 6
-
-    @property
-    def answer_length(self) -> int:
-        return 1
-
-
-@dataclass(frozen=True)
 class Lookup(Task):
     """Follow a few links in a table of six; before each, another line of the table is mentioned."""
 
     EQUALS: ClassVar[str] = "->"
+    STEP_LENGTH: ClassVar[int] = 8
 
-    def problem(self, rng: random.Random) -> Problem:
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
         values = list(_KEYS)
         rng.shuffle(values)
         table = dict(zip(_KEYS, values, strict=True))
         lines = rng.sample(_KEYS, len(_KEYS))
-        start = last = rng.choice(_KEYS)
-        for _ in range(self.steps):
-            last = table[last]
-        words = [word for key in lines for word in (key, ":", table[key], ";")]
-        return Problem(tuple(encode([*words, start, "?"])), tuple(encode([last])), (start, table))
+        start = rng.choice(_KEYS)
+        return [*(word for key in lines for word in (key, ":", table[key], ";")), start, "?"], (start, table)
 
-    def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        here, table = problem.content
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        here, table = content
         steps = []
         for _ in range(self.steps):
             there = table[here]
@@ -273,64 +196,42 @@ class Lookup(Task):
             here = there
         return steps, [here]
 
-    @property
-    def prompt_length(self) -> int:
-        return 4 * len(_KEYS) + 2
 
-    @property
-    def step_length(self) -> int:
-        return 8
-
-    @property
-    def answer_length(self) -> int:
-        return 1
-
-
-@dataclass(frozen=True)
 class Tracking(Task):
     """Three cups, two of them swapped at each step; a step writes what is in all of them, and the answer repeats the last."""
 
-    def problem(self, rng: random.Random) -> Problem:
-        start = rng.sample(range(10), 3)
-        swaps = [tuple(sorted(rng.sample(range(3), 2))) for _ in range(self.steps)]
-        state = start
-        for swap in swaps:
-            state = _swapped(state, swap)
-        words = [*map(str, start), *(word for a, b in swaps for word in ("/", NAMES[a], NAMES[b])), "=", "?"]
-        return Problem(tuple(encode(words)), tuple(state), (tuple(start), tuple(swaps)))
+    STEP_LENGTH: ClassVar[int] = 7
 
-    def solution(self, problem: Problem, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        state, swaps = problem.content
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        start = tuple(rng.sample(range(10), 3))
+        swaps = tuple(tuple(sorted(rng.sample(range(3), 2))) for _ in range(self.steps))
+        words = [*map(str, start), *(word for a, b in swaps for word in ("/", NAMES[a], NAMES[b])), "=", "?"]
+        return words, (start, swaps)
+
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        state, swaps = content
         steps = []
         for swap in swaps:
             state = _swapped(state, swap)
             if rng.random() < error_rate:
                 state = _swapped(state, rng.sample(range(3), 2))
             steps.append(Step((NAMES[swap[0]], NAMES[swap[1]]), tuple(map(str, state))))
-        return steps, [str(value) for value in state]
+        return steps, list(map(str, state))
 
-    @property
-    def prompt_length(self) -> int:
-        return 3 + 3 * self.steps + 2
 
-    @property
-    def step_length(self) -> int:
-        return 7
-
-    @property
-    def answer_length(self) -> int:
-        return 3
+def _modulo_10(a: int, op: str, b: int) -> int:
+    return (a + b if op == "+" else a - b) % 10
 
 
 def _perhaps_wrong(value: int, rng: random.Random, error_rate: float) -> int:
-    return (value + rng.choice(_OFF_BY)) % 10 if rng.random() < error_rate else value
+    return (value + rng.choice((-2, -1, 1, 2))) % 10 if rng.random() < error_rate else value
 
 
 def _swapped(state: Sequence[int], swap: Sequence[int]) -> list[int]:
-    found = list(state)
+    swapped = list(state)
     a, b = swap
-    found[a], found[b] = found[b], found[a]
-    return found
+    swapped[a], swapped[b] = swapped[b], swapped[a]
+    return swapped
 
 
 TASKS: dict[str, Task] = {

@@ -7,15 +7,9 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from oar_plugin.cli.arguments import positive
 from oar_plugin.math.sources import SOURCES
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from oar_plugin.math.prepare import Prepared
 
 _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
@@ -23,7 +17,6 @@ with the instruction to box the final answer.
 
 Data sets:
 """
-
 _EXAMPLES = """\
 examples:
   oar data gsm8k math math500                                 for recipes with recipe/data: gsm8k_math
@@ -36,46 +29,33 @@ Run it once, on storage that all nodes see, or on each node. Recipes look in OAR
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `oar data` on `parser`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = _HELP + "\n".join(
-        f"  {name:9} {' and '.join(source.splits):15} {source.hub_id}" for name, source in SOURCES.items()
-    )
-    parser.epilog = _EXAMPLES
+    lines = (f"  {name:9} {' and '.join(source.splits):15} {source.hub_id}" for name, source in SOURCES.items())
+    parser.description, parser.epilog = _HELP + "\n".join(lines), _EXAMPLES
     parser.add_argument("names", nargs="+", choices=sorted(SOURCES), metavar="NAME", help="data sets, see above")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar"),
-        metavar="DIR",
-        help="where to write (default: OAR_DATA, or ~/data/oar without it)",
-    )
-    parser.add_argument(
-        "--from",
-        dest="local",
-        type=Path,
-        metavar="PATH",
-        help="a local copy instead of the hub: a folder with the hub's repository or with train and test files, or a .parquet, "
-        ".json or .jsonl file. For several data sets a folder with one for each, by name",
-    )
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N rows of each split (default: all)")
-    parser.add_argument(
-        "--decontaminate",
-        action="store_true",
-        help="drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; without "
-        "it they are only counted. DeepMath's authors did so by meaning, against far more benchmarks (arXiv 2504.11456)",
-    )
+    default = Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
+    text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
+    parser.add_argument("--out", type=Path, default=default, metavar="DIR", help=text)
+    text = "a copy instead of the hub: a folder with its repository or with train and test files, or a .parquet, .json or .jsonl "
+    text += "file. For several data sets a folder with one for each, by name"
+    parser.add_argument("--from", dest="local", type=Path, metavar="PATH", help=text)
+    text = "the first N rows of each split (default: all)"
+    parser.add_argument("--limit", type=positive, metavar="N", help=text)
+    text = "drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; without it "
+    text += "they are counted. DeepMath's authors did so by meaning, against far more benchmarks (arXiv 2504.11456)"
+    parser.add_argument("--decontaminate", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar data`; 0, or 1 when something cannot be had (the message says what to do)."""
+    """1 when something cannot be had; the message says what to do."""
     missing = [name for name in ("datasets", "math_verify", "pebble") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"oar data: {', '.join(missing)} not installed: pip install 'oar_plugin[recipes]'", file=sys.stderr)
+        print(f"oar data: {', '.join(missing)} not installed: pip install '.[recipes]' in a checkout", file=sys.stderr)
         return 1
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
 
     from oar_plugin.math.prepare import DataError, prepare
 
@@ -84,44 +64,29 @@ def run(args: argparse.Namespace) -> int:
     try:
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("load", total=None)
-            prepared = prepare(
-                args.names,
-                args.out,
-                args.local,
-                args.limit,
-                args.decontaminate,
-                lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
-            )
+
+            def progress(what: str, done: int, total: int) -> None:
+                bar.update(task, description=what, completed=done, total=total)
+
+            prepared = prepare(args.names, args.out, args.local, args.limit, args.decontaminate, progress)
     except DataError as error:
         print(f"oar data: {error}", file=sys.stderr)
         return 1
-    console.print(_table(prepared))
+    table = Table("data set", "split", "rows", "dropped", "longest prompt (characters)")
+    for part in prepared:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in part.dropped.items()) or "0"
+        table.add_row(part.name, part.split, str(part.rows), dropped, str(part.longest_prompt))
+    console.print(table)
     for part in prepared:
         if part.in_evaluation and not args.decontaminate:
             print(
-                f"{part.name}: {part.in_evaluation} training rows are also in an evaluation set: drop them with --decontaminate"
+                f"{part.name}: {part.in_evaluation} training rows are also in an evaluation set: --decontaminate drops them"
             )
         if part.unreadable:
-            shown = ", ".join(
-                [*(repr(text) for text in part.unreadable[:5]), *(["..."] if part.unreadable[5:] else [])]
-            )
+            shown = ", ".join(map(repr, part.unreadable[:5])) + (", ..." if part.unreadable[5:] else "")
             print(
                 f"{part.name} ({part.split}): {len(part.unreadable)} answers that math-verify cannot read as "
                 f"mathematics; a response is paid when it has the same text: {shown}"
             )
     console.print(f"written to {args.out}", markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-def _table(prepared: list[Prepared]) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    for column in ("data set", "split"):
-        table.add_column(column)
-    for column in ("rows", "dropped", "longest prompt (characters)"):
-        table.add_column(column, justify="right")
-    for part in prepared:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in part.dropped.items()) or "0"
-        table.add_row(part.name, part.split, str(part.rows), dropped, str(part.longest_prompt))
-    return table

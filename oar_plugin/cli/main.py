@@ -6,16 +6,20 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 COMMANDS = {
     "doctor": "what is installed, what OAR serves here, and what to do about what is missing",
-    "demo": "train a small reasoning model with OAR on this machine and show what happened",
+    "recipes": "list the recipes, or copy one to change it",
     "data": "make the files that the recipes train on and validate with",
     "plan": "say what a recipe takes before it starts: memory, time, what OAR adds, and whether it fits",
-    "smoke": "run a recipe for two steps on this machine, without a GPU",
     "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
-    "bench": "measure what OAR costs on this machine",
+}
+IN_THE_CHECKOUT = {
+    "bench": "python -m benchmarks",
+    "demo": "bash recipes/cpu_demo/run.sh",
+    "smoke": "python recipes/smoke.py",
 }
 
 
@@ -25,14 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="oar",
         description="Outcome-grounded Advantage Reshaping (OAR) for verl: token credit for reasoning models.",
-        epilog="In a verl run nothing of this is needed: pip install oar_plugin, then algorithm.adv_estimator=oar.",
+        epilog="In a verl run nothing of this is needed: algorithm.adv_estimator=oar is enough.",
     )
+    parser.add_argument("--version", action="version", version=f"oar_plugin {version('oar_plugin')}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     wanted = next((a for a in arguments if a in COMMANDS), None)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == wanted:
             importlib.import_module(f"oar_plugin.cli.{name}").add_arguments(subparser)
+    if arguments and arguments[0] in IN_THE_CHECKOUT:
+        parser.error(f"oar {arguments[0]} stands in the checkout: {IN_THE_CHECKOUT[arguments[0]]}")
     # argparse does not take up a list of positional arguments again after an option, and overrides may stand anywhere.
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):

@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oar_plugin.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED
+
+if TYPE_CHECKING:
+    from oar_plugin.plan import Plan
 
 _HELP = """\
-Say what a recipe takes before it is started: memory of a GPU by phase, arithmetic, communication and time of a step, what
-OAR adds, and whether it fits. Reads the recipe's configuration as verl would; starts nothing, needs no GPU and no network.
+Say what a recipe takes before it is started: memory of a GPU by phase, what OAR adds, steps, hours and GPU-hours of the run,
+whether it fits, and what to change. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
 
-How to read it: the phase in bold is the peak. "fits tightly" means less than 10 % of the memory left: fragmentation can take
-that. Times come from the datasheet's figures times stated efficiencies; trust their shares more than their size.
-"""
-
-_EXAMPLES = """\
 examples:
-  oar plan recipes/qwen2_5_7b_math                                  on the cluster that the recipe names
-  oar plan recipes/qwen2_5_7b_math --variant grpo                   the baseline
-  oar plan recipes/qwen2_5_32b_megatron --gpus 64 --gpu H200-141    on another one
-  oar plan recipes/qwen2_5_7b_math --gpu-memory 48 --tflops 360 --bandwidth 860
-  oar plan recipes/qwen2_5_7b_math data.max_response_length=8192 actor_rollout_ref.rollout.max_model_len=9216
-  oar plan --check                                                  formulas against small models on this machine
+  oar plan qwen2_5_7b_math                                     a recipe that comes with OAR, on the cluster that it names
+  oar plan my_recipe --variant grpo                            a folder; the baseline
+  oar plan qwen2_5_32b_megatron --gpus 64 --gpu H200-141       another cluster
+  oar plan qwen2_5_7b_math data.max_response_length=8192 actor_rollout_ref.rollout.max_model_len=9216
 
 exit status: 0 it fits (tightly too), 1 it does not, 2 the configuration or an argument cannot work
 """
@@ -30,125 +28,94 @@ exit status: 0 it fits (tightly too), 1 it does not, 2 the configuration or an a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `oar plan` on `parser`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description, parser.epilog = _HELP, _EXAMPLES
-    parser.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE", help="folder of a recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as on verl's command line")
-    parser.add_argument("--variant", default="oar", choices=("oar", "grpo"), help="entry point (default: %(default)s)")
-    parser.add_argument("--model", help="folder with a config.json or name, instead of actor_rollout_ref.model.path")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--gpus", type=int, help="of the trainer (default: trainer.nnodes x trainer.n_gpus_per_node)")
-    cluster.add_argument("--gpus-per-node", type=int, help="default: trainer.n_gpus_per_node")
-    cluster.add_argument("--gpu", help="A100-40, A100-80, L40S-48, H100-80 (default), H200-141, B200-180")
-    cluster.add_argument("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
-    cluster.add_argument("--tflops", type=float, help="another peak, dense bf16, 1e12 a second")
-    cluster.add_argument("--bandwidth", type=float, metavar="GB/s", help="another memory bandwidth")
-    work = parser.add_argument_group("workload")
-    work.add_argument(
-        "--response-length", type=float, help="expected mean in tokens (default: half of data.max_response_length)"
-    )
-    work.add_argument(
-        "--prompt-length", type=float, help="expected mean in tokens (default: a quarter of data.max_prompt_length)"
-    )
-    work.add_argument(
-        "--scored-share",
-        type=float,
-        default=0.5,
-        help="share of the responses whose advantage is not zero; only those get importance (default: %(default)s)",
-    )
-    check = parser.add_argument_group("check")
-    check.add_argument(
-        "--check",
-        action="store_true",
-        help="hold the formulas against counted and measured figures of small models; no RECIPE",
-    )
-    check.add_argument("--out", type=Path, metavar="DIR", help="with --check: write planner_cpu.md and .json there")
+    parser.formatter_class, parser.description = argparse.RawDescriptionHelpFormatter, _HELP
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="name of a recipe, or a folder with one")
+    add("overrides", nargs="*", metavar="key=value", help="overrides, as on verl's command line")
+    add("--variant", default="oar", choices=("oar", "grpo"), help="default: %(default)s")
+    add("--model", metavar="DIR", help="folder with a config.json, instead of actor_rollout_ref.model.path")
+    add("--gpus", type=int, help="of the trainer; default: as the recipe says")
+    add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; default: %(default)s")
+    add("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
+    add("--response-length", type=float, help="mean in tokens; default: half of data.max_response_length")
+    add("--prompt-length", type=float, help="mean in tokens; default: a quarter of data.max_prompt_length")
+    add("--scored-share", type=float, default=SCORED, help="of the responses; only those get importance")
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `oar plan`; see the exit status in its help."""
-    if args.check:
-        return _run_check(args)
-    if args.recipe is None:
-        return _complain("name the folder of a recipe, such as recipes/qwen2_5_7b_math, or --check")
-    if args.out is not None:
-        return _complain("--out goes with --check; a plan is printed, and with --json can be redirected")
-    return _run_plan(args)
-
-
-def _run_plan(args: argparse.Namespace) -> int:
-    from omegaconf import DictConfig
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
 
-    from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe
-    from oar_plugin.plan import LayoutError, Plan, ShapeError, choose_gpu, on_cluster, plan, report, suggest
+    from oar_plugin.hosts.verl.recipe import check_config, compose_recipe, find_recipe
+    from oar_plugin.plan import Expected, Plan, choose_gpu, on_gpus, suggest
 
     try:
-        gpu = choose_gpu(args.gpu, args.gpu_memory, args.tflops, args.bandwidth)
-        config = compose_recipe(args.recipe, args.variant, args.overrides)
-
-        config = on_cluster(config, args.gpus, args.gpus_per_node)
-
-        def planned(changed: DictConfig) -> Plan:
-            return plan(
-                changed,
-                gpu=gpu,
-                response_length=args.response_length,
-                prompt_length=args.prompt_length,
-                scored_share=args.scored_share,
-                model=args.model,
-            )
-
-        made = planned(config)
-        suggestions = suggest(config, made, planned)
-    except (RecipeError, LayoutError, ShapeError, ValueError) as error:
-        return _complain(str(error))
+        gpu = choose_gpu(args.gpu, args.gpu_memory)
+        expected = Expected(args.response_length, args.prompt_length, args.scored_share, args.model)
+        config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
+        config = config if args.gpus is None else on_gpus(config, args.gpus)
+        check_config(config)
+        made = Plan(config, gpu, expected)
+        suggestions = suggest(made, lambda changed: Plan(changed, gpu, expected))
+    except ValueError as error:
+        print(f"oar plan: {error}", file=sys.stderr)
+        return 2
     if args.json:
-        values = made.to_dict()
-        values["suggestions"] = [
-            {"overrides": s.overrides, "reason": s.reason, "headroom_bytes": s.plan.headroom} for s in suggestions
-        ]
-        print(json.dumps(values, indent=1))
-    else:
-        console = Console()
-        for table in report.tables(made):
-            console.print(table)
-        for line in report.summary(made):
-            console.print(line, markup=False, highlight=False)
-        console.print()
-        for line in report.assumptions(made):
-            console.print(line, style="dim", markup=False, highlight=False)
-        console.print()
-        colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
-        for number, line in enumerate(report.verdict_lines(made, suggestions)):
-            console.print(
-                line, style=f"bold {colour}" if number == 0 else None, markup=False, highlight=False, soft_wrap=True
-            )
+        changes = [{"overrides": s.overrides, "reason": s.reason, "headroom": s.plan.headroom} for s in suggestions]
+        print(json.dumps({**made.to_dict(), "suggestions": changes}, indent=1))
+        return 0 if made.fits else 1
+    memory = Table("memory of one GPU", "GiB", "of which", box=box.SIMPLE_HEAD)
+    for phase, parts in made.memory.items():
+        shown = sorted(((size / GIB, part) for part, size in parts.items() if size > GIB / 20), reverse=True)
+        of_which = ", ".join(f"{part} {size:.1f}" for size, part in shown)
+        memory.add_row(phase, f"{sum(parts.values()) / GIB:.1f}", of_which)
+    step = Table(f"a step on {made.setup.gpus} GPUs", "PFLOPs in all", "seconds", "share", box=box.SIMPLE_HEAD)
+    for phase, seconds in {**made.seconds, "step": made.step}.items():
+        flops = made.flops.get(phase, 0.0) / 1e15
+        step.add_row(phase, f"{flops:.1f}" if flops else "", f"{seconds:.1f}", f"{seconds / made.step:.1%}")
+    console = Console(highlight=False, markup=False)
+    console.print(memory, step)
+    console.print("\n".join(_summary(made)), soft_wrap=True)
+    left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"
+    cache = "" if made.cached >= 1 else "; vLLM's cache holds less than one sequence"
+    colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
+    console.print(f"Verdict: {made.verdict} ({left}{cache}).", style=f"bold {colour}", soft_wrap=True)
+    if made.verdict != "fits":
+        console.print(
+            "Change one of these; each was planned again:" if suggestions else "No change that is known helps."
+        )
+    for s in suggestions:
+        arguments = " ".join(f"{key}={value}" for key, value in s.overrides.items())
+        room = f"{s.plan.verdict}, {s.plan.headroom / GIB:.1f} GiB left"
+        console.print(f"  {arguments}    ({s.reason}; {room})", soft_wrap=True)
     return 0 if made.fits else 1
 
 
-def _run_check(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from oar_plugin.plan import check
-
-    if args.recipe is not None:
-        return _complain(f"--check plans no recipe, but {args.recipe} was named: leave one of them out")
-    console = Console()
-    with console.status("building small models") as status:
-        result = check.run_check(lambda what: status.update(what))
-    console.print(check.table(result))
-    for line in check.notes(result):
-        console.print(line, markup=False, highlight=False)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "planner_cpu.md").write_text(check.markdown(result))
-        (args.out / "planner_cpu.json").write_text(check.to_json(result) + "\n")
-        console.print(f"written: {args.out / 'planner_cpu.md'}, {args.out / 'planner_cpu.json'}", markup=False)
-    return 0 if result.passed else 1
-
-
-def _complain(message: str) -> int:
-    print(f"oar plan: {message}", file=sys.stderr)
-    return 2
+def _summary(made: Plan) -> list[str]:
+    """What the tables do not show, and what is taken for granted."""
+    s, gpus = made.setup, made.setup.gpus + (made.setup.rollout_gpus if made.setup.dedicated else 0)
+    oar = "Without OAR."
+    if s.oar is not None:
+        oar = f"OAR ({s.oar.importance}) adds {made.oar:.1f} s to a step: {made.to_grpo:.2f} x the same step of GRPO, with "
+        oar += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
+    run = "Hours are not known, as the rows of data.train_files are not: add trainer.total_training_steps=N."
+    if made.hours is not None:
+        hours, least, most = made.hours
+        run = f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
+        run += f"{gpus} GPUs ({least * gpus:,.0f} to {most * gpus:,.0f}), with validation, without rewards and checkpoints."
+    return [
+        f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
+        f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
+        f"{made.cached:.0f} of the longest sequences.",
+        oar,
+        run,
+        f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length; the hours follow it), prompts of "
+        f"{s.mean_prompt:.0f}; of the datasheet's figures {EXPECTED.training:.0%} of the arithmetic in training, "
+        f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
+        "the links. The range is from a very good run to one that nobody has tuned.",
+        f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core), and the formulas for memory and "
+        "FLOPs against small models on a CPU (tests/plan). No run on GPUs.",
+    ]

@@ -1,201 +1,83 @@
-"""What a launcher needs to know of a recipe: how many nodes and GPUs, and the command."""
+"""What a recipe needs of a cluster, and the script that runs it there. Raises ValueError for what cannot work."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shlex
-import sys
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.hosts.verl.recipe import command, compose_recipe
+from oar_plugin.hosts.verl.recipe import command, gpus_needed, recipes_folder
 
-RAY_PORT = 6379
-# So large are the nodes that recipes assume; pools of one node that fit together share one.
-_GPUS_OF_A_NODE = 8
+# What all nodes get: folders, how to reach hubs and loggers, settings of the libraries that talk between nodes.
+PATHS = ("OAR_DATA", "OAR_CHECKPOINTS", "HF_HOME", "HF_HUB_CACHE", "TENSORBOARD_DIR", "WANDB_DIR")
+NAMES = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE")
+PREFIXES = ("GLOO_", "NCCL_", "UCX_", "VERL_", "VLLM_")
+# Never written to a script, a manifest or a command line.
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 
 
-class LaunchError(Exception):
-    """A run that cannot be started. The message says what to do."""
+def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str | None = None) -> dict[str, str]:
+    """What every node gets, without secrets: as the environment here says, and `wanted`, each `NAME=VALUE` or `NAME`.
 
-
-@dataclass(frozen=True)
-class Job:
-    """A recipe that is to be run.
-
-    Args:
-        recipe: its folder, as the nodes see it.
-        variant: `oar` or `grpo`.
-        overrides: of the configuration.
-        nodes: machines that it needs.
-        gpus_per_node: GPUs of each.
-        gpus: that it needs in all.
-        checkpoints: folder that the recipe writes them to.
-        environment: variables for all nodes, without secrets.
-        setup: shell command that makes `python` and `ray` the right ones on a node; empty if they are.
-        wait_s: seconds that the nodes may take to join.
+    Folders of this machine mean nothing where nodes have a `volume` of their own.
     """
-
-    recipe: Path
-    variant: str
-    overrides: tuple[str, ...]
-    nodes: int
-    gpus_per_node: int
-    gpus: int
-    checkpoints: str
-    environment: dict[str, str] = field(default_factory=dict)
-    setup: str = ""
-    wait_s: int = 900
-
-    @property
-    def name(self) -> str:
-        """Of the job, in letters that every scheduler takes."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.recipe.name}-{self.variant}".lower()).strip("-")
-
-    def train(self, on_cluster: bool) -> str:
-        """The shell command that trains; `on_cluster` when Ray already runs on the nodes."""
-        address = ["+ray_kwargs.ray_init.address=auto"] if on_cluster else []
-        return shlex.join(command(self.recipe, self.variant, [*address, *self.overrides]))
-
-    def wait(self, nodes: int | None = None) -> str:
-        """The shell command that returns when the nodes are there, or fails and names what is missing."""
-        count = self.nodes if nodes is None else nodes
-        gpus = self.gpus if nodes is None else nodes * self.gpus_per_node
-        arguments = ["--nodes", str(count), "--gpus", str(gpus), "--timeout", str(self.wait_s)]
-        return shlex.join(["python", "-m", "oar_plugin.launch.wait", *arguments])
-
-    def exports(self) -> list[str]:
-        """Lines of a shell script that set the environment."""
-        return [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
+    names = (*NAMES, *PATHS) if volume is None else NAMES
+    chosen = {name: value for name, value in environment.items() if name in names or name.startswith(PREFIXES)}
+    if volume is not None:
+        folders = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
+        chosen.update((name, f"{volume}/{folder}") for name, folder in folders.items())
+    for entry in wanted:
+        name, equals, value = entry.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ValueError(f"--env {entry}: not a name of an environment variable; write NAME=VALUE or NAME")
+        if name in SECRETS:
+            raise ValueError(f"--env {name}: a secret; export it instead, it is passed on without being written down")
+        if not equals and name not in environment:
+            raise ValueError(f"--env {name}: not set here; export it, or write {name}=VALUE")
+        chosen[name] = value if equals else environment[name]
+    return dict(sorted(chosen.items()))
 
 
-def activation() -> str:
-    """Command that makes another machine with the same files use this Python's environment; empty outside of one."""
-    if sys.prefix == sys.base_prefix:
-        return ""
-    return f"source {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}"
-
-
-def needs(config: DictConfig, gpus_of_a_node: int | None = None) -> tuple[int, int, int]:
-    """Nodes, GPUs of each and GPUs in all that a configuration uses: its training pool and what it keeps apart from it.
-
-    Args:
-        config: verl's.
-        gpus_of_a_node: GPUs of each machine, where the configuration leaves that open.
-
-    Raises:
-        LaunchError: a pool does not fit on machines of this size.
-    """
-
-    def pool(key: str) -> tuple[int, int]:
-        return int(OmegaConf.select(config, f"{key}.nnodes") or 0), int(
-            OmegaConf.select(config, f"{key}.n_gpus_per_node") or 0
-        )
-
-    pools = {"trainer": pool("trainer")}
-    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":
-        pools["actor_rollout_ref.rollout"] = pool("actor_rollout_ref.rollout")
-    if OmegaConf.select(config, "reward.reward_model.enable_resource_pool"):
-        pools["reward.reward_model"] = pool("reward.reward_model")
-    total = sum(nodes * gpus for nodes, gpus in pools.values())
-    largest = max(gpus for _, gpus in pools.values())
-    if gpus_of_a_node is None:
-        together = all(nodes == 1 for nodes, _ in pools.values()) and total <= _GPUS_OF_A_NODE
-        gpus_of_a_node = total if together else largest
-    if largest > gpus_of_a_node:
-        key = max(pools, key=lambda name: pools[name][1])
-        raise LaunchError(
-            f"--gpus-per-node {gpus_of_a_node}: {key}.n_gpus_per_node={largest} does not fit on a node; allowed: at least "
-            f"{largest}, or fewer GPUs a node and more nodes in the recipe"
-        )
-    # Each node of a pool needs its GPUs on one machine, so a machine holds so many of them and no fraction.
-    if len({gpus for _, gpus in pools.values()}) == 1:
-        parts = sum(nodes for nodes, _ in pools.values())
-        return -(-parts // (gpus_of_a_node // largest)), gpus_of_a_node, total
-    return (
-        _first_fit([gpus for nodes, gpus in pools.values() for _ in range(nodes)], gpus_of_a_node),
-        gpus_of_a_node,
-        total,
-    )
-
-
-def _first_fit(parts: list[int], size: int) -> int:
-    """Machines of `size` GPUs that hold all parts, the largest placed first."""
-    free: list[int] = []
-    for part in sorted(parts, reverse=True):
-        place = next((index for index, left in enumerate(free) if left >= part), None)
-        if place is None:
-            free.append(size - part)
-        else:
-            free[place] -= part
-    return len(free)
-
-
-def check(config: DictConfig) -> None:
-    """Everything that verl and OAR would refuse after the nodes were taken.
-
-    Raises:
-        LaunchError: with the reason.
-    """
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
-
-    from oar_plugin.config import OarConfigError
-    from oar_plugin.hosts.verl import settings
-
-    try:
-        # verl says that all is well, and that there is no critic: standard output is for what would be run.
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            validate_config(config, need_reference_policy(config), need_critic(config))
-        if settings.switched_on(config):
-            settings.resolve(config)
-    except OarConfigError as error:
-        raise LaunchError(f"this configuration cannot work\n{error}") from error
-    except Exception as error:  # verl asserts, and raises whatever its parts raise
-        raise LaunchError(f"verl refuses this configuration: {error or type(error).__name__}") from error
-
-
-def read_job(
-    recipe: Path,
-    variant: str,
-    overrides: Sequence[str],
-    environment: dict[str, str],
-    setup: str,
-    on_nodes: Path | None,
-    gpus_of_a_node: int | None,
-    wait_s: int,
-) -> Job:
-    """Compose and check a recipe.
-
-    Args:
-        recipe: its folder here.
-        variant: `oar` or `grpo`.
-        overrides: of the configuration.
-        environment: for all nodes.
-        setup: see `Job`.
-        on_nodes: where the nodes have the recipe's folder, if somewhere else.
-        gpus_of_a_node: see `needs`.
-        wait_s: see `Job`.
-
-    Raises:
-        LaunchError: it does not fit the machines, or verl or OAR refuse it.
-        RecipeError: it does not compose.
-    """
-    config = compose_recipe(recipe, variant, overrides)
-    check(config)
-    nodes, gpus_per_node, gpus = needs(config, gpus_of_a_node)
+def facts(
+    config: DictConfig, recipe: Path, variant: str, overrides: Sequence[str], gpus_of_a_node: int | None
+) -> dict[str, Any]:
+    """What the templates say of a recipe; `recipe` is its folder as the nodes see it."""
+    nodes, gpus_per_node, gpus = gpus_needed(config, gpus_of_a_node)
     checkpoints = str(OmegaConf.select(config, "trainer.default_local_dir"))
     if nodes > 1 and not Path(checkpoints).is_absolute():
-        raise LaunchError(
+        raise ValueError(
             f"trainer.default_local_dir={checkpoints}: relative, and the recipe runs on {nodes} nodes, which must all see it "
             "to resume; set OAR_CHECKPOINTS to a folder on shared storage"
         )
-    folder = on_nodes or recipe.resolve()
-    return Job(folder, variant, tuple(overrides), nodes, gpus_per_node, gpus, checkpoints, environment, setup, wait_s)
+    # In letters that every scheduler takes, and so short that KubeRay can make names of it.
+    name = re.sub(r"[^a-z0-9]+", "-", f"{recipe.name}-{variant}".lower())[:47].strip("-")
+    train = shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides]))
+    train_alone = shlex.join(command(recipe, variant, overrides))  # verl starts Ray itself
+    facts = {"name": name, "train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}
+    return {**facts, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus}
+
+
+def fill(template: Path | str, **values: Any) -> str:
+    """A template, filled: a file, or the name of one in `recipes/cluster`.
+
+    Filters make any value safe: `quote` a word of a shell, `sbatch` an option behind `#SBATCH`, `tojson` a string of YAML.
+    """
+    import jinja2
+
+    def sbatch(option: str) -> str:
+        if "\n" in option:
+            raise ValueError(f"{option!r}: a line of #SBATCH cannot hold a line break")
+        return shlex.quote(option)
+
+    engine = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    engine.keep_trailing_newline = True
+    engine.filters.update(quote=shlex.quote, sbatch=sbatch)
+    file = template if isinstance(template, Path) else recipes_folder() / "cluster" / template
+    try:
+        return engine.from_string(file.read_text()).render(values)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"--template {file}: {error}") from error

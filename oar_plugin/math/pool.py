@@ -24,12 +24,10 @@ _MEMORY_BYTES = 4 * 1024**3
 _TASKS_A_PROCESS = 20_000
 
 
-class TaskTimedOut(Exception):
-    """A task ran longer than its limit and was killed."""
+class TaskTimedOut(Exception): ...
 
 
-class TaskCrashed(Exception):
-    """A task raised, or its process died."""
+class TaskCrashed(Exception): ...
 
 
 class GuardedPool:
@@ -55,9 +53,7 @@ class GuardedPool:
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """`function(*args)`, from a module that can be imported, with arguments that can be pickled.
 
-        Raises:
-            TaskTimedOut: it took longer than `timeout_s`.
-            TaskCrashed: it raised, or its process died; the cause is chained.
+        Raises TaskTimedOut, or TaskCrashed where it raised or its process died; the cause is chained.
         """
         try:
             future = self._pool.schedule(_limited, args=[self.timeout_s, function, args], timeout=self.timeout_s)

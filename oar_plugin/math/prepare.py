@@ -53,29 +53,28 @@ def prepare(
 
     Args:
         names: of `SOURCES`.
-        out: folder.
+        out: folder of the data sets.
         local: a copy to use instead of the hub: a file or folder, or for several names a folder with one for each.
         limit: rows of a split to take, from its beginning; all when None.
         decontaminate: drop training rows whose problem is in an evaluation set of `out`, not only count them.
         progress: is told how far it is.
-
-    Raises:
-        DataError: says which data set, why, and what to do.
     """
     splits = [(name, split) for name in dict.fromkeys(names) for split in SOURCES[name].splits]
     splits.sort(key=lambda pair: pair[1])  # test before train: what is trained on is compared with what is tested on
     done: list[Prepared] = []
-    evaluated: set[str] | None = None
     for name, split in splits:
         dataset = load(name, split, _copy_of(name, local, len(set(names)) > 1), limit)
         prepared = Prepared(name, split, out / name / f"{split}.parquet")
         rows = _convert(prepared, dataset, progress)
         if split == "train":
-            if evaluated is None:
-                evaluated = _evaluation_problems(out)
-            rows = _compare(prepared, rows, evaluated, decontaminate)
+            evaluated = _evaluation_problems(out)
+            clean = [row for row in rows if problem_of(row) not in evaluated]
+            prepared.in_evaluation = len(rows) - len(clean)
+            if decontaminate and prepared.in_evaluation:
+                rows, prepared.dropped["in an evaluation set"] = clean, prepared.in_evaluation
         if not rows:
-            raise DataError(f"{name} ({split}): no row is left ({_counts(prepared.dropped) or 'it is empty'})")
+            reasons = ", ".join(f"{count} with {reason}" for reason, count in prepared.dropped.items())
+            raise DataError(f"{name} ({split}): no row is left ({reasons or 'it is empty'})")
         prepared.unreadable = _unreadable((row["reward_model"]["ground_truth"] for row in rows), name, progress)
         prepared.rows = len(rows)
         prepared.longest_prompt = max(len(row["prompt"][0]["content"]) for row in rows)
@@ -85,11 +84,7 @@ def prepare(
 
 
 def load(name: str, split: str, local: Path | None, limit: int | None) -> Dataset:
-    """One split of a data set, from the hub or from a copy.
-
-    Raises:
-        DataError: it cannot be reached or read, or lacks a column.
-    """
+    """One split of a data set, from the hub or from a copy."""
     import datasets
 
     source = SOURCES[name]
@@ -102,10 +97,7 @@ def load(name: str, split: str, local: Path | None, limit: int | None) -> Datase
             config = source.config if source.config in configs else None
             dataset = datasets.load_dataset(str(local), config, split=wanted)
         else:
-            files = {wanted: str(_file_of(name, split, local))}
-            dataset = datasets.load_dataset(_FORMATS[local.suffix], data_files=files, split=wanted)
-    except DataError:
-        raise
+            dataset = datasets.load_dataset(_FORMATS[local.suffix], data_files={wanted: str(local)}, split=wanted)
     except Exception as error:  # the library's own, the hub client's, and those of two HTTP clients
         raise DataError(_advice(name, source, local, error)) from error
     missing = {source.question, source.answer} - set(dataset.column_names)
@@ -114,36 +106,26 @@ def load(name: str, split: str, local: Path | None, limit: int | None) -> Datase
             f"{name}: {local or source.hub_id} has no column {' or '.join(sorted(missing))} (it has "
             f"{', '.join(dataset.column_names)}): it must have the columns of {source.hub_id}"
         )
-    dataset = dataset.select_columns(
-        [column for column in (source.question, source.answer, *source.extra) if column in dataset.column_names]
-    )
+    columns = (source.question, source.answer, *source.extra)
+    dataset = dataset.select_columns([column for column in columns if column in dataset.column_names])
     return dataset.select(range(min(limit, len(dataset)))) if limit is not None else dataset
 
 
 def _copy_of(name: str, local: Path | None, several: bool) -> Path | None:
+    """Where the copy of one data set is."""
     if local is None:
         return None
+    splits = SOURCES[name].splits
     if not local.exists():
         raise DataError(f"--from {local}: does not exist")
-    if not several:
-        return local
-    if not (local / name).is_dir():
-        raise DataError(
-            f"--from {local}: for several data sets it must be a folder with one folder for each; no {name} in it"
-        )
-    return local / name
-
-
-def _file_of(name: str, split: str, local: Path) -> Path:
-    splits = SOURCES[name].splits
-    if local.suffix not in _FORMATS:
+    if several and not (local / name).is_dir():
+        raise DataError(f"--from {local}: for several data sets it must hold one folder for each; no {name} in it")
+    if local.is_file() and local.suffix not in _FORMATS:
         raise DataError(f"--from {local}: a file must end in {', '.join(_FORMATS)}")
-    if len(splits) > 1:
-        raise DataError(
-            f"--from {local}: {name} has the splits {' and '.join(splits)}, so name a folder that holds both, "
-            f"as {' and '.join(f'{part}{local.suffix}' for part in splits)}"
-        )
-    return local
+    if local.is_file() and len(splits) > 1:
+        both = " and ".join(f"{split}{local.suffix}" for split in splits)
+        raise DataError(f"--from {local}: {name} has several splits, so name a folder that holds both: {both}")
+    return local / name if several else local
 
 
 def _advice(name: str, source: Source, local: Path | None, error: Exception) -> str:
@@ -182,18 +164,6 @@ def _evaluation_problems(out: Path) -> set[str]:
         if file.is_file()
         for row in pq.read_table(file, columns=["prompt"]).to_pylist()
     }
-
-
-def _compare(
-    prepared: Prepared, rows: list[dict[str, Any]], evaluated: set[str], decontaminate: bool
-) -> list[dict[str, Any]]:
-    clean = [row for row in rows if problem_of(row) not in evaluated]
-    prepared.in_evaluation = len(rows) - len(clean)
-    if not decontaminate:
-        return rows
-    if prepared.in_evaluation:
-        prepared.dropped["in an evaluation set"] = prepared.in_evaluation
-    return clean
 
 
 def _unreadable(ground_truths: Iterable[str], name: str, progress: Progress) -> list[str]:
@@ -236,7 +206,3 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         partial.replace(path)  # a run that reads at the same time sees the old file or the new one
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}: choose another place with --out") from error
-
-
-def _counts(dropped: Counter[str]) -> str:
-    return ", ".join(f"{count} with {reason}" for reason, count in dropped.items())

@@ -15,7 +15,7 @@ _NOT_TEXT = re.compile(r"[\W_]+")
 
 
 def verl_row(name: str, source: Source, split: str, index: int, row: Mapping[str, Any]) -> dict[str, Any] | str:
-    """One row of the hub in verl's columns.
+    """One row of the hub in verl's columns, or why there can be none: `no question`, `no answer`.
 
     Args:
         name: of the data set, verl's `data_source`, under which validation metrics are grouped.
@@ -23,9 +23,6 @@ def verl_row(name: str, source: Source, split: str, index: int, row: Mapping[str
         split: `train` or `test`.
         index: of the row in the hub's split.
         row: its columns.
-
-    Returns:
-        the row, or why there can be none: `no question` or `no answer`.
     """
     question = str(row[source.question] or "").strip()
     if not question:

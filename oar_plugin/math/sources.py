@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from oar_plugin.math.answer import final_answer
-
-
-def _as_it_is(text: str) -> str:
-    return text.strip()
 
 
 def _behind_hash(solution: str) -> str:
@@ -24,25 +20,15 @@ def _in_the_last_box(solution: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """One data set.
-
-    Args:
-        hub_id: on the Hugging Face hub.
-        question: column of the problem.
-        answer: column of the answer, or of the solution that holds it.
-        splits: our split (`train`, `test`) to the hub's.
-        config: of the data set; None where it has one only.
-        read: the ground truth out of the column `answer`; empty when there is none.
-        extra: further columns that are kept in `extra_info`.
-    """
+    """One data set."""
 
     hub_id: str
-    question: str
-    answer: str
-    splits: Mapping[str, str]
-    config: str | None = None
-    read: Callable[[str], str] = _as_it_is
-    extra: tuple[str, ...] = field(default=())
+    question: str  # column of the problem
+    answer: str  # column of the answer, or of the solution that holds it
+    splits: Mapping[str, str]  # ours (`train`, `test`) to the hub's
+    config: str | None = None  # None where it has one only
+    read: Callable[[str], str] = str.strip  # the ground truth out of the column `answer`; empty where there is none
+    extra: tuple[str, ...] = ()  # further columns that are kept in `extra_info`
 
 
 SOURCES: dict[str, Source] = {

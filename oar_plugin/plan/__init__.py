@@ -1,28 +1,13 @@
-"""What a recipe takes before it is started: memory, arithmetic, communication and time of a step, and whether it fits.
+"""What a recipe takes before it is started: memory by phase, hours, what OAR adds, whether it fits, and what to change.
 
->>> from pathlib import Path
->>> from oar_plugin.hosts.verl.recipe import compose_recipe
->>> from oar_plugin.plan import plan
->>> plan(compose_recipe(Path("recipes/qwen2_5_7b_math")), gpu="H100-80").fits
-True
+>>> from oar_plugin.hosts.verl.recipe import compose_recipe, find_recipe
+>>> Plan(compose_recipe(find_recipe("qwen2_5_7b_math"))).verdict
+'fits'
 """
 
-from oar_plugin.plan.hardware import GPUS, Efficiency, Gpu, choose_gpu
-from oar_plugin.plan.layout import LayoutError, on_cluster
-from oar_plugin.plan.planning import Plan, plan
-from oar_plugin.plan.shape import ShapeError
-from oar_plugin.plan.verdict import Suggestion, suggest
+from oar_plugin.plan.hardware import choose_gpu
+from oar_plugin.plan.models import PlanError
+from oar_plugin.plan.planning import Plan, suggest
+from oar_plugin.plan.setup import Expected, on_gpus, with_overrides
 
-__all__ = [
-    "GPUS",
-    "Efficiency",
-    "Gpu",
-    "LayoutError",
-    "Plan",
-    "ShapeError",
-    "Suggestion",
-    "choose_gpu",
-    "on_cluster",
-    "plan",
-    "suggest",
-]
+__all__ = ["Expected", "Plan", "PlanError", "choose_gpu", "on_gpus", "suggest", "with_overrides"]

@@ -1,8 +1,4 @@
-"""Figures of GPUs and of the links between them, and how much of them a real run gets.
-
-The figures are the vendors' datasheet figures (dense bf16 without sparsity; bandwidth in one direction). What a run gets of
-them is an assumption, and stated as one wherever a time is printed.
-"""
+"""What a plan takes for granted: figures of GPUs from datasheets, and every assumption that the planner makes."""
 
 from __future__ import annotations
 
@@ -13,27 +9,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU and its links.
-
-    Attributes:
-        name: of the datasheet.
-        memory_gib: what CUDA reports as the total, a little less than the label says.
-        tflops: dense bf16, 1e12 a second.
-        bandwidth: of its memory, 1e9 bytes a second.
-        link: between GPUs of a node, 1e9 bytes a second in one direction (NVLink; PCIe for L40S).
-        network: between nodes, 1e9 bytes a second and GPU in one direction (one adapter a GPU).
-    """
+    """One GPU and its links, as the vendor's datasheet has them: nothing here was measured."""
 
     name: str
-    memory_gib: float
-    tflops: float
-    bandwidth: float
-    link: float
-    network: float
+    memory_gib: float  # what CUDA reports as the total, a little less than the label says
+    tflops: float  # dense bf16, 1e12 a second
+    bandwidth: float  # of its memory, 1e9 bytes a second
+    link: float  # between GPUs of a node, 1e9 bytes a second in one direction
+    network: float  # between nodes, the same, with one adapter a GPU
 
     @property
     def memory(self) -> float:
-        """Bytes."""
         return self.memory_gib * GIB
 
 
@@ -41,56 +27,53 @@ GPUS = {
     "A100-40": Gpu("NVIDIA A100 SXM 40 GB", 39.4, 312, 1555, 300, 25),
     "A100-80": Gpu("NVIDIA A100 SXM 80 GB", 79.1, 312, 2039, 300, 25),
     "L40S-48": Gpu("NVIDIA L40S 48 GB", 44.4, 362, 864, 32, 25),
+    "H20-96": Gpu("NVIDIA H20 96 GB", 95.1, 148, 4000, 450, 50),
     "H100-80": Gpu("NVIDIA H100 SXM 80 GB", 79.1, 989, 3350, 450, 50),
     "H200-141": Gpu("NVIDIA H200 SXM 141 GB", 139.7, 989, 4800, 450, 50),
     "B200-180": Gpu("NVIDIA B200 180 GB", 178.0, 2250, 7700, 900, 50),
 }
-DEFAULT_GPU = "H100-80"
 
 
-def choose_gpu(
-    name: str | None = None,
-    memory_gib: float | None = None,
-    tflops: float | None = None,
-    bandwidth: float | None = None,
-) -> Gpu:
-    """A GPU of the table, with some of its figures replaced.
-
-    Raises:
-        ValueError: unknown name, or a figure that is not positive.
-    """
-    key = DEFAULT_GPU if name is None else name
-    matches = [known for known in GPUS if known.lower() == key.lower() or known.split("-")[0].lower() == key.lower()]
+def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
+    """A GPU of the table (`h100` names it too), with another memory where one is given. ValueError: there is none."""
+    matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
-        raise ValueError(
-            f"--gpu {key}: not known; allowed: {', '.join(GPUS)} (or give --gpu-memory --tflops --bandwidth)"
-        )
-    given = {"memory_gib": memory_gib, "tflops": tflops, "bandwidth": bandwidth}
-    for what, value in given.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{what}={value}: must be positive")
-    changed = {what: value for what, value in given.items() if value is not None}
-    gpu = GPUS[matches[0]]
-    return replace(gpu, name=f"{gpu.name}, changed" if changed else gpu.name, **changed)
+        raise ValueError(f"--gpu {name}: not known; allowed: {', '.join(GPUS)}, with --gpu-memory for another memory")
+    if memory_gib is not None and memory_gib <= 0:
+        raise ValueError(f"--gpu-memory {memory_gib}: must be positive")
+    return replace(matches[0], memory_gib=memory_gib or matches[0].memory_gib)
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of the datasheet's figures a run gets. Assumptions, from what large dense runs report, not measured here.
+    """How much of a datasheet's figures a run gets. Assumed, from what large runs report."""
 
-    Attributes:
-        training: of the arithmetic in forward and backward, recomputation counted as work (hardware FLOPs utilisation;
-            40-55 % in arXiv 2104.04473 and 2205.05198 on A100).
-        inference: of the arithmetic in forwards without a graph, prefill among them.
-        decode_bandwidth: of the memory's bandwidth while decoding.
-        link: of links within a node and of the network.
-        decode_overhead_s: seconds that a decoding step takes beside reading weights and cache (launches, sampling, scheduling).
-        all_reduce_s: latency of one small all-reduce within a node; a decoding step has two a layer under tensor parallelism.
-    """
-
+    # Of the arithmetic, recomputation counted as work: 40-55 % in arXiv 2104.04473 and 2205.05198 on A100s.
     training: float = 0.40
-    inference: float = 0.50
-    decode_bandwidth: float = 0.60
-    link: float = 0.70
-    decode_overhead_s: float = 2e-3
-    all_reduce_s: float = 1.5e-5
+    inference: float = 0.50  # of the arithmetic in forwards without a graph, prefill among them
+    decoding: float = 0.60  # of the memory's bandwidth
+    link: float = 0.70  # of links within a node and of the network
+    decode_overhead_s: float = 2e-3  # of a decoding step beside its reading: launches, sampling, scheduling
+    all_reduce_s: float = 1.5e-5  # latency in a node; a decoding step has two a layer under tensor parallelism
+
+
+EXPECTED = Efficiency()
+# The range of the hours: a run that nobody has tuned, and a very good one.
+POOR, GOOD = Efficiency(0.25, 0.30, 0.35, 0.40, 6e-3, 3e-5), Efficiency(0.55, 0.65, 0.75, 0.85, 1e-3, 1e-5)
+
+MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # shares of the longest allowed
+SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
+ANSWER = 8  # tokens of an answer
+# Measured, not assumed: the gate on one core (AMD EPYC), padding included. verl's driver runs it alone.
+GATE_SECONDS_PER_TOKEN = 7e-8
+
+CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and what NCCL takes
+TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and libraries' workspaces while the trainer works
+ENGINE_OVERHEAD = 1.0 * GIB  # CUDA graphs and workspaces inside vLLM's share
+TIGHT = 0.10  # a peak that leaves a smaller share of the memory may not survive fragmentation
+
+# Rows of the files that `oar data` makes, as the hub has them; a file that is there is counted instead.
+ROWS = {
+    **{"gsm8k/train": 7473, "gsm8k/test": 1319, "math/train": 7500, "math500/test": 500, "deepmath/train": 103022},
+    **{"aime24/test": 30, "aime25/test": 30, "amc23/test": 40},
+}

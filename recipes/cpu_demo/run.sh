@@ -28,4 +28,5 @@ free_mb=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
 errors=$(mktemp)
 bash "$repository/oar_plugin/hosts/verl/cpu/install.sh" "$venv" 2>"$errors" || fail "$(tail -n 1 "$errors")"
 rm -f "$errors"
-exec "$venv/bin/oar" demo "$@"
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+exec "$venv/bin/python" -m recipes.cpu_demo.main "$@"

@@ -1,16 +1,12 @@
 import pytest
 import torch
 
-from benchmarks.step.measure import Settings, build_candidates
+from benchmarks.step.passes import Passes
+from benchmarks.step.study import Settings, build_passes
 
-TINY = Settings(size="tiny", responses=3, response_length=48, prompt_length=8, answer_length=4, micro_batch=2, rounds=2)
-
-
-@pytest.fixture(scope="session")
-def tiny() -> Settings:
-    return TINY
+TINY = Settings(size="tiny", responses=3, response_length=48, prompt_length=8, answer_length=4, micro_batch=2, rounds=1)
 
 
 @pytest.fixture
-def passes():
-    return build_candidates(TINY, torch.device("cpu"))[0]
+def passes() -> Passes:
+    return build_passes(TINY, torch.device("cpu"))

@@ -1,35 +1,34 @@
-"""A batch of rollouts whose responses are demonstrations: a model with random weights writes no answers."""
+"""Rollouts whose responses are demonstrations, every other one right: a model with random weights writes no answers."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.learning.rollout import Rollout, roll_out
-from benchmarks.tiny.tasks import TASKS
+from benchmarks.learning.rollout import roll_out
+from benchmarks.tiny.tasks import Parallel
 from benchmarks.tiny.words import PAD
 
-TASK = replace(TASKS["parallel"], steps=2, filler=(1, 2))
+_ASKED = {}
 
 
-def demonstrated(model, prompts: int = 2, copies: int = 2) -> Rollout:
-    rng, problems = random.Random(0), []
+class Remembering(Parallel):
+    def problem(self, rng):
+        problem = super().problem(rng)
+        return _ASKED.setdefault(problem.prompt, problem)
 
-    def demonstrations(model, prompt_BP, copies, max_new_tokens, generator):
-        rows = []
-        for number in range(len(prompt_BP) * copies):
-            problem = problems[number // copies]
-            rows.append(TASK.demonstration(problem, rng, 0.0 if number % 2 else 1.0))
-        longest = max(map(len, rows))
-        return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
 
-    class Remembering(type(TASK)):
-        def problem(self, rng):
-            problems.append(super().problem(rng))
-            return problems[-1]
+TASK = Remembering("parallel", steps=2, filler=(1, 2), error_rate=0.2)
 
-    task = Remembering(TASK.name, TASK.steps, TASK.filler, TASK.error_rate)
+
+def demonstrations(model, prompt_BP, copies, max_new_tokens, generator):
+    """In place of `sample`."""
+    rng, prompts = random.Random(0), [tuple(ids) for ids in prompt_BP.tolist() for _ in range(copies)]
+    rows = [TASK.demonstration(_ASKED[prompt], rng, 1.0 - number % 2) for number, prompt in enumerate(prompts)]
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
+
+
+def demonstrated(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.learning.rollout.sample", demonstrations)
-        return roll_out(model, task, rng, torch.Generator(), prompts, copies)
+        return roll_out(model, TASK, random.Random(0), torch.Generator(), prompts=2, copies=2)

@@ -1,182 +1,254 @@
-"""The run, its figures and what the command prints."""
+"""The passes do what they are said to do; ratios, verdicts, the page and the command."""
 
-import argparse
 import dataclasses
 import json
 
+import pandas as pd
 import pytest
+import torch
 
-from benchmarks.step import report
-from benchmarks.step.measure import Candidate, Result, Settings, measure, steps
-from benchmarks.tiny.random_models import SHAPES
-from oar_plugin.cli import bench
+from benchmarks.__main__ import main
+from benchmarks.memory import LiveBytes, peak_bytes
+from benchmarks.ratios import Ratio
+from benchmarks.step import study
+from benchmarks.step.passes import LeanLogProb
+from benchmarks.step.published import published_importance
+from benchmarks.step.study import Figures, Settings, report_of
+from benchmarks.tiny.random_models import build_batch
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance import IMPORTANCES, importance_of
+from oar_plugin.passes.gradient import MicroBatchPass
+from oar_plugin.passes.plain import packed_rows
 
-ALL = ["a", "b", "b*", "c", "c*", "d", "d'", "e", "e*", "f"]
-
-
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser(prog="oar bench")
-    bench.add_arguments(parser)
-    return bench.run(parser.parse_args(["step", *arguments]))
-
-
-def fixed(settings: Settings, **seconds: list[float]) -> Result:
-    """A result with figures that are easy to check."""
-    letters = {"log_prob": "a", "fused": "b", "published": "d", "published_frozen_weights": "d'", "update": "e"}
-    letters |= {"fused_checkpointing": "b*", "update_checkpointing": "e*", "bookkeeping": "f"}
-    candidates = {}
-    for key, values in seconds.items():
-        candidates[key] = Candidate(key, letters[key], key, lambda n: None, seconds=values, cpu_seconds=values)
-    memory = {"fused": 30, "update": 60, "fused_checkpointing": 45, "update_checkpointing": 36}
-    for key, value in memory.items():
-        candidates[key].peak_bytes = value
-    machine = {"device": "cpu", "accelerator": None, "cpu": "x", "cores": 1, "torch_threads": 1, "torch": "2"}
-    machine |= {"transformers": "5", "python": "3", "load_average_before": None, "load_average_after": None}
-    return Result(settings, candidates, machine, parameters=5, weight_bytes=20, vocab=10)
+CPU = torch.device("cpu")
+WITHOUT_COPIES = [name for name, importance in IMPORTANCES.items() if importance.copies is None]
+WITHOUT_COPIES.append("python:tests.own_importance:Saliency")
 
 
-@pytest.fixture
-def result() -> Result:
-    return fixed(
-        Settings(),
-        log_prob=[1.0, 2.0, 3.0],
-        fused=[2.0, 4.0, 6.0],
-        fused_checkpointing=[3.5, 7.0, 11.0],
-        published=[12.0, 24.0, 36.0],
-        published_frozen_weights=[4.0, 12.0, 20.0],
-        update=[6.0, 6.0, 6.0],
-        update_checkpointing=[8.0, 8.0, 8.0],
-        bookkeeping=[0.01, 0.02, 0.03],
-    )
+def of(passes, importance):
+    passes.request = dataclasses.replace(passes.request, importance=importance)
+    return passes
 
 
-def test_ratios_are_of_medians(result):
-    value = {t.formula: t.value for t in report.targets(result)}
-    assert value["(b - a) / a"] == 1.0
-    assert value["(b* - a) / a"] == 2.5
-    assert value["mem(b) / mem(e)"] == 0.5
-    assert value["mem(b) / mem(e) less gradients"] == 0.75
-    assert value["mem(b*) / mem(e*)"] == 1.25
-    assert value["d / b"] == 6.0
-    assert value["d / (b - a)"] == 12.0
-    assert value["(a + d) / b"] == 6.5
-    assert value["d' / b"] == 3.0
-    assert value["(b - a) / (a + e)"] == 0.25
-    assert value["f / a"] == pytest.approx(0.01)
+# ---- passes
 
 
-def test_verdicts(result):
-    verdict = {t.formula: t.verdict for t in report.targets(result)}
-    assert verdict["(b - a) / a"] == "reached"
-    assert verdict["(b* - a) / a"] == "NOT reached"
-    assert verdict["mem(b) / mem(e)"] == "reached"
-    assert verdict["mem(b*) / mem(e*)"] == "NOT reached"
-    assert verdict["d / b"] == "reached"
-    assert verdict["d' / b"] == "NOT reached"
-    assert verdict["f / a"] == "reached"
+@pytest.mark.parametrize("importance", WITHOUT_COPIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fused_log_probs_are_those_of_log_softmax(passes, importance, checkpointing):
+    token_BL = passes.batch.token_BL
+    log_prob_BLV = passes.model(input_ids=token_BL).logits.detach().log_softmax(-1)
+    want = log_prob_BLV[:, :-1].gather(-1, token_BL[:, 1:, None])[..., 0]
+    for scores in (passes.log_prob(), of(passes, importance).fused(checkpointing=checkpointing)):
+        torch.testing.assert_close(torch.cat(scores.log_prob)[:, :-1], want, rtol=1e-5, atol=1e-5)
+        entropy_BL = -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
+        torch.testing.assert_close(torch.cat(scores.entropy), entropy_BL, rtol=1e-5, atol=1e-5)
 
 
-def test_a_range_is_over_single_rounds(result):
-    (target,) = (t for t in report.targets(result) if t.formula == "(b* - a) / a")
-    assert target.low == 2.5
-    assert target.high == pytest.approx(8 / 3)
+@pytest.mark.parametrize("importance", [name for name in WITHOUT_COPIES if not importance_of(name).noisy])
+def test_importance_does_not_depend_on_the_pass(passes, importance):
+    fused_BL = torch.cat(of(passes, importance).fused().importance)
+    reasoning_BL = passes.segments_BL == Segment.REASONING
+    assert (fused_BL[reasoning_BL] > 0).all()
+    assert (fused_BL[~reasoning_BL] == 0).all()
+    for other in (passes.fused(checkpointing=True), passes.importance_only()):
+        atol = 1e-5 * fused_BL.max().item()
+        torch.testing.assert_close(torch.cat(other.importance), fused_BL, rtol=1e-4, atol=atol)
 
 
-@pytest.mark.parametrize("fused", [[4.0, 5.0, 4.0], [2.5, 1.9, 4.0]])
-def test_a_target_is_not_judged_where_rounds_disagree(result, fused):
-    """(b - a) / a beyond its limit in one round and within it in another, or negative, which cannot be."""
-    result.candidates["fused"].seconds = fused
-    (target,) = (t for t in report.targets(result) if t.formula == "(b - a) / a")
-    assert target.verdict.startswith("not judged: too noisy")
+@pytest.mark.parametrize("weight_gradients", [False, True])
+def test_published_procedure_agrees_with_ours_for_the_same_noise(passes, weight_gradients):
+    """In float64, where the KL's cancellation does not drown the comparison."""
+    of(passes, "oar_g").model.double()
+    ours_BL = torch.cat(passes.importance_only().importance)
+    for ours_L, token_L, segments_L in zip(ours_BL, passes.batch.token_BL, passes.segments_BL, strict=True):
+        reasoning_L = segments_L == Segment.REASONING
+        one = MicroBatchPass(passes.request, *packed_rows(token_L[None], segments_L[None], None))
+        noise_RH = one.noise(0)(passes.model.get_input_embeddings()(token_L).detach())[reasoning_L].double()
+        want = published_importance(
+            passes.model, token_L, segments_L, noise_RH=noise_RH, weight_gradients=weight_gradients
+        )
+        torch.testing.assert_close(ours_L[reasoning_L].double(), want, rtol=1e-4, atol=1e-6 * want.max())
 
 
-def test_processor_seconds_have_ratios_of_their_own(result):
-    result.candidates["fused"].cpu_seconds = [6.0, 6.0, 6.0]
-    (target,) = (t for t in report.targets(result) if t.formula == "(b - a) / a")
-    assert target.value == 1.0
-    assert target.cpu_value == 2.0
+def test_importance_computes_no_weight_gradient_and_the_published_code_does(passes):
+    seen = []
+    for parameter in passes.model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient.shape))
+    for importance in WITHOUT_COPIES:
+        if importance_of(importance).backwards:
+            of(passes, importance).fused()
+            passes.importance_only(checkpointing=True)
+    passes.published(1, weight_gradients=False)
+    assert not seen
+    assert all(p.grad is None and p.requires_grad for p in passes.model.parameters())
+    passes.published(1)
+    assert seen
+    assert all(p.grad is None for p in passes.model.parameters())
 
 
-def test_a_target_is_judged_only_under_its_conditions(result):
-    result.settings = dataclasses.replace(result.settings, size="10m", responses=16, scored_share=0.5)
-    verdict = {t.formula: t.verdict for t in report.targets(result)}
+def test_only_the_scored_share_is_scored(passes):
+    passes.batch = dataclasses.replace(passes.batch, scored=1)
+    scores = passes.fused()
+    assert torch.cat(scores.importance).shape[0] == 1
+    torch.testing.assert_close(torch.cat(scores.log_prob), torch.cat(passes.log_prob().log_prob), rtol=1e-5, atol=1e-5)
+    assert len(passes.published().importance) == 1
+
+
+def test_update_moves_the_weights_leaves_no_gradient_and_does_not_depend_on_checkpointing(passes):
+    passes.model.train()
+    gradients = []
+    for on in (False, True):
+        passes._set_checkpointing(on)
+        passes.loss(passes.batch.token_BL).backward()
+        gradients.append([p.grad.clone() for p in passes.model.parameters()])
+        passes.model.zero_grad()
+    torch.testing.assert_close(*gradients)
+    before = [p.detach().clone() for p in passes.model.parameters()]
+    passes.update()
+    assert any((a != b).any() for a, b in zip(before, passes.model.parameters(), strict=True))
+    assert all(p.grad is None for p in passes.model.parameters())
+
+
+def test_lean_log_prob_has_the_gradient_of_log_softmax():
+    torch.manual_seed(0)
+    logits, label, weight = torch.randn(7, 11, requires_grad=True), torch.randint(0, 11, (7,)), torch.randn(7)
+    want = logits.log_softmax(-1).gather(-1, label[:, None])[:, 0]
+    have = LeanLogProb.apply(logits * 1, label)
+    torch.testing.assert_close(have, want)
+    torch.testing.assert_close(*(torch.autograd.grad((x * weight).sum(), logits) for x in (have, want)))
+
+
+def test_the_planted_answer_is_what_the_finder_finds(passes):
+    assert torch.equal(passes.segments_BL == Segment.ANSWER, passes.batch.answer_BL)
+    assert (passes.segments_BL[:, : passes.batch.prompt_length] == Segment.OUTSIDE).all()
+    assert (build_batch(4, 8, 48, 5, 4, CPU, seed=1).answer_BL.sum(-1) == 5).all()
+
+
+# ---- memory
+
+
+def test_live_bytes_follow_what_lives():
+    with LiveBytes() as counter:
+        a = torch.ones(1000)
+        view = a[:10]
+        a.add_(1)
+        del a
+        assert counter.live == 4000, "the view keeps the storage"
+        del view
+        assert counter.live == 0
+        torch.ones(1000) * 2
+    assert counter.peak == 8000
+
+
+@pytest.mark.parametrize(("grad", "held"), [(False, 2), (True, 8)])
+def test_peak_counts_saved_activations_but_not_what_was_there_before(grad, held):
+    weight = torch.randn(100, 100, requires_grad=True)
+
+    def chain() -> None:
+        with torch.set_grad_enabled(grad):
+            x = weight * 1
+            for _ in range(8):
+                x = x.exp()  # keeps its result for the backward
+
+    assert peak_bytes(chain, CPU) == held * 4 * 100 * 100
+
+
+# ---- ratios, the page, the command
+
+
+def fixed(settings=None, cpu=None, timed_on=None, **changed):
+    """Ratios by formula, and notes, of figures that are easy to check."""
+    rounds = {
+        "a": [1.0, 2.0, 3.0] * 2,
+        "b": [2.0, 4.0, 6.0] * 2,
+        "b*": [3.5, 7.0, 11.0] * 2,
+        "d": [12.0, 24.0, 36.0] * 2,
+    }
+    rounds |= {"d'": [4.0, 12.0, 20.0] * 2, "e": [6.0] * 6, "e*": [8.0] * 6, "f": [0.01, 0.02, 0.03] * 2, **changed}
+    peaks = pd.DataFrame({"b": [30], "e": [60], "b*": [45], "e*": [36], "gradients": [20]})
+    figures = Figures(pd.DataFrame(rounds), pd.DataFrame(cpu or rounds), peaks, timed_on or {})
+    report = report_of(settings or Settings(), figures, {"device": "cpu"}, 5)
+    return report, {row[0].strip("`"): row[2:] for row in report.tables[1].rows}
+
+
+def test_ratios_pair_the_rounds_and_have_verdicts():
+    value = {formula: (cells[0].split()[0], cells[3]) for formula, cells in fixed()[1].items()}
+    assert value["(b - a) / a"] == ("1", "reached")
+    assert value["(b* - a) / a"] == ("2.5", "NOT reached")
+    assert value["mem(b) / mem(e)"] == ("0.5", "reached")
+    assert value["mem(b) / (mem(e) - gradients)"] == ("0.75", "for information")
+    assert value["mem(b*) / mem(e*)"] == ("1.25", "NOT reached")
+    assert value["d / b"] == ("6", "reached")
+    assert value["d / (b - a)"][0] == "12"
+    assert value["(a + d) / b"][0] == "6.5"
+    assert value["d' / b"] == ("3", "NOT reached")
+    assert value["(b - a) / (a + e)"][0] == "0.25"
+    assert value["f / a"] == ("0.01", "reached")
+    assert "c / a" not in value
+    assert Ratio("d / b", "").of(pd.DataFrame({"d": [12.0, 1.0], "b": [2.0, 1.0]})) == [6.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("fused", "reason"),
+    [([4.0, 5.0, 4.0] * 2, "the interval holds the limit"), ([2.5, 1.9, 4.0] * 2, "a round is below zero")],
+)
+def test_a_target_is_not_judged_where_rounds_disagree(fused, reason):
+    cells = fixed(b=fused)[1]["(b - a) / a"]
+    assert cells[3].startswith("not judged")
+    assert reason in cells[3]
+
+
+def test_a_target_is_judged_only_under_its_conditions():
+    ratio = fixed(Settings(size="10m", responses=16, scored_share=0.5))[1]
     for formula in ("(b - a) / a", "d / b", "f / a"):
-        assert verdict[formula].startswith("not judged")
+        assert ratio[formula][3].startswith("not judged: the target is stated for")
 
 
-def test_extrapolation_is_said(result):
-    result.candidates["published"].scale = 4.0
-    result.candidates["published"].limit = 16
-    text = report.markdown(result)
-    assert "EXTRAPOLATED: d was timed on 16 responses" in text
-    assert "24 (extrapolated)" in text
+def test_processor_seconds_have_ratios_of_their_own_and_extrapolation_is_said():
+    cpu = dict.fromkeys(["b*", "d", "d'", "e", "e*", "f"], 1.0)
+    report, ratio = fixed(cpu={"a": [1.0, 2.0, 3.0], "b": [4.0, 6.0, 9.0], **cpu}, timed_on={"d": 16})
+    assert ratio["(b - a) / a"][1] == "2"
+    assert "EXTRAPOLATED: d was timed on 16 responses, its seconds multiplied by 64 / 16." in report.notes
+    assert report.tables[0].rows[3][:2] == ("d: published OAR-G, as its code (extrapolated)", "24")
 
 
-def test_every_candidate_is_measured(tiny):
-    told = []
-    result = measure(dataclasses.replace(tiny, rounds=3, published_responses=1), told.append)
-    assert [c.letter for c in result.candidates.values()] == ALL
-    assert len(told) == steps(dataclasses.replace(tiny, rounds=3))
-    for candidate in result.candidates.values():
-        assert len(candidate.seconds) == 2
-        assert (candidate.peak_bytes or 0) > 0 or candidate.letter == "f"
-    assert result.candidates["published"].scale == 3.0
-    memory = {c.letter: c.peak_bytes for c in result.candidates.values()}
-    assert memory["a"] < memory["b"]
-    assert memory["b*"] < memory["b"]
-    assert memory["c"] < memory["b"]
-
-
-@pytest.mark.parametrize(("mode", "left"), [("off", "abcdd'ef"), ("on", "ab*c*dd'e*f")])
-def test_checkpointing_selects_candidates(tiny, mode, left):
-    result = measure(dataclasses.replace(tiny, checkpointing=mode, published_responses=1))
-    assert "".join(c.letter for c in result.candidates.values()) == left
-    assert report.targets(result)
-
-
-def test_command_writes_its_reports(tmp_path, capsys):
-    small = ("--responses", "2", "--response-length", "40", "--prompt-length", "8", "--answer-length", "2")
-    assert run("--size", "tiny", *small, "--rounds", "2", "--checkpointing", "off", "--out", str(tmp_path)) == 0
-    content = json.loads((tmp_path / "step_cpu_tiny.json").read_text())
-    assert content["settings"]["responses"] == 2
-    assert [c["letter"] for c in content["candidates"]] == [x for x in ALL if "*" not in x]
-    assert content["machine"]["torch"]
-    text = (tmp_path / "step_cpu_tiny.md").read_text()
-    assert "(b - a) / a" in text
-    assert str(tmp_path) not in text + json.dumps(content)
-    assert "ratios and targets" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("mode", "left"), [("both", "a b b* c c* d d' e e* f"), ("off", "a b c d d' e f"), ("on", "a b* c* d d' e* f")]
+)
+def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch, mode, left):
+    monkeypatch.setattr(study, "PUBLISHED_SECONDS", 0.0)
+    small = (
+        "--size=tiny --responses=4 --response-length=40 --prompt-length=8 --answer-length=2 --rounds=2 --micro-batch=2"
+    )
+    assert main(["step", *small.split(), "--checkpointing", mode, "--out", str(tmp_path)]) == 0
+    runs = json.loads((tmp_path / "step_cpu_tiny.json").read_text())["runs"]
+    letters = left.split()
+    assert list(runs["seconds"]) == list(runs["cpu_seconds"]) == letters
+    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in runs["seconds"].values())
+    assert runs["timed_on"] == {"d": 2, "d'": 2}
+    peak = runs["peak_bytes"]
+    assert set(peak) == {*letters, "gradients"} - {"f"}
+    if mode == "both":
+        assert peak["a"] < peak["b"]
+        assert peak["b*"] < peak["b"]
+        assert peak["c"] < peak["b"]
+    assert "not judged: too few values" in (tmp_path / "step_cpu_tiny.md").read_text()
+    assert "EXTRAPOLATED: d" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--rounds", "1"), "--rounds 1: must be at least 2"),
-        (("--scored-share", "0"), "--scored-share 0.0: must be in (0, 1]"),
-        (("--responses", "0"), "--responses 0: must be at least 1"),
-        (("--importance", "magic"), "--importance magic: unknown; allowed: fisher"),
-        (("--importance", "oar_p"), "--importance oar_p: it runs masked copies, not measured here; allowed: fisher"),
-        (("--vocab", "9", "--size", "tiny"), "--vocab 9: must be more than"),
-        (("--answer-length", "600", "--size", "tiny"), "no room"),
+        ("--rounds 0", "--rounds 0: must be at least 1"),
+        ("--size 3b", "--size 3b: allowed: tiny, 1m"),
+        ("--scored-share 0", "--scored-share 0.0: must be in (0, 1]"),
+        ("--responses 0", "--responses 0: must be at least 1"),
+        ("--importance magic", "--importance magic: unknown; allowed: fisher"),
+        ("--importance oar_p", "--importance oar_p: it runs masked copies, not measured here; allowed: fisher"),
+        ("--answer-length 600 --size tiny", "no room"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, capsys):
-    assert run(*arguments) == 2
+    assert main(["step", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit):
-        run("--help")
-    text = capsys.readouterr().out
-    for word in ("(b - a) / a", "examples:", "--scored-share", "published"):
-        assert word in text
-
-
-def test_every_setting_has_an_option():
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    given = vars(parser.parse_args(["step"]))
-    for field in dataclasses.fields(Settings):
-        assert given[field.name] == field.default
-    for size in SHAPES:
-        parser.parse_args(["step", "--size", size])

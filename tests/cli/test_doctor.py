@@ -22,12 +22,18 @@ GOOD = {
 def machine(monkeypatch):
     """A machine where everything is in place; a test takes something away."""
     installed = dict(GOOD)
-    monkeypatch.setattr(doctor, "_version", installed.get)
+
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
     register(monkeypatch, "oar")
     monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
     answer = argparse.Namespace(stdout="noise\nOAR OarTrainerSync OarFSDPEngineWithLMHead cuda\n", stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
-    monkeypatch.setattr(doctor, "_devices", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_devices", lambda: doctor.Finding("devices", "ok", ""))
     return argparse.Namespace(installed=installed, answer=answer, monkeypatch=monkeypatch)
 
 
@@ -76,6 +82,7 @@ def test_a_plugin_that_is_switched_off_is_found(machine):
 def test_a_plugin_that_is_not_registered_is_found(machine):
     register(machine.monkeypatch)
     assert "not registered" in missing()["entry point"].text
+    assert "in a checkout" in missing()["entry point"].advice
 
 
 def test_a_plugin_that_verl_did_not_load_is_found(machine):
@@ -86,7 +93,7 @@ def test_a_plugin_that_verl_did_not_load_is_found(machine):
 
 @pytest.mark.parametrize(("version", "level"), [("0.28.0", "ok"), ("0.11.0", "note"), (None, "note")])
 def test_it_says_whether_the_rollout_engines_can_score(machine, version, level):
-    machine.installed["vllm"] = version
+    machine.installed.pop("vllm") if version is None else machine.installed.update(vllm=version)
     (finding,) = [finding for finding in doctor.examine() if finding.subject == "offload"]
     assert finding.level == level
     assert (finding.level == "ok") or "backend=actor" in finding.advice

@@ -22,7 +22,7 @@ from oar_plugin.hosts.verl.cpu.session import session
 from oar_plugin.hosts.verl.recipe import entry_point
 from tests.hosts.whole_run import LIMIT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S + 240)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(2 * LIMIT_S + 240)]
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "qwen2_5_14b_deepmath"
 TWO_NODES = [

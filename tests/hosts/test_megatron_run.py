@@ -18,7 +18,7 @@ from transformers import Qwen2ForCausalLM
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import response_seeds, signs, step_seed
-from oar_plugin.hosts.verl.cpu.smoke import run_smoke
+from recipes.smoke import run_smoke
 from tests.hosts.whole_run import LIMIT_S, check, whole_run
 
 pytestmark = whole_run

@@ -16,12 +16,13 @@ pytest.importorskip("vllm")
 
 from transformers import Qwen2ForCausalLM
 
-from benchmarks.tiny.smoke_model import make_assets, make_tokenizer
+from benchmarks.tiny.smoke_model import make_assets
+from benchmarks.tiny.words import PAD
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import position_seeds, response_seeds, step_seed
 from oar_plugin.credit.perturbation import Search, sample_replacements, units
-from oar_plugin.hosts.verl.cpu.smoke import run_smoke
 from oar_plugin.passes.masked_copies import Candidate
+from recipes.smoke import run_smoke
 from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal
 from tests.passes.test_masked_copies import one_by_one
 
@@ -40,7 +41,7 @@ LONG = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("verl")
-    make_assets(path, length=(20, 45))
+    make_assets(path, filler=(20, 45))
     return path
 
 
@@ -70,7 +71,7 @@ def expected(model, row, budget=1.0, sampled=False):
     segments = torch.tensor(row["segments"])
     answer = (segments == Segment.ANSWER).nonzero()[:, 0] + len(prompt)
     ids = torch.tensor([*prompt, *row["token_ids"]])[: answer[-1] + 1]
-    replacement = torch.full_like(ids, make_tokenizer().pad_token_id)
+    replacement = torch.full_like(ids, PAD)
     if sampled:
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0]
@@ -151,6 +152,7 @@ def test_after_an_update_the_engines_score_with_the_new_weights(offloaded, folde
     assert worst(rows, model_of(folder)) > 1e-2, "the old weights would not be told from the new ones"
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_engines_on_a_budget(folder, monkeypatch):
     """Two FSDP workers, one vLLM engine over two processes; half of the copies, sampled replacements."""
     # One core for each process of the engine; the second shares the first's where there is no other.

@@ -84,7 +84,8 @@ def test_trainers_are_ours_for_oar_and_verls_own_for_everything_else(mode, monke
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     trainer = importlib.import_module("oar_plugin.hosts.verl.trainer")
-    host, ours = trainer.TRAINERS[mode]
+    ours = trainer.TRAINERS[mode]
+    host = ours.host
     assert get_trainer_cls(mode) is ours
     monkeypatch.setattr(host, "__init__", lambda self, config: None)
 
@@ -107,3 +108,31 @@ def test_the_estimator_explains_itself_outside_of_our_trainers():
 
     with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True"):
         get_adv_estimator_fn("oar")()
+
+
+def test_an_engine_of_another_kind_of_machine_is_left_alone(monkeypatch):
+    """A driver without a GPU imports verl's engines and builds none: there is nothing to subclass."""
+    from verl.workers.engine.base import EngineRegistry
+
+    from oar_plugin.hosts.verl import fsdp
+
+    before = {backend: dict(engines) for backend, engines in EngineRegistry._engines["language_model"].items()}
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "a device of nobody's")
+    fsdp.register(fsdp)
+    assert before == EngineRegistry._engines["language_model"]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_our_engine_is_a_subclass_of_the_one_that_was_registered(backend):
+    import verl.workers.engine.fsdp.transformer_impl as host
+    from verl.utils.device import get_device_name, get_vendor
+    from verl.workers.engine.base import EngineRegistry
+
+    from oar_plugin.hosts.verl.fsdp import OarFSDPMixin
+
+    engines = EngineRegistry._engines["language_model"][backend]
+    ours = EngineRegistry.get_engine_cls("language_model", backend)
+    assert ours.__mro__[1] is OarFSDPMixin
+    assert engines[get_device_name()] in ours.__mro__
+    assert issubclass(ours, host.FSDPEngineWithLMHead)
+    assert engines[get_device_name(), get_vendor()] is ours

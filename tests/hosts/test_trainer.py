@@ -189,7 +189,7 @@ def test_seconds_of_the_actor_are_counted(world):
 def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, monkeypatch, mode, bypass):
     trainer, _, batch = world()
     seen = []
-    cls = ours.TRAINERS[mode][1]
+    cls = ours.TRAINERS[mode]
     trainer.__class__ = cls
     trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
     host = importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer

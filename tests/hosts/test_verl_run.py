@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import oar_plugin
 from benchmarks.tiny.smoke_model import make_assets
-from oar_plugin.hosts.verl.cpu.smoke import run_smoke
+from recipes.smoke import run_smoke
 from tests.hosts.whole_run import LIMIT_S, check, whole_run
 
 pytestmark = whole_run
@@ -38,7 +38,7 @@ OWN = {
 
 @pytest.fixture(scope="module")
 def three_steps(folder):
-    """The smoke test of the standard recipe, a step longer, with the README's importance and a gate of one's own."""
+    """The smoke test of the standard recipe, a step longer, with an importance and a gate of one's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         return run_smoke(

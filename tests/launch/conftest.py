@@ -4,26 +4,37 @@ from pathlib import Path
 
 import pytest
 
-from oar_plugin.launch.job import Job
+from oar_plugin.hosts.verl.recipe import command
+from oar_plugin.launch.job import fill
 
-# Everything that a shell could take for something else.
-STRANGE = r"""trainer.experiment_name='it is $HOME `a` "b" \; & *'"""
+# Everything that a shell or Kubernetes could take for something else.
+STRANGE = r"""trainer.experiment_name='it is $HOME $(OAR_DATA) `a` "b" \; & *'"""
 
 
 @pytest.fixture
-def job():
-    return Job(
-        recipe=Path("/shared/my recipes/seven"),
-        variant="oar",
-        overrides=(STRANGE, "trainer.total_epochs=1"),
-        nodes=3,
-        gpus_per_node=8,
-        gpus=24,
-        checkpoints="/shared/checkpoints/x",
-        environment={"OAR_DATA": "/shared/my data", "NCCL_DEBUG": "it's $x"},
-        setup="source '/opt/my env/bin/activate'",
-        wait_s=60,
-    )
+def script():
+    """Fills a template for a run on three nodes with eight GPUs each."""
+
+    def make(template, **changes):
+        import shlex
+
+        recipe = Path("/shared/my recipes/seven")
+        values = {
+            "name": "seven-oar",
+            "nodes": 3,
+            "gpus_per_node": 8,
+            "gpus": 24,
+            "checkpoints": "/shared/checkpoints/x",
+            "train": shlex.join(command(recipe, "oar", ["+on=cluster", STRANGE])),
+            "train_alone": shlex.join(command(recipe, "oar", [STRANGE])),
+            "secrets": ("HF_TOKEN", "WANDB_API_KEY"),
+            "environment": {"OAR_DATA": "/shared/my data", "NCCL_DEBUG": "it's $x"},
+            "setup": "",
+            "wait_s": 60,
+        }
+        return fill(template, **{**values, **changes})
+
+    return make
 
 
 @pytest.fixture

@@ -2,39 +2,36 @@
 
 import os
 import subprocess
-import sys
-from dataclasses import replace
 
-import pytest
 import yaml
 
-from oar_plugin.launch import kubernetes
-from oar_plugin.launch.job import LaunchError
 from tests.launch.conftest import STRANGE
 
-PODS = kubernetes.Pods(
-    image="registry/verl-oar:1", claim="disk", secret="keys", cpus="64", memory="900Gi", namespace="ml"
-)
+PODS = {
+    "image": "registry/verl-oar:1",
+    "claim": "disk",
+    "mount": "/shared",
+    "secret": "keys",
+    "cpus": "64",
+    "memory": "900Gi",
+}
 
 
-def containers(cluster):
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    return [group["template"]["spec"]["containers"][0] for group in groups]
-
-
-def test_it_has_the_recipes_nodes_gpus_volume_and_shared_memory(job):
-    made = yaml.safe_load(kubernetes.text(job, PODS))
-    assert (made["apiVersion"], made["kind"]) == ("ray.io/v1", "RayJob")
-    assert made["metadata"] == {"name": "seven-oar", "namespace": "ml"}
+def test_it_has_the_recipes_nodes_gpus_volume_and_shared_memory(script):
+    made = yaml.safe_load(script("kubernetes.j2", **PODS))
+    assert (made["apiVersion"], made["kind"], made["metadata"]) == ("ray.io/v1", "RayJob", {"name": "seven-oar"})
+    assert made["spec"]["backoffLimit"] == 3  # each try has a cluster of its own
+    assert made["spec"]["shutdownAfterJobFinishes"] is True
     cluster = made["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert [workers[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 2]  # and the head makes three
     for group in (cluster["headGroupSpec"], workers):
         assert group["rayStartParams"]["num-gpus"] == "8"  # KubeRay takes strings only
-        volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
+        pod = group["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes["shared"]["persistentVolumeClaim"] == {"claimName": "disk"}
         assert volumes["dshm"]["emptyDir"] == {"medium": "Memory"}
-    for container in containers(cluster):
+        (container,) = pod["containers"]
         wanted = {"nvidia.com/gpu": 8, "cpu": "64", "memory": "900Gi"}
         assert container["resources"] == {"limits": wanted, "requests": wanted}
         assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
@@ -43,51 +40,27 @@ def test_it_has_the_recipes_nodes_gpus_volume_and_shared_memory(job):
         assert {"name": "OAR_DATA", "value": "/shared/my data"} in container["env"]
 
 
-def test_a_fault_leads_to_another_try_on_a_new_cluster(job):
-    spec = kubernetes.manifest(job, replace(PODS, retries=5))["spec"]
-    assert spec["backoffLimit"] == 5
-    assert spec["shutdownAfterJobFinishes"] is True
+def test_one_node_is_the_head_alone_and_nothing_is_asked_that_was_not_said(script):
+    pods = {**PODS, "secret": "", "cpus": "", "memory": ""}
+    cluster = yaml.safe_load(script("kubernetes.j2", **pods, nodes=1))["spec"]["rayClusterSpec"]
+    assert "workerGroupSpecs" not in cluster
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert "envFrom" not in container
 
 
-def test_one_node_is_the_head_alone(job):
-    assert kubernetes.manifest(replace(job, nodes=1), PODS)["spec"]["rayClusterSpec"]["workerGroupSpecs"] == []
-
-
-def test_the_head_runs_what_the_recipe_says_however_it_is_written(job, fake, tmp_path):
-    strange = replace(job, setup="", overrides=(STRANGE, "a='$(OAR_DATA)'"))
-    made = yaml.safe_load(kubernetes.text(strange, PODS))
-    variables = {entry["name"]: entry["value"] for entry in containers(made["spec"]["rayClusterSpec"])[0]["env"]}
+def test_the_head_runs_what_the_recipe_says_however_it_is_written(script, fake, tmp_path):
+    made = yaml.safe_load(script("kubernetes.j2", **PODS, setup="export SET=up"))
+    (container,) = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
     assert "$$(OAR_DATA)" in variables["OAR_LAUNCH_SCRIPT"]  # Kubernetes makes $( of it
-    fake("python", f'printf "%s\\n" "$@" >> "{tmp_path}/done"')
-    entry = [sys.executable, *made["spec"]["entrypoint"].split()[1:]]
+    assert set(made["spec"]["entrypoint"]) <= set(
+        "abcdefghijklmnopqrstuvwxyzOARLUNCHSIPT_.- 0123456789"
+    )  # no shell reads it
+    words = made["spec"]["entrypoint"].split()
+    assert words[:3] == ["python", "-m", "oar_plugin.launch.wait"]
+    assert words[-2:] == ["--then", "OAR_LAUNCH_SCRIPT"]
+    fake("python", f'printf "%s\\n" "$SET" "$@" >> "{tmp_path}/done"')
     environment = {**os.environ, **{name: value.replace("$$(", "$(") for name, value in variables.items()}}
-    subprocess.run(entry, env=environment, check=True, timeout=60)
-    words = (tmp_path / "done").read_text().splitlines()
-    assert words.index("oar_plugin.launch.wait") < words.index("verl.trainer.main_ppo")
-    assert STRANGE in words
-    assert "a='$(OAR_DATA)'" in words
-    assert set(made["spec"]["entrypoint"]) <= set("abcdefghijklmnopqrstuvwxyz_.- ")  # nothing for a shell to read
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"checkpoints": "/sharedx/c"}, "not on the volume that all pods see"),
-        ({"checkpoints": "checkpoints/c"}, "not on the volume"),
-        ({"variant": "x" * 60}, "at most 47 letters"),
-    ],
-)
-def test_what_cannot_work_is_refused(job, change, message):
-    with pytest.raises(LaunchError, match=message):
-        kubernetes.manifest(replace(job, **change), PODS)
-
-
-def test_it_is_given_to_kubectl(job, fake, tmp_path, monkeypatch):
-    fake("kubectl", f'printf "%s\\n" "$*" > {tmp_path}/called; cat > {tmp_path}/manifest')
-    text = kubernetes.text(job, PODS)
-    assert kubernetes.submit(text) == 0
-    assert (tmp_path / "called").read_text() == "create -f -\n"
-    assert (tmp_path / "manifest").read_text() == text
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="there is no kubectl here"):
-        kubernetes.submit(text)
+    subprocess.run(["bash", "-c", environment["OAR_LAUNCH_SCRIPT"]], env=environment, check=True, timeout=60)
+    assert {"up", "verl.trainer.main_ppo", STRANGE} <= set((tmp_path / "done").read_text().splitlines())

@@ -1,11 +1,21 @@
-"""Batches of the engines' tests' responses, for a plain model."""
+"""Batches of the engines' tests' responses for a plain model, and other random models."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from oar_plugin.credit.answer import Segment
 from tests.hosts.engine import world
+
+SIZE = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+
+
+def random_model(kind=LlamaConfig, **settings) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(kind(**SIZE, **settings)).eval()
 
 
 def rows_of(numbers=world.SCORED) -> list[tuple[Tensor, Tensor]]:
@@ -13,7 +23,7 @@ def rows_of(numbers=world.SCORED) -> list[tuple[Tensor, Tensor]]:
     encoded, rows = world.encode(), []
     for number in numbers:
         prompt, response = encoded[number]
-        segments = torch.cat([torch.zeros(len(prompt), dtype=torch.long), world.segments_of(world.ROWS[number][1])])
+        segments = torch.cat([torch.zeros_like(prompt), world.segments_of(world.ROWS[number][1])])
         rows.append((torch.cat([prompt, response]), segments))
     return rows
 
@@ -35,7 +45,19 @@ def unpadded(values_BL: Tensor, mask_BL: Tensor) -> list[Tensor]:
     return [row[keep] for row, keep in zip(values_BL, mask_BL, strict=True)]
 
 
+def positions(segments: Tensor, wanted: Segment = Segment.REASONING) -> Tensor:
+    return (segments == wanted).nonzero()[:, 0]
+
+
 def distance(got: list[Tensor], want: list[Tensor]) -> float:
-    """Largest error, each response's relative to its largest score."""
+    """Largest error, each response's relative to its largest score, if it has one; NaN if any score is."""
     assert all(a.shape == b.shape for a, b in zip(got, want, strict=True))
-    return max(((a - b).abs().max() / b.max()).item() for a, b in zip(got, want, strict=True))
+    return torch.stack([(a - b).abs().max() / (b.max() or 1) for a, b in zip(got, want, strict=True)]).max().item()
+
+
+def error(got: list[Tensor], reference: dict[int, Tensor]) -> float:
+    """Of whole sequences' scores, with nothing at their prompts, to a reference of `world`, which has responses alone."""
+    prompts = [len(world.encode()[number][0]) for number in world.SCORED]
+    assert not any(row[:length].any() for row, length in zip(got, prompts, strict=True))
+    responses = [row[length:] for row, length in zip(got, prompts, strict=True)]
+    return distance(responses, [reference[number] for number in world.SCORED])

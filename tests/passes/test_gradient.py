@@ -15,10 +15,12 @@ from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.tap import Tap
 from oar_plugin.passes.taps import ModelTaps
-from tests.passes.batch import distance, padded, rows_of
+from tests.passes.batch import distance, padded, positions, rows_of
 
 TEMPERATURE = 0.7
 BOTH = frozenset({"entropy", "log_prob"})
+NOISY = (Backward("probe", noise=True),)
+CPU = torch.device("cpu")
 
 
 class Reads(Importance):
@@ -34,9 +36,12 @@ class Reads(Importance):
     def score(self, gradient, embedding):
         return squared_norm(gradient)
 
+    def combine(self, parts):
+        return parts.score_KBL.sum(0)
+
 
 class NoisyReads(Reads):
-    backwards = (Backward("probe", noise=True),)
+    backwards = NOISY
 
 
 class Silent(Reads):
@@ -59,27 +64,21 @@ class NothingButReads(Importance):
         return parts.entropy_BL - parts.log_prob_BL
 
 
-class LogProb(Importance):
-    name = help = "log-probability of the token"
+class LogProb(NothingButReads):
     reads = frozenset({"log_prob"})
 
     def combine(self, parts):
         return -parts.log_prob_BL
 
 
-class Surprise(Importance):
+class Surprise(Reads):
     """A backward from the reasoning's rows, which are read as well; the noisy kind must read what is clean."""
 
-    name = help = "surprise"
     backwards = (Backward("reasoning"),)
-    reads = BOTH
 
     def coefficients(self, number, rows):
         chosen_NV = torch.nn.functional.one_hot(rows.token_N, rows.logits_NV.shape[-1])
         return rows.entropy_N[:, None] * chosen_NV * rows.signs()
-
-    def score(self, gradient, embedding):
-        return squared_norm(gradient)
 
 
 class NoisySurprise(Surprise):
@@ -89,7 +88,7 @@ class NoisySurprise(Surprise):
 class Mixed(Reads):
     """Three backwards, one of them noisy."""
 
-    backwards = (Backward("reasoning"), Backward("probe", noise=True), Backward("probe"))
+    backwards = (Backward("reasoning"), *NOISY, Backward("probe"))
 
     def coefficients(self, number, rows):
         if number == 0:
@@ -97,11 +96,8 @@ class Mixed(Reads):
         assert (rows.clean_NV is not None) == (number == 1 and rows.token_N is None)
         return super().coefficients(number, rows)
 
-    def combine(self, parts):
-        return parts.score_KBL.sum(0)
 
-
-class Signs(Surprise):
+class Signs(Reads):
     """Shows the signs that its backwards drew."""
 
     backwards = (Backward("answer"), Backward("reasoning"))
@@ -111,27 +107,38 @@ class Signs(Surprise):
         self.drawn.append(rows.signs())
         return rows.logits_NV
 
-    def combine(self, parts):
-        return parts.score_KBL.sum(0)
-
 
 def request_of(kind, **more):
     name = f"python:{__name__}:{kind.__name__}" if isinstance(kind, type) else kind
     return Request(name, **{"temperature": TEMPERATURE, "sigma": 0.05, **more})
 
 
-def measure(model, request, batch):
-    """Run the plan; returns what was measured, packed."""
+def forward_and_backward(model, taps, batch, tap):
+    taps.tap = tap
+    model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
+    if tap.scalar is not None:
+        tap.scalar.backward()
+
+
+def measure(model, kind, batch=None, **more):
+    """Run the plan of an importance over the four responses; returns what was measured, packed."""
+    request, batch = request_of(kind, **more), batch or padded(rows_of())
     packed, layout = packed_rows(*batch)
     one = MicroBatchPass(request, packed, layout)
     with ModelTaps(model) as taps:
         for forward in one.importance.forwards(request.num_draws, log_probs=False):
-            tap = taps.tap = one.tap(forward)
             with torch.set_grad_enabled(forward.backward is not None):
-                model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-            if tap.scalar is not None:
-                tap.scalar.backward()
+                forward_and_backward(model, taps, batch, one.tap(forward))
     return one.scores, packed
+
+
+def of_each_response(values_T):
+    return values_T.split([len(ids) for ids, _ in rows_of()])
+
+
+def assert_same_scores(got, want):
+    for name in ("score_KT", "entropy_T", "log_prob_T"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-7)
 
 
 def directly(model, rows, temperature=TEMPERATURE):
@@ -156,204 +163,117 @@ def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(mode
     """At the temperature of the rollout; also where a backward's forward is noisy; once, however many draws there are."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
     for temperature in (0.5, 1.5):
-        request = request_of(kind, num_draws=draws, temperature=temperature)
-        scores, _ = measure(model, request, padded(rows_of(), left=chunk == 5))
+        batch = padded(rows_of(), left=chunk == 5)
+        scores, packed = measure(model, kind, batch, num_draws=draws, temperature=temperature)
         entropy_T, log_prob_T = directly(model, rows_of(), temperature)
+        if "entropy" not in kind.reads:
+            entropy_T = torch.zeros_like(entropy_T)
         torch.testing.assert_close(scores.log_prob_T, log_prob_T, rtol=1e-4, atol=1e-5)
-        wanted = entropy_T if "entropy" in kind.reads else torch.zeros_like(entropy_T)
-        torch.testing.assert_close(scores.entropy_T, wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "with_entropy"), [(NothingButReads, 1), (LogProb, 0)])
-def test_an_importance_of_readings_alone(model, kind, with_entropy):
-    request = request_of(kind)
-    scores, packed = measure(model, request, padded(rows_of()))
-    entropy_T, log_prob_T = directly(model, rows_of())
-    got = importance_of_scores(request, packed, scores)
-    torch.testing.assert_close(got, with_entropy * entropy_T - log_prob_T, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(scores.entropy_T, entropy_T, rtol=1e-4, atol=1e-5)
+        if not kind.backwards:  # an importance of readings alone
+            got = importance_of_scores(request_of(kind, num_draws=draws), packed, scores)
+            torch.testing.assert_close(got, entropy_T - log_prob_T, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Silent, NoisySilent])
 def test_reading_does_not_change_what_a_backward_gives(model, kind):
-    batch = padded(rows_of())
-    silent, _ = measure(model, request_of(kind), batch)
-    for base in kind.__bases__:
-        reading, _ = measure(model, request_of(base), batch)
-        torch.testing.assert_close(reading.score_KT, silent.score_KT)
+    reading, silent = (measure(model, one)[0] for one in (kind.__base__, kind))
+    torch.testing.assert_close(reading.score_KT, silent.score_KT)
 
 
 # ---- what a backward starts from
 
 
-def surprise_by_autograd(model, ids, segments, noise_TH):
-    at = (segments == Segment.REASONING).nonzero()[:, 0]
-    entropy_T, _ = directly(model, [(ids, segments)])
-    seed = response_seeds(ids, torch.zeros_like(ids), 1, 0)
-    sign_NV = signs(position_seeds(seed.expand(len(at)), torch.arange(len(at))), 0, model.config.vocab_size)
-    embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
-    logits = model(inputs_embeds=embedding + noise_TH).logits[0, at - 1]
-    chosen_N = (sign_NV * logits).gather(-1, ids[at][:, None])[:, 0]
-    (gradient,) = torch.autograd.grad((entropy_T[at] * chosen_N).sum(), embedding)
-    return squared_norm(gradient)[0]
-
-
 @pytest.mark.parametrize("kind", [Surprise, NoisySurprise])
 def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, kind):
     """Coefficients are of clean entropies, the gradient goes through noisy embeddings."""
-    request, rows, want = request_of(kind), rows_of(), []
-    scores, _ = measure(model, request, padded(rows))
-    for ids, segments in rows:
-        noise_TH = torch.zeros(len(ids), model.config.hidden_size)
+    scores, _ = measure(model, kind)
+    want, vocabulary, hidden = [], model.config.vocab_size, model.config.hidden_size
+    for ids, segments in rows_of():
+        at = positions(segments)
+        seed_N = response_seeds(ids, torch.zeros_like(ids), 1, 0).expand(len(at))
+        noise_TH = torch.zeros(len(ids), hidden)
         if kind is NoisySurprise:
-            at = (segments == Segment.REASONING).nonzero()[:, 0]
-            seed = response_seeds(ids, torch.zeros_like(ids), 1, 0).expand(len(at))
-            noise_TH[at] = request.sigma * gaussian(position_seeds(seed, at), model.config.hidden_size)
-        want.append(surprise_by_autograd(model, ids, segments, noise_TH))
-    assert distance(scores.score_KT[0].split([len(ids) for ids, _ in rows]), want) < 1e-4
+            noise_TH[at] = request_of(kind).sigma * gaussian(position_seeds(seed_N, at), hidden)
+        entropy_T, _ = directly(model, [(ids, segments)])
+        sign_NV = signs(position_seeds(seed_N, torch.arange(len(at))), 0, vocabulary)
+        embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
+        logits_NV = model(inputs_embeds=embedding + noise_TH).logits[0, at - 1]
+        chosen_N = (sign_NV * logits_NV).gather(-1, ids[at][:, None])[:, 0]
+        (gradient,) = torch.autograd.grad((entropy_T[at] * chosen_N).sum(), embedding)
+        want.append(squared_norm(gradient)[0])
+    assert distance(of_each_response(scores.score_KT[0]), want) < 1e-4
 
 
 def test_each_backward_of_several_is_what_it_is_alone(model):
-    batch = padded(rows_of())
-    scores, _ = measure(model, request_of(Mixed, num_draws=2), batch)
+    scores, _ = measure(model, Mixed, num_draws=2)
     for number, kind in enumerate((Surprise, NoisyReads, Reads)):
-        alone, _ = measure(model, request_of(kind, num_draws=2), batch)
+        alone, _ = measure(model, kind, num_draws=2)
         torch.testing.assert_close(scores.score_KT[number], alone.score_KT[0])
 
 
 @pytest.mark.parametrize("probe", ["last", "answer_mean", "answer_joint"])
 def test_rows_of_the_answer_are_those_of_the_probe_each_by_itself(model, probe):
-    scores, _ = measure(model, request_of(OfAnswer, probe=probe), padded(rows_of()))
+    scores, _ = measure(model, OfAnswer, probe=probe)
     want = []
     for ids, segments in rows_of():
-        at = (segments == Segment.ANSWER).nonzero()[:, 0] - 1
+        at = positions(segments, Segment.ANSWER) - 1
         embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
         logits = model(inputs_embeds=embedding).logits[0, at[:1] if probe == "last" else at]
         scalar = (logits.detach().softmax(-1) * logits).sum()
         want.append(squared_norm(*torch.autograd.grad(scalar, embedding))[0])
-    assert distance(scores.score_KT[0].split([len(ids) for ids, _ in rows_of()]), want) < 1e-5
+    assert distance(of_each_response(scores.score_KT[0]), want) < 1e-5
 
 
 def test_the_joint_probe_weights_each_row_by_its_share(model):
-    batch, answers = padded(rows_of()), [(segments == Segment.ANSWER).sum() for _, segments in rows_of()]
-    each, packed = measure(model, request_of(OfAnswer, probe="answer_joint"), batch)
-    joint, _ = measure(model, request_of(Silent, probe="answer_joint"), batch)
-    share_T = (1 / torch.stack(answers))[packed.response_T]
+    answers = torch.stack([(segments == Segment.ANSWER).sum() for _, segments in rows_of()])
+    (each, packed), (joint, _) = (measure(model, kind, probe="answer_joint") for kind in (OfAnswer, Silent))
+    share_T = (1 / answers)[packed.response_T]
     assert share_T.min() < 1
     torch.testing.assert_close(joint.score_KT[0], each.score_KT[0] * share_T**2)
 
 
 def test_signs_do_not_depend_on_how_rows_are_cut_and_differ_by_draw_and_backward(model, monkeypatch):
-    seen = {}
-    forwards = [Forward(0), Forward(1), Forward(0, 1), Forward(1, 1)]
-    packed, layout = packed_rows(*padded(rows_of()))
-    one = MicroBatchPass(request_of(Signs), packed, layout)
-    for chunk in (3, 256):
+    seen, forwards = {3: [], 256: []}, [Forward(0), Forward(1), Forward(0, 1), Forward(1, 1)]
+    one = MicroBatchPass(request_of(Signs), *packed_rows(*padded(rows_of())))
+    for chunk, drawn in seen.items():
         monkeypatch.setattr(rows_module, "CHUNK", chunk)
         for forward in forwards:
             Signs.drawn.clear()
             with ModelTaps(model) as taps:
-                taps.tap = one.tap(forward)
-                model(input_ids=padded(rows_of())[0], use_cache=False)
-            seen[chunk, forward] = torch.cat(Signs.drawn)
-    assert all(torch.equal(seen[3, forward], seen[256, forward]) for forward in forwards)
-    rows = torch.cat([seen[3, forward] for forward in forwards])
+                forward_and_backward(model, taps, padded(rows_of()), one.tap(forward))
+            drawn.append(torch.cat(Signs.drawn))
+    rows = torch.cat(seen[3])
+    assert torch.equal(rows, torch.cat(seen[256]))
     correlation = (rows @ rows.T / rows.shape[1]).fill_diagonal_(0)
     assert correlation.abs().max() < 6 / rows.shape[1] ** 0.5
 
 
 @pytest.mark.parametrize("kind", ["fisher", "oar_g", "onward", NoisySurprise])
 def test_every_draw_of_every_backward_is_another_one(model, kind):
-    first, both = (measure(model, request_of(kind, num_draws=draws), padded(rows_of()))[0] for draws in (1, 2))
+    first, both = (measure(model, kind, num_draws=draws)[0] for draws in (1, 2))
     for one_T, two_T in zip(first.score_KT, both.score_KT, strict=True):
         second_T = two_T - one_T
         assert (second_T >= -1e-6 * one_T.max()).all()
         assert (second_T - one_T).abs().max() > 0.05 * one_T.max()
 
 
-# ---- many micro-batches, many responses
+# ---- many micro-batches, many ranks, many responses
 
 
 def test_micro_batches_write_into_one_place(model):
     """As Megatron's schedules have it: in any order, each at the places of its rows."""
     request, rows = request_of("onward"), rows_of()
-    whole, packed = measure(model, request, padded(rows))
-    scores = Scores(importance_of("onward"), len(packed.token_T), torch.device("cpu"))
+    whole, packed = measure(model, "onward")
+    scores = Scores(importance_of("onward"), len(packed.token_T), CPU)
     with ModelTaps(model) as taps:
         for chosen in ([3, 1], [0, 2]):
             batch = padded([rows[i] for i in chosen])
             place_T = torch.cat([torch.arange(*packed.offsets[i : i + 2].tolist()) for i in chosen])
             one = MicroBatchPass(request, *packed_rows(*batch), scores, place_T)
             for forward in one.importance.forwards(1):
-                tap = taps.tap = one.tap(forward)
-                model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-                tap.scalar.backward()
-    for name in ("score_KT", "entropy_T", "log_prob_T"):
-        torch.testing.assert_close(getattr(scores, name), getattr(whole, name), rtol=1e-4, atol=1e-7)
-
-
-def test_scores_are_summed_over_ranks_in_one_call_and_keep_their_places():
-    scores, calls = Scores(Reads(), 4, torch.device("cpu")), []
-    scores.score_KT[0], scores.entropy_T[:], scores.log_prob_T[:] = 1.0, 2.0, 3.0
-    scores.total(lambda vector: calls.append(vector.shape) or 2 * vector)
-    assert calls == [(12,)]
-    for values, want in ((scores.score_KT, 2), (scores.entropy_T, 4), (scores.log_prob_T, 6), (scores.reads_NT[0], 4)):
-        assert (values == want).all()
-
-
-def test_a_packed_batch_is_combined_response_by_response():
-    token_T = torch.arange(8)
-    segments_T = torch.tensor([False, True, True, False, True, True, True, False]) * int(Segment.REASONING)
-    whole = Packed(token_T, segments_T, torch.tensor([0, 3, 8]))
-    scores = Scores(importance_of("onward"), 8, torch.device("cpu"))
-    scores.score_KT[:], scores.entropy_T[:] = torch.rand(2, 8), torch.rand(8)
-    together = importance_of_scores(Request("onward"), whole, scores)
-    assert together[whole.reasoning_T].all()
-    assert not together[~whole.reasoning_T].any()
-    for begin, end in ((0, 3), (3, 8)):
-        one = Packed(token_T[begin:end], segments_T[begin:end], torch.tensor([0, end - begin]))
-        part = Scores(importance_of("onward"), end - begin, torch.device("cpu"))
-        part.score_KT[:], part.entropy_T[:] = scores.score_KT[:, begin:end], scores.entropy_T[begin:end]
-        torch.testing.assert_close(importance_of_scores(Request("onward"), one, part), together[begin:end])
-
-
-def test_draws_are_averaged_and_readings_are_not():
-    packed = Packed(torch.arange(3), torch.full((3,), int(Segment.REASONING)), torch.tensor([0, 3]))
-    scores = Scores(importance_of("fisher"), 3, torch.device("cpu"))
-    scores.score_KT[:] = 8.0
-    assert importance_of_scores(Request("fisher", num_draws=4), packed, scores).tolist() == [2.0] * 3
-    scores = Scores(importance_of("entropy"), 3, torch.device("cpu"))
-    scores.entropy_T[:] = 8.0
-    assert importance_of_scores(Request("entropy", num_draws=4), packed, scores).tolist() == [8.0] * 3
-
-
-def test_packed_sequences_know_their_places():
-    packed = Packed(torch.arange(5), torch.zeros(5, dtype=torch.long), torch.tensor([0, 2, 2, 5]))
-    assert packed.response_T.tolist() == [0, 0, 2, 2, 2]
-    assert packed.place_T.tolist() == [0, 1, 0, 1, 2]
-
-
-def test_a_rank_that_holds_a_part_adds_its_part(model):
-    """Rows and embeddings cut between two ranks: scalars, scores and readings add up."""
-    batch = padded(rows_of())
-    for kind in (OfAnswer, Surprise):
-        whole, packed = measure(model, request_of(kind), batch)
-        layout = packed_rows(*batch)[1]
-        first_T = torch.arange(len(packed.token_T)) % 2 == 0
-        ones = []
-        for mine_T in (first_T, ~first_T):
-            local_T = torch.where(mine_T, layout.local_T, -1)
-            ones.append(MicroBatchPass(request_of(kind), packed, Layout(local_T, local_T, layout.num_embeddings)))
-        taps_of = [one.tap(one.importance.forwards(1)[0]) for one in ones]
-        joined = Joined(*taps_of)
-        with ModelTaps(model) as taps:
-            taps.tap = joined.tap
-            model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-            joined.tap.scalar.backward()
-        for name in ("score_KT", "entropy_T", "log_prob_T"):
-            total = sum(getattr(one.scores, name) for one in ones)
-            torch.testing.assert_close(total, getattr(whole, name), rtol=1e-4, atol=1e-7)
-            if getattr(whole, name).any():
-                assert all(getattr(one.scores, name).any() for one in ones)
+                forward_and_backward(model, taps, batch, one.tap(forward))
+    assert_same_scores(scores, whole)
 
 
 class Joined:
@@ -370,3 +290,61 @@ class Joined:
             second.receive(gradient, embedding)
 
         self.tap = Tap(torch.cat([first.row_position_N, second.row_position_N]), probe, receive=receive)
+
+
+@pytest.mark.parametrize("kind", [OfAnswer, Surprise])
+def test_a_rank_that_holds_a_part_adds_its_part(model, kind):
+    """Rows and embeddings cut between two ranks: scalars, scores and readings add up."""
+    batch, request = padded(rows_of()), request_of(kind)
+    whole, packed = measure(model, kind)
+    layout = packed_rows(*batch)[1]
+    first_T = torch.arange(len(packed.token_T)) % 2 == 0
+    local = [torch.where(mine_T, layout.local_T, -1) for mine_T in (first_T, ~first_T)]
+    ones = [MicroBatchPass(request, packed, Layout(local_T, local_T, layout.num_embeddings)) for local_T in local]
+    with ModelTaps(model) as taps:
+        forward_and_backward(model, taps, batch, Joined(*(one.tap(one.importance.forwards(1)[0]) for one in ones)).tap)
+    total = Scores(kind(), len(packed.token_T), CPU)
+    for name in ("score_KT", "entropy_T", "log_prob_T"):
+        parts = [getattr(one.scores, name) for one in ones]
+        getattr(total, name)[:] = sum(parts)
+        assert all(part.any() for part in parts) or not getattr(whole, name).any()
+    assert_same_scores(total, whole)
+
+
+def test_scores_are_summed_over_ranks_in_one_call_and_keep_their_places():
+    scores, calls = Scores(Reads(), 4, CPU), []
+    scores.score_KT[0], scores.entropy_T[:], scores.log_prob_T[:] = 1.0, 2.0, 3.0
+    scores.total(lambda vector: calls.append(vector.shape) or 2 * vector)
+    assert calls == [(12,)]
+    for values, want in ((scores.score_KT, 2), (scores.entropy_T, 4), (scores.log_prob_T, 6), (scores.reads_NT[0], 4)):
+        assert (values == want).all()
+
+
+def test_a_packed_batch_is_combined_response_by_response():
+    token_T = torch.arange(8)
+    segments_T = torch.tensor([False, True, True, False, True, True, True, False]) * int(Segment.REASONING)
+    whole = Packed(token_T, segments_T, torch.tensor([0, 3, 8]))
+    scores = Scores(importance_of("onward"), 8, CPU)
+    scores.score_KT[:], scores.entropy_T[:] = torch.rand(2, 8), torch.rand(8)
+    together = importance_of_scores(Request("onward"), whole, scores)
+    assert together[whole.reasoning_T].all()
+    assert not together[~whole.reasoning_T].any()
+    for begin, end in ((0, 3), (3, 8)):
+        one = Packed(token_T[begin:end], segments_T[begin:end], torch.tensor([0, end - begin]))
+        part = Scores(importance_of("onward"), end - begin, CPU)
+        part.score_KT[:], part.entropy_T[:] = scores.score_KT[:, begin:end], scores.entropy_T[begin:end]
+        torch.testing.assert_close(importance_of_scores(Request("onward"), one, part), together[begin:end])
+
+
+@pytest.mark.parametrize(("name", "field", "want"), [("fisher", "score_KT", 2.0), ("entropy", "entropy_T", 8.0)])
+def test_draws_are_averaged_and_readings_are_not(name, field, want):
+    packed = Packed(torch.arange(3), torch.full((3,), int(Segment.REASONING)), torch.tensor([0, 3]))
+    scores = Scores(importance_of(name), 3, CPU)
+    getattr(scores, field)[:] = 8.0
+    assert importance_of_scores(Request(name, num_draws=4), packed, scores).tolist() == [want] * 3
+
+
+def test_packed_sequences_know_their_places():
+    packed = Packed(torch.arange(5), torch.zeros(5, dtype=torch.long), torch.tensor([0, 2, 2, 5]))
+    assert packed.response_T.tolist() == [0, 0, 2, 2, 2]
+    assert packed.place_T.tolist() == [0, 1, 0, 1, 2]

@@ -4,161 +4,143 @@ import weakref
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config
 
 from oar_plugin.passes.tap import Tap
 from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError
+from tests.passes.batch import SIZE, random_model
 
-SIZE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 IDS = torch.arange(20).view(2, 10)
 ROWS = torch.tensor([3, 4, 15])
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def model(request):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=request.param, attention_dropout=0.5)).eval()
+    return random_model(tie_word_embeddings=request.param, attention_dropout=0.5)
+
+
+@pytest.fixture
+def logits(model):
+    return model(input_ids=IDS).logits.detach()
 
 
 class Reader:
     """Keeps the rows' logits, with a graph, and what the leaf delivers."""
 
-    def __init__(self, scalar=lambda logits_NV: logits_NV.square().sum(), **tap):
+    def __init__(self, scalar=lambda logits_NV: logits_NV.square().sum(), rows=ROWS, **tap):
         self.delivered = []
         self._scalar = scalar
-        self.tap = Tap(ROWS, self._probe, receive=lambda *pair: self.delivered.append(pair), **tap)
+        self.tap = Tap(rows, self._probe, **{"receive": lambda *pair: self.delivered.append(pair), **tap})
 
     def _probe(self, project, hidden_NH):
         self.logits_NV = project(hidden_NH)
         return self._scalar(self.logits_NV)
 
+    def run(self, model, taps, ids=IDS):
+        taps.tap = self.tap
+        return model(input_ids=ids, use_cache=False)
 
-def run(model, taps, reader, ids=IDS):
-    taps.tap = reader.tap
-    return model(input_ids=ids, use_cache=False)
+    def gradient(self, model, taps, ids=IDS):
+        """What the one backward delivers: gradient and leaf."""
+        self.run(model, taps, ids)
+        assert not self.delivered
+        self.tap.scalar.backward()
+        (pair,) = self.delivered
+        return pair
 
 
-def test_rows_are_the_models_own_logits_and_only_they_have_a_graph(model):
-    want = model(input_ids=IDS).logits.detach()
+def by_autograd(model):
+    """The embeddings, with the gradient of the readers' scalar."""
+    embedding = model.get_input_embeddings()(IDS).detach().requires_grad_(True)
+    model(inputs_embeds=embedding).logits.flatten(0, 1)[ROWS].square().sum().backward()
+    model.zero_grad(set_to_none=True)
+    return embedding
+
+
+@pytest.mark.parametrize("rows_only", [False, True])
+def test_rows_are_the_models_own_logits_and_only_they_have_a_graph(model, logits, rows_only):
     with ModelTaps(model) as taps:
-        reader = Reader(rows_only=False)
-        output = run(model, taps, reader)
-        assert not output.logits.requires_grad
-        torch.testing.assert_close(output.logits, want)
+        reader = Reader(rows_only=rows_only)
+        output = reader.run(model, taps)
+        torch.testing.assert_close(reader.logits_NV, logits.flatten(0, 1)[ROWS])
         assert reader.logits_NV.requires_grad
-        torch.testing.assert_close(reader.logits_NV, want.flatten(0, 1)[ROWS])
-
-
-def test_rows_only_projects_nothing_else(model):
-    want = model(input_ids=IDS).logits.detach()
-    with ModelTaps(model) as taps:
-        reader = Reader()
-        assert run(model, taps, reader).logits.shape == (1, 1, SIZE["vocab_size"])
-        torch.testing.assert_close(reader.logits_NV, want.flatten(0, 1)[ROWS])
+        torch.testing.assert_close(reader.tap.scalar, reader.logits_NV.square().sum())
+        if rows_only:  # nothing else is projected
+            assert output.logits.shape == (1, 1, SIZE["vocab_size"])
+        else:
+            assert not output.logits.requires_grad
+            torch.testing.assert_close(output.logits, logits)
 
 
 @pytest.mark.parametrize("rows_only", [False, True])
 def test_the_gradient_equals_that_of_an_ordinary_forward_and_is_delivered_once(model, rows_only):
-    embedding = model.get_input_embeddings()(IDS).detach().requires_grad_(True)
-    model(inputs_embeds=embedding).logits.flatten(0, 1)[ROWS].square().sum().backward()
-    model.zero_grad(set_to_none=True)
+    embedding = by_autograd(model)
     with ModelTaps(model) as taps:
-        reader = Reader(rows_only=rows_only)
-        run(model, taps, reader)
-        torch.testing.assert_close(reader.tap.scalar, reader.logits_NV.square().sum())
-        assert not reader.delivered
-        reader.tap.scalar.backward()
-        ((gradient, leaf),) = reader.delivered
-        torch.testing.assert_close(gradient, embedding.grad)
-        assert torch.equal(leaf, embedding)
-        assert not leaf.requires_grad
+        gradient, leaf = Reader(rows_only=rows_only).gradient(model, taps)
+    torch.testing.assert_close(gradient, embedding.grad)
+    assert torch.equal(leaf, embedding)
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_noise_moves_the_forward_but_not_the_leaf(model):
+@pytest.mark.parametrize("wanted", [True, False])
+def test_noise_moves_the_forward_but_not_the_leaf(model, wanted):
+    """Also where nobody wants a gradient."""
     clean = model.get_input_embeddings()(IDS).detach()
     want = model(inputs_embeds=clean + 0.1).logits.detach().flatten(0, 1)[ROWS]
     with ModelTaps(model) as taps:
-        reader = Reader(noise=lambda embedding: torch.full_like(embedding, 0.1))
-        run(model, taps, reader)
+        reader = Reader(noise=lambda embedding: torch.full_like(embedding, 0.1), **({} if wanted else {"receive": None}))
+        if wanted:
+            assert torch.equal(reader.gradient(model, taps)[1], clean)
+        else:
+            reader.run(model, taps)
+            assert not reader.logits_NV.requires_grad
         torch.testing.assert_close(reader.logits_NV.detach(), want)
-        reader.tap.scalar.backward()
-        assert torch.equal(reader.delivered[0][1], clean)
-        silent = Reader(noise=reader.tap.noise)
-        silent.tap.receive = None  # nobody wants a gradient: noise all the same
-        run(model, taps, silent)
-        torch.testing.assert_close(silent.logits_NV, want)
-        assert not silent.logits_NV.requires_grad
 
 
-def test_a_forward_without_a_scalar_or_a_receiver_has_no_graph(model):
-    want = model(input_ids=IDS).logits.detach()
+def test_a_forward_without_a_scalar_or_a_receiver_has_no_graph(model, logits):
     with ModelTaps(model) as taps:
-        reader = Reader(scalar=lambda logits_NV: None, rows_only=False)
-        reader.tap.receive = None
-        output = run(model, taps, reader)
-        assert reader.tap.scalar is None
-        assert not reader.logits_NV.requires_grad
-        torch.testing.assert_close(output.logits, want)
+        reader = Reader(scalar=lambda logits_NV: None, rows_only=False, receive=None)
+        output = reader.run(model, taps)
+    assert reader.tap.scalar is None
+    assert not reader.logits_NV.requires_grad
+    torch.testing.assert_close(output.logits, logits)
 
 
 def test_no_rows_at_all_still_give_a_backward(model):
     """A rank, or a micro-batch, without an answer: its gradient is zero, and it is delivered."""
     with ModelTaps(model) as taps:
-        reader = Reader()
-        reader.tap.row_position_N = torch.tensor([], dtype=torch.long)
-        run(model, taps, reader)
-        reader.tap.scalar.backward()
-        assert not reader.delivered[0][0].any()
+        gradient, _ = Reader(rows=torch.tensor([], dtype=torch.long)).gradient(model, taps)
+    assert not gradient.any()
 
 
-def test_hooks_let_forwards_pass_that_have_no_tap(model):
-    want = model(input_ids=IDS).logits
+def test_hooks_let_forwards_pass_that_have_no_tap(model, logits):
     with ModelTaps(model) as taps:
-        assert torch.equal(model(input_ids=IDS).logits, want)
-        reader = Reader()
-        run(model, taps, reader)
+        assert torch.equal(model(input_ids=IDS).logits, logits)
+        Reader().run(model, taps)
         taps.tap = None
-        assert torch.equal(model(input_ids=IDS).logits, want)
+        assert torch.equal(model(input_ids=IDS).logits, logits)
 
 
 def test_only_the_first_embedding_of_a_forward_is_the_leaf(model):
     """A model may embed something else on the way: prompts of an adapter, say."""
     layer, embed = model.model.layers[0], model.get_input_embeddings()
     layer.register_forward_pre_hook(lambda module, args: (args[0] + 0.5 * embed(IDS.flip(1)), *args[1:]))
-    embedding = embed(IDS).detach().requires_grad_(True)
-    model(inputs_embeds=embedding).logits.flatten(0, 1)[ROWS].square().sum().backward()
-    model.zero_grad(set_to_none=True)
+    embedding = by_autograd(model)
     with ModelTaps(model) as taps:
         for _ in range(2):  # each forward has a leaf of its own
-            reader = Reader()
-            run(model, taps, reader)
-            reader.tap.scalar.backward()
-            ((gradient, leaf),) = reader.delivered
+            gradient, leaf = Reader().gradient(model, taps)
             torch.testing.assert_close(gradient, embedding.grad)
             assert torch.equal(leaf, embedding)
 
 
 def test_two_forwards_may_go_on_before_their_backwards(model):
     """As a pipeline's schedule does: each gradient goes to its own tap."""
+    batches = (IDS, IDS.flip(0))
     with ModelTaps(model) as taps:
-        alone = []
-        for ids in (IDS, IDS.flip(0)):
-            reader = Reader()
-            run(model, taps, reader, ids)
-            reader.tap.scalar.backward()
-            alone.append(reader.delivered[0])
+        alone = [Reader().gradient(model, taps, ids) for ids in batches]
         readers = [Reader(), Reader()]
-        for reader, ids in zip(readers, (IDS, IDS.flip(0)), strict=True):
-            run(model, taps, reader, ids)
+        for reader, ids in zip(readers, batches, strict=True):
+            reader.run(model, taps, ids)
         for reader in readers:
             reader.tap.scalar.backward()
     for reader, pair in zip(readers, alone, strict=True):
@@ -182,19 +164,15 @@ def test_nothing_of_a_micro_batch_stays_behind(model):
 
 
 def test_checkpointing_recomputes_the_layers_and_leaves_dropout_off(model):
-    calls = []
+    calls, gradients = [], []
     model.model.layers[1].input_layernorm.register_forward_hook(lambda *args: calls.append(1))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    gradients = {}
-    for checkpointing in (False, True):
+    for checkpointing, forwards in ((False, 1), (True, 2)):
         calls.clear()
         with ModelTaps(model, checkpoint_activations=checkpointing) as taps:
-            reader = Reader(scalar=torch.sum)
-            run(model, taps, reader)
-            reader.tap.scalar.backward()
-            gradients[checkpointing] = reader.delivered[0][0]
-        assert len(calls) == (2 if checkpointing else 1)
-    torch.testing.assert_close(gradients[True], gradients[False])
+            gradients.append(Reader(scalar=torch.sum).gradient(model, taps)[0])
+        assert len(calls) == forwards
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -210,7 +188,7 @@ def test_no_trace_is_left_even_after_an_error(model, fails):
     try:
         with ModelTaps(model, checkpoint_activations=True) as taps:
             assert state() != before
-            run(model, taps, Reader())
+            Reader().run(model, taps)
             if fails:
                 raise ZeroDivisionError
     except ZeroDivisionError:
@@ -225,12 +203,13 @@ def test_a_pending_gradient_is_refused(model):
         pass
 
 
-def test_models_that_transform_their_logits_are_refused():
-    model = Gemma2ForCausalLM(Gemma2Config(**SIZE, head_dim=8, final_logit_softcapping=30.0))
-    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping=30"):
-        ModelTaps(model)
-
-
-def test_models_without_embeddings_to_hook_are_refused():
-    with pytest.raises(UnsupportedModelError, match="get_input_embeddings"):
-        ModelTaps(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: random_model(Gemma2Config, head_dim=8, final_logit_softcapping=30.0), "final_logit_softcapping=30"),
+        (lambda: torch.nn.Linear(2, 2), "get_input_embeddings"),
+    ],
+)
+def test_models_that_transform_logits_or_have_no_embeddings_to_hook_are_refused(build, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        ModelTaps(build())

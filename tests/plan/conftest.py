@@ -1,20 +1,16 @@
-"""The recipes' configurations, composed once: Hydra takes seconds for each."""
-
-from pathlib import Path
+"""Recipes' configurations, composed once: Hydra takes seconds for each."""
 
 import pytest
 from omegaconf import DictConfig
 
-from oar_plugin.hosts.verl.recipe import compose_recipe
-
-RECIPES = Path(__file__).parents[2] / "recipes"
+from oar_plugin.hosts.verl.recipe import compose_recipe, find_recipe
 
 
 @pytest.fixture(scope="session")
 def fsdp_config() -> DictConfig:
-    return compose_recipe(RECIPES / "qwen2_5_7b_math")
+    return compose_recipe(find_recipe("qwen2_5_7b_math"))
 
 
 @pytest.fixture(scope="session")
 def megatron_config() -> DictConfig:
-    return compose_recipe(RECIPES / "qwen2_5_32b_megatron")
+    return compose_recipe(find_recipe("qwen2_5_32b_megatron"))

@@ -1,7 +1,6 @@
 """Gates that were tried in place of the paper's; README.md says how they did.
 
-`oar bench learning --gate python:benchmarks.candidates.learning.gates:NAME --tau 0.4` trains with one (from the repository's
-root, with `PYTHONPATH=.`).
+`python -m benchmarks learning --gate python:benchmarks.candidates.learning.gates:NAME --tau 0.4` trains with one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Importances that were tried for chains of reasoning and are not in the package; README.md says how they did.
 
-`oar bench learning --methods python:benchmarks.candidates.learning.importance:NAME` trains with one (from the repository's
-root, with `PYTHONPATH=.`). They are made of what `onward` is made of: Fisher norms of the answer's rows and of the reasoning's,
-with signs of their own for each row, and a factor in the entropy.
+`python -m benchmarks learning --methods python:benchmarks.candidates.learning.importance:NAME` trains with one. They are
+made of what `onward` is made of: Fisher norms of the answer's rows and of the reasoning's, with signs of their own for each
+row, and a factor in the entropy.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from oar_plugin.credit.importance.onward import SURE, TEMPERATURE, decision, row
 class _FisherNorms(Importance):
     """Fisher norms at `temperature`, each as a share of its response's highest, added with `shares`."""
 
-    backwards = (Backward("answer"), Backward("reasoning"))
+    backwards: ClassVar[tuple[Backward, ...]] = (Backward("answer"), Backward("reasoning"))
     arbitrary_scale = False
     temperature = 1.0
     shares = (1.0, 1.0)

@@ -6,8 +6,8 @@ With `p` the probe's distribution and `u` one random sign vector,
 
 `c` is a random root of the softmax's Fisher matrix, so the expectation of `I_t` over `u` is the trace of token `t`'s block of
 the Fisher information of the answer with respect to the inputs. Not in the paper. It tracks exact OAR-P better than OAR-G does
-(Spearman 0.68 against 0.43 on twelve small trained models, `benchmarks/fidelity_cpu.md`), takes one backward, and needs no
-noise that could drown in bf16 rounding. AS-Joint is a product of one distribution an answer token: its Fisher matrix is the
+(Spearman 0.68 against 0.43 on twelve small trained models, `benchmarks/results/fidelity_cpu.md`), takes one backward, and needs
+no noise that could drown in bf16 rounding. AS-Joint is a product of one distribution an answer token: its Fisher matrix is the
 sum over tokens, with signs of its own for each row.
 """
 

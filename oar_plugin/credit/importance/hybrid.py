@@ -2,7 +2,7 @@
 
 The gradient comes from the log-prob pass, when rollout engines have already given up weights and cache, so the actor runs the
 copies. Overlap with exact OAR-P's top 20 %: 0.82 at a budget of 0.3, where `fisher` alone has 0.67
-(`benchmarks/fidelity_cpu.md`).
+(`benchmarks/results/fidelity_cpu.md`).
 """
 
 from __future__ import annotations

@@ -18,13 +18,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, distributed, nn
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name, get_vendor
-from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl import cpu
-from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested
+from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested, register_engine
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
 from oar_plugin.passes.masked_copies import LogitsReader
@@ -201,13 +198,5 @@ class OarFSDPMixin(ImportancePass):
 
 
 def register(transformer_impl: ModuleType) -> None:
-    """Register the engine for this machine's device, ahead of verl's own (a vendor's entry wins over a device's)."""
-    bases: tuple[type, ...] = (OarFSDPMixin, transformer_impl.FSDPEngineWithLMHead)
-    if cpu.wanted():
-        from oar_plugin.hosts.verl.cpu.engines import CpuFSDPMixin
-
-        bases = (OarFSDPMixin, CpuFSDPMixin, transformer_impl.FSDPEngineWithLMHead)
-    engine = type("OarFSDPEngineWithLMHead", bases, {"__module__": __name__})
-    EngineRegistry.register(
-        model_type="language_model", backend=["fsdp", "fsdp2"], device=get_device_name(), vendor=get_vendor()
-    )(engine)
+    """Called once verl's FSDP engines are imported, and so in its registry."""
+    register_engine(OarFSDPMixin, "fsdp", "fsdp2")

@@ -15,8 +15,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, distributed
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_torch_device
+from verl.utils.device import get_device_id, get_device_name, get_torch_device, get_vendor
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
+from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.engine_copies import engine_copies
@@ -26,6 +27,18 @@ from oar_plugin.passes.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Req
 from oar_plugin.passes.tokens import TokenBytes
 
 SECONDS = "oar_seconds"  # of `_score`'s output: actor seconds spent on each row
+
+
+def register_engine(mixin: type, *backends: str) -> None:
+    """Register a subclass of the engine that verl's registry holds for this machine. As its vendor's entry it wins over the
+    device's, which is the host's own."""
+    for backend in backends:
+        try:
+            held = EngineRegistry.get_engine_cls("language_model", backend)
+        except ValueError:  # none for this device: a driver without a GPU imports the module, but builds no engine
+            continue
+        engine = type(f"Oar{held.__name__}", (mixin, held), {"__module__": mixin.__module__})
+        EngineRegistry.register("language_model", backend, device=get_device_name(), vendor=get_vendor())(engine)
 
 
 class ImportancePass:

@@ -25,13 +25,12 @@ from tensordict import TensorDict
 from torch import Tensor, distributed, nn
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name, get_vendor
-from verl.workers.engine.base import EngineRegistry
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.utils import detach_tree
 
 from oar_plugin.credit.importance import Forward, of_engines, without_copies
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested
+from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested, register_engine
 from oar_plugin.hosts.verl.megatron_served import check_chunks
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
@@ -279,11 +278,6 @@ def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM)
 
 
 def register(transformer_impl: ModuleType) -> None:
-    """Register the engine for this machine's device, ahead of verl's own (a vendor's entry wins over a device's)."""
-    if get_device_name() == "npu":  # verl's engine there is another class, MindSpeed's
-        return
-    bases = (OarMegatronMixin, transformer_impl.MegatronEngineWithLMHead)
-    engine = type("OarMegatronEngineWithLMHead", bases, {"__module__": __name__})
-    EngineRegistry.register(
-        model_type="language_model", backend="megatron", device=get_device_name(), vendor=get_vendor()
-    )(engine)
+    """Called once verl's Megatron engine is imported, and so in its registry."""
+    if get_device_name() != "npu":  # verl's engine there is another class, MindSpeed's
+        register_engine(OarMegatronMixin, "megatron")

@@ -20,7 +20,7 @@ _missing = [name for name in ("math_verify", "pebble") if importlib.util.find_sp
 if _missing:
     raise ImportError(
         f"the reward oar_plugin.hosts.verl.reward needs {' and '.join(_missing)}: install them on every node with "
-        "pip install 'oar_plugin[recipes]'"
+        "pip install '.[recipes]' in a checkout of this plugin"
     )
 
 from oar_plugin.math.answer import final_answer  # noqa: E402

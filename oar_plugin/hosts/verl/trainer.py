@@ -41,6 +41,9 @@ logger = logging.getLogger("oar_plugin")
 class OarTrainerMixin:
     """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
 
+    host: type
+    """The trainer itself, which a run with another estimator gets."""
+
     config: DictConfig
     global_steps: int
     timing_raw: dict[str, float]
@@ -48,6 +51,9 @@ class OarTrainerMixin:
     tokenizer: Any
 
     _replacement: int | None = None
+
+    def __new__(cls, config: DictConfig) -> Any:
+        return super().__new__(cls) if switched_on(config) else cls.host(config)
 
     def __init__(self, config: DictConfig) -> None:
         self.oar = resolve(config)
@@ -251,31 +257,25 @@ def _nothing_scored(advantage_BL: torch.Tensor) -> dict[str, torch.Tensor]:
 class OarTrainerSync(OarTrainerMixin, PPOTrainerSync):
     """Trainer and rollout share the devices and take turns."""
 
-    def __new__(cls, config: DictConfig) -> Any:
-        """verl's own trainer unless the estimator is `oar`."""
-        return super().__new__(cls) if switched_on(config) else PPOTrainerSync(config)
+    host = PPOTrainerSync
 
 
 class OarTrainerColocateAsync(OarTrainerMixin, PPOTrainerColocateAsync):
     """Trainer and rollout share the devices; unfinished responses go on in the next step."""
 
-    def __new__(cls, config: DictConfig) -> Any:
-        """verl's own trainer unless the estimator is `oar`."""
-        return super().__new__(cls) if switched_on(config) else PPOTrainerColocateAsync(config)
+    host = PPOTrainerColocateAsync
 
 
 class OarTrainerSeparateAsync(OarTrainerMixin, PPOTrainerSeparateAsync):
     """Trainer and rollout have devices of their own."""
 
-    def __new__(cls, config: DictConfig) -> Any:
-        """verl's own trainer unless the estimator is `oar`."""
-        return super().__new__(cls) if switched_on(config) else PPOTrainerSeparateAsync(config)
+    host = PPOTrainerSeparateAsync
 
 
 TRAINERS = {
-    "sync": (PPOTrainerSync, OarTrainerSync),
-    "colocate_async": (PPOTrainerColocateAsync, OarTrainerColocateAsync),
-    "separate_async": (PPOTrainerSeparateAsync, OarTrainerSeparateAsync),
+    "sync": OarTrainerSync,
+    "colocate_async": OarTrainerColocateAsync,
+    "separate_async": OarTrainerSeparateAsync,
 }
 
 
@@ -288,9 +288,9 @@ def register() -> None:
     Raises:
         RuntimeError: another plugin has already replaced a trainer; the two cannot both be first.
     """
-    for name, (host, ours) in TRAINERS.items():
+    for name, ours in TRAINERS.items():
         current = trainer_base.TRAINER_REGISTRY.get(name)
-        if current not in (host, ours):
+        if current not in (ours.host, ours):
             raise RuntimeError(f"verl's trainer '{name}' was already replaced by {current}; OAR cannot replace it too.")
         trainer_base.TRAINER_REGISTRY[name] = ours
 

@@ -28,62 +28,8 @@ def test_the_example_works():
 # ---- importances that cannot work
 
 
-class NoName(Saliency):
-    name = ""
-
-
-class NoHelp(Saliency):
-    help = ""
-
-
-class NoMethods(Importance):
-    name = help = "no methods"
-    backwards = (Backward(),)
-
-
-class NoScore(Importance):
-    name = help = "no score"
-    backwards = (Backward(),)
-
-    def coefficients(self, number, rows):
-        return rows.logits_NV
-
-
-class Two(Saliency):
-    backwards = (Backward("answer"), Backward("reasoning"))
-
-
-class Nothing(Importance):
+class Empty(Importance):
     name = help = "nothing"
-
-
-class ChosenByNothing(Importance):
-    name = help = "chosen by nothing"
-    copies = Copies(by_gradient=True)
-
-
-class NoTuple(Saliency):
-    backwards = Backward("answer")
-
-
-class NoBackward(Saliency):
-    backwards = ("answer",)
-
-
-class NoSuchRows(Saliency):
-    backwards = (Backward("awnser"),)
-
-
-class NoSuchReading(Saliency):
-    reads = frozenset({"entropies"})
-
-
-class OneReading(Saliency):
-    reads = "entropy"
-
-
-class NoCopies(Saliency):
-    copies = 1.0
 
 
 class NeedsArguments(Saliency):
@@ -91,101 +37,106 @@ class NeedsArguments(Saliency):
         self.size = size
 
 
-class WrongShape(Saliency):
-    def coefficients(self, number, rows):
-        return rows.logits_NV.sum(-1)
-
-
-class NeedsPooledTokens(Saliency):
-    """Tokens are there for single rows only."""
-
-    backwards = (Backward("probe"),)
-
-
-class NoTensor(Saliency):
-    def score(self, gradient, embedding):
-        return 1.0
-
-
-class NotFinite(Saliency):
-    def score(self, gradient, embedding):
-        return super().score(gradient, embedding) / 0
-
-
-class Negative(Saliency):
-    def score(self, gradient, embedding):
-        return (gradient * embedding).sum(-1)
-
-
-class BadCombine(Saliency):
-    def combine(self, parts):
-        return parts.score_KBL
-
-
-class NegativeCombine(Saliency):
-    reads = frozenset({"log_prob"})
-
-    def combine(self, parts):
-        return parts.log_prob_BL
-
-
-class NeedsRows(Saliency):
-    """A rank may hold no row of the answer."""
-
-    def coefficients(self, number, rows):
-        return super().coefficients(number, rows) / rows.logits_NV.max()
-
-
-class NeedsReasoning(Saliency):
-    """A response that is not scored has none."""
-
-    def combine(self, parts):
-        pairs = zip(parts.score_KBL[0], parts.reasoning_BL, strict=True)
-        return torch.stack([score / score[keep].max() for score, keep in pairs])
-
-
-class Raises(Saliency):
-    def combine(self, parts):
-        raise KeyError("of mine")
+class Unrelated:
+    name = help = "unrelated"
 
 
 def no_class():
     pass
 
 
-class Unrelated:
-    name = help = "unrelated"
+def signed(self, gradient, embedding):
+    return (gradient * embedding).sum(-1)
 
 
-FAULTS = [
-    ("no_class", ["must be a class derived from oar_plugin.credit.importance.Importance"]),
-    ("Unrelated", ["must be a class derived from"]),
-    ("NoName", ["it has no name"]),
-    ("NoHelp", ["it has no help"]),
-    ("NoMethods", ["no method coefficients", "no method score", "; "]),
-    ("NoScore", ["no method score"]),
-    ("Two", ["2 backwards and no method combine"]),
-    ("Nothing", ["no backwards, no copies and no method combine", "nothing makes its scores"]),
-    ("ChosenByNothing", ["chosen by gradient", "no backwards"]),
-    ("NoTuple", ["backwards must be a tuple of Backward"]),
-    ("NoBackward", ["backwards must be a tuple of Backward"]),
-    ("NoSuchRows", ["'awnser'", "allowed: probe, answer, reasoning"]),
-    ("NoSuchReading", ["entropies", "allowed: a set of entropy, log_prob"]),
-    ("OneReading", ["reads='entropy'", "allowed: a set of entropy, log_prob"]),
-    ("NoCopies", ["copies must be None or Copies(...)"]),
-    ("NeedsArguments", ["NeedsArguments() failed", "size"]),
-    ("WrongShape", ["coefficients returned (3,), wanted a tensor of shape (3, 7)"]),
-    ("NeedsPooledTokens", ["coefficients failed", "NoneType"]),
-    ("NoTensor", ["score returned float, wanted a tensor of shape (2,)"]),
-    ("NotFinite", ["score returned numbers that are not finite"]),
-    ("Negative", ["score returned negative numbers"]),
-    ("BadCombine", ["combine returned (1, 3, 4), wanted a tensor of shape (3, 4)"]),
-    ("NegativeCombine", ["combine returned negative numbers"]),
-    ("NeedsRows", ["coefficients failed", "max()"]),
-    ("NeedsReasoning", ["combine failed", "max()"]),
-    ("Raises", ["combine failed: KeyError('of mine')"]),
-    ("Absent", ["cannot be imported", "Absent", "PYTHONPATH"]),
-]
+def fails(self, parts):
+    raise KeyError("of mine")
+
+
+def of_every_row(self, number, rows):
+    """A rank may hold no row of the answer."""
+    return Saliency.coefficients(self, number, rows) / rows.logits_NV.max()
+
+
+def of_every_response_with_reasoning(self, parts):
+    """A response that is not scored has none."""
+    pairs = zip(parts.score_KBL[0], parts.reasoning_BL, strict=True)
+    return torch.stack([score / score[keep].max() for score, keep in pairs])
+
+
+FAULTS = {
+    # name: (what it is but for these attributes, those attributes, what the message says)
+    "NoName": (Saliency, {"name": ""}, ["it has no name"]),
+    "NoHelp": (Saliency, {"help": ""}, ["it has no help"]),
+    "NoMethods": (Empty, {"backwards": (Backward(),)}, ["no method coefficients", "no method score", "; "]),
+    "NoScore": (
+        Empty,
+        {"backwards": (Backward(),), "coefficients": lambda self, number, rows: rows.logits_NV},
+        ["no method score"],
+    ),
+    "Two": (
+        Saliency,
+        {"backwards": (Backward("answer"), Backward("reasoning"))},
+        ["2 backwards and no method combine"],
+    ),
+    "Nothing": (Empty, {}, ["no backwards, no copies and no method combine", "nothing makes its scores"]),
+    "ChosenByNothing": (Empty, {"copies": Copies(by_gradient=True)}, ["chosen by gradient", "no backwards"]),
+    "NoTuple": (Saliency, {"backwards": Backward("answer")}, ["backwards must be a tuple of Backward"]),
+    "NoBackward": (Saliency, {"backwards": ("answer",)}, ["backwards must be a tuple of Backward"]),
+    "NoSuchRows": (Saliency, {"backwards": (Backward("awnser"),)}, ["'awnser'", "allowed: probe, answer, reasoning"]),
+    "NoSuchReading": (
+        Saliency,
+        {"reads": frozenset({"entropies"})},
+        ["entropies", "allowed: a set of entropy, log_prob"],
+    ),
+    "OneReading": (Saliency, {"reads": "entropy"}, ["reads='entropy'", "allowed: a set of entropy, log_prob"]),
+    "NoCopies": (Saliency, {"copies": 1.0}, ["copies must be None or Copies(...)"]),
+    "WrongShape": (
+        Saliency,
+        {"coefficients": lambda self, number, rows: rows.logits_NV.sum(-1)},
+        ["coefficients returned (3,), wanted a tensor of shape (3, 7)"],
+    ),
+    # Tokens are there for single rows only.
+    "NeedsPooledTokens": (Saliency, {"backwards": (Backward("probe"),)}, ["coefficients failed", "NoneType"]),
+    "NoTensor": (
+        Saliency,
+        {"score": lambda self, gradient, embedding: 1.0},
+        ["score returned float, wanted a tensor of shape (2,)"],
+    ),
+    "NotFinite": (
+        Saliency,
+        {"score": lambda self, gradient, embedding: signed(self, gradient, embedding).abs() / 0},
+        ["score returned numbers that are not finite"],
+    ),
+    "Negative": (Saliency, {"score": signed}, ["score returned negative numbers"]),
+    "BadCombine": (
+        Saliency,
+        {"combine": lambda self, parts: parts.score_KBL},
+        ["combine returned (1, 3, 4), wanted a tensor of shape (3, 4)"],
+    ),
+    "NegativeCombine": (
+        Saliency,
+        {"reads": frozenset({"log_prob"}), "combine": lambda self, parts: parts.log_prob_BL},
+        ["combine returned negative numbers"],
+    ),
+    "NeedsRows": (Saliency, {"coefficients": of_every_row}, ["coefficients failed", "max()"]),
+    "NeedsReasoning": (Saliency, {"combine": of_every_response_with_reasoning}, ["combine failed", "max()"]),
+    "Raises": (Saliency, {"combine": fails}, ["combine failed: KeyError('of mine')"]),
+}
+HARMLESS = {
+    # What is no reasoning is not read.
+    "NanElsewhere": {"combine": lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL},
+    # What `combine` is given may have a sign.
+    "SignedBefore": {"score": signed, "combine": lambda self, parts: parts.score_KBL[0].abs()},
+}
+globals().update({name: type(name, (base,), attributes) for name, (base, attributes, _) in FAULTS.items()})
+globals().update({name: type(name, (Saliency,), attributes) for name, attributes in HARMLESS.items()})
+MESSAGES = {name: parts for name, (_, _, parts) in FAULTS.items()} | {
+    "no_class": ["must be a class derived from oar_plugin.credit.importance.Importance"],
+    "Unrelated": ["must be a class derived from"],
+    "NeedsArguments": ["NeedsArguments() failed", "size"],
+    "Absent": ["cannot be imported", "Absent", "PYTHONPATH"],
+}
 
 
 def message_of(key, value):
@@ -195,33 +146,16 @@ def message_of(key, value):
     return str(error.value)
 
 
-@pytest.mark.parametrize(("kind", "parts"), FAULTS, ids=[kind for kind, _ in FAULTS])
-def test_an_importance_that_cannot_work_is_refused_at_the_start_with_what_is_missing(kind, parts):
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_an_importance_that_cannot_work_is_refused_at_the_start_with_what_is_missing(kind):
     message = message_of("importance", f"{HERE}:{kind}")
-    for part in parts:
+    for part in MESSAGES[kind]:
         assert part in message
     with pytest.raises(ValueError, match="cannot be"):
         importance_of(f"{HERE}:{kind}")
 
 
-class NanElsewhere(Saliency):
-    """What is no reasoning is not read."""
-
-    def combine(self, parts):
-        return parts.score_KBL[0] / parts.reasoning_BL
-
-
-class SignedBefore(Saliency):
-    """What `combine` is given may have a sign."""
-
-    def score(self, gradient, embedding):
-        return (gradient * embedding).sum(-1)
-
-    def combine(self, parts):
-        return parts.score_KBL[0].abs()
-
-
-@pytest.mark.parametrize("kind", ["NanElsewhere", "SignedBefore"])
+@pytest.mark.parametrize("kind", HARMLESS)
 def test_what_does_no_harm_is_not_refused(kind):
     assert isinstance(importance_of(f"{HERE}:{kind}"), Saliency)
 

@@ -5,19 +5,28 @@ CPU stand-ins: see `oar_plugin/hosts/verl/cpu/megatron.py`.
 
 from __future__ import annotations
 
-import os
-import random
-import sys
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
 
 from oar_plugin.hosts.verl.cpu import megatron
-from tests.hosts.engine.worker import ENTROPY, EXACT, ONWARD, OWN, RANDOM, batch, differences, flags, gather, run
+from tests.hosts.engine import cases, world
+from tests.hosts.engine.worker import (
+    EVERY,
+    UNEVEN,
+    batch,
+    differences,
+    draw,
+    gather,
+    kinds,
+    main,
+    random_states,
+    run,
+    train_step,
+)
 
 megatron.install()
 
@@ -27,11 +36,22 @@ from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig  # noqa: E402
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 
-EVERY = list(range(8))
-PADDED_FROM = 200
-RECOMPUTE = {
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+LAYOUT_WORDS: dict[str, dict[str, Any]] = {
+    **{f"{name}2": {name: 2} for name in ("tp", "pp", "vpp", "cp")},
+    "dp2": {},
+    "sp": {"sp": True},
+    "padded": {"packed": False},
+    "full": {
+        "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    },
+    "selective": {"recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
+    "vocabulary": {},
+    "tied": {},
+}
+BYTES = {
+    "tp2": ["fisher", "oar_g", "onward"],
+    "tp2 sp": ["fisher"],
+    "cp2": ["fisher", "fisher joint"],
 }
 
 
@@ -43,7 +63,7 @@ def build(
     vpp: int | None = None,
     cp: int = 1,
     packed: bool = True,
-    recompute: str | None = None,
+    recompute: dict[str, Any] | None = None,
     host_only: bool = False,
 ) -> Any:
     if parallel_state.is_initialized():
@@ -67,7 +87,7 @@ def build(
             "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
             "sequence_parallel": sp,
-            **RECOMPUTE.get(recompute or "", {}),
+            **(recompute or {}),
         },
     )
     object.__setattr__(engine, "dtype", "float32")  # verl's config admits half precision only
@@ -99,9 +119,7 @@ def state(engine: Any) -> dict[str, Any]:
         "optimizer": {
             i: {j: dict(v) for j, v in enumerate(o.optimizer.state.values())} for i, o in enumerate(optimizers)
         },
-        "torch_rng": torch.get_rng_state(),
-        "numpy_rng": np.random.get_state()[1].tolist(),
-        "python_rng": random.getstate(),
+        **random_states(),
     }
 
 
@@ -114,40 +132,37 @@ def half_way(engine: Any) -> None:
         parameter.grad = torch.full_like(parameter, 3.0)
 
 
-def score(engine: Any, rows: list[int] = EVERY, packed: bool = True, **kwargs: Any) -> list[dict[str, Any]]:
-    """The result on every rank."""
+def score(engine: Any, words: str = "fisher", rows: list[int] = EVERY, packed: bool = True) -> list[dict[str, Any]]:
+    """The result on every rank, with how often attention was computed for it: more often with recomputation."""
     half_way(engine)
-    return gather(run(engine, rows, packed, look=state, **kwargs))
-
-
-def attention_calls(engine: Any, **kwargs: Any) -> tuple[list[dict[str, Any]], int]:
-    """The result, and how often attention was computed for it on this rank: more often with recomputation."""
     calls = []
     original = megatron.DenseCoreAttention.forward
-    megatron.DenseCoreAttention.forward = lambda self, *args, **kw: calls.append(1) or original(self, *args, **kw)
-    try:
-        return score(engine, **kwargs), len(calls)
-    finally:
-        megatron.DenseCoreAttention.forward = original
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(megatron.DenseCoreAttention, "forward", counted):
+        result = run(engine, rows, packed, look=state, **cases.request(words))
+    return gather(result | {"attention": len(calls)})
 
 
-def bytes_moved(engine: Any, rows: list[int], **request: Any) -> dict[str, int]:
+def bytes_moved(engine: Any, words: str) -> dict[str, int]:
     """Payload of the all-reduces that the pass adds, by what they carry: of a pass without log-probs, which have their own.
 
     The model's own reductions are of three dimensions, `[s, b, H]`, and verl's counts are integers or scalars. Each kind is
     counted on the rank that moves most of it.
     """
     moved = {"rows": 0, "vocabulary": 0, "sequence": 0, "scores": 0}
-    looks: list[int] = []
+    hidden = engine.tf_config.hidden_size
+    original = dist.all_reduce
+    looks = []
 
     def look(engine: Any) -> dict[str, Any]:
         if not looks:  # so far it was the ordinary pass that `run` compares with
             moved.update(dict.fromkeys(moved, 0))
         looks.append(1)
         return {}
-
-    hidden = engine.tf_config.hidden_size
-    original = dist.all_reduce
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.is_floating_point() and tensor.dim() in (1, 2) and kwargs["group"].size() > 1:
@@ -156,11 +171,8 @@ def bytes_moved(engine: Any, rows: list[int], **request: Any) -> dict[str, int]:
             moved[kind] += tensor.numel() * tensor.element_size()
         return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = counted
-    try:
-        run(engine, rows, True, only=True, look=look, **request)
-    finally:
-        dist.all_reduce = original
+    with mock.patch.object(dist, "all_reduce", counted):
+        run(engine, look=look, **cases.request(f"{words} only"))
     everywhere = gather(moved)
     return {kind: max(rank[kind] for rank in everywhere) for kind in moved}
 
@@ -178,15 +190,13 @@ def refusals(engine: Any) -> dict[str, str]:
         "defer_embedding_wgrad_compute": True,
         "cuda_graph_impl": "local",
     }.items():
-        before = getattr(config, name)
-        setattr(config, name, value)
-        try:
-            check_chunks(engine.module)
-        except ValueError as error:
-            said[f"{name}={value}"] = str(error)
-        setattr(config, name, before)
+        with mock.patch.object(config, name, value):
+            try:
+                check_chunks(engine.module)
+            except ValueError as error:
+                said[f"{name}={value}"] = str(error)
     try:
-        run(engine, EVERY, True, look=state, importance="oar_p", perturbation=EXACT)
+        run(engine, look=state, **cases.request("oar_p"))
     except ValueError as error:
         said["importance=oar_p"] = str(error)
     return said
@@ -206,155 +216,68 @@ def noticed(engine: Any) -> list[str]:
     get_model_config(chunk).finalize_model_grads_func = print
     optimizer = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])[0]
     optimizer.optimizer.state[parameter] = {"step": 1}
-    torch.rand(1)
-    np.random.rand()
-    random.random()
+    draw()
     with torch.no_grad():
         parameter.mul_(2)
-    return sorted({path.split("/")[1] for path in differences(before, state(engine))})
+    return kinds(differences(before, state(engine)))
 
 
 def unfrozen(engine: Any) -> list[str]:
     """Negative control for freezing: traces of a pass whose taps leave the parameters as they are."""
-    from unittest import mock
-
     from oar_plugin.passes.tap import Traces
 
     with mock.patch.object(Traces, "freeze"):
-        result = score(engine)
-    return sorted({path.split("/")[1] for path in result[0]["traces"]})
+        return kinds(score(engine)[0]["traces"])
 
 
 def ordinary(engine: Any) -> dict[str, Any]:
     """Log-probs of a batch without a request."""
     with engine.eval_mode():
-        output = engine.infer_batch(flags(batch(EVERY), True, False)).get("model_output", {})
+        output = engine.infer_batch(batch(EVERY)).get("model_output", {})
     return {"class": type(engine).__name__, "log_probs": output["log_probs"].values() if output else None}
 
 
-def train_steps(engine: Any) -> list[float]:
-    """Ordinary updates."""
+def engine_of(folder: str, layout: str) -> Any:
+    words = layout.split()
+    arguments = {name: value for word in words for name, value in LAYOUT_WORDS[word].items()}
+    engine = build(f"{folder}/tied" if "tied" in words else folder, **arguments)
+    if "vocabulary" in words:
+        engine.model_config.hf_config.vocab_size = world.COLUMNS
+    return engine
 
-    def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        return -model_output["log_probs"].values().mean(), {}
 
-    norms = []
-    for _ in range(2):
-        with engine.train_mode():
-            metrics = engine.train_batch(flags(batch(EVERY), True, False), loss)["metrics"]
-        norms.append(float(metrics.get("grad_norm", 0.0)))  # of the rank that reports
-    return norms
+def scored(engine: Any, layout: str, asked: list[str]) -> dict[str, Any]:
+    rows = UNEVEN[dist.get_rank()] if layout == "dp2" else EVERY
+    return {f"{layout} {words}": score(engine, words, rows, "padded" not in layout) for words in asked}
 
 
 def double(folder: str) -> dict[str, Any]:
     """Two processes, one layout after the other."""
     out: dict[str, Any] = {}
-    engine = build(folder, tp=2)
-    out["tp2"] = score(engine)
-    out["tp2_bytes"] = {
-        "fisher": bytes_moved(engine, EVERY),
-        "oar_g": bytes_moved(engine, EVERY, importance="oar_g"),
-        "onward": bytes_moved(engine, EVERY, **ONWARD),
-    }
-    out["tp2_joint"] = score(engine, probe="answer_joint")
-    out["tp2_onward"] = score(engine, **ONWARD)
-
-    engine = build(folder, tp=2, sp=True)
-    out["ordinary"] = ordinary(engine)
-    out["tp2_sp"], out["calls"] = attention_calls(engine)
-    out["tp2_sp_again"] = score(engine)
-    out["tp2_sp_bytes"] = {"fisher": bytes_moved(engine, EVERY)}
-    for probe in ("last", "answer_mean", "answer_joint"):
-        out[f"tp2_sp_fisher_{probe}"] = score(engine, probe=probe)
-        out[f"tp2_sp_oar_g_{probe}"] = score(engine, importance="oar_g", probe=probe)
-    out["tp2_sp_dynamic"] = score(engine, dynamic=True)
-    out["tp2_sp_only"] = score(engine, only=True)
-    out["tp2_sp_draws"] = score(engine, num_draws=3)
-    out["tp2_sp_onward"] = score(engine, **ONWARD)
-    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
-        out[f"tp2_sp_{name}"] = score(engine, **request)
-    out["tp2_sp_onward_only"] = score(engine, only=True, **ONWARD)
-    out["refusals"] = refusals(engine)
-    out["grad_norms"] = train_steps(engine)
-    out["noticed"] = noticed(engine)
-    out["fresh_grad_norms"] = train_steps(build(folder, tp=2, sp=True))
-    out["ordinary_host"] = ordinary(build(folder, tp=2, sp=True, host_only=True))
-
-    for how in RECOMPUTE:
-        out[f"tp2_sp_recompute_{how}"], out[f"calls_{how}"] = attention_calls(
-            build(folder, tp=2, sp=True, recompute=how)
-        )
-    out["tp2_sp_padded"] = score(build(folder, tp=2, sp=True, packed=False), packed=False)
-    engine = build(folder, tp=2)
-    engine.model_config.hf_config.vocab_size = PADDED_FROM  # as if the columns from there on were padding
-    out["tp2_vocabulary"] = score(engine)
-    out["tp2_vocabulary_onward"] = score(engine, **ONWARD)
-
-    engine = build(folder, pp=2)
-    out["pp2"] = score(engine)
-    out["pp2_oar_g"] = score(engine, importance="oar_g")
-    out["pp2_draws"] = score(engine, num_draws=3)
-    out["pp2_onward"] = score(engine, **ONWARD)
-    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
-        out[f"pp2_{name}"] = score(engine, **request)
-    out["pp2_dynamic"] = score(engine, dynamic=True)
-    out["pp2_only"] = score(engine, only=True)
-    out["unfrozen"] = unfrozen(engine)
-    out["pp2_recompute_full"] = score(build(folder, pp=2, recompute="full"))
-
-    engine = build(folder, pp=2, vpp=2)
-    out["pp2_vpp2"] = score(engine)
-    out["pp2_vpp2_dynamic"] = score(engine, dynamic=True)
-    out["pp2_vpp2_oar_g"] = score(engine, importance="oar_g")
-    out["pp2_vpp2_onward"] = score(engine, **ONWARD)
-    out["pp2_vpp2_joint"] = score(engine, probe="answer_joint")
-
-    engine = build(folder, cp=2)
-    out["cp2"] = score(engine)
-    out["cp2_bytes"] = {"fisher": bytes_moved(engine, EVERY), "joint": bytes_moved(engine, EVERY, probe="answer_joint")}
-    out["cp2_onward"] = score(engine, **ONWARD)
-    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
-        out[f"cp2_{name}"] = score(engine, **request)
-    out["cp2_dynamic"] = score(engine, dynamic=True)
-    for probe in ("last", "answer_mean", "answer_joint"):
-        out[f"cp2_fisher_{probe}"] = score(engine, probe=probe)
-        out[f"cp2_oar_g_{probe}"] = score(engine, importance="oar_g", probe=probe)
-    out["cp2_padded"] = score(build(folder, cp=2, packed=False), packed=False)
-
-    rows = [[0, 1, 3, 2], [4, 5, 6, 7]][dist.get_rank()]
-    engine = build(folder)
-    out["dp2"] = score(engine, rows)
-    out["dp2_dynamic"] = score(engine, rows, dynamic=True)
-
-    tied = str(
-        Path(folder) / "tied"
-    )  # last: mbridge remembers of a tied model, in its class, that it has no output layer
-    out["tp2_sp_tied"] = score(build(tied, tp=2, sp=True))
-    engine = build(tied, pp=2)
-    out["pp2_tied"] = score(engine)
-    out["pp2_tied_onward"] = score(engine, **ONWARD)
+    for layout, asked in cases.MEGATRON.items():
+        engine = engine_of(folder, layout)
+        if layout == "tp2 sp":
+            out["ordinary"] = ordinary(engine)
+        out |= scored(engine, layout, asked)
+        out |= {f"{layout} {words} bytes": bytes_moved(engine, words) for words in BYTES.get(layout, [])}
+        if layout == "tp2 sp":
+            out["refusals"] = refusals(engine)
+            out["grad_norms"] = [train_step(engine, EVERY) for _ in range(2)]
+            out["noticed"] = noticed(engine)
+            fresh = engine_of(folder, layout)
+            out["fresh_grad_norms"] = [train_step(fresh, EVERY) for _ in range(2)]
+            out["ordinary_host"] = ordinary(build(folder, tp=2, sp=True, host_only=True))
+        if layout == "pp2":
+            out["unfrozen"] = unfrozen(engine)
     return out
 
 
 def eight(folder: str) -> dict[str, Any]:
     """Eight processes: tensor, sequence, pipeline and context parallel at once."""
-    engine = build(folder, tp=2, sp=True, pp=2, cp=2)
-    out: dict[str, Any] = {"fisher": score(engine), "dynamic": score(engine, dynamic=True)}
-    out["joint"] = score(engine, probe="answer_joint")
-    out["oar_g"] = score(engine, importance="oar_g")
-    out["onward"] = score(engine, **ONWARD)
-    for name, request in (("entropy", ENTROPY), ("random", RANDOM), ("own", OWN)):
-        out[name] = score(engine, **request)
-    out["bytes"] = {"fisher": bytes_moved(engine, EVERY)}
-    return out
+    ((layout, asked),) = cases.EIGHT.items()
+    engine = engine_of(folder, layout)
+    return {**scored(engine, layout, asked), "bytes": bytes_moved(engine, "fisher")}
 
 
 if __name__ == "__main__":
-    which, folder, target = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = {"double": double, "eight": eight}[which](folder)
-    if dist.get_rank() == 0:
-        torch.save(result, Path(target))
-    dist.barrier()
-    os._exit(0)  # gloo's threads outlive destroy_process_group on some builds
+    main(double, eight)

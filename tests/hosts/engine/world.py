@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.tiny.smoke_model import make_tokenizer
+from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.credit.perturbation import sample_replacements, units
 
 MAX_RESPONSE_LENGTH = 40
 SIGMA = 1e-3
-PAD = 256  # the tokenizer's padding token, as make_tokenizer numbers it
+TEMPERATURE = 0.7  # of sampling; not 1, so that entropies at another temperature are noticed
+make_tokenizer = partial(words.make_tokenizer, by_bytes=True)
+PAD = 256  # of that tokenizer
+COLUMNS = 200  # of a vocabulary whose other columns are taken for padding
 
 # prompt, response, needed. The last three fall back: no answer, truncated, nothing to reason about.
 ROWS = [
@@ -73,6 +77,18 @@ def segments_of(response: str) -> torch.Tensor:
     return torch.tensor([int(s) for s in out] + [int(Segment.AFTER)] * (len(text) - end))
 
 
+def fisher_coefficients(logits_RV: torch.Tensor, sign_RV: torch.Tensor) -> torch.Tensor:
+    p = logits_RV.detach().softmax(-1)
+    root = p.sqrt() * sign_RV
+    return root - p * root.sum(-1, keepdim=True)
+
+
+def entropies(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
+    log_p = (logits_RV / temperature).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+@cache
 def reference(
     folder: Path,
     importance: str = "fisher",
@@ -80,7 +96,7 @@ def reference(
     seed: int = 0,
     columns: int | None = None,
     dtype: torch.dtype = torch.float32,
-    temperature: float = 0.7,
+    temperature: float = TEMPERATURE,
 ) -> dict[int, torch.Tensor]:
     """Importance of each scored response, one at a time, with plain autograd on a plain HuggingFace model.
 
@@ -95,12 +111,12 @@ def reference(
         segments = torch.cat([torch.zeros(len(prompt), dtype=torch.long), segments_of(ROWS[row][1])])
         rows = (segments == Segment.ANSWER).nonzero()[:, 0] - 1
         rows = rows[:1] if probe == "last" else rows
+        reasoning = (segments == Segment.REASONING).nonzero()[:, 0]
         seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, seed)
         embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
         if importance == "oar_g":
             noise = torch.zeros(1, len(ids), hidden)
-            at = (segments == Segment.REASONING).nonzero()[:, 0]
-            noise[0, at] = SIGMA * gaussian(position_seeds(seed_1.expand(len(at)), at, 0), hidden)
+            noise[0, reasoning] = SIGMA * gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), hidden)
             with torch.no_grad():
                 clean = model(inputs_embeds=embedding).logits[0, rows].double()
             noisy = model(inputs_embeds=embedding + noise).logits[0, rows].double()
@@ -113,48 +129,40 @@ def reference(
             (gradient,) = torch.autograd.grad(scalar, embedding)
             scores = (gradient * embedding).sum(-1).abs()[0]
         elif importance == "entropy":
-            at = (segments == Segment.REASONING).nonzero()[:, 0]
-            log_p = (model(inputs_embeds=embedding).logits[0, at - 1] / temperature).log_softmax(-1)
-            scores = torch.zeros(len(ids), dtype=dtype).index_put((at,), -(log_p.exp() * log_p).sum(-1))
+            entropy = entropies(model(inputs_embeds=embedding).logits[0, reasoning - 1], temperature)
+            scores = torch.zeros(len(ids), dtype=dtype).index_put((reasoning,), entropy)
         elif importance == "own":
             log_p = model(inputs_embeds=embedding).logits[0, rows].log_softmax(-1)
             (gradient,) = torch.autograd.grad(log_p.gather(-1, ids[rows + 1][:, None]).sum(), embedding)
             scores = (gradient * embedding).sum(-1).abs()[0]
         elif importance == "onward":
-            reasoning = (segments == Segment.REASONING).nonzero()[:, 0]
             logits = model(inputs_embeds=embedding).logits[0, :, :columns]
-            norms, entropies = [], torch.zeros(len(ids), dtype=dtype)
+            norms, entropy = [], torch.zeros(len(ids), dtype=dtype)
             for at, seed_part in ((rows, seed_1), (reasoning - 1, position_seeds(seed_1, torch.ones(1), 0))):
                 sign = signs(position_seeds(seed_part.expand(len(at)), torch.arange(len(at))), 0, vocabulary)
-                log_p = (logits[at].detach() / temperature).log_softmax(-1)
-                entropy = -(log_p.exp() * log_p).sum(-1)
-                flat = (logits[at].detach() / 4).softmax(-1)
-                root = flat.sqrt() * sign
-                coefficient = root - flat * root.sum(-1, keepdim=True)
+                coefficient = fisher_coefficients(logits[at] / 4, sign)
                 if at is not rows:
-                    coefficient = coefficient * (-entropy).exp()[:, None]
-                    entropies[reasoning] = entropy
+                    entropy[reasoning] = entropies(logits[at].detach(), temperature)
+                    coefficient = coefficient * (-entropy[reasoning]).exp()[:, None]
                 scalar = (coefficient * logits[at]).sum()
                 (gradient,) = torch.autograd.grad(scalar, embedding, retain_graph=True)
                 norms.append(gradient.square().sum(-1)[0])
             influence = torch.stack([norm / norm[reasoning].max() for norm in norms]).amax(0)
-            scores = influence ** (1 / 3) * (1 - (-entropies / 0.3).exp()) * (-entropies / 2).exp()
+            scores = influence ** (1 / 3) * (1 - (-entropy / 0.3).exp()) * (-entropy / 2).exp()
         else:
             logits = model(inputs_embeds=embedding).logits[0, rows, :columns]
             if probe == "answer_joint":
                 sign = signs(position_seeds(seed_1.expand(len(rows)), torch.arange(len(rows))), 0, vocabulary)
             else:
                 logits, sign = logits.mean(0, keepdim=True), signs(seed_1, 0, vocabulary)
-            p = logits.detach().softmax(-1)
-            root = p.sqrt() * sign
-            coefficient = root - p * root.sum(-1, keepdim=True)
-            (gradient,) = torch.autograd.grad((coefficient * logits).sum() / len(logits), embedding)
+            scalar = (fisher_coefficients(logits, sign) * logits).sum() / len(logits)
+            (gradient,) = torch.autograd.grad(scalar, embedding)
             scores = gradient.square().sum(-1)[0]
-        keep = segments == Segment.REASONING
-        result[row] = torch.where(keep, scores.detach(), 0.0)[len(prompt) :].float()
+        result[row] = torch.where(segments == Segment.REASONING, scores.detach(), 0.0)[len(prompt) :].float()
     return result
 
 
+@cache
 def counterfactual(
     folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False
 ) -> dict[int, torch.Tensor]:

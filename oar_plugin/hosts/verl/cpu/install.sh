@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make (or bring up to date) a virtual environment in which verl trains on a CPU.
 #
-#   install.sh VENV [EXTRAS]      EXTRAS: extras of this package, default "cpu,plots"
+#   install.sh VENV [EXTRAS]      EXTRAS: extras of this package, default "cpu,benchmarks" (the demo's)
 #
 # Uses uv when it is on PATH and pip is not configured by PIP_* variables, which uv does not read; pip otherwise.
 # PYTHON names the interpreter to use (default: the first of python3.11, python3.12, python3.10, python3 that fits).
@@ -21,7 +21,7 @@ fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 
 [ $# -ge 1 ] && [ $# -le 2 ] || fail "usage: install.sh VENV [EXTRAS]"
 venv=$1
-extras=${2:-cpu,plots}
+extras=${2:-cpu,benchmarks}
 python="$venv/bin/python"
 stamp="$venv/.oar-cpu-installed"
 want=$( (cat "$here/requirements.txt" "$here/constraints.txt" "$repository/setup.py" "$repository/pyproject.toml"

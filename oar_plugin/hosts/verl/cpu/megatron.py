@@ -179,10 +179,13 @@ def _layer_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def stand_in(engine: Any) -> None:
-    """Put everything in place for verl's engine, whose module this is."""
+    """Put everything in place for verl's engine, whose module this is, and register it for the device ``cpu``."""
+    from verl.workers.engine.base import EngineRegistry
+
     install()
     for name in ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu"):
         setattr(engine, name, lambda *args, **kwargs: None)
+    EngineRegistry.register("language_model", "megatron", device="cpu")(engine.MegatronEngineWithLMHead)
 
 
 def install() -> None:

@@ -1,0 +1,206 @@
+"""What the study says: its tables, the goals, and what a reader must know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import pandas as pd
+from torch import Tensor
+
+from benchmarks.fidelity.estimators import REFERENCE, Score, package_estimators
+from benchmarks.fidelity.responses import Response
+from benchmarks.fidelity.scores import DELETED, mean_over_groups
+from benchmarks.fidelity.sources import FAITHFUL
+from benchmarks.importance import DEFAULT
+from benchmarks.report import Table
+from benchmarks.statistics import Estimate
+
+BASELINE = f"{DEFAULT} 1"
+"""What others are compared with: the package's default importance."""
+
+RECALL_LOSS = 0.03
+"""How far the recall of causal tokens may be below exact OAR-P's for a goal to count."""
+
+GOALS = (
+    (0.80, 2.0, "one forward and one backward"),
+    (0.90, 4.5, "4.5 passes (1.5 times OAR-G's two forwards and one backward)"),
+)
+"""At least this overlap of the top 20 % with exact OAR-P, for at most so many passes, forward and backward together."""
+
+
+TITLES = {"overlap": "Overlap of the top 20 % with exact OAR-P", "recall": "Recall of causal tokens"}
+
+Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
+"""A task, a response, and its scores `[R]` by estimator."""
+
+
+@dataclass
+class Findings:
+    """What was measured with the package's estimators and those of `--also`; tables are of the first dtype, but for a column.
+
+    `judged` has a row for each task, seed, dtype, estimator and response, `costs` for each task and estimator.
+    """
+
+    dtypes: Sequence[str]
+    added: Mapping[str, Score]
+    models: list[dict[str, Any]] = field(default_factory=list)
+    judged: list[dict[str, Any]] = field(default_factory=list)
+    costs: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
+
+    @cached_property
+    def estimators(self) -> dict[str, Score]:
+        return {**package_estimators(), **self.added}
+
+    def rows(self, dtype: str) -> pd.DataFrame:
+        """`judged` in a dtype, of the estimators that never failed in it, with their gain on the baseline."""
+        rows = pd.DataFrame([row for row in self.judged if row["dtype"] == dtype])
+        counts = rows.groupby("estimator")["overlap"].transform("size")
+        rows, response = rows[counts == counts.max()], ["task", "seed", "response"]
+        baseline = rows[rows["estimator"] == BASELINE].set_index(response)["overlap"]
+        rows = rows.join(baseline.rename("baseline"), on=response)
+        rows["gain"] = rows["overlap"] - rows["baseline"]
+        rows["answer"] = rows["correct"].map({True: "right", False: "wrong"})
+        # Seeds that did not learn their task were skipped: models are counted within their task.
+        rows["model"] = rows.groupby("task")["seed"].rank("dense").map("{:.0f}. model".format)
+        return rows
+
+    @cached_property
+    def main(self) -> pd.DataFrame:
+        """`rows` of the first dtype."""
+        return self.rows(self.dtypes[0])
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """By estimator, the best first: an `Estimate` of each metric in the first dtype, and costs."""
+        metrics = ("spearman", "overlap", "gain", "recall", "recall_gap", "area")
+        groups = self.main.groupby("estimator", sort=False)
+        found = {name: {metric: estimate(rows, metric) for metric in metrics} for name, rows in groups}
+        costs = pd.DataFrame(self.costs).groupby("estimator")
+        passes = costs[["forward", "backward"]].mean()
+        passes = passes.assign(passes=passes.sum(axis=1), time=costs["time"].median())
+        best_first = sorted(found, key=lambda name: -found[name]["overlap"].value)
+        return pd.DataFrame.from_dict(found, orient="index").join(passes).loc[best_first]
+
+    def knows(self, column: str) -> bool:
+        return bool(self.main[column].notna().any())
+
+    def shown(self, added: int = 2) -> list[str]:
+        """Names that curves and examples have room for: each importance at its own cost, and the best of `--also`."""
+        own = {name.split()[0]: name for name in reversed(package_estimators())}.values()
+        ranked = list(self.summary.index)
+        return [name for name in ranked if name in own] + [name for name in ranked if name in self.added][:added]
+
+    def runs(self) -> dict[str, Any]:
+        """Every single figure, for the JSON."""
+        every = pd.DataFrame(self.judged).round(4)
+        judged: dict[str, Any] = {}
+        for (task, seed, dtype, name), rows in every.groupby(["task", "seed", "dtype", "estimator"], sort=False):
+            figures = rows[["correct", "reasoning", "spearman", "overlap", "recall", "area", "curve"]]
+            known = figures.astype(object).where(figures.notna(), None)
+            judged.setdefault(f"{task} {seed} {dtype}", {})[name] = known.to_dict("list")
+        return {"models": self.models, "judged": judged, "costs": self.costs, "failed": self.failed}
+
+
+def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
+    """The mean over models of a metric."""
+    return mean_over_groups([list(values) for _, values in rows.groupby(["task", "seed"], sort=False)[metric]])
+
+
+def plus_minus(found: Estimate, sign: str = "") -> str:
+    """With half the width of the interval; empty without data."""
+    return f"{found.value:{sign}.2f} ± {(found.high - found.low) / 2:.2f}" if found.count else ""
+
+
+def tables_of(findings: Findings) -> list[Table]:
+    """The most important first."""
+    tables = [_main(findings), _goals(findings)]
+    for column in ("task", "answer", "model"):
+        for metric, title in TITLES.items():
+            if findings.main[column].nunique() > 1 and findings.knows(metric):
+                tables.append(_split(findings, f"{title}, by {column}", column, metric))
+    return tables
+
+
+def _main(findings: Findings) -> Table:
+    first, *others = findings.dtypes
+    columns = ["estimator", "Spearman", "top 20 %", f"less {BASELINE}", "causal recall", "deletion"]
+    columns += ["forward", "backward", "time", *(f"top 20 %, {dtype}" for dtype in others)]
+    elsewhere = [dict(list(findings.rows(dtype).groupby("estimator"))) for dtype in others]
+    lines = []
+    for name, row in findings.summary.iterrows():
+        line = [name, f"{row.spearman.value:.2f}", plus_minus(row.overlap)]
+        line += ["" if name == BASELINE else plus_minus(row.gain, "+"), plus_minus(row.recall)]
+        line += [f"{row.area.value:.2f}" if row.area.count else ""]
+        line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
+        line += [plus_minus(estimate(rows[name], "overlap")) if name in rows else "" for rows in elsewhere]
+        lines.append(line)
+    filled = [place for place in range(len(columns)) if any(line[place] for line in lines)]
+    lines = [[line[place] for place in filled] for line in lines]
+    return Table(f"Estimators against exact OAR-P ({first})", [columns[place] for place in filled], lines)
+
+
+def _goals(findings: Findings) -> Table:
+    """For each goal the best that is cheap enough, and whether its whole interval is there."""
+    lines, summary = [], findings.summary
+    loses = summary["recall_gap"].map(lambda gap: gap.value < -RECALL_LOSS)
+    able = summary[~loses & ~summary.index.str.startswith(REFERENCE)]
+    for overlap, passes, text in GOALS:
+        line = [f"at least {overlap:.2f} for at most {text}", "", "", "", "NOT reached: nobody is cheap enough"]
+        for name, best in able[able["passes"] <= passes + 0.05].head(1).iterrows():
+            verdict = best.overlap.verdict(overlap, at_most=False)
+            line[1:] = [f"`{name}`", plus_minus(best.overlap), f"{best.passes:.1f}", verdict]
+        lines.append(line)
+    condition = f", recall of causal tokens at most {RECALL_LOSS} below its" if findings.knows("recall") else ""
+    title = f"Goals: overlap of the top 20 % with exact OAR-P{condition}"
+    return Table(title, ("goal", "best", "top 20 %", "passes", "verdict"), lines)
+
+
+def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
+    """A column a value of `column`."""
+    values = list(findings.main[column].dropna().unique())
+    lines = []
+    for name in findings.summary.index:
+        mine = findings.main[findings.main["estimator"] == name]
+        lines.append([name, *(plus_minus(estimate(mine[mine[column] == value], metric)) for value in values)])
+    return Table(title, ("estimator", *values), lines)
+
+
+def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
+    responses = findings.main[findings.main["estimator"] == REFERENCE]
+    unusable = sum(model["unusable"] for model in findings.models)
+    notes = [
+        f"{len(responses)} responses, on average {responses['reasoning'].mean():.0f} reasoning tokens each; probe {probe}; "
+        f"{unusable} more without an answer or without reasoning were left out.",
+        "Reference: exact OAR-P (PAD) in float32. Spearman and overlap are with it; the overlap is of the 20 % largest scores.",
+        "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task and model. They say "
+        "nothing about models of other seeds; those are told apart below. A goal is reached when its whole interval is above.",
+        "Passes count tokens that went through the layers, over those of the micro-batch: masked copies read the prefix from a "
+        "cache. A backward to the inputs alone costs about a forward. Time: median seconds of rounds, all in turn, over "
+        "one plain forward with logits. On models this small they are mostly the overhead of calls.",
+        "Deletion: the answer's probability (geometric mean over its tokens, untouched = 1) as the tokens with the largest "
+        f"scores are replaced by PAD, up to {DELETED[-1]:.0%} of the reasoning; the area under it. Smaller is better, "
+        f"`random` is the baseline; the first {curves} responses of each model.",
+        "Names: `fisher 4`: mean of 4 draws; `oar_p span 2`: 2 tokens replaced at a time; `oar_p sampled`: by a drawn token; "
+        "`hybrid 0.3`: exact copies of 30 %; `attention`: attention patching towards PAD (no engine has it).",
+        *(f"`{name}`: {_first_line(score)}" for name, score in findings.added.items()),
+    ]
+    if findings.knows("recall"):
+        known = [model for model in findings.models if model["faithful"] is not None]
+        models = "; ".join(f"{m['task']} {m['seed']} {m['right']:.0%} / {m['faithful']:.0%}" for m in known)
+        notes += [
+            "Models (task, seed, share of right answers when sampled / share of answers that repeat the model's own results; "
+            f"seeds below {FAITHFUL:.0%} of these were skipped): {models}.",
+            "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain, lookup and "
+            "tracking only the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1.",
+        ]
+    return notes + [f"LEFT OUT: {failure}" for failure in findings.failed]
+
+
+def _first_line(score: Any) -> str:
+    """Of an estimator's docstring."""
+    return str(getattr(score, "func", score).__doc__ or "").strip().split("\n")[0]

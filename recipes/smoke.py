@@ -1,0 +1,131 @@
+"""Run a recipe for two steps on a CPU: its own yaml, real verl, Ray and vLLM, with a tiny model and tiny sizes.
+
+    python recipes/smoke.py recipes/qwen2_5_7b_math
+    python recipes/smoke.py recipes/qwen2_5_7b_math --variant grpo
+    python recipes/smoke.py recipes/qwen2_5_7b_math algorithm.oar.tau=0.5 reward.custom_reward_function.path=my_reward.py
+
+It shows that recipe, overrides and installation fit together, not how the model learns. About two minutes, in an environment
+made by oar_plugin/hosts/verl/cpu/install.sh. The config group cpu_smoke replaces the model and the data; batch and response
+lengths; the number of nodes and GPUs; Megatron's parallel sizes (tensor parallel over two processes); Ulysses (off); NCCL by
+gloo and sockets; the distributed optimizer by the ordinary one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds the checkout's own benchmarks
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.tiny.random_models import Architecture
+from benchmarks.tiny.smoke_model import make_assets
+from oar_plugin.hosts.verl.cpu.launch import cpu_environment
+from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
+from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe, entry_point, find_recipe
+
+SHOWN = {
+    "critic/score/mean": "mean reward",
+    "oar/scored": "share of responses scored",
+    "oar/answer_found": "share of responses with an answer",
+    "oar/fallback/any": "share that fell back to plain GRPO",
+    "oar/ess_ratio": "effective sample size of the weights",
+    "actor/grad_norm": "gradient norm",
+    "timing_s/step": "seconds",
+}
+
+
+class SmokeFailed(RuntimeError):
+    """The run did not end well. The message says where its log is, and how it ends."""
+
+
+def group_of(config: DictConfig) -> str:
+    """Which of `oar_plugin/hosts/verl/conf/cpu_smoke/*.yaml` fits a recipe."""
+    mode = str(config.trainer.v1.trainer_mode)
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        return "megatron"
+    return "dp" if mode == "sync" else mode
+
+
+def architecture_of(model: str) -> Architecture:
+    """What a model's name says about its architecture; anything unknown is taken for a dense Qwen."""
+    name = model.lower()
+    if "a3b" in name or "moe" in name:
+        return "qwen3_moe"
+    return "llama" if "yi-" in name or "llama" in name else "qwen2"
+
+
+def run_smoke(
+    recipe: Path, folder: Path, variant: str = "oar", overrides: Sequence[str] = (), timeout_s: float = 600.0
+) -> list[dict[str, Any]]:
+    """Run a recipe for two steps.
+
+    Args:
+        recipe: its folder.
+        folder: for the model, the data (made when not there), the log and the metrics.
+        variant: `oar` or `grpo`.
+        overrides: on top of the recipe and of the smoke test's sizes.
+        timeout_s: the run is ended after this many seconds.
+
+    Returns:
+        The metrics of each step, as verl's file logger wrote them.
+
+    Raises:
+        RecipeError: the recipe does not compose.
+        SmokeFailed: the run failed or took too long.
+    """
+    config = compose_recipe(recipe, variant)
+    if not (folder / "data.parquet").exists():
+        make_assets(folder, architecture=architecture_of(str(config.actor_rollout_ref.model.path)))
+    metrics, log = folder / "metrics.jsonl", folder / "verl.log"
+    metrics.unlink(missing_ok=True)
+    arguments = [*entry_point(recipe, variant), f"+cpu_smoke={group_of(config)}", f"hydra.run.dir={folder}/hydra"]
+    environment = {**cpu_environment(), "OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics)}
+    status = run_verl([*arguments, *overrides], environment, log, timeout_s)
+    if status != 0:
+        why = f"took longer than {timeout_s:.0f} s" if status == TIMED_OUT else f"ended with status {status}"
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        raise SmokeFailed(f"{recipe.name}/{variant}.yaml {why}; its log, {log}, ends with:\n{tail}")
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [{"step": record["step"], **record["data"]} for record in records]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 when both steps ran, 1 when the run failed, 2 for a recipe that does not compose."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="its folder or its name")
+    parser.add_argument("--variant", choices=("oar", "grpo"), default="oar", help="default: oar")
+    parser.add_argument("--out", type=Path, help="folder for model, log and metrics (default: a temporary one)")
+    parser.add_argument("overrides", nargs="*", help="for verl, such as algorithm.oar.tau=0.5")
+    settings = parser.parse_intermixed_args(arguments)
+    folder: Path = (settings.out or Path(tempfile.mkdtemp(prefix="oar_smoke_"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    try:
+        with console.status(f"two steps of {settings.recipe} on this machine, log in {folder / 'verl.log'}"):
+            steps = run_smoke(find_recipe(settings.recipe), folder, settings.variant, settings.overrides)
+    except (RecipeError, SmokeFailed) as error:
+        print(f"smoke: {error}", file=sys.stderr)
+        return 2 if isinstance(error, RecipeError) else 1
+    except KeyboardInterrupt:
+        print("smoke: interrupted", file=sys.stderr)
+        return 130
+    table = Table("", *(f"step {step['step']}" for step in steps))
+    for name, title in SHOWN.items():
+        if any(name in step for step in steps):
+            table.add_row(title, *(f"{step[name]:.3g}" if name in step else "" for step in steps))
+    console.print(table)
+    console.print(f"{settings.recipe}, {settings.variant}.yaml ran; all metrics: {folder}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The small world that tests, demo and studies share."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.tiny import warm_start
+from benchmarks.tiny.data import compute_score, write_problems
+from benchmarks.tiny.model import build_model, sample
+from benchmarks.tiny.random_models import SHAPES, build_batch
+from benchmarks.tiny.tasks import TASKS, Parallel
+from benchmarks.tiny.warm_start import WarmStart, accuracy, batches, learned_model, train, warm_model
+from benchmarks.tiny.words import EOS, MARK, PAD, VALUES, VOCABULARY, encode, make_tokenizer, pieces, text
+from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
+from oar_plugin.passes.tokens import TokenBytes
+
+names = st.sampled_from(sorted(TASKS))
+seeds = st.integers(0, 10**6)
+
+
+def drawn(name, seed, error_rate=0.0):
+    task, rng = TASKS[name], random.Random(seed)
+    problem = task.problem(rng)
+    return task, problem, task.demonstration(problem, rng, error_rate)
+
+
+@given(name=names, seed=seeds)
+def test_perfect_demonstration_is_right(name, seed):
+    task, problem, response = drawn(name, seed)
+    reading = task.read(problem, response)
+    assert len(problem.prompt) == task.prompt_length
+    assert len(response) <= task.max_response_length
+    assert reading.right
+    assert reading.ended
+    assert reading.length == len(response)
+
+
+@given(name=names, seed=seeds)
+def test_results_stand_in_the_reasoning_one_group_a_step(name, seed):
+    task, problem, response = drawn(name, seed, TASKS[name].error_rate)
+    reading = task.read(problem, response)
+    assert sorted(set(reading.step)) == list(range(task.steps))
+    for position in reading.causal:
+        assert response[position] in VALUES
+        assert reading.segments[position] == Segment.REASONING
+
+
+@given(name=names, seed=seeds)
+def test_answer_is_wrong_where_the_results_it_follows_from_are(name, seed):
+    task, rng = TASKS[name], random.Random(seed)
+    problem = task.problem(rng)
+    steps, answer = task.solution(problem.content, rng, 0.5)
+    right_steps, right_answer = task.solution(problem.content, rng, 0.0)
+    followed = slice(None) if name.startswith("parallel") else slice(-1, None)  # a later error may undo an earlier one
+    pairs = zip(steps[followed], right_steps[followed], strict=True)
+    assert (answer != right_answer) == any(ours.results != right.results for ours, right in pairs)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_error_rate_leaves_a_third_right(name):
+    readings = (drawn(name, seed, TASKS[name].error_rate) for seed in range(400))
+    assert 0.3 < sum(task.read(problem, response).right for task, problem, response in readings) / 400 < 0.5
+
+
+def test_errors_propagate_in_a_chain():
+    task, rng = TASKS["chain"], random.Random(0)
+    steps, _ = task.solution(task.problem(rng).content, rng, 1.0)
+    assert [step.copied[0] for step in steps[1:]] == [step.results[0] for step in steps[:-1]]
+
+
+def test_response_that_never_ends_is_not_right():
+    task, problem, response = drawn("parallel", 0)
+    assert not task.read(problem, response[:-1]).right
+    assert task.read(problem, [*response, EOS, EOS]).length == len(response)
+    assert not task.read(problem, [t for t in response if t != MARK]).right
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("size", [None, 400])
+def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, architecture, size):
+    """Also where AutoTokenizer takes it for Qwen's own."""
+    model = build_model(0, architecture=architecture, vocab=size or len(VOCABULARY))
+    model.save_pretrained(tmp_path)
+    make_tokenizer(size).save_pretrained(tmp_path)
+    tokenizer, loaded = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
+    for name in TASKS:
+        _, problem, response = drawn(name, 0)
+        messages = [{"role": "user", "content": text(problem.prompt)}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)["input_ids"]
+        assert prompt == list(problem.prompt)
+        assert tokenizer(f" {text(response)}<eos>")["input_ids"] == response
+        assert TokenBytes(tokenizer).pieces(response) == pieces(response)
+        assert tokenizer.decode(response, skip_special_tokens=True).strip() == text(response)
+    ids = torch.tensor([response])
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_any_text_survives_a_tokenizer_with_bytes(by_bytes):
+    tokenizer = make_tokenizer(400, by_bytes=by_bytes)
+    words = "Übung:\n  naïve so 34 lets \U0001f600 {}"
+    ids = tokenizer(words)["input_ids"]
+    assert tokenizer.decode(ids) == words
+    assert len(tokenizer) == 400
+    assert (len(ids) == len(words.encode())) == by_bytes
+    with pytest.raises(ValueError, match="at least 304"):
+        make_tokenizer(100)
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("so 3 + 4 = 7 ; #### 7 7 4 6", 1.0),
+        ("#### 1 1 1 1 then #### 7 7 4 6\nand more", 1.0),
+        ("####   7  7 4 6  <eos>", 1.0),
+        ("#### 7 7 4 5", 0.0),
+        ("7 7 4 6", 0.0),
+        ("####", 0.0),
+    ],
+)
+def test_reward_looks_behind_the_last_marker_on_its_line(response, score):
+    assert compute_score("tiny", response, "7 7 4 6", extra_info={}, anything=1) == {"score": score, "acc": score}
+
+
+def test_reward_needs_no_heavy_import():
+    code = "import sys, benchmarks.tiny.data; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_verl_gets_the_columns_it_reads(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    _, problem, response = drawn("tracking", 1)
+    write_problems(tmp_path / "file", [problem])
+    (row,) = pq.read_table(tmp_path / "file").to_pylist()
+    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert row["prompt"] == [{"role": "user", "content": text(problem.prompt)}]
+    assert compute_score("", text(response), row["reward_model"]["ground_truth"])["score"] == 1
+
+
+def test_planted_answers_are_where_the_finder_looks():
+    batch = build_batch(3, 8, 48, 5, 2, torch.device("cpu"), seed=1)
+    assert batch.token_BL.shape == (3, 56)
+    assert batch.token_BL.max() < SHAPES["tiny"].vocab
+    for token_L, answer_L in zip(batch.token_BL, batch.answer_BL, strict=True):
+        segments = segment_tokens(batch.token_bytes.pieces(token_L[8:]), make_finder(("boxed",)))
+        assert (segments == Segment.ANSWER).tolist() == answer_L[8:].tolist()
+    assert (batch.answer_BL.sum(-1) == 5).all()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model(0, hidden=32)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(0))
+
+
+def test_most_likely_tokens_are_those_of_the_models_own_generate(model, prompts):
+    ours = sample(model, prompts, 2, 12, None)
+    theirs = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12)
+    theirs = theirs[:, prompts.shape[1] :].repeat_interleave(2, 0)
+    assert torch.equal(ours, theirs[:, : ours.shape[1]])
+
+
+def test_samples_follow_the_models_distribution(model, prompts):
+    """Second tokens, given the first, from many copies of one prompt."""
+    tokens = sample(model, prompts[:1], 4000, 2, torch.Generator().manual_seed(1))
+    first = int(tokens[:, 0].mode().values)
+    seconds = tokens[tokens[:, 0] == first, 1]
+    with torch.no_grad():
+        row = model(torch.cat([prompts[0], torch.tensor([first])])[None]).logits[0, -1].softmax(-1)
+    share = torch.bincount(seconds, minlength=len(VOCABULARY)) / len(seconds)
+    assert (share - row).abs().max() < 5 * (0.25 / len(seconds)) ** 0.5
+
+
+def test_noise_is_shared_by_policies_that_agree_and_by_nobody_else(model, prompts):
+    before = torch.get_rng_state()
+    again = [sample(build_model(0, hidden=32), prompts, 4, 10, torch.Generator().manual_seed(7)) for _ in range(2)]
+    assert torch.equal(*again)
+    assert not torch.equal(again[0], sample(model, prompts, 4, 10, torch.Generator().manual_seed(8)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_but_padding_follows_the_end(model, prompts):
+    tokens = sample(model, prompts, 50, 40, torch.Generator().manual_seed(0))
+    behind = (tokens == EOS).cumsum(1).roll(1, 1)
+    behind[:, 0] = 0
+    assert behind.any()
+    assert (tokens[behind > 0] == PAD).all()
+
+
+def test_labels_are_the_response():
+    task = TASKS["chain"]
+    token_BL, label_BL = next(batches(task, 4, 0, None))
+    assert (label_BL[:, : task.prompt_length] == PAD).all()
+    labelled = label_BL != PAD
+    assert torch.equal(label_BL[labelled], token_BL[labelled])
+    assert (label_BL == EOS).sum() == 4
+
+
+def test_model_is_taken_from_disk_only_for_the_same_training(tmp_path, monkeypatch):
+    task = TASKS["parallel"]
+    settings = WarmStart(hidden=16, layers=1, short_steps=2, full_steps=1, batch=2)
+    first = warm_model(task, 0, settings, tmp_path)
+    elsewhere = warm_model(task, 0, settings, tmp_path / "elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_start, "train", lambda *_: pytest.fail("trained again"))
+        again = warm_model(task, 0, settings, tmp_path)
+    for model in (again, elsewhere):
+        for ours, theirs in zip(first.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+            assert theirs.requires_grad
+    warm_model(task, 1, settings, tmp_path)
+    warm_model(dataclasses.replace(task, error_rate=0.5), 0, settings, tmp_path)
+    assert len(list((tmp_path / "reasoning").glob("*.pt"))) == 3
+    assert 0 <= accuracy(first, task, 4, greedy=False) <= 1
+
+
+def test_imitation_learns_and_models_that_did_not_are_passed_over(monkeypatch):
+    """Seeds 1 and 3 learn; the model is stood for by its seed."""
+    easy, model = Parallel("easy", steps=1, filler=(0, 0), error_rate=0.0), build_model(0, hidden=32)
+    losses = []
+    train(model, easy, 0, WarmStart(short_steps=40, full_steps=0, batch=8), lambda *step: losses.append(step[2]))
+    assert losses[-1] < losses[0] / 2
+    monkeypatch.setattr(warm_start, "_learned_seed", warm_start._learned_seed.__wrapped__)  # nothing is remembered
+    monkeypatch.setattr(warm_start, "warm_model", lambda task, seed, *_: seed)
+    monkeypatch.setattr(warm_start, "accuracy", lambda model, *_, greedy: 1.0 if model in (1, 3) else 0.1)
+    assert [learned_model(TASKS["chain"], number) for number in (0, 1)] == [1, 3]
+    with pytest.raises(ValueError, match="chain: of 9 warm models 2 learned it"):
+        learned_model(TASKS["chain"], 2)
+
+
+def test_text_reads_like_text():
+    assert text(encode(["3", "+", "4", "=", "7", ";", "####", "7", "<eos>"])) == "3 + 4 = 7 ; #### 7"

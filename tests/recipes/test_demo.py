@@ -1,0 +1,202 @@
+"""The demo, short of training."""
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("psutil")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from benchmarks.tiny.verl_run import TrainingFailed, diagnose, read_metrics
+from recipes.cpu_demo import demo, main, report
+from recipes.cpu_demo.report import CAVEAT, Accuracy, MethodResult, Share
+from recipes.cpu_demo.training import STAGES, Run, Watch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Run(tmp_path / "it's (my) folder, {x}=1", "oar", steps=4, seed=3)
+    made.folder.mkdir(parents=True)
+    return made
+
+
+def metrics_line(step, reward):
+    return json.dumps({"step": step, "data": {"critic/score/mean": reward, "timing_s/step": 1.5}}) + "\n"
+
+
+def test_methods_differ_in_nothing_but_the_estimator_and_their_folder(run):
+    grpo = Run(run.parent, "grpo", run.steps, run.seed)
+    theirs = {override.replace("/grpo/", "/oar/") for override in grpo.arguments()}
+    assert all(override.startswith("algorithm.") for override in set(run.arguments()) - theirs)
+    assert theirs - set(run.arguments()) == {"algorithm.adv_estimator=grpo"}
+
+
+def test_hydra_reads_every_override_once_and_paths_as_they_are(run):
+    parser = pytest.importorskip("hydra.core.override_parser.overrides_parser").OverridesParser.create()
+    overrides = parser.parse_overrides(run.arguments())
+    values = {override.key_or_group: override.value() for override in overrides}
+    assert len(values) == len(overrides)
+    assert values["actor_rollout_ref.model.path"] == str(run.parent / "model")
+    assert values["trainer.default_local_dir"] == str(run.folder / "checkpoint")
+    assert values["algorithm.oar.dump_dir"] == str(run.weights_folder)
+
+
+def test_the_command_is_a_script_that_a_shell_accepts(run):
+    run.script_file.write_text(run.script())
+    subprocess.run(["bash", "-n", str(run.script_file)], check=True)
+    assert "algorithm.adv_estimator=oar" in run.script()
+    assert f"VERL_FILE_LOGGER_PATH={shlex.quote(str(run.metrics_file))}" in run.script()
+
+
+def test_metrics_leave_out_a_half_written_line(run):
+    assert read_metrics(run.metrics_file) == []
+    run.metrics_file.write_text(metrics_line(1, 0.25) + metrics_line(2, 0.5) + '{"step": 3, "da')
+    assert [(row["step"], row["critic/score/mean"]) for row in read_metrics(run.metrics_file)] == [(1, 0.25), (2, 0.5)]
+
+
+def test_the_watch_says_what_is_awaited_and_then_how_far_it_is(run):
+    watch = Watch(run, Console(file=io.StringIO()))
+    assert watch.status() == (0, f"starting verl (1/{len(STAGES)}): {STAGES[0][1]}")
+    watch.on_line("noise")
+    watch.on_line(f"(TaskRunner) {STAGES[2][0]} noise")
+    assert f"4/{len(STAGES)}" in watch.status()[1]
+    run.metrics_file.write_text(metrics_line(1, 0.25) + metrics_line(2, 0.75))
+    assert watch.status() == (2, "step 2/4   reward 0.50   1.5 s a step   0:03 left")
+
+
+@pytest.mark.parametrize(
+    ("log", "advice"),
+    [
+        ("OSError: No space left on device", "--out"),
+        ("ray.exceptions.OutOfMemoryError", "memory"),
+        ("RuntimeError: [Errno 98] Address already in use", "start again"),
+        ("x\nValueError: what happened\ny", "ValueError: what happened"),
+        ("", "before its last step"),
+    ],
+)
+def test_a_failed_run_is_explained_in_one_line(tmp_path, log, advice):
+    path = tmp_path / "verl.log"
+    path.write_text(log)
+    assert advice in diagnose(path)
+    assert "\n" not in diagnose(path)
+
+
+class TestCommand:
+    def test_too_little_memory_is_one_line_that_says_what_to_do(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.setattr(main, "NEEDED_GB", 1e6)
+        assert main.main(["--out", str(tmp_path)]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "close other programs" in error or "run.sh" in error
+
+    def test_two_starts_do_not_share_a_folder(self, tmp_path):
+        assert main.new_folder(tmp_path) != main.new_folder(tmp_path)
+
+    def test_an_unwritable_place_is_one_line(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.setattr(main, "find_obstacle", lambda: None)
+        (tmp_path / "file").touch()
+        assert main.main(["--out", str(tmp_path / "file")]) == 1
+        assert "--out" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("raised", "status", "said"),
+        [(KeyboardInterrupt(), 130, "interrupted"), (TrainingFailed("verl stopped: x"), 1, "verl stopped: x")],
+    )
+    def test_what_ends_it_early_is_one_line(self, monkeypatch, tmp_path, capsys, raised, status, said):
+        def fail(*_):
+            raise raised
+
+        monkeypatch.setattr(main, "find_obstacle", lambda: None)
+        monkeypatch.setattr(demo, "run_demo", fail)
+        assert main.main(["--out", str(tmp_path)]) == status
+        assert capsys.readouterr().err == f"cpu_demo: {said}\n"
+
+    @pytest.mark.parametrize("steps", ["0", "-3", "many"])
+    def test_steps_must_be_positive(self, steps, capsys):
+        with pytest.raises(SystemExit):
+            main.main(["--steps", steps])
+        assert "--steps" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("network", [True, False])
+    def test_run_sh_installs_and_starts_the_checkouts_own_demo(self, tmp_path, network):
+        """From any folder, with programs that stand in for the environment's Python and for a machine with free memory."""
+        python = tmp_path / "venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        failure = "" if network else '*pip*) echo "Temporary failure in name resolution"; exit 1;; '
+        python.write_text(f'#!/bin/sh\ncase "$*" in {failure}*cpu_demo*) echo "$PYTHONPATH" "$@";; esac\n')
+        awk = tmp_path / "awk"
+        awk.write_text("#!/bin/sh\necho 99999\n")
+        for program in (python, awk):
+            program.chmod(0o755)
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        environment = {"PATH": path, "OAR_DEMO_VENV": str(tmp_path / "venv"), "PIP_INDEX_URL": "of no use"}
+        script = ["bash", str(ROOT / "recipes/cpu_demo/run.sh"), "--steps", "3"]
+        done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        if network:
+            assert done.stdout.splitlines()[-1] == f"{ROOT} -m recipes.cpu_demo.main --steps 3"
+        else:
+            assert done.returncode == 1
+            assert done.stderr.startswith("cpu_demo: install.sh: cannot reach the package index: check the network")
+
+
+def result(steps=6):
+    metrics = [{"step": s, "critic/score/mean": 0.3 + 0.05 * s, "timing_s/step": 2.0} for s in range(1, steps + 1)]
+    return MethodResult(accuracy(180), metrics, seconds=100.0, start_up_seconds=60.0, peak_bytes=3 * 1024**3)
+
+
+def accuracy(right):
+    return Accuracy(Share(right, 256), Share(right + 5, 256))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    record = {
+        "uid": "u",
+        "prompt": "3 + 4 = ?",
+        "tokens": ["so", " 3", " =", " 7", " ####", " 7", "<eos>"],
+        "segments": [1, 1, 1, 1, 2, 3, 4],
+        "importance": [0.0, 0.1, 0.1, 2.0, 0.0, 0.0, 0.0],
+        "weights": [0.4, 0.6, 0.7, 2.3, 1.0, 1.0, 1.0],
+        "reward": 1.0,
+        "status": "scored",
+    }
+    for step in range(1, 8):
+        lines = [json.dumps({**record, "step": step, "advantage": sign * 0.5}) for sign in (1, 1, 1, -1, -1)]
+        (tmp_path / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
+    return report.load_rows(tmp_path)
+
+
+class TestReport:
+    def test_page_shows_first_middle_and_last_step_with_both_signs(self, rows, tmp_path):
+        assert len(rows) == 35
+        report.write_tokens_page(tmp_path / "tokens.html", rows)
+        page = (tmp_path / "tokens.html").read_text(encoding="utf-8")
+        assert re.findall(r"<h2>Step (\d+)", page) == ["1", "4", "7"]
+        assert page.count("▲") == page.count("▼") == 6
+
+    def test_averages_weights_by_what_a_token_is(self, rows):
+        assert report.weights_by_kind(rows) == pytest.approx({"results": 2.3, "sums": 0.65, "filler words": 0.4})
+
+    @pytest.mark.parametrize("methods", [("oar",), ("oar", "grpo")])
+    def test_draws_a_curve(self, tmp_path, methods):
+        report.draw_curve(tmp_path / "curve.png", accuracy(70), {method: result() for method in methods})
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_summary_has_the_numbers_the_files_and_the_caveat(self, tmp_path):
+        console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
+        files = {"curve": tmp_path / "curve.png"}
+        report.print_summary(console, accuracy(70), {"oar": result()}, {"results": 2.3}, 321.0, files)
+        said = console.file.getvalue()
+        numbers = ("27 %  [22, 33]", "70 %  [64, 76]", "after 6 steps of OAR", "2.0 s", "3.0 GB", "done in 5:21")
+        for expected in (*numbers, CAVEAT, str(files["curve"])):
+            assert expected in said

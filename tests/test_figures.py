@@ -1,0 +1,190 @@
+"""Every measured figure in README.md and docs/ is read from a committed file, and its section links to that file."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ["README.md", "benchmarks/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+MEASUREMENT = r"\d\.\d|\d ?%|\de-\d|\d x \d|\d times|\b1/\d|\d of \d|\d (?:s|seconds|minutes|hours|GB|GiB|MiB)\b"
+
+NO_MEASUREMENT = [
+    r"OAR-P|arXiv 2601\.07408|Apache-2\.0|Python 3\.\d+|verl(?:==| )0\.9\.1|`?oar_plugin serves verl 0\.9\.1",
+    r"vLLM 0\.28|torch 2\.13|transformers 5\.10|ray 2\.60|tensordict 0\.10|TransferQueue 0\.1\.11",
+    r"megatron-core(?: |==)0\.16\.1|mbridge(?: |==)0\.15\.1|\| 0\.9\.1 \|",
+    r"1\.5B|0\.1B|top (?:20|10) %|95 %|at 95 %|[Bb]udget (?:of )?0\.[35]|spans of 8",
+    r"40 steps of 16 x 8|TP 2 x PP 2 x CP 2|TP x PP x CP|`answer_mean`|x 1\.0",
+    r"needs 6\.5 GB of memory",  # what the demo asks for before it starts (tests/recipes)
+    r"noise of 0\.001|sigma 0\.001|tau 0\.4|floor 0\.1|above 0\.1|; 0\.1 is even",  # settings, and shares that follow from them
+    r"at least 60 % of their answers|by more than 0\.02|each about 0\.1 uncertain",  # thresholds, rounded
+    r"(?:within )?\d(?:\.\d)?e-\d",  # learning rates, and limits that tests assert
+]
+"""Numbers that define something: versions, sizes, settings, thresholds. Everything else has a source below."""
+
+
+def load(stem):
+    return json.loads((RESULTS / f"{stem}.json").read_text())
+
+
+def percent(share):
+    return f"{share:.1%}".replace("%", " %")
+
+
+def agreement():
+    return {dtype: {row["name"]: row for row in rows} for dtype, rows in load("fidelity_cpu")["summary"].items()}
+
+
+def passes(row):
+    return " + ".join(f"{row[way]:.1f}".removesuffix(".0") for way in ("forward", "backward"))
+
+
+def fidelity():
+    of = agreement()
+    names = {
+        "`oar_p` (exact)": "oar_p", "`hybrid`, budget 0.5": "hybrid 0.5", "`hybrid`, budget 0.3": "hybrid 0.3",
+        "attention patching (in the study only)": "attention", "**`fisher`** (default)": "fisher 1",
+        "`oar_g` (published)": "oar_g 1", "random": "random",
+    }  # fmt: skip
+    for label, name in names.items():
+        row, bf16 = of["float32"][name], of["bfloat16"][name]["means"]["overlap"]["value"]
+        means = " | ".join(f"{row['means'][key]['value']:.2f}" for key in ("overlap", "spearman", "recall"))
+        yield "fidelity_cpu", f"| {label} | {means} | {passes(row)} | {bf16:.2f} |"
+    exact, again = of["float32"]["oar_p"]["means"], of["float32"]["oar_p sampled"]["means"]
+    half = max(row["means"]["overlap"]["high"] - row["means"]["overlap"]["low"] for row in of["float32"].values()) / 2
+    yield "fidelity_cpu", f"Each overlap is ± {half:.2f} or less"
+    models = {(measured["task"], measured["seed"]) for measured in load("fidelity_cpu")["measured"]}
+    yield "fidelity_cpu", f"{exact['overlap']['count']} responses of {len(models)} small models"
+    yield "fidelity_cpu", f"agrees with itself in {again['overlap']['value']:.2f} of the top tokens"
+
+
+def rewards(stem, task):
+    """Method -> difference to GRPO, its interval, in how many runs it was ahead."""
+    (table,) = (table for table in load(stem)["tasks"][task] if "against GRPO" in table["title"])
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    return {r["method"]: (r["against GRPO"], r["95 % interval"].replace(" .. ", " to "), r["ahead in"]) for r in rows}
+
+
+def bold(text, interval):
+    low, high = map(float, interval.split(" to "))
+    return f"**{text}**" if low * high > 0 else text
+
+
+def learning():
+    two = " tau=0.85 gate=two_level"
+    methods = {  # label -> page, method, its score
+        "oracle: the deciding tokens are known": ("learning_cpu", "oracle", None),
+        "`onward`, `two_level`": ("learning_two_level", "onward" + two, None),
+        "`fisher`, `two_level` (default)": ("learning_two_level", "fisher" + two, "fisher 1"),
+        "`fisher`, `bi_level`": ("learning_cpu", "fisher", None),
+        "`oar_p`, `bi_level`": ("learning_cpu", "oar_p", "oar_p"),
+        "`oar_g`, `bi_level` (published)": ("learning_cpu", "oar_g", "oar_g 1"),
+        "random, `bi_level`": ("learning_cpu", "random", "random"),
+    }
+    scores = agreement()["float32"]
+    for label, (stem, method, score) in methods.items():
+        found = [rewards(stem, task)[method] for task in ("parallel", "parallel_wordy", "chain", "chain_wordy")]
+        cells = [bold(f"{gain} ({interval}; {ahead})", interval) for gain, interval, ahead in found]
+        yield stem, f"| {label} | {' | '.join(cells)} |"
+        if score or method == "oracle":
+            row = scores[score] if score else None
+            first = f"{row['means']['overlap']['value']:.2f} | {passes(row)}" if row else "| "
+            gains = " | ".join(bold(gain, interval) for gain, interval, _ in found)
+            yield stem, f"| {label} | {first} | {gains} |".replace("|  |", "| |")
+        if method in ("oracle", "random"):
+            ahead, of = (sum(int(text.split(" of ")[k]) for *_, text in found) for k in (0, 1))
+            yield stem, f"({ahead} of {of} runs ahead)"
+    for label, method in (("`onward`", "onward"), ("the default", "fisher")):
+        gain, interval, ahead = rewards("learning_verl", "chain")[method + two]
+        yield "learning_verl", f"{label} {gain} ({interval}; {ahead})"
+
+
+def costs():
+    run = load("run_cpu")
+    (ratio,) = (r for r in run["ratios"] if r["name"] == "whole step, wall seconds")
+    low, high = ratio["interval"]
+    (importance,) = (p["added_share"] for p in run["phases"] if p["title"] == "importance")
+    yield "run_cpu", f"took {ratio['value']:.2f} times as long as one with GRPO (95 %: {low:.2f} to {high:.2f},"
+    yield "run_cpu", f"took {ratio['value']:.2f} times as long ({low:.2f} to {high:.2f}, {ratio['pairs']} pairs)"
+    yield "run_cpu", f"importance itself was {percent(importance)} of a GRPO step"
+    (recipe,) = (r for r in load("scaling_projection")["recipes"] if r["recipe"] == "qwen2_5_7b_math")
+    yield "scaling_projection", f"projects {recipe['rows'][0]['step_ratio']:.2f} for 7B on eight H100s"
+    four = {t["name"].split(":")[0]: t["value"] for t in load("scaling_cpu")["targets"] if ": 4 against 1" in t["name"]}
+    ends = " to ".join(f"{four[kind]:.2f} ({kind})" for kind in (min(four, key=four.get), max(four, key=four.get)))
+    yield "scaling_cpu", f"on four processes was {ends} of the ratio on one"
+    yield "scaling_cpu", f"data-parallel {four['data, strong']:.2f} and {four['data, weak']:.2f}"
+
+
+def step():
+    small, large = ({t["formula"]: t for t in size["targets"]} for size in load("step_cpu"))
+    cpu = {formula: target["cpu_value"] for formula, target in small.items()}
+    yield "step_cpu", f"importance added {cpu['(b - a) / a']:.2f} of a log-prob forward"
+    yield "step_cpu", f"{cpu['(b - a) / (a + e)']:.2f} of log-probs and update together"
+    yield "step_cpu", f"took {cpu['d / (b - a)']:.1f} times what importance added, and {cpu['d / b']:.1f} times"
+    yield "step_cpu", f"diagnostics took {percent(cpu['f / a'])} of a log-prob forward"
+    yield "step_cpu", f"it added {large['(b - a) / a']['cpu_value']:.1f} of a log-prob forward"
+    memory = [size["mem(b) / mem(e)"]["value"] for size in (small, large)]
+    yield "step_cpu", f"{memory[0]:.1f} times the update's with 11M parameters, {memory[1]:.3f} times with 0.1B"
+
+
+def copies():
+    pages = {size: load(f"perturbation_cpu_{size}")["lengths"] for size in ("10m", "1m", "0.1b")}
+    found = {(size, one["response_length"]): one for size, page in pages.items() for one in page}
+    seconds = {key: {c["letter"]: c["median_seconds"] for c in one["candidates"]} for key, one in found.items()}
+    rows = {
+        "g": "a GRPO step (generation, log-probs, update)", "p": "published procedure: whole copies, all logits",
+        "l": "exact, in the actor", "o": "exact, on the engine", "l30": "budget 0.3 by gradient, in the actor",
+        "o30": "budget 0.3 by blocks, on the engine", "o8": "spans of 8, on the engine",
+    }  # fmt: skip
+    for letter, label in rows.items():
+        cells = [seconds[key][letter] for key in (("10m", 128), ("10m", 512), ("1m", 512), ("1m", 1024))]
+        shown = " | ".join(f"{s:.2f}" if s < 10 else f"{s:.1f}" for s in cells)
+        yield "perturbation_cpu_10m", f"| {label} | {shown} |"
+    for text, *formulas in (
+        ("1/{:.1f} to 1/{:.1f} of the published", "p / o"),
+        ("{:.3f} to {:.3f} of the time of all copies", "l30 / l", "o30 / o"),
+        ("{:.2f} to {:.2f} times its speed alone", "t/s(0.15) / t/s(alone)"),
+        ("it fell to {:.2f} to {:.2f}", "t/s(1) / t/s(alone)"),
+    ):
+        values = [t["value"] for one in found.values() for t in one["targets"] if t["formula"] in formulas]
+        yield "perturbation_cpu_0.1b", text.format(min(values), max(values))
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+def without_fences(document):
+    return re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return [figure for source in (fidelity, learning, costs, step, copies) for figure in source()]
+
+
+def test_every_figure_is_what_its_file_says_and_its_section_links_to_it(figures):
+    sections = [flat(text) for document in DOCUMENTS for text in re.split(r"\n(?=#)", without_fences(document))]
+    for stem, figure in figures:
+        places = [section for section in sections if figure in section]
+        assert places, f"no document says: {figure}"
+        assert all(f"benchmarks/results/{stem}." in section for section in places), f"{figure}: no link to {stem}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_figure_is_without_a_source(document, figures):
+    text = flat(without_fences(document))
+    for _, figure in sorted(figures, key=lambda found: -len(found[1])):
+        text = text.replace(figure, "")
+    for pattern in (r"\]\([^)]*\)", *NO_MEASUREMENT, r"`[^`]*`"):
+        text = re.sub(pattern, "", text)
+    left = re.findall(rf".{{0,40}}(?:{MEASUREMENT}).{{0,20}}", text)
+    assert left == [], "numbers that no file is named for; a measurement needs a source above, anything else a pattern"
+
+
+def test_the_picture_is_drawn_from_the_committed_page():
+    drawn = runpy.run_path(str(ROOT / "docs" / "shaded_tokens.py"))["picture"]()
+    assert (ROOT / "docs" / "shaded_tokens.svg").read_text() == drawn

@@ -1,0 +1,119 @@
+"""The wheel, built from a copy of the checkout and installed where nothing of the checkout can be imported."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.limits import PROCESS_S
+
+pytest.importorskip("build")
+pytest.importorskip("verl")
+pytestmark = pytest.mark.slow
+
+CHECKOUT = Path(__file__).parents[1]
+TOKEN = {"tokens": ["a", "b"], "weights": [1.5, 1.0], "importance": [0.2, 0.0], "segments": [1, 3]}
+RESPONSE = {**TOKEN, "prompt": "1+1?", "advantage": 1.0, "reward": 1.0, "status": "scored", "step": 3, "uid": "u"}
+
+
+def run(command, folder, status=0, **variables):
+    hidden = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "OAR_CHECKPOINTS"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | variables
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
+    assert done.returncode == status, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Where the sdist and the wheel made of it are, and what was said."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    skipped = shutil.ignore_patterns(
+        ".*", "__pycache__", "*.egg-info", "results", "outputs", "build", "dist", "oar_demo"
+    )
+    shutil.copytree(CHECKOUT, source, ignore=skipped, dirs_exist_ok=True)
+    said = run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source], source)
+    return out, said
+
+
+@pytest.fixture(scope="module")
+def oar(built, tmp_path_factory):
+    """Calls the installed `oar`, in an empty folder."""
+    environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("empty")
+    run([sys.executable, "-m", "venv", "--without-pip", environment], folder)
+    python = environment / "bin" / "python"
+    (wheel,) = built[0].glob("*.whl")
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel], folder)
+    # What the wheel depends on is here already. Paths that a .pth names are not searched for others: ours stay out.
+    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    found = run([python, "-c", "import oar_plugin; print(oar_plugin.__file__)"], folder).strip()
+    assert Path(found) == site / "oar_plugin" / "__init__.py"
+
+    def call(*arguments, status=0, **variables):
+        return run([environment / "bin" / "oar", *arguments], folder, status, **variables)
+
+    call.folder = folder
+    return call
+
+
+def test_it_builds_without_a_warning_and_holds_the_package_and_the_recipes_alone(built):
+    out, said = built
+    assert "warning" not in said.lower(), said
+    (wheel,) = out.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"oar_plugin"}
+    recipes = {path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.yaml")}
+    wanted = {f"oar_plugin/recipes/{name}/{file}" for name in recipes for file in ("recipe.yaml", "oar.yaml", "run.sh")}
+    wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("recipes/cluster/*")}
+    presets = CHECKOUT.glob("oar_plugin/hosts/verl/conf/**/*.yaml")
+    assert wanted | {str(file.relative_to(CHECKOUT)) for file in presets} <= set(names)
+    assert not [name for name in names if name.startswith("oar_plugin/recipes/") and name.endswith(".py")]
+
+
+def test_its_metadata_is_complete(built):
+    (wheel,) = built[0].glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = [name for name in content.namelist() if name.endswith("/METADATA")]
+        metadata = content.read(name).decode()
+        assert any(name.endswith("licenses/LICENSE") for name in content.namelist())
+    for field in (
+        "Author: oar_plugin contributors",
+        "License: Apache-2.0",
+        "Project-URL: ",
+        "Keywords: ",
+        "Classifier: ",
+    ):
+        assert f"\n{field}" in metadata
+    extras = {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra:")}
+    assert extras == {"cpu", "megatron", "recipes", "benchmarks", "dev"}
+
+
+def test_it_says_what_it_is_and_whether_the_machine_is_ready(oar):
+    (line,) = [line for line in (CHECKOUT / "setup.py").read_text().splitlines() if line.strip().startswith("version=")]
+    assert oar("--version") == f"oar_plugin {line.split(chr(34))[1]}\n"
+    assert "launch" in oar("--help")
+    assert "loaded by verl: OarTrainerSync" in " ".join(oar("doctor", COLUMNS="200").split())
+
+
+def test_a_recipe_is_listed_copied_planned_and_launched(oar):
+    assert "qwen2_5_7b_math" in oar("recipes")
+    oar("recipes", "copy", "qwen2_5_7b_math", "mine")
+    assert (oar.folder / "mine" / "run.sh").stat().st_mode & 0o100
+    assert "fits" in oar("plan", "qwen2_5_7b_math")
+    script = oar("launch", "qwen2_5_14b_deepmath", "--on", "slurm", "--dry-run", OAR_CHECKPOINTS="/shared/c")
+    assert "#SBATCH --nodes=2" in script
+    assert "oar_plugin/recipes/qwen2_5_14b_deepmath" in script
+
+
+def test_responses_are_shown(oar):
+    (oar.folder / "step_3.jsonl").write_text(json.dumps(RESPONSE) + "\n")
+    assert "1 responses of steps 3" in oar("inspect", ".")
+    assert "weight 1.500" in (oar.folder / "tokens.html").read_text()
