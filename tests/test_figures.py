@@ -110,8 +110,9 @@ def costs():
     yield "run_cpu", f"took {ratio['value']:.2f} times as long as one with GRPO (95 %: {low:.2f} to {high:.2f},"
     yield "run_cpu", f"took {ratio['value']:.2f} times as long ({low:.2f} to {high:.2f}, {ratio['pairs']} pairs)"
     yield "run_cpu", f"importance itself was {percent(importance)} of a GRPO step"
-    (recipe,) = (r for r in load("scaling_projection")["recipes"] if r["recipe"] == "qwen2_5_7b_math")
-    yield "scaling_projection", f"projects {recipe['rows'][0]['step_ratio']:.2f} for 7B on eight H100s"
+    on_eight = load("scaling_projection")["runs"]["recipes"]["qwen2_5_7b_math"][0]
+    assert on_eight["gpus"] == 8
+    yield "scaling_projection", f"projects {on_eight['step: OAR / GRPO']:.2f} for 7B on eight H100s"
     four = {t["name"].split(":")[0]: t["value"] for t in load("scaling_cpu")["targets"] if ": 4 against 1" in t["name"]}
     ends = " to ".join(f"{four[kind]:.2f} ({kind})" for kind in (min(four, key=four.get), max(four, key=four.get)))
     yield "scaling_cpu", f"on four processes was {ends} of the ratio on one"

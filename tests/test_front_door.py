@@ -17,9 +17,11 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from tests.hosts.engine import world
+from tests.passes.batch import error, padded, rows_of, unpadded
 
-ROWS = world.SCORED
-HASH = {"answer_patterns": ["hash"]}
+PROMPTS, RESPONSES = ([world.ROWS[number][place] for number in world.SCORED] for place in (0, 1))
+TOKENIZER = world.make_tokenizer()
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +36,14 @@ def model(folder):
     return Qwen2ForCausalLM.from_pretrained(folder).eval()
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return world.make_tokenizer()
+def credit_of(model, responses=RESPONSES, **settings):
+    return oar_plugin.importance(
+        model, prompts=PROMPTS, responses=responses, tokenizer=TOKENIZER, answer_patterns=["hash"], **settings
+    )
 
 
-@pytest.fixture(scope="module")
-def pairs():
-    encoded = world.encode()
-    return [encoded[row] for row in ROWS]
-
-
-def texts(index):
-    return [world.ROWS[row][index] for row in ROWS]
-
-
-def error(credit, want, pairs):
-    errors = []
-    for place, ((prompt, response), row) in enumerate(zip(pairs, ROWS, strict=True)):
-        got = credit.importance[place, len(prompt) : len(prompt) + len(response)]
-        errors.append(((got - want[row]).abs().max() / want[row].max()).item())
-        assert credit.importance[place].count_nonzero() == got.count_nonzero()
-    return max(errors)
+def error_of(credit, want):
+    return error(unpadded(credit.importance.cpu(), credit.attention_mask.cpu().bool()), want)
 
 
 @pytest.mark.parametrize(
@@ -67,104 +55,87 @@ def error(credit, want, pairs):
         ("python:tests.own_importance:Saliency", "own", 1e-4),
     ],
 )
-def test_it_is_what_plain_autograd_says(model, tokenizer, folder, pairs, importance, reference, bound):
-    credit = oar_plugin.importance(
-        model, prompts=texts(0), responses=texts(1), tokenizer=tokenizer, importance=importance, temperature=0.7, **HASH
-    )
-    want = world.reference(folder, importance=reference, seed=step_seed(0, 1))
-    assert error(credit, want, pairs) < bound
-    assert credit.status == [Status.SCORED] * len(ROWS)
+def test_it_is_what_plain_autograd_says(model, folder, importance, reference, bound):
+    credit = credit_of(model, importance=importance, temperature=0.7)
+    assert error_of(credit, world.reference(folder, importance=reference, seed=step_seed(0, 1))) < bound
+    assert credit.status == [Status.SCORED] * len(RESPONSES)
 
 
-@pytest.mark.parametrize("importance", ["oar_p", "hybrid"])
-def test_copies_are_what_single_forwards_say(model, tokenizer, folder, pairs, importance):
-    settings = {"perturbation": {"budget": 0.3}} if importance == "hybrid" else {}
-    credit = oar_plugin.importance(
-        model, prompts=texts(0), responses=texts(1), tokenizer=tokenizer, importance=importance, **settings, **HASH
-    )
+@pytest.mark.parametrize(
+    ("place", "least", "bound"), [(torch.bfloat16, 1e-5, 0.5), pytest.param("cuda", 0, 1e-4, marks=GPU)], ids=str
+)
+def test_half_precision_is_close_and_a_gpu_gives_the_same(model, folder, place, least, bound):
+    credit = credit_of(model.to(place))
+    assert least <= error_of(credit, world.reference(folder, seed=step_seed(0, 1))) < bound
+
+
+def test_copies_are_what_single_forwards_say(model, folder):
     want = world.counterfactual(folder)
-    if importance == "oar_p":
-        assert error(credit, want, pairs) < 1e-5
-    else:
-        assert 1e-5 < error(credit, want, pairs) < 1
+    assert error_of(credit_of(model, importance="oar_p"), want) < 1e-5
+    assert 1e-5 < error_of(credit_of(model, importance="hybrid", perturbation={"budget": 0.3}), want) < 1
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("given", ["masks", "segments", "tokenizer", "ids"])
 @pytest.mark.parametrize("max_tokens", [1, 8192])
-def test_every_way_in_gives_the_same(model, tokenizer, pairs, side, given, max_tokens):
-    want = oar_plugin.importance(model, prompts=texts(0), responses=texts(1), tokenizer=tokenizer, **HASH)
-    length = max(len(prompt) + len(response) for prompt, response in pairs)
-    token_BT = torch.full((len(pairs), length), tokenizer.pad_token_id)
-    segments_BT, own_BT, mask_BT = (torch.zeros(len(pairs), length, dtype=torch.long) for _ in range(3))
-    for row, (prompt, response) in enumerate(pairs):
-        size = len(prompt) + len(response)
-        at = slice(length - size, length) if side == "left" else slice(0, size)
-        token_BT[row, at] = torch.cat([prompt, response])
-        mask_BT[row, at] = 1
-        own_BT[row, at] = (torch.arange(size) >= len(prompt)).long()
-        segments_BT[row, at] = torch.cat([torch.zeros_like(prompt), world.segments_of(texts(1)[row])])
+def test_every_way_in_gives_the_same(model, left, given, max_tokens):
+    want, rows = credit_of(model), rows_of()
+    token_BT, segments_BT, mask_BT = padded(rows, left)
+    lengths = [len(TOKENIZER(prompt)["input_ids"]) for prompt in PROMPTS]
+    own = [(ids, (torch.arange(len(ids)) >= length).long()) for (ids, _), length in zip(rows, lengths, strict=True)]
+    own_BT, mask_BT = padded(own, left)[1], mask_BT.long()
     arguments = {
-        "masks": {"response_mask": own_BT, "attention_mask": mask_BT, "tokenizer": tokenizer},
+        "masks": {"response_mask": own_BT, "attention_mask": mask_BT, "tokenizer": TOKENIZER},
         "segments": {"response_mask": own_BT, "attention_mask": mask_BT, "segments": segments_BT},
-        "tokenizer": {"response_mask": own_BT, "tokenizer": tokenizer},
-        "ids": {"prompts": [p.tolist() for p, _ in pairs], "responses": [r for _, r in pairs], "tokenizer": tokenizer},
+        "tokenizer": {"response_mask": own_BT, "tokenizer": TOKENIZER},
+        "ids": {
+            "prompts": [ids[:length].tolist() for (ids, _), length in zip(rows, lengths, strict=True)],
+            "responses": [ids[length:] for (ids, _), length in zip(rows, lengths, strict=True)],
+            "tokenizer": TOKENIZER,
+        },
     }[given]
     ids = () if given == "ids" else (token_BT,)
-    got = oar_plugin.importance(model, *ids, **arguments, max_tokens=max_tokens, **HASH)
+    got = oar_plugin.importance(model, *ids, **arguments, max_tokens=max_tokens, answer_patterns=["hash"])
     torch.testing.assert_close(got.importance, want.importance, rtol=1e-4, atol=1e-5 * want.importance.max().item())
     assert torch.equal(got.segments, want.segments)
+    assert torch.equal(got.segments, padded(rows)[1])
     assert torch.equal(got.attention_mask, want.attention_mask)
     assert torch.equal(got.input_ids * got.attention_mask, want.input_ids * want.attention_mask)
     torch.testing.assert_close(got.weights, want.weights)
 
 
-def test_the_model_is_left_as_it_was(model, tokenizer):
+@pytest.mark.parametrize(
+    "importance", ["fisher", "oar_g", "onward", "hybrid", "entropy", "python:tests.own_importance:Saliency"]
+)
+def test_the_model_is_left_as_it_was(model, importance):
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
 
     def state():
-        modules = dict(model.named_modules())
         return (
-            {name: module.training for name, module in modules.items()},
-            {name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in modules.items()},
-            {name: (p.requires_grad, p.grad, p.detach().sum().item()) for name, p in model.named_parameters()},
+            [module.training for module in model.modules()],
+            [(*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks) for m in model.modules()],
+            [(p.requires_grad, p.grad, p._version, id(p), p.detach().sum().item()) for p in model.parameters()],
             torch.get_rng_state().tolist(),
         )
 
     before = state()
-    for importance in ("onward", "oar_g", "hybrid"):
-        oar_plugin.importance(
-            model, prompts=texts(0), responses=texts(1), tokenizer=tokenizer, importance=importance, **HASH
-        )
+    credit_of(model, importance=importance, num_draws=2)
     assert state() == before
 
 
-def test_half_precision_is_close(model, tokenizer, folder, pairs):
-    model.to(torch.bfloat16)
-    credit = oar_plugin.importance(model, prompts=texts(0), responses=texts(1), tokenizer=tokenizer, **HASH)
-    assert 1e-5 < error(credit, world.reference(folder, seed=step_seed(0, 1)), pairs) < 0.5
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same(model, tokenizer, folder, pairs):
-    credit = oar_plugin.importance(model.cuda(), prompts=texts(0), responses=texts(1), tokenizer=tokenizer, **HASH)
-    assert error(credit, world.reference(folder, seed=step_seed(0, 1)), pairs) < 1e-4
-
-
-def test_responses_that_cannot_be_scored_keep_even_credit(model, tokenizer):
-    responses = ["no answer<eos>", "#### 4<eos>", texts(1)[0], ""]
-    credit = oar_plugin.importance(model, prompts=["1+3="] * 4, responses=responses, tokenizer=tokenizer, **HASH)
+def test_responses_that_cannot_be_scored_keep_even_credit(model):
+    credit = credit_of(model, ["no answer<eos>", "#### 4<eos>", RESPONSES[0], ""])
     assert credit.status == [Status.NO_ANSWER, Status.NO_REASONING, Status.SCORED, Status.NO_ANSWER]
     assert (credit.weights[[0, 1, 3]] == 1).all()
     assert credit.weights[2].max() > 1
     assert credit.metrics["fallback/any"] == 0.75
 
 
-def test_reshape_keeps_each_responses_total_and_takes_another_gate(model, tokenizer):
-    credit = oar_plugin.importance(model, prompts=texts(0), responses=texts(1), tokenizer=tokenizer, **HASH)
-    advantages = torch.linspace(-1, 1, len(ROWS))
+def test_reshape_keeps_each_responses_total_and_takes_another_gate(model):
+    credit = credit_of(model)
+    advantages = torch.linspace(-1, 1, len(RESPONSES))
     two = oar_plugin.reshape(advantages, credit)
     torch.testing.assert_close(two.weight_BL, credit.weights)
     torch.testing.assert_close(two.advantage_BL.sum(-1), advantages * credit.weights.shape[1])
@@ -175,14 +146,18 @@ def test_reshape_keeps_each_responses_total_and_takes_another_gate(model, tokeni
         oar_plugin.reshape(advantages, credit, tauu=0.5)
 
 
+ONES = torch.ones(1, 3, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_ids": torch.ones(1, 3, dtype=torch.long)}, "response_mask"),
+        ({"input_ids": ONES}, "response_mask"),
         ({"prompts": ["a"]}, "as many responses"),
         ({"prompts": ["a"], "responses": ["b"]}, "tokenizer"),
         ({"prompts": [[1]], "responses": [[2]]}, "segments"),
-        ({"input_ids": torch.ones(1, 3, dtype=torch.long), "response_mask": torch.ones(1, 3)}, "attention_mask"),
+        ({"prompts": [[1]], "responses": [[2, 3]], "segments": ONES[:, :2]}, r"segments are \(1, 2\), wanted \(1, 3\)"),
+        ({"input_ids": ONES, "response_mask": ONES}, "attention_mask"),
         ({"importance": "fishr"}, r"oar_plugin.importance.importance='fishr'.*allowed: fisher"),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "no rollout engines here"),
     ],
@@ -198,28 +173,23 @@ def test_given_segments_without_an_answer_or_reasoning_keep_even_credit(model, i
     segments_BT = torch.full((3, 10), int(Segment.REASONING))
     segments_BT[:, :3] = Segment.OUTSIDE
     segments_BT[1:, 8] = Segment.ANSWER
-    segments_BT[2, 3:8] = Segment.OUTSIDE
-    segments_BT[2, 9] = Segment.OUTSIDE
-    mask_BT = torch.ones_like(token_BT)
+    segments_BT[2, [3, 4, 5, 6, 7, 9]] = Segment.OUTSIDE
+    masks = {"response_mask": segments_BT != 0, "attention_mask": torch.ones_like(token_BT)}
     settings = {"importance": importance, "perturbation": {"replacement": "sampled"}}
-    credit = oar_plugin.importance(
-        model, token_BT, response_mask=segments_BT != 0, attention_mask=mask_BT, segments=segments_BT, **settings
-    )
+    credit = oar_plugin.importance(model, token_BT, segments=segments_BT, **masks, **settings)
     assert credit.status == [Status.NO_ANSWER, Status.SCORED, Status.NO_REASONING]
     assert (credit.weights[[0, 2]] == 1).all()
     assert credit.segments[1, 9] == Segment.AFTER, "what stands behind the answer cannot have moved it"
     assert credit.weights[1, 9] == 1
-    with pytest.raises(ValueError, match=r"segments are \(3, 9\), wanted \(3, 10\)"):
-        oar_plugin.importance(
-            model, prompts=[[1]] * 3, responses=[list(range(1, 10))] * 3, segments=segments_BT[:, :9], **settings
-        )
 
 
-def test_the_example_in_the_docstring(model, tokenizer):
+# ---- what is written down
+
+
+def test_the_example_in_the_docstring(model):
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    (example,) = doctest.DocTestFinder(recurse=False).find(
-        front_door.importance, globs={"model": model, "tokenizer": tokenizer}
-    )
+    names = {"model": model, "tokenizer": TOKENIZER}
+    (example,) = doctest.DocTestFinder(recurse=False).find(front_door.importance, globs=names)
     said = []
     runner.run(example, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
@@ -227,17 +197,12 @@ def test_the_example_in_the_docstring(model, tokenizer):
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/how-it-works.md"])
-def test_the_example_in_a_document(model, tokenizer, document):
+def test_the_example_in_a_document(model, document):
     (block,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / document).read_text(), re.DOTALL)
-    names = {"model": model, "tokenizer": tokenizer, "prompts": texts(0), "responses": texts(1)}
-    exec(block, names | {"advantages": torch.ones(len(ROWS))})
+    names = {"model": model, "tokenizer": TOKENIZER, "prompts": PROMPTS, "responses": RESPONSES}
+    exec(block, names | {"advantages": torch.ones(len(RESPONSES))})
 
 
 def test_importing_the_package_imports_no_torch():
     code = "import oar_plugin, sys; assert 'torch' not in sys.modules; oar_plugin.importance; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-def test_segments_are_numbers_of_the_enumeration(model, tokenizer):
-    credit = oar_plugin.importance(model, prompts=texts(0)[:1], responses=texts(1)[:1], tokenizer=tokenizer, **HASH)
-    assert set(credit.segments.unique().tolist()) >= {Segment.OUTSIDE, Segment.REASONING, Segment.ANSWER}

@@ -1,4 +1,4 @@
-"""What a measured run of verl works on: model, prompts of an exact length, a reward, an answer finder; and whose step is whose.
+"""What a measured run of verl works on: prompts of an exact length, a reward, an answer finder; and whose step is whose.
 
 verl's processes import this, so it imports little.
 """
@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from benchmarks.run.study import Settings
+from typing import Any
 
 FINDER, REWARD = f"python:{__name__}:find_answer", f"pkg://{__name__}"
 SIGNAL, NO_SIGNAL = "alternate", "equal"
@@ -75,25 +71,3 @@ def prompt_rows(steps: int, prompts: int, with_signal: int, length: int) -> list
         }
         for index in range(steps * prompts)
     ]
-
-
-def write_assets(folder: Path, settings: Settings) -> int:
-    """Write `model/` and `prompts.parquet` below `folder`; returns the number of parameters, tied embeddings once."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    import torch
-
-    from benchmarks.tiny.random_models import SHAPES, build_shape
-    from benchmarks.tiny.words import make_tokenizer
-
-    with_signal = round(settings.scored_share * settings.prompts)
-    rows = prompt_rows(settings.steps_of(name="run"), settings.prompts, with_signal, settings.prompt_length)
-    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
-    shape = SHAPES[settings.size]
-    tokenizer = make_tokenizer(shape.vocab)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    size = (shape.vocab, settings.prompt_length + settings.response_length + 1, torch.float32, torch.device("cpu"))
-    model: Any = build_shape(shape, "qwen2", *size, 0, **ends)
-    for saved in (tokenizer, model):
-        saved.save_pretrained(folder / "model")
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -20,11 +20,12 @@ import torch
 from benchmarks.importance import DEFAULT, check_importance
 from benchmarks.machine import describe_machine, load_average
 from benchmarks.report import COLOURS, Report, Table, subplots
-from benchmarks.run.assets import CPU_SECONDS, FINDER, HOST_ADVANTAGE, METHOD, REWARD, write_assets
+from benchmarks.run.assets import CPU_SECONDS, FINDER, HOST_ADVANTAGE, METHOD, REWARD, prompt_rows
 from benchmarks.statistics import median, paired_ratio
 from benchmarks.study import Progress, check_at_least_one, silent
-from benchmarks.tiny.random_models import SHAPES
+from benchmarks.tiny.random_models import SHAPES, build_shape
 from benchmarks.tiny.verl_run import quoted, read_metrics, training_environment, training_overrides
+from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, wanted
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
 from oar_plugin.hosts.vllm.versions import installed
@@ -133,6 +134,21 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
         control = run_once(settings, folder, CONTROL, progress) if settings.control else []
     check_comparable(settings, steps, control)
     return report_of(settings, steps, control, machine | {"load_average_after": load_average()}, parameters)
+
+
+def write_assets(folder: Path, settings: Settings) -> int:
+    """Write `model/` and `prompts.parquet` below `folder`; returns the number of parameters, tied embeddings once."""
+    with_signal = round(settings.scored_share * settings.prompts)
+    rows = prompt_rows(settings.steps_of("run"), settings.prompts, with_signal, settings.prompt_length)
+    pd.DataFrame(rows).to_parquet(folder / "prompts.parquet")
+    shape = SHAPES[settings.size]
+    tokenizer = make_tokenizer(shape.vocab)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    size = (shape.vocab, settings.prompt_length + settings.response_length + 1, torch.float32, torch.device("cpu"))
+    model: Any = build_shape(shape, "qwen2", *size, 0, **ends)
+    for saved in (tokenizer, model):
+        saved.save_pretrained(folder / "model")
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def run_once(settings: Settings, folder: Path, name: str, progress: Progress) -> list[Step]:

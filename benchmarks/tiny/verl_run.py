@@ -31,8 +31,12 @@ class TrainingFailed(RuntimeError):
 
 def training_environment(metrics_file: Path) -> dict[str, str]:
     """Variables on top of the caller's: where verl writes its metrics, and this package for the processes that grade."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**cpu_environment(), "VERL_FILE_LOGGER_PATH": str(metrics_file), "PYTHONPATH": path}
+    path = dict.fromkeys([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return {
+        **cpu_environment(),
+        "VERL_FILE_LOGGER_PATH": str(metrics_file),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
 
 
 def training_overrides(

@@ -84,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
     colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
     console.print(f"Verdict: {made.verdict} ({left}{cache}).", style=f"bold {colour}", soft_wrap=True)
     if made.verdict != "fits":
-        console.print(
-            "Change one of these; each was planned again:" if suggestions else "No change that is known helps."
-        )
+        console.print("Change one of these; each was planned again:" if suggestions else "No known change helps.")
     for s in suggestions:
         arguments = " ".join(f"{key}={value}" for key, value in s.overrides.items())
         room = f"{s.plan.verdict}, {s.plan.headroom / GIB:.1f} GiB left"

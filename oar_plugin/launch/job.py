@@ -15,6 +15,7 @@ from oar_plugin.hosts.verl.recipe import command, gpus_needed, recipes_folder
 # What all nodes get: folders, how to reach hubs and loggers, settings of the libraries that talk between nodes.
 PATHS = ("OAR_DATA", "OAR_CHECKPOINTS", "HF_HOME", "HF_HUB_CACHE", "TENSORBOARD_DIR", "WANDB_DIR")
 NAMES = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE")
+ON_VOLUME = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
 PREFIXES = ("GLOO_", "NCCL_", "UCX_", "VERL_", "VLLM_")
 # Never written to a script, a manifest or a command line.
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
@@ -25,11 +26,11 @@ def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str
 
     Folders of this machine mean nothing where nodes have a `volume` of their own.
     """
-    names = (*NAMES, *PATHS) if volume is None else NAMES
-    chosen = {name: value for name, value in environment.items() if name in names or name.startswith(PREFIXES)}
-    if volume is not None:
-        folders = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
-        chosen.update((name, f"{volume}/{folder}") for name, folder in folders.items())
+    chosen = {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}
+    if volume is None:
+        chosen.update((name, environment[name]) for name in PATHS if name in environment)
+    else:
+        chosen.update((name, f"{volume}/{folder}") for name, folder in ON_VOLUME.items())
     for entry in wanted:
         name, equals, value = entry.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
@@ -62,10 +63,7 @@ def facts(
 
 
 def fill(template: Path | str, **values: Any) -> str:
-    """A template, filled: a file, or the name of one in `recipes/cluster`.
-
-    Filters make any value safe: `quote` a word of a shell, `sbatch` an option behind `#SBATCH`, `tojson` a string of YAML.
-    """
+    """A template, filled: a file, or one of `recipes/cluster`. Filters `quote`, `sbatch` and `tojson` make any value safe."""
     import jinja2
 
     def sbatch(option: str) -> str:

@@ -73,8 +73,9 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
 
 def warm_start(console: Console, seed: int) -> tuple[PreTrainedModel, Accuracy]:
     """A model that half knows the task: it imitates demonstrations in which a fifth of the results are wrong."""
-    columns = (TextColumn("[bold]Warm start[/] (imitation, with errors)"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as progress:
+    columns = TextColumn("[bold]Warm start[/] (imitation, with errors)"), BarColumn(), TimeElapsedColumn()
+    hidden = not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as progress:
         bar = progress.add_task("", total=ON_ONE_SUM.short_steps + ON_RESPONSES.full_steps)
         for attempt in range(TRIES):
             started = time.monotonic()

@@ -10,17 +10,12 @@ from oar_plugin.credit import answer
 from oar_plugin.credit.answer import AnswerSpan, Segment, make_finder, segment_tokens
 
 ALL = ("boxed", "hash", "answer_tag", "the_answer_is")
-R, C, A, F, O = Segment.REASONING, Segment.CONCLUDE, Segment.ANSWER, Segment.AFTER, Segment.OUTSIDE  # noqa: E741
+LETTERS = {"R": Segment.REASONING, "C": Segment.CONCLUDE, "A": Segment.ANSWER, "F": Segment.AFTER, "O": Segment.OUTSIDE}
 
 
-def found(text, *patterns):
-    span = make_finder(patterns or ALL)(text)
-    return None if span is None else (text[span.marker_start : span.start], text[span.start : span.end])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+# Text, and what announces the answer and the answer itself in it.
+CASES = {
+    "boxed": [
         (r"so \boxed{5}.", (r"\boxed{", "5")),
         (r"\boxed{ 5 }", (r"\boxed{ ", "5")),
         (r"\boxed {5}", (r"\boxed {", "5")),
@@ -46,14 +41,7 @@ def found(text, *patterns):
         (r"\boxed{}", None),
         ("", None),
     ],
-)
-def test_boxed(text, expected):
-    assert found(text, "boxed") == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    "hash": [
         ("6 * 7 = 42\n#### 42", ("#### ", "42")),
         ("#### 42\nMore text", ("#### ", "42")),
         ("#### $18.", ("#### $", "18")),
@@ -65,14 +53,7 @@ def test_boxed(text, expected):
         ("##### 5", None),
         ("### 5", None),
     ],
-)
-def test_hash(text, expected):
-    assert found(text, "hash") == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    "answer_tag": [
         ("<answer>5</answer>", ("<answer>", "5")),
         ("<answer>\n 5 m\n</answer>", ("<answer>\n ", "5 m")),
         ("<answer>$5$.</answer>", ("<answer>$", "5")),
@@ -82,14 +63,7 @@ def test_hash(text, expected):
         ("<answer> </answer>", None),
         ("<answer>5", None),
     ],
-)
-def test_answer_tag(text, expected):
-    assert found(text, "answer_tag") == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    "the_answer_is": [
         ("So the answer is 42.", ("the answer is ", "42")),
         ("THE ANSWER IS 42", ("THE ANSWER IS ", "42")),
         ("The answer is 3.14. Done.", ("The answer is ", "3.14")),
@@ -111,14 +85,8 @@ def test_answer_tag(text, expected):
         ("my answers: 5", None),
         ("unanswer: 5", None),
     ],
-)
-def test_the_answer_is(text, expected):
-    assert found(text, "the_answer_is") == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    # The last answer wins, and markers that touch announce together.
+    ALL: [
         (r"<answer>\boxed{5}</answer>", (r"<answer>\boxed{", "5")),
         (r"The answer is $\boxed{5}$.", (r"The answer is $\boxed{", "5")),
         (r"<answer>**Final answer:** \boxed{5}</answer>", (r"<answer>**Final answer:** \boxed{", "5")),
@@ -129,22 +97,34 @@ def test_the_answer_is(text, expected):
         (r"\boxed{4}, so the answer is 5.", ("the answer is ", "5")),
         ("the answer is 4.\n#### 5", ("#### ", "5")),
     ],
+    r"regex:=> (\d+)": [("x => 5 !", ("=> ", "5"))],
+    r"regex:(=)> (?P<answer>\d+)": [("x => 5 !", ("=> ", "5"))],
+    r"regex:=> (\d+)?": [("x => ?", None)],
+    # A user's function may return pairs or triples, and a faulty one leaves the other patterns alone.
+    f"python:{__name__}:users_pair": [("so < 5 >", ("", "< 5 >"))],
+    f"python:{__name__}:users_triple": [("abc5", ("abc", "5"))],
+    (f"python:{__name__}:users_fault", "boxed"): [(r"\boxed{5}", (r"\boxed{", "5"))],
+    (f"python:{__name__}:users_empty", "boxed"): [(r"\boxed{5}", (r"\boxed{", "5"))],
+}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "text", "expected"), [(patterns, *case) for patterns, cases in CASES.items() for case in cases]
 )
-def test_the_last_answer_wins_and_touching_markers_announce_together(text, expected):
-    assert found(text) == expected
-
-
-def test_a_regular_expression_finds_its_group():
-    assert found("x => 5 !", r"regex:=> (\d+)") == ("=> ", "5")
-    assert found("x => 5 !", r"regex:(=)> (?P<answer>\d+)") == ("=> ", "5")
-    assert found("x => ?", r"regex:=> (\d+)?") is None
+def test_the_last_answer_is_found_with_what_announces_it(patterns, text, expected):
+    span = make_finder([patterns] if isinstance(patterns, str) else patterns)(text)
+    assert expected == (span and (text[span.marker_start : span.start], text[span.start : span.end]))
 
 
 def test_without_patterns_the_last_visible_character_is_the_answer():
     finder = make_finder(())
     assert finder("so 42 \n") == AnswerSpan(4, 4, 5)
     assert finder(" \n") is None
-    assert segment_tokens([b"so", b" 42", b" ", b""], finder).tolist() == [R, A, F, F]
+    for pieces, own, expected in (
+        ([b"so", b" 42", b" ", b""], None, "RAFF"),
+        ([b"so", b" 4", b" tool"], np.array([True, True, False]), "RAO"),
+    ):
+        assert segment_tokens(pieces, finder, own).tolist() == [LETTERS[letter] for letter in expected]
 
 
 @pytest.mark.parametrize(
@@ -203,11 +183,6 @@ def users_empty(text):
     return (1, 1)
 
 
-def test_a_users_function_may_return_pairs_or_triples():
-    assert found("so < 5 >", f"python:{__name__}:users_pair") == ("", "< 5 >")
-    assert found("abc5", f"python:{__name__}:users_triple") == ("abc", "5")
-
-
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
@@ -229,64 +204,43 @@ def test_a_faulty_users_function_means_no_answer_and_one_warning(function, fault
     assert function.__name__ in caplog.text
 
 
-def test_a_faulty_users_function_leaves_the_other_patterns_alone():
-    assert found(r"\boxed{5}", f"python:{__name__}:users_fault", "boxed") == (r"\boxed{", "5")
-    assert found(r"\boxed{5}", f"python:{__name__}:users_empty", "boxed") == (r"\boxed{", "5")
+EMOJI = "🙂".encode()
+THINKS = [b"think ", b"\\boxed{1}", b" call", b"tool: \\boxed{2}", b" end"]
 
 
-def segments(pieces, *patterns, own=None):
-    result = segment_tokens(pieces, make_finder(patterns or ALL), own)
-    return None if result is None else result.tolist()
-
-
-def test_tokens_go_by_overlap():
-    pieces = [b"So", b" \\", b"boxed", b"{", b"4", b"2", b"}.", b" Bye"]
-    assert segments(pieces) == [R, C, C, C, A, A, F, F]
-    assert segments([b"So \\boxed", b"{4", b"2}.", b" Bye"]) == [C, A, A, F]
-    assert segments([b"So \\boxed{42}. Bye"]) == [A]
-
-
-def test_the_result_is_one_int8_per_token():
-    result = segment_tokens([b"\\boxed{", b"1", b"}"], make_finder(("boxed",)))
-    assert result.dtype == np.int8
-    assert result.shape == (3,)
-
-
-def test_no_answer_gives_none():
-    assert segments([b"no", b" idea"]) is None
-    assert segments([]) is None
-    assert segments([b"", b""]) is None
-
-
-def test_tokens_without_bytes_go_by_position_and_are_never_the_answer():
-    pieces = [b"", b"So", b"", b"\\boxed{", b"", b"4", b"", b"2", b"", b"}", b""]
-    assert segments(pieces) == [R, R, R, C, C, A, C, A, F, F, F]
-
-
-def test_an_answer_character_split_over_tokens_belongs_to_the_answer_wholly():
-    emoji = "🙂".encode()
-    pieces = ["因\\boxed{".encode(), emoji[:1], emoji[1:3], emoji[3:] + b"}", b"\xe5"]
-    assert segments(pieces) == [C, A, A, A, F]
-
-
-def test_invalid_utf8_does_not_shift_the_answer():
-    pieces = [b"\xff\xfe", b"\xe4\xb8", b" \\boxed{", b"5", b"\x80", b"}", b"\xf0\x9f"]
-    assert segments(pieces) == [R, R, C, A, A, F, F]
-
-
-def test_tool_output_is_outside_and_its_answer_is_not_the_policys():
-    pieces = [b"think ", b"\\boxed{1}", b" call", b"tool: \\boxed{2}", b" end"]
-    own = np.array([True, True, True, False, True])
-    assert segments(pieces, own=own) == [R, A, F, O, F]
-    assert segments(pieces[2:], own=own[2:]) is None
-    assert segments([b"so", b" 4", b" tool"], own=np.array([True, True, False])) is None
-    finder = make_finder(())
-    assert segment_tokens([b"so", b" 4", b" tool"], finder, np.array([True, True, False])).tolist() == [R, A, O]
-
-
-def test_an_answer_that_runs_through_tool_output_keeps_only_own_tokens():
-    pieces = [b"\\boxed{", b"1", b"tool", b"2", b"}"]
-    assert segments(pieces, own=np.array([True, True, False, True, True])) == [C, A, O, A, F]
+@pytest.mark.parametrize(
+    ("pieces", "own", "expected"),
+    [
+        # Tokens go by overlap.
+        ([b"So", b" \\", b"boxed", b"{", b"4", b"2", b"}.", b" Bye"], None, "RCCCAAFF"),
+        ([b"So \\boxed", b"{4", b"2}.", b" Bye"], None, "CAAF"),
+        ([b"So \\boxed{42}. Bye"], None, "A"),
+        # No answer.
+        ([b"no", b" idea"], None, None),
+        ([], None, None),
+        ([b"", b""], None, None),
+        # Tokens without bytes go by position and are never the answer.
+        ([b"", b"So", b"", b"\\boxed{", b"", b"4", b"", b"2", b"", b"}", b""], None, "RRRCCACAFFF"),
+        # A character of the answer that is split over tokens belongs to it wholly.
+        (["因\\boxed{".encode(), EMOJI[:1], EMOJI[1:3], EMOJI[3:] + b"}", b"\xe5"], None, "CAAAF"),
+        # Invalid UTF-8 does not shift the answer.
+        ([b"\xff\xfe", b"\xe4\xb8", b" \\boxed{", b"5", b"\x80", b"}", b"\xf0\x9f"], None, "RRCAAFF"),
+        # Tool output is outside, and its answer is not the policy's.
+        (THINKS, [1, 1, 1, 0, 1], "RAFOF"),
+        (THINKS[2:], [1, 0, 1], None),
+        ([b"so", b" 4", b" tool"], [1, 1, 0], None),
+        # An answer that runs through tool output keeps only the policy's own tokens.
+        ([b"\\boxed{", b"1", b"tool", b"2", b"}"], [1, 1, 0, 1, 1], "CAOAF"),
+    ],
+)
+def test_segments_of_tokens(pieces, own, expected):
+    segments = segment_tokens(pieces, make_finder(ALL), own and np.array(own, dtype=bool))
+    if expected is None:
+        assert segments is None
+    else:
+        assert segments.tolist() == [LETTERS[letter] for letter in expected]
+        assert segments.dtype == np.int8
+        assert segments.shape == (len(pieces),)
 
 
 def test_own_must_have_one_value_per_token():
@@ -311,16 +265,13 @@ def test_own_must_have_one_value_per_token():
 )
 def test_endless_repetition_is_searched_in_linear_time(text):
     start = time.perf_counter()
-    found(text)
+    make_finder(ALL)(text)
     assert time.perf_counter() - start < 3  # far above linear time on a busy machine, far below quadratic
 
 
 def test_a_batch_takes_milliseconds():
     pieces = [b" word"] * 505 + [b"\\", b"boxed", b"{", b"4", b"2", b"}.", b""]
-    finder = make_finder(ALL)
-    start = time.perf_counter()
+    finder, start = make_finder(ALL), time.perf_counter()
     for _ in range(64):
         segment_tokens(pieces, finder)
-    seconds = time.perf_counter() - start
-    print(f"64 x {len(pieces)} tokens: {1e3 * seconds:.1f} ms")
-    assert seconds < 1  # generous: the machine may be busy
+    assert time.perf_counter() - start < 1  # generous: the machine may be busy

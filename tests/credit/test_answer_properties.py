@@ -24,22 +24,9 @@ FRAMES = [
 ]
 # Text that is nearly an answer, so that all branches of the finders are reached.
 FRAGMENTS = [
-    "\\boxed",
-    "\\boxed{",
-    "{",
-    "}",
-    "\\{",
-    "\\}",
-    "\\",
-    "\\\\",
-    "####",
-    "#",
-    "<answer>",
-    "</answer>",
-    "$",
-    "**",
+    *("\\boxed", "\\boxed{", "{", "}", "\\{", "\\}", "\\", "\\\\", "####", "#", "<answer>", "</answer>", "$", "**"),
+    *("the answer is ", "Answer:", ".", "\n", " ", "5", "3.14", "你", "🙂", "\\(", "\\)"),
 ]
-FRAGMENTS += ["the answer is ", "Answer:", ".", "\n", " ", "5", "3.14", "你", "🙂", "\\(", "\\)"]
 NEARLY = st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join)
 
 

@@ -5,26 +5,19 @@ import torch
 
 from oar_plugin.credit.diagnostics import FALLBACKS, Status, effective_sample_size, summarize, top_share
 
-EVEN = torch.ones(1, 10)
-KEEP = torch.ones(1, 10, dtype=torch.bool)
+EVEN = [1.0] * 10
 
 
-def test_even_weights():
-    assert effective_sample_size(EVEN, KEEP).item() == pytest.approx(1.0)
-    assert top_share(EVEN, KEEP).item() == pytest.approx(0.1)
-
-
-def test_all_weight_on_one_token():
-    weight = torch.zeros(1, 10)
-    weight[0, 3] = 10
-    assert effective_sample_size(weight, KEEP).item() == pytest.approx(0.1)
-    assert top_share(weight, KEEP).item() == pytest.approx(1.0)
-
-
-def test_only_kept_tokens_count():
-    weight = torch.tensor([[1.0, 1.0, 1000.0]])
-    keep = torch.tensor([[True, True, False]])
-    assert effective_sample_size(weight, keep).item() == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("weights", "kept", "size", "top"),
+    [(EVEN, 10, 1.0, 0.1), ([0.0, 0.0, 0.0, 10.0] + [0.0] * 6, 10, 0.1, 1.0), ([1.0, 1.0, 1000.0], 2, 1.0, None)],
+    ids=["even", "all on one token", "only kept tokens count"],
+)
+def test_how_far_weights_are_from_even(weights, kept, size, top):
+    weight, keep = torch.tensor([weights]), (torch.arange(len(weights)) < kept)[None]
+    assert effective_sample_size(weight, keep).item() == pytest.approx(size)
+    if top is not None:
+        assert top_share(weight, keep).item() == pytest.approx(top)
 
 
 def test_shares_are_of_the_responses_that_matter():
@@ -37,6 +30,6 @@ def test_shares_are_of_the_responses_that_matter():
 
 
 def test_a_batch_without_any_need_has_the_counters_all_the_same():
-    metrics = summarize(EVEN, KEEP, torch.tensor([Status.NOT_NEEDED]))
+    metrics = summarize(torch.ones(1, 10), torch.ones(1, 10, dtype=torch.bool), torch.tensor([Status.NOT_NEEDED]))
     counters = {f"fallback/{reason.name.lower()}" for reason in FALLBACKS} | {"fallback/any"}
     assert metrics == {"scored": 0.0, **dict.fromkeys(counters, 0.0)}

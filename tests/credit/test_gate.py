@@ -8,9 +8,22 @@ from hypothesis import strategies as st
 from oar_plugin.credit.gate import GATES, bi_level, gate_of, kept_mass, relative, two_level
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
+every_gate = pytest.mark.parametrize("gate", [bi_level, two_level])
 
 
-def plain_gate(scores: list[float], tau: float, beta: float, floor: float) -> torch.Tensor:
+def everywhere(importance):
+    return torch.ones_like(importance, dtype=torch.bool)
+
+
+def padded(batch):
+    """Responses of any length, with padding on both sides that must not matter, and where they stand."""
+    importance = torch.full((len(batch), max(map(len, batch)) + 2), torch.nan)
+    for row, values in enumerate(batch):
+        importance[row, 1 : 1 + len(values)] = torch.tensor(values)
+    return importance, ~importance.isnan()
+
+
+def plain_bi_level(scores: list[float], tau: float, beta: float, floor: float) -> torch.Tensor:
     """One response, written out step by step as in the paper."""
     s = torch.tensor(scores, dtype=torch.float64).log1p()
     spread = s.max() - s.min()
@@ -21,58 +34,33 @@ def plain_gate(scores: list[float], tau: float, beta: float, floor: float) -> to
     return w * len(w) / w.sum()
 
 
+# ---- bi_level
+
+
 @given(st.lists(scores, min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 4), st.floats(0.01, 1))
 @settings(max_examples=200, deadline=None)
 def test_a_padded_batch_equals_response_by_response(batch, tau, beta, floor):
-    longest = max(map(len, batch))
-    importance = torch.zeros(len(batch), longest + 2)
-    mask = torch.zeros_like(importance, dtype=torch.bool)
-    for row, values in enumerate(batch):
-        importance[row, 1 : 1 + len(values)] = torch.tensor(values)
-        mask[row, 1 : 1 + len(values)] = True
-    importance[~mask] = torch.nan  # whatever stands outside must not matter
+    """Also: the mass is kept, and a more important token does not weigh less."""
+    importance, mask = padded(batch)
     weights = bi_level(importance, mask, tau, beta, floor)
+    assert (weights[~mask] == 1).all()
     for row, values in enumerate(batch):
-        got = weights[row, 1 : 1 + len(values)]
-        torch.testing.assert_close(got.double(), plain_gate(values, tau, beta, floor), rtol=1e-4, atol=1e-5)
-        assert (weights[row][~mask[row]] == 1).all()
-
-
-@given(scores, st.floats(0, 1), st.floats(0, 4), st.floats(0.01, 1))
-@settings(max_examples=200, deadline=None)
-def test_mass_is_kept_and_order_is_respected(values, tau, beta, floor):
-    importance = torch.tensor(values)[None]
-    weights = bi_level(importance, torch.ones_like(importance, dtype=torch.bool), tau, beta, floor)[0]
-    assert weights.sum().item() == pytest.approx(len(values), rel=1e-4)
-    assert (weights > 0).all()
-    order = importance[0].argsort()
-    assert (weights[order].diff() >= -1e-5).all(), "a more important token may not weigh less"
-
-
-def test_a_constant_response_stays_even():
-    importance = torch.full((1, 7), 3.0)
-    assert torch.equal(bi_level(importance, torch.ones(1, 7, dtype=torch.bool)), torch.ones(1, 7))
-
-
-def test_a_response_without_reasoning_is_all_ones():
-    assert torch.equal(bi_level(torch.rand(2, 5), torch.zeros(2, 5, dtype=torch.bool)), torch.ones(2, 5))
+        got = weights[row, mask[row]]
+        torch.testing.assert_close(got.double(), plain_bi_level(values, tau, beta, floor), rtol=1e-4, atol=1e-5)
+        assert got.sum().item() == pytest.approx(len(values), rel=1e-4)
+        assert (got > 0).all()
+        assert (got[torch.tensor(values).argsort()].diff() >= -1e-5).all()
 
 
 def test_tau_does_not_drift_over_a_batch():
     """The published code overwrote tau with each response's quantile; the last response then saw another gate."""
     one = torch.rand(1, 30)
     many = torch.cat([torch.rand(20, 30) * 100, one])
-    mask = torch.ones_like(many, dtype=torch.bool)
-    torch.testing.assert_close(bi_level(many, mask)[-1], bi_level(one, mask[:1])[0])
+    torch.testing.assert_close(bi_level(many, everywhere(many))[-1], bi_level(one, everywhere(one))[0])
 
 
 edge = st.one_of(
-    st.just(0.0),
-    st.just(1.0),
-    st.just(1.0 + 2**-23),
-    st.just(1e30),
-    st.floats(0, 2**-40, width=32),
-    st.floats(0, 10, width=32),
+    st.sampled_from([0.0, 1.0, 1.0 + 2**-23, 1e30]), st.floats(0, 2**-40, width=32), st.floats(0, 10, width=32)
 )
 
 
@@ -81,7 +69,7 @@ edge = st.one_of(
 def test_promises_hold_at_the_edges(values, tau, beta, floor):
     """Ties, an outlier, differences of one bit, one to three tokens, both ends of tau."""
     importance = torch.tensor(values)[None]
-    weights = bi_level(importance, torch.ones_like(importance, dtype=torch.bool), tau, beta, floor)[0]
+    weights = bi_level(importance, everywhere(importance), tau, beta, floor)[0]
     assert weights.isfinite().all()
     assert weights.sum().item() == pytest.approx(len(values), rel=1e-4)
     assert (weights > 0).all()
@@ -91,16 +79,11 @@ def test_promises_hold_at_the_edges(values, tau, beta, floor):
         assert (same == same[0]).all(), "equal importance, equal weight"
 
 
-def test_one_token_has_weight_one():
-    for tau in (0.0, 0.4, 1.0):
-        assert bi_level(torch.tensor([[7.0]]), torch.ones(1, 1, dtype=torch.bool), tau).item() == 1.0
-
-
 def test_an_outlier_takes_no_more_than_its_bound():
     """8192 tokens, one of them a million times as important: (1 + beta) over the mean, which is nearly that of the others."""
     importance = torch.full((1, 8192), 0.01)
     importance[0, 100] = 1e4
-    weights = bi_level(importance, torch.ones_like(importance, dtype=torch.bool))[0]
+    weights = bi_level(importance, everywhere(importance))[0]
     assert weights[100] == pytest.approx(3.0, rel=1e-3)
     assert weights[0] == pytest.approx(1.0, rel=1e-3)
 
@@ -123,34 +106,23 @@ def test_order_and_kind_of_the_input_do_not_matter():
 @given(st.lists(scores, min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 8))
 @settings(max_examples=200, deadline=None)
 def test_two_weights_one_border_and_the_mass_is_kept(batch, tau, beta):
-    importance = torch.full((len(batch), max(map(len, batch)) + 1), torch.nan)
-    mask = torch.zeros_like(importance, dtype=torch.bool)
-    for row, values in enumerate(batch):
-        importance[row, : len(values)] = torch.tensor(values)
-        mask[row, : len(values)] = True
+    importance, mask = padded(batch)
     weights = two_level(importance, mask, tau, beta)
     assert (weights[~mask] == 1).all()
     for row, values in enumerate(batch):
         score = torch.tensor(values).double()
         above = (score >= torch.quantile(score, tau)) & (score > score.min())
         want = 1 + beta * above.double()
-        torch.testing.assert_close(
-            weights[row, : len(values)].double(), want * len(values) / want.sum(), rtol=1e-5, atol=1e-6
-        )
+        want *= len(values) / want.sum()
+        torch.testing.assert_close(weights[row, mask[row]].double(), want, rtol=1e-5, atol=1e-6)
         assert above.any() == (score.max() > score.min()), "the largest is never below the others"
-
-
-def test_two_levels_of_a_constant_response_and_of_one_without_reasoning_are_even():
-    assert (two_level(torch.ones(1, 9), torch.ones(1, 9, dtype=torch.bool), 0.85) == 1).all()
-    assert (two_level(torch.rand(1, 9), torch.zeros(1, 9, dtype=torch.bool), 0.85) == 1).all()
 
 
 def test_an_outlier_changes_nothing_at_two_levels():
     importance = torch.arange(20.0)[None]
-    mask = torch.ones(1, 20, dtype=torch.bool)
-    before = two_level(importance, mask, 0.85)
+    before = two_level(importance, everywhere(importance), 0.85)
     importance[0, -1] = 1e30
-    assert torch.equal(two_level(importance, mask, 0.85), before)
+    assert torch.equal(two_level(importance, everywhere(importance), 0.85), before)
     assert before.max().item() == pytest.approx(3 * 20 / (20 + 2 * 3))
 
 
@@ -161,7 +133,7 @@ def test_what_stands_at_the_minimum_is_never_boosted(length, at_minimum, tau, be
     at_minimum = min(at_minimum, length)
     score = lowest + (torch.arange(length) - at_minimum + 1).clamp_min(0).float()
     score = score[torch.randperm(length, generator=torch.Generator().manual_seed(length))]
-    weights = two_level(score[None], torch.ones(1, length, dtype=torch.bool), tau, beta)[0]
+    weights = two_level(score[None], everywhere(score[None]), tau, beta)[0]
     above = score > lowest
     assert (weights[~above] <= 1).all()
     assert weights.sum().item() == pytest.approx(length, rel=1e-5)
@@ -170,7 +142,27 @@ def test_what_stands_at_the_minimum_is_never_boosted(length, at_minimum, tau, be
         torch.testing.assert_close(weights.double(), want * length / want.sum(), rtol=1e-5, atol=0)
 
 
-# ---- scales, the table, and gates of a user's own
+# ---- both, the table, and gates of a user's own
+
+
+@every_gate
+@pytest.mark.parametrize("tau", [0.0, 0.4, 0.85, 1.0])
+def test_constant_responses_single_tokens_and_responses_without_reasoning_are_even(gate, tau):
+    for importance in (torch.full((1, 7), 3.0), torch.tensor([[7.0]])):
+        assert torch.equal(gate(importance, everywhere(importance), tau), torch.ones_like(importance))
+    assert torch.equal(gate(torch.rand(2, 5), torch.zeros(2, 5, dtype=torch.bool), tau), torch.ones(2, 5))
+
+
+@every_gate
+def test_defaults_of_a_gate_and_of_its_function_are_one(gate):
+    name = gate.__name__
+    assert gate_of(name) is GATES[name]
+    assert GATES[name].weights is gate
+    importance = torch.arange(50.0)[None] ** 2
+    mask = everywhere(importance)
+    assert torch.equal(gate(importance, mask), gate(importance, mask, GATES[name].tau))
+    if GATES[name].order_only:
+        assert torch.equal(gate(importance * 1e6, mask), gate(importance, mask))
 
 
 def test_relative_scores_are_multiples_of_the_mean_over_the_reasoning():
@@ -180,17 +172,6 @@ def test_relative_scores_are_multiples_of_the_mean_over_the_reasoning():
     assert got[0, :2].tolist() == [2 / 3, 4 / 3]
     assert got[1, :2].tolist() == [0, 0]
     assert torch.isfinite(got).all()
-
-
-@pytest.mark.parametrize(("name", "function"), [("two_level", two_level), ("bi_level", bi_level)])
-def test_defaults_of_a_gate_and_of_its_function_are_one(name, function):
-    assert gate_of(name) is GATES[name]
-    assert GATES[name].weights is function
-    importance = torch.arange(50.0)[None] ** 2
-    mask = torch.ones(1, 50, dtype=torch.bool)
-    assert torch.equal(function(importance, mask), function(importance, mask, GATES[name].tau))
-    if GATES[name].order_only:
-        assert torch.equal(function(importance * 1e6, mask), function(importance, mask))
 
 
 def test_kept_mass():

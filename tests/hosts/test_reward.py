@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,10 +75,7 @@ def test_verl_loads_and_calls_it():
     from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
-    class Tokenizer:
-        def decode(self, ids, **_):
-            return bytes(ids.tolist()).decode()
-
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: bytes(ids.tolist()).decode())
     function = {
         "path": "pkg://oar_plugin.hosts.verl.reward",
         "name": "compute_score",
@@ -98,7 +96,7 @@ def test_verl_loads_and_calls_it():
     )
 
     async def score():
-        return await NaiveRewardManager(config, Tokenizer(), get_custom_reward_fn(config)).run_single(data)
+        return await NaiveRewardManager(config, tokenizer, get_custom_reward_fn(config)).run_single(data)
 
     result = asyncio.run(score())
     assert result["reward_score"] == 1.0

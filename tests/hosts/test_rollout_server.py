@@ -26,10 +26,10 @@ from oar_plugin.hosts.vllm.throttle import Throttle
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(
-        vLLMHttpServer, "__init__", lambda self: setattr(self, "config", SimpleNamespace(max_num_seqs=4))
+        vLLMHttpServer, "__init__", lambda self: vars(self).update(config=SimpleNamespace(max_num_seqs=4))
     )
-    monkeypatch.setattr(OarVLLMHttpServer, "max_in_flight", 2, raising=False)
-    monkeypatch.setattr(OarVLLMHttpServer, "share_while_generating", 0.5, raising=False)
+    for name, value in {"max_in_flight": 2, "share_while_generating": 0.5}.items():
+        monkeypatch.setattr(OarVLLMHttpServer, name, value, raising=False)
     monkeypatch.setenv(rollout_server.RUNNER, "")  # so that it is restored in the end
     monkeypatch.delenv(rollout_server.RUNNER)
     made = OarVLLMHttpServer()
@@ -40,24 +40,18 @@ def server(monkeypatch):
     return made
 
 
-class Scorer:
-    def __init__(self, during=lambda: None):
-        self.during = during
-
-    async def score(self, task, timeout_s):
-        self.during()
+@pytest.mark.parametrize(
+    ("steps_meanwhile", "fault", "importance"), [(0, None, [1, 1]), (1, "aborted", None)], ids=["same", "new weights"]
+)
+def test_a_score_passes_through_unless_the_weights_changed_meanwhile(server, steps_meanwhile, fault, importance):
+    async def score(task, timeout_s):
+        server.global_steps += steps_meanwhile
         return ScoringResult(np.ones(2, dtype=np.float32), None, copies=2)
 
-
-def test_a_score_passes_through(server):
-    server._scorer = Scorer()
-    assert asyncio.run(server.oar_score(None, 1.0)).importance.tolist() == [1, 1]
-
-
-def test_weights_that_changed_meanwhile_make_it_worthless(server):
-    server._scorer = Scorer(during=lambda: setattr(server, "global_steps", 4))
+    server._scorer = SimpleNamespace(score=score)
     result = asyncio.run(server.oar_score(None, 1.0))
-    assert (result.fault, result.importance, result.copies) == ("aborted", None, 2)
+    assert (result.fault, result.copies) == (fault, 2)
+    assert (None if result.importance is None else result.importance.tolist()) == importance
 
 
 def test_no_copy_passes_a_closed_gate_and_the_exchange_waits_for_those_that_did(server):

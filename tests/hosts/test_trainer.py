@@ -23,14 +23,11 @@ from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from tests.hosts.engine.world import nested
 
 LENGTHS = [5, 7, 4, 6, 5, 5]
 UIDS = ["a", "a", "a", "b", "b", "b"]
 REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]  # group b has nothing to learn
-
-
-def nested(rows):
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 class Queue:
@@ -48,11 +45,12 @@ class Queue:
         return batch_of(keys)
 
 
-def batch_of(keys):
-    class Batch(SimpleNamespace):
-        def __len__(self):
-            return len(self.keys)
+class Batch(SimpleNamespace):
+    def __len__(self):
+        return len(self.keys)
 
+
+def batch_of(keys):
     return Batch(keys=keys, partition_id="train", extra_info={}, tags=[{} for _ in keys])
 
 
@@ -63,42 +61,48 @@ def rm_scores(rewards, lengths):
     return nested(rows)
 
 
+BASE = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
+
+
 @pytest.fixture
 def world(monkeypatch):
-    return lambda **kwargs: build(monkeypatch, **kwargs)
+    """A trainer, its queue, and a batch."""
+
+    def build(keys=None, rewards=REWARDS, lengths=LENGTHS, uids=UIDS, **oar):
+        queue = Queue(
+            {
+                "uid": NonTensorStack(*uids),
+                "response_mask": nested([torch.ones(length, dtype=torch.long) for length in lengths]),
+                "rm_scores": rm_scores(rewards, lengths),
+            }
+        )
+        monkeypatch.setattr(ours, "tq", queue)
+        monkeypatch.setattr(BASE, "tq", queue)
+        algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
+        trainer = object.__new__(ours.OarTrainerSync)
+        trainer.config = OmegaConf.create(
+            {
+                "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},
+                "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 1.0}},
+                "data": {"max_response_length": 16},
+            }
+        )
+        trainer.oar = OarConfig.parse(oar)
+        trainer.timing_raw = {}
+        trainer.global_steps = 1
+        trainer._dump = None
+        trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
+        return trainer, queue, batch_of(keys or [f"{uid}_{i}_0" for i, uid in enumerate(uids)])
+
+    return build
 
 
-def build(monkeypatch, keys=None, rewards=REWARDS, lengths=LENGTHS, uids=UIDS, **oar):
-    queue = Queue(
-        {
-            "uid": NonTensorStack(*uids),
-            "response_mask": nested([torch.ones(length, dtype=torch.long) for length in lengths]),
-            "rm_scores": rm_scores(rewards, lengths),
-        }
-    )
-    monkeypatch.setattr(ours, "tq", queue)
-    monkeypatch.setattr(importlib.import_module("verl.trainer.ppo.v1.trainer_base"), "tq", queue)
-    trainer = object.__new__(ours.OarTrainerSync)
-    trainer.config = OmegaConf.create(
-        {
-            "algorithm": {
-                "adv_estimator": "oar",
-                "gamma": 1.0,
-                "lam": 1.0,
-                "use_kl_in_reward": False,
-                "norm_adv_by_std_in_grpo": True,
-            },
-            "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 1.0}},
-            "data": {"max_response_length": 16},
-        }
-    )
-    trainer.oar = OarConfig.parse(oar)
-    trainer.timing_raw = {}
-    trainer.global_steps = 1
-    trainer._dump = None
-    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
-    batch = batch_of(keys or [f"{uid}_{i}_0" for i, uid in enumerate(uids)])
-    return trainer, queue, batch
+def advantages(queue):
+    return queue.fields["advantages"].to_padded_tensor(0.0)
+
+
+def needed(queue):
+    return [int(row) for row in queue.fields[NEEDED].unbind()]
 
 
 def report_from_actor(queue, lengths=LENGTHS, status=Status.SCORED):
@@ -120,17 +124,12 @@ def host_advantage(estimator, rewards=REWARDS, lengths=LENGTHS, uids=UIDS):
     )[0]
 
 
-def test_rows_of_groups_without_a_signal_are_marked(world):
+@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, 1, 1, 0, 0, 0]), (True, [1] * 6)])
+def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_reward(world, kl_in_reward, marked):
     trainer, queue, batch = world()
+    trainer.config.algorithm.use_kl_in_reward = kl_in_reward
     trainer._mark_needed_rows(batch, {})
-    assert [int(row) for row in queue.fields[NEEDED].unbind()] == [1, 1, 1, 0, 0, 0]
-
-
-def test_with_kl_in_the_reward_every_row_is_scored(world):
-    trainer, queue, batch = world()
-    trainer.config.algorithm.use_kl_in_reward = True
-    trainer._mark_needed_rows(batch, {})
-    assert [int(row) for row in queue.fields[NEEDED].unbind()] == [1] * 6
+    assert needed(queue) == marked
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
@@ -139,8 +138,9 @@ def test_the_base_advantage_is_the_hosts_own_and_its_total_is_kept(world, estima
     report_from_actor(queue)
     metrics = {}
     trainer._compute_advantage(batch, metrics)
+    assert trainer.timing_raw["oar"] >= 6 * 0.5, "seconds of the actor"
     want = host_advantage(estimator)
-    got = queue.fields["advantages"].to_padded_tensor(0.0)
+    got = advantages(queue)
     torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(got[0], want[0])
     assert trainer.config.algorithm.adv_estimator == "oar"
@@ -152,17 +152,19 @@ def test_without_std_normalisation(world):
     trainer.config.algorithm.norm_adv_by_std_in_grpo = False
     report_from_actor(queue, status=Status.NO_ANSWER)
     trainer._compute_advantage(batch, {})
-    got = queue.fields["advantages"].to_padded_tensor(0.0)[:, 0]
+    got = advantages(queue)[:, 0]
     torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
 
 
-def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
+@pytest.mark.parametrize("reason", ["no_answer", "not_scored"])
+def test_a_batch_that_fell_back_or_was_never_scored_is_exactly_the_hosts(world, reason):
     trainer, queue, batch = world()
-    report_from_actor(queue, status=Status.NO_ANSWER)
+    if reason == "no_answer":
+        report_from_actor(queue, status=Status.NO_ANSWER)
     metrics = {}
     trainer._compute_advantage(batch, metrics)
-    assert torch.equal(queue.fields["advantages"].to_padded_tensor(0.0), host_advantage("grpo"))
-    assert metrics["oar/fallback/no_answer"] == 1.0
+    assert torch.equal(advantages(queue), host_advantage("grpo"))
+    assert metrics[f"oar/fallback/{reason}"] == 1.0
 
 
 def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
@@ -172,16 +174,9 @@ def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
     trainer, queue, batch = world(keys=keys, rewards=rewards, lengths=lengths, uids=uids)
     report_from_actor(queue, lengths, status=Status.NO_ANSWER)
     trainer._compute_advantage(batch, {})
-    got = queue.fields["advantages"].to_padded_tensor(0.0)[:, 0]
+    got = advantages(queue)[:, 0]
     want = host_advantage("grpo", [1.0, 0.0, 0.0], [6, 4, 5], ["a"] * 3)[:, 0]
     torch.testing.assert_close(got, want[[0, 0, 1, 2]])
-
-
-def test_seconds_of_the_actor_are_counted(world):
-    trainer, queue, batch = world()
-    report_from_actor(queue)
-    trainer._compute_advantage(batch, {})
-    assert trainer.timing_raw["oar"] >= 6 * 0.5
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
@@ -189,13 +184,14 @@ def test_seconds_of_the_actor_are_counted(world):
 def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, monkeypatch, mode, bypass):
     trainer, _, batch = world()
     seen = []
-    cls = ours.TRAINERS[mode]
-    trainer.__class__ = cls
+    trainer.__class__ = ours.TRAINERS[mode]
     trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
-    host = importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer
-    monkeypatch.setattr(
-        host, "_compute_old_log_prob", lambda self, batch, metrics: seen.append(dict(batch.extra_info)) or batch
-    )
+
+    def compute(self, batch, metrics):
+        seen.append(dict(batch.extra_info))
+        return batch
+
+    monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", compute)
     if mode == "separate_async":
         trainer.local_trigger_step = 0
         trainer.actor_rollout_wg.save_model_to_cpu = lambda step: None
@@ -206,14 +202,6 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
     assert len(requests) == 1
     assert requests[0]["importance_only"] is bypass
     assert len(seen) == (2 if bypass else 1)
-
-
-def test_missing_importance_falls_back_for_the_whole_batch_and_is_counted(world):
-    trainer, queue, batch = world()
-    metrics = {}
-    trainer._compute_advantage(batch, metrics)
-    assert torch.equal(queue.fields["advantages"].to_padded_tensor(0.0), host_advantage("grpo"))
-    assert metrics["oar/fallback/not_scored"] == 1.0
 
 
 # ---- importance from the rollout engines
@@ -228,73 +216,80 @@ def report_from_engines(queue, statuses, lengths=LENGTHS):
     queue.fields[OFFLOAD] = torch.stack([record.to_row() for record in records])
 
 
-def offloading(world, **perturbation):
-    # A gate whose weights keep the order of the scores.
-    return world(importance="oar_p", gate="bi_level", perturbation={"backend": "rollout", **perturbation})
+@pytest.fixture
+def offloading(world, host_pass):
+    """The same after the log-prob pass, with these statuses from the engines; the second group has no signal."""
+
+    def build(*statuses, **perturbation):
+        # A gate whose weights keep the order of the scores.
+        perturbation["backend"] = "rollout"
+        trainer, queue, batch = world(importance="oar_p", gate="bi_level", perturbation=perturbation)
+        report_from_engines(queue, [*statuses] + [Status.NOT_NEEDED] * 3)
+        metrics = {}
+        trainer._compute_old_log_prob(batch, metrics)
+        return trainer, queue, batch, metrics
+
+    return build
 
 
 @pytest.fixture
 def host_pass(monkeypatch):
     """verl's log-prob pass; the actor answers 7 everywhere when it is asked."""
-    base = importlib.import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer
     requests = []
 
     def compute(self, batch, metrics):
         if REQUEST in batch.extra_info:
             requests.append(dict(batch.extra_info[REQUEST]))
-            queue = ours.tq
-            report_from_actor(queue)
-            queue.fields[IMPORTANCE] = nested([torch.full((n,), 7.0) for n in LENGTHS])
+            report_from_actor(ours.tq)
+            ours.tq.fields[IMPORTANCE] = nested([torch.full((n,), 7.0) for n in LENGTHS])
         return batch
 
-    monkeypatch.setattr(base, "_compute_old_log_prob", compute)
+    monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", compute)
     return requests
 
 
-def test_scores_of_the_engines_need_nothing_of_the_actor(world, host_pass):
-    trainer, queue, batch = offloading(world)
-    report_from_engines(queue, [Status.SCORED] * 3 + [Status.NOT_NEEDED] * 3)
-    before = [row.clone() for row in queue.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()]
-    metrics = {}
-    trainer._compute_old_log_prob(batch, metrics)
+def test_scores_of_the_engines_need_nothing_of_the_actor(offloading, host_pass):
+    trainer, queue, batch, metrics = offloading(*[Status.SCORED] * 3)
     assert host_pass == []
+    first = queue.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()[0].clone()
     trainer._compute_advantage(batch, metrics)
-    got = queue.fields["advantages"].to_padded_tensor(0.0)
-    want = host_advantage("grpo")
+    got, want = advantages(queue), host_advantage("grpo")
     torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
-    assert (got[0, :4].argsort() == before[0][:4].argsort()).all()
+    assert (got[0, :4].argsort() == first[:4].argsort()).all()
     assert metrics["oar/scored"] == 0.5
     assert metrics["oar/offload/left_for_actor"] == 0
     assert metrics["oar/offload/hidden_share"] == 1
 
 
-def test_what_an_engine_could_not_score_the_actor_does(world, host_pass):
-    trainer, queue, batch = offloading(world)
-    report_from_engines(queue, [Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER] + [Status.NOT_NEEDED] * 3)
+def test_what_an_engine_could_not_score_the_actor_does(offloading, host_pass):
+    trainer, queue, batch, metrics = offloading(Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER)
     first = queue.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()[0].clone()
-    metrics = {}
-    trainer._compute_old_log_prob(batch, metrics)
     (request,) = host_pass
     assert (request["importance"], request["perturbation"]) == ("fisher", None)
-    assert [int(row) for row in queue.fields[NEEDED].unbind()] == [0, 1, 0, 0, 0, 0]
+    assert needed(queue) == [0, 1, 0, 0, 0, 0]
     trainer._compute_advantage(batch, metrics)
-    got = queue.fields["advantages"].to_padded_tensor(0.0)
-    want = host_advantage("grpo")
+    got = advantages(queue)
     assert (got[0, :4].argsort() == first[:4].argsort()).all()
-    assert torch.equal(got[2], want[2])  # no answer: plain
+    assert torch.equal(got[2], host_advantage("grpo")[2])  # no answer: plain
     assert metrics["oar/fallback/no_answer"] == pytest.approx(1 / 3)
     assert metrics["oar/fallback/constant"] == pytest.approx(1 / 3)  # the made-up actor says 7 everywhere
     assert metrics["oar/offload/fault/timed_out"] == 1
 
 
-def test_the_fallback_is_any_importance_without_copies(world, host_pass):
-    trainer, queue, batch = offloading(world, fallback="entropy")
-    report_from_engines(queue, [Status.TIMED_OUT] * 3 + [Status.NOT_NEEDED] * 3)
-    trainer._compute_old_log_prob(batch, {})
+def test_the_fallback_is_any_importance_without_copies(offloading, host_pass):
+    offloading(*[Status.TIMED_OUT] * 3, fallback="entropy")
     assert host_pass[0]["importance"] == "entropy"
 
 
-def test_the_request_knows_the_sampling_temperature_and_the_step(world, monkeypatch, host_pass):
+def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading, host_pass):
+    trainer, queue, batch, metrics = offloading(Status.SCORED, Status.ENGINE_FAILED, Status.SCORED, fallback="none")
+    assert host_pass == []
+    trainer._compute_advantage(batch, metrics)
+    assert torch.equal(advantages(queue)[1], host_advantage("grpo")[1])
+    assert metrics["oar/fallback/engine_failed"] == pytest.approx(1 / 3)
+
+
+def test_the_request_knows_the_sampling_temperature_and_the_step(world, host_pass):
     trainer, _, batch = world(seed=3)
     trainer.config.actor_rollout_ref.rollout.temperature = 0.6
     trainer.config.algorithm.rollout_correction = None
@@ -303,17 +298,6 @@ def test_the_request_knows_the_sampling_temperature_and_the_step(world, monkeypa
         trainer._compute_old_log_prob(batch, {})
     assert [request["temperature"] for request in host_pass] == [0.6, 0.6]
     assert [request["seed"] for request in host_pass] == [step_seed(3, 1), step_seed(3, 2)]
-
-
-def test_without_a_fallback_the_response_keeps_its_plain_advantage(world, host_pass):
-    trainer, queue, batch = offloading(world, fallback="none")
-    report_from_engines(queue, [Status.SCORED, Status.ENGINE_FAILED, Status.SCORED] + [Status.NOT_NEEDED] * 3)
-    metrics = {}
-    trainer._compute_old_log_prob(batch, metrics)
-    assert host_pass == []
-    trainer._compute_advantage(batch, metrics)
-    assert torch.equal(queue.fields["advantages"].to_padded_tensor(0.0)[1], host_advantage("grpo")[1])
-    assert metrics["oar/fallback/engine_failed"] == pytest.approx(1 / 3)
 
 
 def test_the_offload_sets_what_it_needs_in_verls_configuration(monkeypatch):

@@ -9,21 +9,19 @@ from tests.real_data import MATH_RESPONSES, read_lines
 
 
 @pytest.mark.parametrize(
-    ("response", "text", "boxed"),
+    ("response", "expected"),
     [
-        (r"\boxed{1} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}", True),
-        (r"so \boxed{5}. The answer is plausible.", "5", True),
-        (r"so \boxed{5}, or \boxed{6", "5", True),
-        ("...\n#### 72", "72", False),
-        ("The answer is 3. No: the answer is 18 dollars.", "18 dollars", False),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}.", (r"\frac{1}{2}", True)),
+        (r"so \boxed{5}. The answer is plausible.", ("5", True)),
+        (r"so \boxed{5}, or \boxed{6", ("5", True)),
+        ("...\n#### 72", ("72", False)),
+        ("The answer is 3. No: the answer is 18 dollars.", ("18 dollars", False)),
+        # A number that merely stands last is no answer.
+        ("We add 3 and 4, which gives 7", None),
     ],
 )
-def test_the_last_complete_answer_counts_and_a_box_before_everything_else(response, text, boxed):
-    assert final_answer(response) == (text, boxed)
-
-
-def test_a_number_that_merely_stands_last_is_no_answer():
-    assert final_answer("We add 3 and 4, which gives 7") is None
+def test_the_last_complete_answer_counts_and_a_box_before_everything_else(response, expected):
+    assert final_answer(response) == expected
 
 
 @pytest.mark.skipif(not MATH_RESPONSES.is_file(), reason="no responses of a real model here")

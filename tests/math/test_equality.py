@@ -12,37 +12,32 @@ def loaded():
 
 
 @pytest.mark.parametrize(
-    ("truth", "answer"),
+    ("truth", "answer", "boxed", "verdict"),
     [
-        ("1000", "1,000.00"),
-        (r"\frac{1}{2}", "0.5"),
-        ("5", "x = 5"),
-        ("1,2,3", "3, 2, 1"),
-        ("18", r"\$18"),
-        ("50", r"50\%"),
-        (r"50\%", "50"),
-        (r"\text{East}", "East"),
-        ("x^2-1", "(x-1)(x+1)"),
+        # Another notation of the same.
+        ("1000", "1,000.00", True, Verdict.EQUAL),
+        (r"\frac{1}{2}", "0.5", True, Verdict.EQUAL),
+        ("5", "x = 5", True, Verdict.EQUAL),
+        ("1,2,3", "3, 2, 1", True, Verdict.EQUAL),
+        ("18", r"\$18", True, Verdict.EQUAL),
+        ("50", r"50\%", True, Verdict.EQUAL),
+        (r"50\%", "50", True, Verdict.EQUAL),
+        (r"\text{East}", "East", True, Verdict.EQUAL),
+        ("x^2-1", "(x-1)(x+1)", True, Verdict.EQUAL),
+        # An answer in a sentence is read from it.
+        ("18", "18 dollars", False, Verdict.EQUAL),
+        # Something else.
+        ("1", "1, 2, 3", True, Verdict.DIFFERENT),
+        ("(0,1)", "[0,1]", True, Verdict.DIFFERENT),
+        ("-2", "2", True, Verdict.DIFFERENT),
+        ("2", r"5 \text{ or } 2", True, Verdict.DIFFERENT),
+        (r"\text{Monday}", "Tuesday", True, Verdict.DIFFERENT),
+        # No mathematics.
+        ("7", "(((", False, Verdict.UNPARSED),
     ],
 )
-def test_other_notation_of_the_same_is_equal(truth, answer):
-    assert compare(truth, FinalAnswer(answer, boxed=True)) is Verdict.EQUAL
-
-
-@pytest.mark.parametrize(
-    ("truth", "answer"),
-    [("1", "1, 2, 3"), ("(0,1)", "[0,1]"), ("-2", "2"), ("2", r"5 \text{ or } 2"), (r"\text{Monday}", "Tuesday")],
-)
-def test_something_else_is_different(truth, answer):
-    assert compare(truth, FinalAnswer(answer, boxed=True)) is Verdict.DIFFERENT
-
-
-def test_an_answer_in_a_sentence_is_read_from_it():
-    assert compare("18", FinalAnswer("18 dollars", boxed=False)) is Verdict.EQUAL
-
-
-def test_an_answer_without_mathematics_is_unparsed():
-    assert compare("7", FinalAnswer("(((", boxed=False)) is Verdict.UNPARSED
+def test_what_is_equal(truth, answer, boxed, verdict):
+    assert compare(truth, FinalAnswer(answer, boxed)) is verdict
 
 
 @pytest.mark.parametrize(

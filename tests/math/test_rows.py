@@ -51,11 +51,9 @@ def test_a_row_that_cannot_be_used_says_why(name, raw, reason):
 
 
 def test_the_same_problem_is_recognised_in_other_typesetting():
-    one, same, other = (
-        row_of("math500", {"problem": text, "answer": "1"})
-        for text in (r"Find $x$ if $x^2 = 4$.", "find \\(x\\) if \\(x^{2}=4\\)", r"Find $x$ if $x^2 = 9$.")
-    )
-    assert problem_of(one) == problem_of(same) != problem_of(other)
+    texts = (r"Find $x$ if $x^2 = 4$.", "find \\(x\\) if \\(x^{2}=4\\)", r"Find $x$ if $x^2 = 9$.")
+    one, same, other = (problem_of(row_of("math500", {"problem": text, "answer": "1"})) for text in texts)
+    assert one == same != other
 
 
 @pytest.mark.skipif(not GSM8K_TRAIN.is_file(), reason="no GSM8K rows here")

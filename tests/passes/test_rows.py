@@ -19,7 +19,7 @@ def chunk(monkeypatch, request):
 def tensors():
     """Hidden states, and the weights that project them."""
     torch.manual_seed(0)
-    return torch.randn(ROWS, HIDDEN, requires_grad=True), torch.randn(VOCABULARY, HIDDEN, requires_grad=True)
+    return torch.randn(ROWS, HIDDEN, requires_grad=True), torch.randn(VOCABULARY, HIDDEN)
 
 
 def test_the_gradient_is_that_of_the_sum_over_all_logits(chunk, tensors):
@@ -33,7 +33,7 @@ def test_the_gradient_is_that_of_the_sum_over_all_logits(chunk, tensors):
 
     logits_NV = hidden_NH @ weight_VH.T
     (want,) = torch.autograd.grad((factor_NV * logits_NV.detach() * logits_NV).sum(), hidden_NH)
-    weighted_logits(lambda chosen: chosen @ weight_VH.detach().T, hidden_NH, coefficients).backward()
+    weighted_logits(lambda chosen: chosen @ weight_VH.T, hidden_NH, coefficients).backward()
     torch.testing.assert_close(hidden_NH.grad, want)
 
 
@@ -47,5 +47,29 @@ def test_no_rows_are_a_scalar_that_can_be_differentiated():
 def test_no_logits_stay_in_the_graph(tensors):
     """What autograd keeps for the backward is of the size of the hidden states."""
     hidden_NH, weight_VH = tensors
-    with torch.autograd.graph.saved_tensors_hooks(saved := [], lambda tensor: tensor):
-        pass
+    scalar = weighted_logits(lambda chosen: chosen @ weight_VH.T, hidden_NH, lambda logits_NV, chosen: logits_NV)
+    nodes, seen = [scalar.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved") and isinstance(saved := getattr(node, name), torch.Tensor):
+                assert VOCABULARY not in saved.shape
+        nodes += [parent for parent, _ in node.next_functions]
+    assert len(seen) > 1
+
+
+def test_reading_shows_every_row_once_and_leaves_no_graph(chunk, tensors):
+    hidden_NH, weight_VH = tensors
+    seen_NV = torch.full((ROWS, VOCABULARY), torch.nan)
+
+    def read(logits_NV, chosen):
+        assert not logits_NV.requires_grad
+        assert len(logits_NV) <= chunk
+        assert seen_NV[chosen].isnan().all()
+        seen_NV[chosen] = logits_NV
+
+    read_logits(lambda chosen: chosen @ weight_VH.requires_grad_().T, hidden_NH, read)
+    torch.testing.assert_close(seen_NV, (hidden_NH @ weight_VH.T).detach())

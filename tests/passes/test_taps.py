@@ -79,6 +79,7 @@ def test_the_gradient_equals_that_of_an_ordinary_forward_and_is_delivered_once(m
         gradient, leaf = Reader(rows_only=rows_only).gradient(model, taps)
     torch.testing.assert_close(gradient, embedding.grad)
     assert torch.equal(leaf, embedding)
+    assert not leaf.requires_grad
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -88,7 +89,9 @@ def test_noise_moves_the_forward_but_not_the_leaf(model, wanted):
     clean = model.get_input_embeddings()(IDS).detach()
     want = model(inputs_embeds=clean + 0.1).logits.detach().flatten(0, 1)[ROWS]
     with ModelTaps(model) as taps:
-        reader = Reader(noise=lambda embedding: torch.full_like(embedding, 0.1), **({} if wanted else {"receive": None}))
+        reader = Reader(
+            noise=lambda embedding: torch.full_like(embedding, 0.1), **({} if wanted else {"receive": None})
+        )
         if wanted:
             assert torch.equal(reader.gradient(model, taps)[1], clean)
         else:

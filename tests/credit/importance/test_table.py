@@ -13,15 +13,15 @@ from oar_plugin.credit.importance.check import problems
 
 PACKAGE = Path(oar_plugin.__file__).parent
 HOME = PACKAGE / "credit" / "importance"
-# backward and draw of each forward of one draw and of two
+# name: backward and draw of each forward of one draw, those of the second draw, what is true of it
 PLANS = {
-    "fisher": ([(0, 0)], [(0, 0), (0, 1)]),
-    "oar_g": ([(None, 0), (0, 0)], [(None, 0), (0, 0), (0, 1)]),
-    "onward": ([(0, 0), (1, 0)], [(0, 0), (1, 0), (0, 1), (1, 1)]),
-    "oar_p": ([], []),
-    "hybrid": ([(0, 0)], [(0, 0), (0, 1)]),
-    "entropy": ([(None, 0)], [(None, 0)]),
-    "random": ([], []),
+    "fisher": ([(0, 0)], [(0, 1)], {"arbitrary_scale"}),
+    "oar_g": ([(None, 0), (0, 0)], [(0, 1)], {"noisy"}),
+    "onward": ([(0, 0), (1, 0)], [(0, 1), (1, 1)], {"reasoning_rows"}),
+    "oar_p": ([], [], set()),
+    "hybrid": ([(0, 0)], [(0, 1)], set()),
+    "entropy": ([(None, 0)], [], {"reasoning_rows"}),
+    "random": ([], [], set()),
 }
 
 
@@ -35,8 +35,9 @@ def test_every_importance_of_the_table_passes_the_check_that_a_users_own_must_pa
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("draws", [1, 2])
-def test_the_plan_of_forwards(name, draws):
-    want = PLANS[name][draws - 1]
+def test_the_plan_of_forwards_and_what_engines_read(name, draws):
+    first, second, true = PLANS[name]
+    want = first if draws == 1 else first + second
     for log_probs in (False, True):
         plan = importance_of(name).forwards(draws, log_probs)
         assert [(forward.backward, forward.draw) for forward in plan] == want
@@ -44,25 +45,8 @@ def test_the_plan_of_forwards(name, draws):
     config = OarConfig(importance=name, num_draws=draws)
     assert config.backwards == sum(backward is not None for backward, _ in want)
     assert config.extra_forwards == max(0, len(want) - 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "noisy", "reasoning_rows", "nats"),
-    [
-        ("fisher", False, False, False),
-        ("oar_g", True, False, True),
-        ("onward", False, True, True),
-        ("oar_p", False, False, True),
-        ("hybrid", False, False, True),
-        ("entropy", False, True, True),
-        ("random", False, False, True),
-    ],
-)
-def test_what_engines_read(name, noisy, reasoning_rows, nats):
-    importance = importance_of(name)
-    assert importance.noisy == noisy
-    assert importance.reasoning_rows == reasoning_rows
-    assert importance.arbitrary_scale != nats
+    for attribute in ("noisy", "reasoning_rows", "arbitrary_scale"):
+        assert getattr(importance_of(name), attribute) == (attribute in true)
 
 
 def test_entropy_and_random_combine_what_they_are_given():
@@ -85,64 +69,52 @@ def comparisons(source: str) -> list[tuple[int, str]]:
     """
 
     def names(nodes):
-        values = {node.value for node in nodes if isinstance(node, ast.Constant)}
-        return {value for value in values if isinstance(value, str) and value in IMPORTANCES}
+        return {node.value for node in nodes if isinstance(node, ast.Constant)} & set(IMPORTANCES)
 
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Compare):
-            of_reads = isinstance(node.comparators[0], ast.Attribute) and node.comparators[0].attr == "reads"
-            operands = [node.left, *node.comparators]
-            inner = [element for operand in operands for element in getattr(operand, "elts", ())]
-            caught = bool(names(operands + inner)) and not of_reads
-        elif isinstance(node, ast.MatchValue):
-            caught = bool(names([node.value]))
-        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
-            caught = len(names(node.elts)) > 1
-        elif isinstance(node, ast.Dict):
-            caught = len(names(node.keys)) > 1
-        elif isinstance(node, ast.Call):
-            caught = len({keyword.arg for keyword in node.keywords} & set(IMPORTANCES)) > 1
-        else:
-            caught = False
-        if caught:
-            found.append((node.lineno, ast.unparse(node)))
-    return found
+    def caught(node):
+        match node:
+            case ast.Compare(comparators=[ast.Attribute(attr="reads"), *_]):
+                return False
+            case ast.Compare():
+                operands = [node.left, *node.comparators]
+                return bool(names([*operands, *(element for one in operands for element in getattr(one, "elts", ()))]))
+            case ast.MatchValue():
+                return bool(names([node.value]))
+            case ast.Tuple() | ast.List() | ast.Set():
+                return len(names(node.elts)) > 1
+            case ast.Dict():
+                return len(names(node.keys)) > 1
+            case ast.Call():
+                return len({keyword.arg for keyword in node.keywords} & set(IMPORTANCES)) > 1
+
+    return [(node.lineno, ast.unparse(node)) for node in ast.walk(ast.parse(source)) if caught(node)]
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "noticed"),
     [
-        "x = oar.importance == 'onward'",
-        "if 'oar_p' != name: pass",
-        "y = name in ('fisher', other)",
-        "y = name in {'fisher', 'oar_g'}",
-        "match name:\n    case 'oar_g': pass",
-        "match name:\n    case 'oar_g' | 'oar_p': pass",
-        "NAMES = ('grpo', 'fisher', 'onward')",
-        "NAMES = ['fisher', 'onward']",
-        "COLORS = {'fisher': 1, 'onward': 2}",
-        "COLORS = dict(fisher=1, onward=2)",
-        "Name = Literal['fisher', 'oar_g']",
-        "y = 'entropy' in names",
+        ("x = oar.importance == 'onward'", True),
+        ("if 'oar_p' != name: pass", True),
+        ("y = name in ('fisher', other)", True),
+        ("y = name in {'fisher', 'oar_g'}", True),
+        ("match name:\n    case 'oar_g': pass", True),
+        ("match name:\n    case 'oar_g' | 'oar_p': pass", True),
+        ("NAMES = ('grpo', 'fisher', 'onward')", True),
+        ("NAMES = ['fisher', 'onward']", True),
+        ("COLORS = {'fisher': 1, 'onward': 2}", True),
+        ("COLORS = dict(fisher=1, onward=2)", True),
+        ("Name = Literal['fisher', 'oar_g']", True),
+        ("y = 'entropy' in names", True),
+        # Naming one is not comparing.
+        ("Request('fisher')", False),
+        ("settings['importance'] = 'oar_p'", False),
+        ("y = 'entropy' in self.importance.reads", False),
+        ("FIELDS = ('log_probs', 'entropy')", False),
+        ("call(importance='fisher', temperature=1)", False),
     ],
 )
-def test_a_comparison_is_noticed(source):
-    assert comparisons(source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "Request('fisher')",
-        "settings['importance'] = 'oar_p'",
-        "y = 'entropy' in self.importance.reads",
-        "FIELDS = ('log_probs', 'entropy')",
-        "call(importance='fisher', temperature=1)",
-    ],
-)
-def test_naming_one_is_not_comparing(source):
-    assert not comparisons(source)
+def test_a_comparison_is_noticed(source, noticed):
+    assert bool(comparisons(source)) == noticed
 
 
 def test_no_other_file_compares_names_of_importances():

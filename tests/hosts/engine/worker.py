@@ -42,23 +42,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
 def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> TensorDict:
     encoded = [world.encode()[i] for i in rows]
     ids = [torch.cat(pair) for pair in encoded]
     masks = [torch.ones(len(response), dtype=torch.long) for _, response in encoded]
     data = TensorDict(
         {
-            "prompts": nested([p for p, _ in encoded]),
-            "responses": nested([r for _, r in encoded]),
-            "response_mask": nested(masks),
-            "input_ids": nested(ids),
-            "position_ids": nested([torch.arange(len(i)) for i in ids]),
-            "loss_mask": nested(masks),
-            NEEDED: nested([torch.tensor([int(world.ROWS[i][2])]) for i in rows]),
+            "prompts": world.nested([p for p, _ in encoded]),
+            "responses": world.nested([r for _, r in encoded]),
+            "response_mask": world.nested(masks),
+            "input_ids": world.nested(ids),
+            "position_ids": world.nested([torch.arange(len(i)) for i in ids]),
+            "loss_mask": world.nested(masks),
+            NEEDED: world.nested([torch.tensor([int(world.ROWS[i][2])]) for i in rows]),
         },
         batch_size=[len(rows)],
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -35,26 +37,24 @@ SCORED = [0, 1, 3, 4]
 STATUS = ["SCORED", "SCORED", "NOT_NEEDED", "SCORED", "SCORED", "NO_ANSWER", "TRUNCATED", "NO_REASONING"]
 
 
-def make_model(folder: Path, tied: bool = False, layers: int = 2) -> None:
+def make_model(folder: Path, **config: Any) -> None:
     """Save a random model and its tokenizer."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    size = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+    }
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    Qwen2ForCausalLM(Qwen2Config(**{**size, **special, **config})).save_pretrained(folder)
 
 
 def encode() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -66,6 +66,10 @@ def encode() -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows.append((torch.tensor(tokenizer(prompt)["input_ids"]), torch.tensor(ids)))
     assert len(rows[6][1]) == MAX_RESPONSE_LENGTH
     return rows
+
+
+def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def segments_of(response: str) -> torch.Tensor:

@@ -13,26 +13,23 @@ class CountingExtension(OutcomeExtension):
         super().oar_install()
         if not first_time:
             return
-        self.model_runner.restarts = {"restarts": 0, "within_answer": 0}
-        recorder, counts = self.model_runner.oar_recorder, self.model_runner.restarts
+        runner, recorder = self.model_runner, self.model_runner.oar_recorder
+        runner.restarts_within_answers = 0
         stock = recorder.step
         reached: dict[str, int] = {}
 
         def step(hidden_TD: Any, items: Any) -> Any:
             for item in items:
                 before = reached.get(item.request, 0)
-                if item.first < before:
-                    counts["restarts"] += 1
-                    counts["within_answer"] += before >= item.spec.start
+                runner.restarts_within_answers += item.first < before >= item.spec.start
                 reached[item.request] = item.first + item.count
             return stock(hidden_TD, items)
 
         recorder.step = step
 
-    def oar_restarts(self) -> dict[str, int]:
-        """How often a request went back, and how often it had reached its answer by then."""
-        counts: dict[str, int] = self.model_runner.restarts
-        return counts
+    def oar_restarts_within_answers(self) -> int:
+        """How often a request went back that had reached its answer by then."""
+        return self.model_runner.restarts_within_answers
 
     def oar_mask_tail(self, vocabulary: int | None) -> None:
         """Keep tokens from `vocabulary` on from being sampled, as verl does; None undoes it."""

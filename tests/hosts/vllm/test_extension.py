@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,31 +12,22 @@ from oar_plugin.hosts.vllm.extension import OutcomeExtension
 from tests.limits import PROCESS_S
 
 
-class Worker(OutcomeExtension):
-    def __init__(self, runner: object) -> None:
-        self.model_runner = runner
+def worker(runner: object) -> OutcomeExtension:
+    made = OutcomeExtension()
+    made.model_runner = runner
+    return made
 
 
 def test_another_model_runner_is_refused_with_what_to_do():
-    class SecondRunner:
-        pass
-
     with pytest.raises(RuntimeError, match=r"SecondRunner.*VLLM_USE_V2_MODEL_RUNNER=0.*backend=actor"):
-        Worker(SecondRunner()).oar_install()
+        worker(type("SecondRunner", (), {})()).oar_install()
 
 
 def test_installing_twice_wraps_once():
-    class Runner:
-        def _get_prompt_logprobs_dict(self):
-            pass
-
-        def get_model(self):
-            return self
-
-    runner = Runner()
-    Worker(runner).oar_install()
+    runner = SimpleNamespace(_get_prompt_logprobs_dict=lambda: None, get_model=lambda: None)
+    worker(runner).oar_install()
     wrapped, recorder = runner._get_prompt_logprobs_dict, runner.oar_recorder
-    Worker(runner).oar_install()
+    worker(runner).oar_install()
     assert runner._get_prompt_logprobs_dict is wrapped
     assert runner.oar_recorder is recorder
 

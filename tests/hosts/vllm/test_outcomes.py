@@ -99,26 +99,25 @@ class TestScore:
                 assert set(found) == {c for c in chosen if at[c] + sizes[c] == LENGTH}
                 got |= found
                 for c in chosen:
-                    # Now and then preempted: from the beginning, or from what the cache still has of this request.
-                    at[c] = draw.choice([0, at[c]]) if draw.random() < 0.3 and c not in found else at[c] + sizes[c]
                     if c in found:
                         del at[c]
+                    elif draw.random() < 0.3:  # preempted: from the beginning, or from what the cache still has of it
+                        at[c] = draw.choice([0, at[c]])
+                    else:
+                        at[c] += sizes[c]
             for name, (score, rows) in got.items():
                 assert rows == self.rows(probe)
                 assert score == pytest.approx(want[name], rel=1e-5)
         assert recorder.counts()["requests"] == 0
 
-    def test_is_nan_where_a_row_came_from_the_cache(self, recorder, probe):
+    @pytest.mark.parametrize(("before", "first"), [(0, START), (START - 1, START + 1)], ids=["cached", "preempted"])
+    def test_is_nan_where_the_first_row_came_from_the_cache(self, recorder, probe, before, first):
         whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
-        score, rows = step(recorder, ("c", spec(probe=probe), COPY, START, LENGTH - START))["c"]
+        if before:
+            step(recorder, ("c", spec(probe=probe), COPY, 0, before))
+        score, rows = step(recorder, ("c", spec(probe=probe), COPY, first, LENGTH - first))["c"]
         assert math.isnan(score)
         assert rows == 0
-
-    def test_is_nan_where_the_cache_filled_a_gap_after_a_preemption(self, recorder, probe):
-        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
-        step(recorder, ("c", spec(probe=probe), COPY, 0, START - 1))
-        score, _ = step(recorder, ("c", spec(probe=probe), COPY, START + 1, LENGTH - START - 1))["c"]
-        assert math.isnan(score)
 
     def test_is_nan_without_reference(self, recorder, probe):
         score, rows = whole(recorder, "c", spec(probe=probe), COPY)
@@ -144,6 +143,12 @@ def test_a_gap_later_in_the_answer_is_noticed(recorder):
     assert rows == 2
 
 
+def test_a_prompt_that_ends_before_its_answer_scores_nan(recorder):
+    whole(recorder, "r", spec("reference"), REFERENCE)
+    assert math.isnan(whole(recorder, "c", spec(), Prompt(2, START))[0])
+    assert recorder.counts()["requests"] == 0
+
+
 def test_a_request_id_that_is_used_again_starts_anew(recorder):
     whole(recorder, "r", spec("reference"), REFERENCE)
     step(recorder, ("c", spec(), Prompt(9), 0, START + 2))
@@ -167,38 +172,28 @@ def test_small_divergences_survive(recorder):
 
 class TestDraws:
     AT = (1, 4, 5, 9)
-
-    def want(self) -> list[int]:
-        token_L = torch.tensor(REFERENCE.token_ids)
-        at = torch.tensor(self.AT)
-        return sample_replacements(project(REFERENCE.hidden_LD)[at - 1], token_L[at], self.seeds()).tolist()
-
-    def seeds(self) -> torch.Tensor:
-        token_L = torch.tensor(REFERENCE.token_ids)
-        seed_1 = response_seeds(token_L, torch.zeros_like(token_L), 1, 7)
-        return position_seeds(seed_1.expand(len(self.AT)), torch.tensor(self.AT))
-
-    def spec(self) -> OutcomeSpec:
-        return spec("reference", sample=self.AT, seeds=tuple(self.seeds().tolist()))
+    token_L, at_R = torch.tensor(REFERENCE.token_ids), torch.tensor(AT)
+    seed_R = position_seeds(response_seeds(token_L, torch.zeros_like(token_L), 1, 7).expand(len(AT)), at_R)
+    want = sample_replacements(project(REFERENCE.hidden_LD)[at_R - 1], token_L[at_R], seed_R).tolist()
+    spec = spec("reference", sample=AT, seeds=tuple(seed_R.tolist()))
 
     @pytest.mark.parametrize("cuts", [(), (3,), (4,), (2, 5, 12)])
     def test_follow_the_numbers_however_the_prompt_is_cut(self, recorder, cuts):
-        bounds = [0, *cuts, LENGTH]
-        for low, high in pairwise(bounds):
-            found = step(recorder, ("r", self.spec(), REFERENCE, low, high - low))
-        assert found["r"] == [0.0, LENGTH - START, *self.want()]
+        for low, high in pairwise([0, *cuts, LENGTH]):
+            found = step(recorder, ("r", self.spec, REFERENCE, low, high - low))
+        assert found["r"] == [0.0, LENGTH - START, *self.want]
         score, _ = whole(recorder, "c", spec(), COPY)
         assert score == pytest.approx(expected(REFERENCE, COPY, "answer_mean"), rel=1e-5)
 
     def test_are_none_where_a_row_was_not_computed(self, recorder):
-        found = step(recorder, ("r", self.spec(), REFERENCE, 4, LENGTH - 4))
+        found = step(recorder, ("r", self.spec, REFERENCE, 4, LENGTH - 4))
         assert len(found["r"]) == 2
         assert math.isnan(found["r"][0])
         assert recorder.counts()["references"] == 0
 
     def test_need_no_more_memory_for_many(self, recorder, monkeypatch):
         monkeypatch.setattr(outcomes, "_DRAWN_ROWS", 2)
-        assert whole(recorder, "r", self.spec(), REFERENCE)[2:] == self.want()
+        assert whole(recorder, "r", self.spec, REFERENCE)[2:] == self.want
 
 
 class TestMemory:
@@ -226,18 +221,18 @@ class TestMemory:
 def test_a_rank_without_logits_calls_for_the_same_rows(monkeypatch):
     """Tensor parallel: projecting is a collective, so both ranks must call it alike; one gets nothing from it."""
     monkeypatch.setattr(outcomes, "_ROWS", 4)
-    calls: dict[str, list[torch.Tensor]] = {"driver": [], "other": []}
-    driver = OutcomeRecorder(lambda hidden_RD: (calls["driver"].append(hidden_RD), project(hidden_RD))[1])
-    other = OutcomeRecorder(lambda hidden_RD: calls["other"].append(hidden_RD))
+    calls: list[torch.Tensor] = []
+    heard: list[torch.Tensor] = []
+    driver = OutcomeRecorder(lambda hidden_RD: (calls.append(hidden_RD), project(hidden_RD))[1])
+    other = OutcomeRecorder(heard.append)
     for recorder in (driver, other):
         whole(recorder, "r", spec("reference"), REFERENCE)
         step(recorder, ("a", spec(), COPY, 0, 13), ("b", spec(key="none"), COPY, 0, 13), ("x", spec(), COPY, 12, 2))
         found = step(recorder, ("a", spec(), COPY, 13, 3), ("b", spec(key="none"), COPY, 13, 3))
         assert set(found) == {"a", "b"}
         assert recorder.counts()["requests"] == 1
-    assert len(calls["driver"]) == len(calls["other"])
-    for one, two in zip(calls["driver"], calls["other"], strict=True):
-        assert torch.equal(one, two)
+    assert calls
+    assert all(torch.equal(one, two) for one, two in zip(calls, heard, strict=True))
     assert other.counts()["references"] == 0
 
 
@@ -250,25 +245,17 @@ def test_a_spec_survives_its_journey():
 @pytest.mark.parametrize(
     "values",
     [
-        {"role": "judge"},
-        {"probe": "first"},
-        {"start": 0},
-        {"sample": (3, 3), "seeds": (1, 2)},
-        {"sample": (START,), "seeds": (1,)},
-        {"sample": (0,), "seeds": (1,)},
-        {"sample": (1,), "seeds": ()},
+        *({"role": "judge"}, {"probe": "first"}, {"start": 0}),
+        *(
+            {"sample": sample, "seeds": seeds}
+            for sample, seeds in [((3, 3), (1, 2)), ((START,), (1,)), ((0,), (1,)), ((1,), ())]
+        ),
         {"role": "copy", "sample": (1,), "seeds": (1,)},
     ],
 )
 def test_nonsense_is_refused(values):
     with pytest.raises(ValueError, match=r"scored|drawn"):
         OutcomeSpec.from_dict(spec("reference").to_dict() | values)
-
-
-def test_a_prompt_that_ends_before_its_answer_scores_nan(recorder):
-    whole(recorder, "r", spec("reference"), REFERENCE)
-    assert math.isnan(whole(recorder, "c", spec(), Prompt(2, START))[0])
-    assert recorder.counts()["requests"] == 0
 
 
 def test_an_untested_version_is_named():
