@@ -32,17 +32,23 @@ def modules(package):
 
 
 def imported(source):
-    """Every dotted name that an import statement could mean, in functions too."""
+    """Dotted names of what import statements bring, in functions too: modules, or what stands in one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def arrows(files):
-    return {name: {other for other in imported(path.read_text()) if other != name} for name, path in files.items()}
+    """The modules that each file imports: of `files`, or those of others."""
+    found = {}
+    for name, path in files.items():
+        others = (
+            other if other in files else other.rpartition(".")[0] or other for other in imported(path.read_text())
+        )
+        found[name] = {other for other in others if other != name}
+    return found
 
 
 def room(module):

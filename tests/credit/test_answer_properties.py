@@ -13,14 +13,15 @@ FINDERS = {names: make_finder(names) for names in [*((name,) for name in NAMES),
 # Filler without anything a marker or a sentence end is made of, but with characters of one to four bytes.
 FILLER = st.text(alphabet="abc xyz019+=,é你好🙂👩‍👧\t", max_size=40)
 ANSWERS = st.text(alphabet="019abxé五🙂", min_size=1, max_size=8)
+# What stands before the answer, the answer itself, and what stands behind it.
 FRAMES = [
-    ("\\boxed{", "}"),
-    ("$\\boxed{\\text{", "}}$."),
-    ("#### ", "\n"),
-    ("<answer>", "</answer>"),
-    ("<answer>\\boxed{", "}</answer>"),
-    ("; the answer is ", ".\n"),
-    ("; **Answer:** ", "\n"),
+    ("\\boxed{", "{}", "}"),
+    ("$\\boxed{", "\\text{{{}}}", "}$."),
+    ("#### ", "{}", "\n"),
+    ("<answer>", "{}", "</answer>"),
+    ("<answer>\\boxed{", "{}", "}</answer>"),
+    ("; the answer is ", "{}", ".\n"),
+    ("; **Answer:** ", "{}", "\n"),
 ]
 # Text that is nearly an answer, so that all branches of the finders are reached.
 FRAGMENTS = [
@@ -39,35 +40,44 @@ def cut(draw, data):
 
 @st.composite
 def planted(draw):
-    """A text with one answer as (before, opening, answer, closing and rest)."""
-    opening, closing = draw(st.sampled_from(FRAMES))
-    return draw(FILLER), opening, draw(ANSWERS), closing + draw(FILLER)
+    """The bytes of a text with one answer, as before and opening, answer, closing and rest."""
+    opening, answer, closing = draw(st.sampled_from(FRAMES))
+    answer = answer.format(draw(ANSWERS))
+    return [part.encode() for part in (draw(FILLER) + opening, answer, closing + draw(FILLER))]
 
 
-@given(st.data(), planted())
+@st.composite
+def planted_in_noise(draw):
+    """Behind bytes that are not UTF-8."""
+    noise = draw(st.binary(max_size=30)).replace(b"\\", b"")
+    return [noise + b"\\boxed{", draw(ANSWERS).encode(), b"}"]
+
+
+@pytest.mark.parametrize(("texts", "names"), [(planted(), NAMES), (planted_in_noise(), ("boxed",))])
+@given(data=st.data())
 @settings(deadline=None)
-def test_the_answers_bytes_are_answer_tokens_however_the_text_is_cut(data, text):
-    before, opening, answer, rest = (part.encode() for part in text)
-    if b"text{" in opening:
-        opening, answer, rest = opening[: -len(b"\\text{")], b"\\text{" + answer + b"}", rest[1:]
-    pieces = data.draw(cut(before + opening + answer + rest))
-    result = segment_tokens(pieces, FINDERS[NAMES])
+def test_the_answers_bytes_are_answer_tokens_however_the_text_is_cut(data, texts, names):
+    before, answer, rest = data.draw(texts)
+    pieces = data.draw(cut(before + answer + rest))
+    result = segment_tokens(pieces, FINDERS[names])
     per_byte = np.repeat(result, [len(piece) for piece in pieces])
-    start = len(before) + len(opening)
-    assert (per_byte[start : start + len(answer)] == Segment.ANSWER).all()
-    ends = np.cumsum([len(piece) for piece in pieces])
-    for piece, end, segment in zip(pieces, ends, result, strict=True):
-        overlaps = bool(piece) and end > start and end - len(piece) < start + len(answer)
-        assert (segment == Segment.ANSWER) == overlaps
+    assert (per_byte[len(before) : len(before) + len(answer)] == Segment.ANSWER).all()
+    if names == NAMES:
+        ends = np.cumsum([len(piece) for piece in pieces])
+        for piece, end, segment in zip(pieces, ends, result, strict=True):
+            overlaps = bool(piece) and end > len(before) and end - len(piece) < len(before) + len(answer)
+            assert (segment == Segment.ANSWER) == overlaps
 
 
-@given(st.data(), NEARLY, st.sampled_from(list(FINDERS)))
-@settings(deadline=None)
-def test_segments_come_in_order(data, text, names):
-    pieces = data.draw(cut(text.encode()))
+@given(st.data(), st.one_of(NEARLY.map(str.encode), st.binary(max_size=60)), st.sampled_from(list(FINDERS)))
+@settings(deadline=None, max_examples=200)
+def test_any_bytes_give_segments_in_order_or_none(data, text, names):
+    pieces = data.draw(cut(text))
     result = segment_tokens(pieces, FINDERS[names])
     if result is None:
         return
+    assert result.dtype == np.int8
+    assert result.shape == (len(pieces),)
     shown = result[[bool(piece) for piece in pieces]]
     assert (np.diff(shown) >= 0).all()
     assert (shown == Segment.ANSWER).any()
@@ -94,24 +104,6 @@ def test_a_finder_never_raises_and_never_returns_an_empty_answer(text, names):
         assert 0 <= span.marker_start <= span.start < span.end <= len(text)
         answer = text[span.start : span.end]
         assert answer == answer.strip()
-
-
-@given(st.lists(st.binary(max_size=6), max_size=20), st.sampled_from(list(FINDERS)))
-@settings(deadline=None)
-def test_any_bytes_are_accepted(pieces, names):
-    result = segment_tokens(pieces, FINDERS[names])
-    assert result is None or (result.dtype == np.int8 and result.shape == (len(pieces),))
-
-
-@given(st.data(), st.binary(max_size=30), ANSWERS)
-@settings(deadline=None)
-def test_bytes_that_are_not_utf8_do_not_shift_the_answer(data, noise, answer):
-    noise = noise.replace(b"\\", b"")
-    prefix = noise + b"\\boxed{"
-    pieces = data.draw(cut(prefix + answer.encode() + b"}"))
-    result = segment_tokens(pieces, FINDERS[("boxed",)])
-    per_byte = np.repeat(result, [len(piece) for piece in pieces])
-    assert (per_byte[len(prefix) : len(prefix) + len(answer.encode())] == Segment.ANSWER).all()
 
 
 BALANCED = st.recursive(

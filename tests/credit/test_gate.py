@@ -40,7 +40,10 @@ def plain_bi_level(scores: list[float], tau: float, beta: float, floor: float) -
 @given(st.lists(scores, min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 4), st.floats(0.01, 1))
 @settings(max_examples=200, deadline=None)
 def test_a_padded_batch_equals_response_by_response(batch, tau, beta, floor):
-    """Also: the mass is kept, and a more important token does not weigh less."""
+    """The published code overwrote tau with each response's quantile: the next response then saw another gate.
+
+    Also: the mass is kept, and a more important token does not weigh less.
+    """
     importance, mask = padded(batch)
     weights = bi_level(importance, mask, tau, beta, floor)
     assert (weights[~mask] == 1).all()
@@ -50,13 +53,6 @@ def test_a_padded_batch_equals_response_by_response(batch, tau, beta, floor):
         assert got.sum().item() == pytest.approx(len(values), rel=1e-4)
         assert (got > 0).all()
         assert (got[torch.tensor(values).argsort()].diff() >= -1e-5).all()
-
-
-def test_tau_does_not_drift_over_a_batch():
-    """The published code overwrote tau with each response's quantile; the last response then saw another gate."""
-    one = torch.rand(1, 30)
-    many = torch.cat([torch.rand(20, 30) * 100, one])
-    torch.testing.assert_close(bi_level(many, everywhere(many))[-1], bi_level(one, everywhere(one))[0])
 
 
 edge = st.one_of(
@@ -102,10 +98,14 @@ def test_order_and_kind_of_the_input_do_not_matter():
 
 # ---- two_level
 
+# With more than tau of the scores at the minimum, the quantile is the minimum, and everything is at or above it.
+ties = st.lists(st.sampled_from([0.5, 0.5, 0.5, 0.5, 3.0, 1e30]), min_size=1, max_size=40)
 
-@given(st.lists(scores, min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 8))
-@settings(max_examples=200, deadline=None)
+
+@given(st.lists(st.one_of(scores, ties), min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 8))
+@settings(max_examples=250, deadline=None)
 def test_two_weights_one_border_and_the_mass_is_kept(batch, tau, beta):
+    """Whatever stands at the minimum is never boosted, and the size of an outlier changes nothing."""
     importance, mask = padded(batch)
     weights = two_level(importance, mask, tau, beta)
     assert (weights[~mask] == 1).all()
@@ -116,30 +116,6 @@ def test_two_weights_one_border_and_the_mass_is_kept(batch, tau, beta):
         want *= len(values) / want.sum()
         torch.testing.assert_close(weights[row, mask[row]].double(), want, rtol=1e-5, atol=1e-6)
         assert above.any() == (score.max() > score.min()), "the largest is never below the others"
-
-
-def test_an_outlier_changes_nothing_at_two_levels():
-    importance = torch.arange(20.0)[None]
-    before = two_level(importance, everywhere(importance), 0.85)
-    importance[0, -1] = 1e30
-    assert torch.equal(two_level(importance, everywhere(importance), 0.85), before)
-    assert before.max().item() == pytest.approx(3 * 20 / (20 + 2 * 3))
-
-
-@given(st.integers(2, 40), st.integers(1, 39), st.floats(0, 1), st.floats(0.1, 8), st.floats(0, 1e3, width=32))
-@settings(max_examples=50, deadline=None)
-def test_what_stands_at_the_minimum_is_never_boosted(length, at_minimum, tau, beta, lowest):
-    """With more than tau of the scores there, the quantile is the minimum, and everything was at or above it."""
-    at_minimum = min(at_minimum, length)
-    score = lowest + (torch.arange(length) - at_minimum + 1).clamp_min(0).float()
-    score = score[torch.randperm(length, generator=torch.Generator().manual_seed(length))]
-    weights = two_level(score[None], everywhere(score[None]), tau, beta)[0]
-    above = score > lowest
-    assert (weights[~above] <= 1).all()
-    assert weights.sum().item() == pytest.approx(length, rel=1e-5)
-    if at_minimum > tau * (length - 1):
-        want = 1 + beta * above.double()
-        torch.testing.assert_close(weights.double(), want * length / want.sum(), rtol=1e-5, atol=0)
 
 
 # ---- both, the table, and gates of a user's own

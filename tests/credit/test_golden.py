@@ -29,6 +29,7 @@ from oar_plugin.passes.request import Request
 GOLDEN = Path(os.environ.get("OAR_GOLDEN_DIR", Path(__file__).parent.parent / "golden"))
 FILES = sorted(GOLDEN.glob("reference_*.json"))
 RELATIVE = 1e-5
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def test_there_are_golden_files():
@@ -50,10 +51,10 @@ def load(path: Path):
 
 def oar_g(model, case: dict, noise: torch.Tensor, probe: str) -> torch.Tensor:
     """Importance of the reasoning tokens as a run computes it, but for the noise, which is given."""
-    parts = [("before", Segment.OUTSIDE), ("reasoning", Segment.REASONING), ("conclude", Segment.CONCLUDE)]
-    parts.append(("answer", Segment.ANSWER))
-    ids = torch.tensor([[token for name, _ in parts for token in case[name]]])
-    segments = torch.tensor([[int(segment) for name, segment in parts for _ in case[name]]])
+    parts = {"before": Segment.OUTSIDE, "reasoning": Segment.REASONING, "conclude": Segment.CONCLUDE}
+    parts["answer"] = Segment.ANSWER
+    ids = torch.tensor([[token for name in parts for token in case[name]]])
+    segments = torch.tensor([[int(segment) for name, segment in parts.items() for _ in case[name]]])
     start, length = len(case["before"]), len(case["reasoning"])
     full_noise = torch.zeros(1, ids.shape[1], noise.shape[1])
     full_noise[0, start : start + length] = noise
@@ -66,52 +67,47 @@ def norm_in_float64(self, hidden):
     return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
 
 
-def rounding_of_float32(path: Path, index: int, noise: torch.Tensor, probe: str) -> tuple[torch.Tensor, float]:
-    """Our importance in float64, and how far two float32 evaluations of the same formula are from it.
+def error_and_rounding(path: Path, index: int, probe: str, louder: float = 1.0) -> tuple[float, float]:
+    """Of our importance in float64 to the published one, and how far two float32 evaluations are from it.
 
     The published numbers are one more float32 evaluation. KL has no gradient at zero noise, so dJ/dz = P_noisy - P is a
     difference of two softmaxes that agree to three or four digits, and the forward's float32 rounding is magnified by as
     much: two correct float32 programs differ by up to 3e-3 of the largest score on these cases. The spread is measured
     here, on the case itself, instead of being guessed. A float64 Qwen2 rounds to float32 in its norms, which is magnified as
-    well: what the others are measured against must not.
+    well: what the others are measured against must not. `louder`: what the noise is multiplied by.
     """
-    reference, _, model = load(path)
-    case = reference["cases"][index]
+    reference, tensors, model = load(path)
+    case, noise = reference["cases"][index], tensors[f"case{index}.noise"] * louder
     singles = []
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
         singles.append(oar_g(model, case, noise, probe))
     with mock.patch.object(Qwen2RMSNorm, "forward", norm_in_float64):
         exact = oar_g(copy.deepcopy(model).double(), case, noise, probe)
+    want = torch.tensor(case[f"gradient_{probe}"])
     spread = max(((single - exact).abs().max() / exact.max()).item() for single in singles)
-    return exact, spread
+    return ((exact - want).abs().max() / want.max()).item(), spread
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@every_file
 @pytest.mark.parametrize("probe", PROBES)
 def test_gradient_importance_agrees_with_the_published_numbers(path, probe):
     """To 1e-5 of the response's largest score, beyond four times the float32 spread of the case."""
-    reference, tensors, _ = load(path)
-    for index, case in enumerate(reference["cases"]):
-        exact, spread = rounding_of_float32(path, index, tensors[f"case{index}.noise"], probe)
-        want = torch.tensor(case[f"gradient_{probe}"])
-        error = ((exact - want).abs().max() / want.max()).item()
-        print(f"{path.stem} case {index} {probe}: error {error:.1e}, float32 spread {spread:.1e}")
+    for index in range(len(load(path)[0]["cases"])):
+        error, spread = error_and_rounding(path, index, probe)
         assert spread < 5e-3, "the tolerance would no longer tell right from wrong"
-        assert error < RELATIVE + 4 * spread
+        assert error < RELATIVE + 4 * spread, f"case {index}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@every_file
 def test_one_percent_more_noise_is_noticed(path):
     """Negative control for the tolerance above: importance is linear in the noise, so 1 % more noise is 1 % off."""
-    reference, tensors, _ = load(path)
     for index in range(2):
-        exact, spread = rounding_of_float32(path, index, tensors[f"case{index}.noise"] * 1.01, "answer_mean")
-        want = torch.tensor(reference["cases"][index]["gradient_answer_mean"])
-        assert ((exact - want).abs().max() / want.max()).item() > RELATIVE + 4 * spread
+        error, spread = error_and_rounding(path, index, "answer_mean", louder=1.01)
+        assert error > RELATIVE + 4 * spread
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@every_file
 def test_gate_agrees_with_the_published_numbers(path):
     reference, _, _ = load(path)
     for index, case in enumerate(reference["gates"]):
@@ -124,6 +120,5 @@ def test_gate_agrees_with_the_published_numbers(path):
             weights.append(reshape(torch.ones_like(scores), scores, everywhere, torch.zeros(1), config).weight_BL)
         want = torch.tensor(case["weights"])
         for weights_BL in weights:
-            torch.testing.assert_close(
-                weights_BL[0], want, rtol=RELATIVE, atol=RELATIVE * want.max().item(), msg=f"gate {index}"
-            )
+            limits = {"rtol": RELATIVE, "atol": RELATIVE * want.max().item()}
+            torch.testing.assert_close(weights_BL[0], want, **limits, msg=f"gate {index}")

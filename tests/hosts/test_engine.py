@@ -111,7 +111,7 @@ def test_budgets_in_two_processes_equal_one(single, double, case):
 
 
 def test_log_probs_and_entropy_equal_verls_own(single, double):
-    """Exactly, where importance has its own passes or none. Gradients cross Ulysses with their log-probs, not entropies."""
+    """Exactly, where importance has passes of its own or none."""
     for case in cases.named(cases.SINGLE, "bf16"):
         (result,) = single[case]
         assert ("log_probs" in result) == ("only" not in case), case

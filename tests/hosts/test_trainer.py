@@ -97,6 +97,13 @@ def world(monkeypatch):
     return build
 
 
+def credited(trainer, queue, batch):
+    """Advantages and metrics."""
+    metrics = {}
+    trainer._compute_advantage(batch, metrics)
+    return advantages(queue), metrics
+
+
 def advantages(queue):
     return queue.fields["advantages"].to_padded_tensor(0.0)
 
@@ -136,11 +143,9 @@ def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_rewa
 def test_the_base_advantage_is_the_hosts_own_and_its_total_is_kept(world, estimator):
     trainer, queue, batch = world(base_estimator=estimator)
     report_from_actor(queue)
-    metrics = {}
-    trainer._compute_advantage(batch, metrics)
+    got, metrics = credited(trainer, queue, batch)
     assert trainer.timing_raw["oar"] >= 6 * 0.5, "seconds of the actor"
     want = host_advantage(estimator)
-    got = advantages(queue)
     torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(got[0], want[0])
     assert trainer.config.algorithm.adv_estimator == "oar"
@@ -151,9 +156,8 @@ def test_without_std_normalisation(world):
     trainer, queue, batch = world()
     trainer.config.algorithm.norm_adv_by_std_in_grpo = False
     report_from_actor(queue, status=Status.NO_ANSWER)
-    trainer._compute_advantage(batch, {})
-    got = advantages(queue)[:, 0]
-    torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
+    got, _ = credited(trainer, queue, batch)
+    torch.testing.assert_close(got[:, 0], torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
 
 
 @pytest.mark.parametrize("reason", ["no_answer", "not_scored"])
@@ -161,9 +165,8 @@ def test_a_batch_that_fell_back_or_was_never_scored_is_exactly_the_hosts(world, 
     trainer, queue, batch = world()
     if reason == "no_answer":
         report_from_actor(queue, status=Status.NO_ANSWER)
-    metrics = {}
-    trainer._compute_advantage(batch, metrics)
-    assert torch.equal(advantages(queue), host_advantage("grpo"))
+    got, metrics = credited(trainer, queue, batch)
+    assert torch.equal(got, host_advantage("grpo"))
     assert metrics[f"oar/fallback/{reason}"] == 1.0
 
 
@@ -173,10 +176,9 @@ def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
     rewards, lengths, uids = [1.0, 1.0, 0.0, 0.0], [5, 6, 4, 5], ["a"] * 4
     trainer, queue, batch = world(keys=keys, rewards=rewards, lengths=lengths, uids=uids)
     report_from_actor(queue, lengths, status=Status.NO_ANSWER)
-    trainer._compute_advantage(batch, {})
-    got = advantages(queue)[:, 0]
+    got, _ = credited(trainer, queue, batch)
     want = host_advantage("grpo", [1.0, 0.0, 0.0], [6, 4, 5], ["a"] * 3)[:, 0]
-    torch.testing.assert_close(got, want[[0, 0, 1, 2]])
+    torch.testing.assert_close(got[:, 0], want[[0, 0, 1, 2]])
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])

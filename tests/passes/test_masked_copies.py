@@ -11,7 +11,7 @@ from oar_plugin.credit.perturbation import Search, sample_replacements, units
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements, candidate_of, copies_importance
 from oar_plugin.passes.request import Perturbation
-from tests.credit.test_golden import FILES, load
+from tests.credit.test_golden import every_file, load
 from tests.passes.batch import SIZE, positions, random_model
 
 PAD = Replacements(0)
@@ -19,7 +19,7 @@ UNITS = [(0,), (3, 4, 5), (9,), (11,), (12, 13), (40,)]
 every_probe = pytest.mark.parametrize("probe", PROBES)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@every_file
 @every_probe
 @pytest.mark.parametrize("max_tokens", [4096, 1, 150])
 def test_scores_agree_with_the_published_numbers(path, probe, max_tokens):

@@ -37,16 +37,17 @@ from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizer
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 
 LAYOUT_WORDS: dict[str, dict[str, Any]] = {
-    **{f"{name}2": {name: 2} for name in ("tp", "pp", "vpp", "cp")},
-    "dp2": {},
-    "sp": {"sp": True},
-    "padded": {"packed": False},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "sp": {"sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "vpp2": {"virtual_pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "padded": {"use_remove_padding": False},
     "full": {
         "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
     "selective": {"recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
-    "vocabulary": {},
-    "tied": {},
+    **{word: {} for word in ("dp2", "vocabulary", "tied")},
 }
 BYTES = {
     "tp2": ["fisher", "oar_g", "onward"],
@@ -57,46 +58,42 @@ BYTES = {
 
 def build(
     folder: str,
-    tp: int = 1,
-    sp: bool = False,
-    pp: int = 1,
-    vpp: int | None = None,
-    cp: int = 1,
-    packed: bool = True,
-    recompute: dict[str, Any] | None = None,
     host_only: bool = False,
+    sequence_parallel: bool = False,
+    context_parallel_size: int = 1,
+    use_remove_padding: bool = True,
+    recompute: dict[str, Any] | None = None,
+    **engine: Any,
 ) -> Any:
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    model = HFModelConfig(path=folder, use_remove_padding=packed)
-    engine = McoreEngineConfig(
-        tensor_model_parallel_size=tp,
-        sequence_parallel=sp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
-        use_remove_padding=packed,
+    config = McoreEngineConfig(
+        sequence_parallel=sequence_parallel,
+        context_parallel_size=context_parallel_size,
+        use_remove_padding=use_remove_padding,
         use_distributed_optimizer=False,  # it takes CUDA tensors only
         vanilla_mbridge=True,
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
-        max_token_len_per_gpu=90 // cp,
+        max_token_len_per_gpu=90 // context_parallel_size,
         override_transformer_config={
             "use_cpu_initialization": True,
             "attention_backend": "auto",
             "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
-            "sequence_parallel": sp,
+            "sequence_parallel": sequence_parallel,
             **(recompute or {}),
         },
+        **engine,
     )
-    object.__setattr__(engine, "dtype", "float32")  # verl's config admits half precision only
+    object.__setattr__(config, "dtype", "float32")  # verl's config admits half precision only
     # megatron-core clips tensors on CUDA only: on a CPU its optimizer steps without clipping.
     optimizer = McoreOptimizerConfig(lr=1e-3, clip_grad=0.0, lr_decay_steps=10, total_training_steps=10)
     cls = EngineRegistry.get_engine_cls("language_model", "megatron")
     if host_only:
         cls = cls.__bases__[1]  # what is registered, less our mixin
-    built = cls(model, engine, optimizer, CheckpointConfig())
+    model = HFModelConfig(path=folder, use_remove_padding=use_remove_padding)
+    built = cls(model, config, optimizer, CheckpointConfig())
     built.initialize()
     return built
 
@@ -237,10 +234,10 @@ def ordinary(engine: Any) -> dict[str, Any]:
     return {"class": type(engine).__name__, "log_probs": output["log_probs"].values() if output else None}
 
 
-def engine_of(folder: str, layout: str) -> Any:
+def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
     words = layout.split()
     arguments = {name: value for word in words for name, value in LAYOUT_WORDS[word].items()}
-    engine = build(f"{folder}/tied" if "tied" in words else folder, **arguments)
+    engine = build(f"{folder}/tied" if "tied" in words else folder, host_only, **arguments)
     if "vocabulary" in words:
         engine.model_config.hf_config.vocab_size = world.COLUMNS
     return engine
@@ -266,7 +263,7 @@ def double(folder: str) -> dict[str, Any]:
             out["noticed"] = noticed(engine)
             fresh = engine_of(folder, layout)
             out["fresh_grad_norms"] = [train_step(fresh, EVERY) for _ in range(2)]
-            out["ordinary_host"] = ordinary(build(folder, tp=2, sp=True, host_only=True))
+            out["ordinary_host"] = ordinary(engine_of(folder, layout, host_only=True))
         if layout == "pp2":
             out["unfrozen"] = unfrozen(engine)
     return out

@@ -33,12 +33,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "packed": {},
     "fsdp2": {},
     "fsdp1": {"strategy": "fsdp"},
-    "padded": {"packed": False},
-    "checkpointing": {"checkpointing": True},
-    "offload": {"offload": True},
-    "lora": {"lora": 4},
-    "bf16": {"dtype": "bf16"},
-    "ulysses": {"sp": 2, "attention": ulysses.ATTENTION},
+    "padded": {"use_remove_padding": False},
+    "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
+    "offload": {"param_offload": True},
+    "lora": {"model": {"lora_rank": 4, "lora_alpha": 16, "target_modules": "all-linear"}},
+    "bf16": {"param_dtype": "bf16"},
+    "ulysses": {
+        "ulysses_sequence_parallel_size": 2,
+        "model": {"override_config": {"attn_implementation": ulysses.ATTENTION}},
+    },
 }
 
 
@@ -73,43 +76,36 @@ def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> Tensor
 
 def build(
     folder: str,
-    strategy: str = "fsdp2",
-    packed: bool = True,
-    sp: int = 1,
-    checkpointing: bool = False,
-    lora: int = 0,
-    attention: str = "sdpa",
-    offload: bool = False,
-    dtype: str = "fp32",
     host_only: bool = False,
+    strategy: str = "fsdp2",
+    use_remove_padding: bool = True,
+    param_dtype: str = "fp32",
+    model: dict[str, Any] | None = None,
+    **engine: Any,
 ) -> Any:
-    model = HFModelConfig(
-        path=folder,
-        override_config={"attn_implementation": attention},
-        enable_gradient_checkpointing=checkpointing,
-        use_remove_padding=packed,
-        lora_rank=lora,
-        lora_alpha=16,
-        target_modules="all-linear",
-    )
-    engine = FSDPEngineConfig(
+    settings = {
+        "override_config": {"attn_implementation": "sdpa"},
+        "enable_gradient_checkpointing": False,
+        "use_remove_padding": use_remove_padding,
+        **(model or {}),
+    }
+    engine_config = FSDPEngineConfig(
         strategy=strategy,
-        ulysses_sequence_parallel_size=sp,
         use_dynamic_bsz=False,
         wrap_policy={"min_num_params": 0},
-        mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        mixed_precision={"param_dtype": param_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         model_dtype="fp32",
         use_torch_compile=False,
-        use_remove_padding=packed,
-        param_offload=offload,
+        use_remove_padding=use_remove_padding,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=90,
+        **engine,
     )
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
     cls = EngineRegistry.get_engine_cls("language_model", strategy)
     if host_only:
         cls = type("HostEngine", cls.__bases__[1:], {})  # what is registered, less our mixin
-    built = cls(model, engine, optimizer, CheckpointConfig())
+    built = cls(HFModelConfig(path=folder, **settings), engine_config, optimizer, CheckpointConfig())
     built.initialize()
     return built
 
