@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it find
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.tiny.random_models import Architecture
 from benchmarks.tiny.smoke_model import make_assets
@@ -44,7 +45,7 @@ SHOWN = {
 
 
 class SmokeFailed(RuntimeError):
-    """The run did not end well. The message says where its log is, and how it ends."""
+    """The message says where the log is, and how it ends."""
 
 
 def group_of(config: DictConfig) -> str:
@@ -56,7 +57,7 @@ def group_of(config: DictConfig) -> str:
 
 
 def architecture_of(model: str) -> Architecture:
-    """What a model's name says about its architecture; anything unknown is taken for a dense Qwen."""
+    """What a model's name says; anything unknown is taken for a dense Qwen."""
     name = model.lower()
     if "a3b" in name or "moe" in name:
         return "qwen3_moe"
@@ -76,11 +77,7 @@ def run_smoke(
         timeout_s: the run is ended after this many seconds.
 
     Returns:
-        The metrics of each step, as verl's file logger wrote them.
-
-    Raises:
-        RecipeError: the recipe does not compose.
-        SmokeFailed: the run failed or took too long.
+        The metrics of each step, as verl's file logger wrote them. Raises RecipeError and SmokeFailed.
     """
     config = compose_recipe(recipe, variant)
     if not (folder / "data.parquet").exists():
@@ -109,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder: Path = (settings.out or Path(tempfile.mkdtemp(prefix="oar_smoke_"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
+    disable_progress_bar()
     try:
         with console.status(f"two steps of {settings.recipe} on this machine, log in {folder / 'verl.log'}"):
             steps = run_smoke(find_recipe(settings.recipe), folder, settings.variant, settings.overrides)
@@ -122,8 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, title in SHOWN.items():
         if any(name in step for step in steps):
             table.add_row(title, *(f"{step[name]:.3g}" if name in step else "" for step in steps))
-    console.print(table)
-    console.print(f"{settings.recipe}, {settings.variant}.yaml ran; all metrics: {folder}", soft_wrap=True)
+    console.print(table, f"{settings.recipe}, {settings.variant}.yaml ran; all metrics: {folder}", soft_wrap=True)
     return 0
 
 

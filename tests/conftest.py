@@ -1,8 +1,11 @@
-"""One thread for torch: tests use tiny tensors, on which a second thread only costs time."""
+"""Settings of every test: one thread for torch, and no limit on an example's seconds."""
 
+import hypothesis
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # tests use tiny tensors, on which a second thread only costs time
+hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("here")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -111,7 +111,7 @@ def test_scores_in_nats_reach_the_gate_as_they_are(name):
     st.lists(st.lists(st.integers(0, 1000), min_size=2, max_size=12), min_size=1, max_size=3),
     st.sampled_from([2.0**-10, 1e-3, 1e6, 2.0**40]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_scores_of_an_arbitrary_scale_have_none(name, gate, rows, factor):
     """The Fisher norm goes by the inverse square of the embeddings' size, which means nothing."""
     importance = torch.zeros(len(rows), 12)
@@ -141,7 +141,7 @@ def test_only_what_is_above_the_minimum_is_boosted():
 
 
 @given(st.integers(2, 40), st.integers(1, 40), st.floats(0, 1), st.floats(0.1, 8), st.sampled_from([0.0, 0.5, 1e6]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_weight_above_one_is_never_at_the_minimum(length, at_minimum, tau, beta, lowest):
     """And a response has weights other than 1 exactly where it is not constant; its mass is kept."""
     importance = lowest + (torch.arange(length) - at_minimum + 1).clamp_min(0).float()[None]

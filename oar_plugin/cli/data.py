@@ -36,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
     text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
     parser.add_argument("--out", type=Path, default=default, metavar="DIR", help=text)
-    text = "a copy instead of the hub: a folder with its repository or with train and test files, or a .parquet, .json or .jsonl "
-    text += "file. For several data sets a folder with one for each, by name"
+    text = (
+        "a copy instead of the hub: a folder with its repository or with train and test files, or a .parquet, .json or "
+    )
+    text += ".jsonl file. For several data sets a folder with one for each, by name"
     parser.add_argument("--from", dest="local", type=Path, metavar="PATH", help=text)
     text = "the first N rows of each split (default: all)"
     parser.add_argument("--limit", type=positive, metavar="N", help=text)

@@ -36,7 +36,7 @@ OPTIONS = {
     "ray": {
         "hosts": "A,B,... as ssh knows them; training runs on the first",
         "ssh": "options for ssh: --ssh='-p 2222 -J gate'",
-        "head_address": "of the first host for the others (default: its name in --hosts)",
+        "head_address": "IP of the first host on the network between them (default: its name in --hosts)",
     },
     "slurm": {
         "sbatch": "further options of the job: --sbatch='--account=me --qos=high'",
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--on", default="local", choices=("local", *OPTIONS), help="where (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
     add("--template", type=Path, metavar="FILE", help="a changed copy of OAR's own (oar recipes copy cluster DIR)")
-    text = "a further variable for all nodes; OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* go there by themselves"
+    text = "another variable for all nodes; OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* go there (tokens unwritten)"
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
     text = "makes python and ray the right ones on a node (default: this Python's environment; in a container: nothing)"
     add("--setup", metavar="COMMAND", help=text)

@@ -122,7 +122,7 @@ def test_attention_patching_sees_no_pad_in_the_answer():
 
 
 @given(st.integers(0, 1000), st.sampled_from([0.3, 3.0, 30.0]), st.sampled_from([2, 5, 256]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpness, chunk):
     """Also where the softmax is saturated, which a gradient cannot see."""
     generator = torch.Generator().manual_seed(seed)

@@ -153,6 +153,7 @@ def bench(tmp_path, monkeypatch):
     return lambda arguments: main(["learning", *arguments.split(), *folders])
 
 
+@pytest.mark.slow
 def test_rates_are_chosen_and_judged_on_different_seeds(bench, tmp_path, monkeypatch):
     small = "--methods grpo oracle --steps 20 --lr 1e-3 2e-3 --choose-seeds 0 1 --seeds 2 3 4"
     assert bench(small) == 0
@@ -267,7 +268,7 @@ def test_alignment_trains_nothing(model, demonstrating, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("gate", named(gates, inspect.isfunction))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(scores=st.lists(st.floats(0, 1e6), min_size=1, max_size=8), beta=st.floats(0, 5), tau=st.floats(0, 1))
 def test_candidate_gates_keep_the_mass_and_the_order(gate, scores, beta, tau):
     importance_BL = torch.tensor([[7.0, *scores, 9.0]] * 2, dtype=torch.float64)

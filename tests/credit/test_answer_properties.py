@@ -55,7 +55,6 @@ def planted_in_noise(draw):
 
 @pytest.mark.parametrize(("texts", "names"), [(planted(), NAMES), (planted_in_noise(), ("boxed",))])
 @given(data=st.data())
-@settings(deadline=None)
 def test_the_answers_bytes_are_answer_tokens_however_the_text_is_cut(data, texts, names):
     before, answer, rest = data.draw(texts)
     pieces = data.draw(cut(before + answer + rest))
@@ -70,7 +69,7 @@ def test_the_answers_bytes_are_answer_tokens_however_the_text_is_cut(data, texts
 
 
 @given(st.data(), st.one_of(NEARLY.map(str.encode), st.binary(max_size=60)), st.sampled_from(list(FINDERS)))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_bytes_give_segments_in_order_or_none(data, text, names):
     pieces = data.draw(cut(text))
     result = segment_tokens(pieces, FINDERS[names])
@@ -87,7 +86,6 @@ def test_any_bytes_give_segments_in_order_or_none(data, text, names):
 
 
 @given(st.data(), NEARLY)
-@settings(deadline=None)
 def test_tokens_of_others_are_outside_and_nothing_else_is(data, text):
     pieces = data.draw(cut(text.encode()))
     own = np.array(data.draw(st.lists(st.booleans(), min_size=len(pieces), max_size=len(pieces))), dtype=bool)
@@ -97,7 +95,6 @@ def test_tokens_of_others_are_outside_and_nothing_else_is(data, text):
 
 
 @given(st.one_of(st.text(), NEARLY), st.sampled_from(list(FINDERS)))
-@settings(deadline=None)
 def test_a_finder_never_raises_and_never_returns_an_empty_answer(text, names):
     span = FINDERS[names](text)
     if span is not None:
@@ -114,7 +111,6 @@ BALANCED = st.recursive(
 
 
 @given(st.lists(BALANCED, min_size=1, max_size=4).map("".join).filter(str.strip), FILLER)
-@settings(deadline=None)
 def test_a_box_holds_any_balanced_content(content, before):
     text = before + "\\boxed{" + content + "}} tail"
     span = FINDERS[("boxed",)](text)

@@ -38,7 +38,7 @@ def plain_bi_level(scores: list[float], tau: float, beta: float, floor: float) -
 
 
 @given(st.lists(scores, min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 4), st.floats(0.01, 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_padded_batch_equals_response_by_response(batch, tau, beta, floor):
     """The published code overwrote tau with each response's quantile: the next response then saw another gate.
 
@@ -61,7 +61,7 @@ edge = st.one_of(
 
 
 @given(st.lists(edge, min_size=1, max_size=12), st.sampled_from([0.0, 0.4, 1.0]), st.floats(0, 4), st.floats(0.01, 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_promises_hold_at_the_edges(values, tau, beta, floor):
     """Ties, an outlier, differences of one bit, one to three tokens, both ends of tau."""
     importance = torch.tensor(values)[None]
@@ -103,7 +103,7 @@ ties = st.lists(st.sampled_from([0.5, 0.5, 0.5, 0.5, 3.0, 1e30]), min_size=1, ma
 
 
 @given(st.lists(st.one_of(scores, ties), min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 8))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_two_weights_one_border_and_the_mass_is_kept(batch, tau, beta):
     """Whatever stands at the minimum is never boosted, and the size of an outlier changes nothing."""
     importance, mask = padded(batch)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oar_plugin.credit.perturbation import Search, copies_of_budget, sample_replacements, units
@@ -43,7 +43,6 @@ def test_units_of_single_tokens_and_spans():
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 9))
-@settings(deadline=None)
 def test_units_are_a_partition_of_the_reasoning_into_runs(reasoning, span):
     cut = units(reasoning, span)
     assert [t for unit in cut for t in unit] == [t for t, wanted in enumerate(reasoning) if wanted]
@@ -112,7 +111,6 @@ def test_a_small_budget_takes_larger_blocks_and_no_second_round():
 
 
 @given(st.integers(1, 80), st.floats(0.01, 1), st.booleans(), st.integers(0, 5))
-@settings(deadline=None)
 def test_no_search_runs_more_copies_than_its_budget_or_leaves_a_token_out(number, budget, with_gradient, seed):
     torch.manual_seed(seed)
     truth = torch.rand(number).tolist()

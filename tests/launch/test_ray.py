@@ -58,7 +58,9 @@ def test_ray_starts_everywhere_training_runs_on_the_head_and_ray_stops(nodes, sc
 def test_training_that_fails_fails_the_launch_and_ray_is_stopped(nodes, script, tmp_path):
     (tmp_path / "me@a" / "status").write_text("7")
     assert run(script("ray.j2", **{**OPTIONS, "head_address": "10.0.0.1"})).returncode == 7
-    assert "ray start --address=10.0.0.1:6379 --num-gpus=8 --disable-usage-stats" in notes(tmp_path, "b")
+    common = "--num-gpus=8 --disable-usage-stats"
+    assert f"ray start --head --port=6379 --node-ip-address=10.0.0.1 {common}" in notes(tmp_path, "me@a")
+    assert f"ray start --address=10.0.0.1:6379 {common}" in notes(tmp_path, "b")
     assert all("ray stop" in notes(tmp_path, host) for host in HOSTS)
 
 

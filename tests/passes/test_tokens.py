@@ -105,14 +105,14 @@ def test_pieces_add_up_to_the_decoded_text(name, sentence):
 
 @every_tokenizer
 @given(text=st.text(max_size=40))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_pieces_add_up_for_any_unicode_text(name, text):
     joined, decoded = joined_and_decoded(name, tokenizer_and_bytes(name)[0].encode(text))
     assert joined == decoded
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_sequence_of_byte_level_ids_adds_up(data):
     size = len(tokenizer_and_bytes("byte_level")[0])
     ids = data.draw(st.lists(st.integers(0, size - 1), max_size=40))

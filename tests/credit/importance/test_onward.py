@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oar_plugin.credit.importance import Onward, Parts, Rows
@@ -20,7 +20,6 @@ def combined(answer_BL, reasoning_BL, entropy_BL, keep_BL=KEEP):
     return Onward().combine(parts)
 
 
-@settings(deadline=None)
 @given(values, values, values, st.sampled_from([2.0**-8, 4.0, 2.0**10]))
 def test_range_and_places_and_that_the_scale_of_either_part_means_nothing(answer_BL, reasoning_BL, entropy_BL, factor):
     got = combined(answer_BL, reasoning_BL, entropy_BL)
