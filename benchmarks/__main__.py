@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
         with progress_bar(console) as progress:
             report = study.measure(settings, progress)
     except (ValueError, RuntimeError) as error:
+        if not raised_here(error):
+            raise
         Console(stderr=True).print(f"benchmarks {name}: {error}", style="red", markup=False, highlight=False)
         return 2 if isinstance(error, ValueError) else 1
     if isinstance(report, str):  # a study that was asked for a text only
@@ -57,6 +60,12 @@ def main(arguments: list[str]) -> int:
         for path in report.write(settings.out):
             console.print(f"written: {path}", markup=False, soft_wrap=True)
     return int(report.failed)
+
+
+def raised_here(error: Exception) -> bool:
+    """Whether a study says this itself. A fault inside of a library needs its traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).partition(".")[0] in ("benchmarks", "oar_plugin")
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class Report:
         title: of the page.
         stem: of the files' names.
         command: that makes the page again.
-        machine: from `describe_machine`.
+        machine: from `describe_machine`; empty where it is not known.
         tables: the result, most important first.
         notes: what a reader must know before quoting a figure; Markdown, one point each.
         runs: everything that was measured, every single run of it; goes into the JSON as it is.
@@ -82,7 +82,9 @@ class Report:
             console.print(f"- {note}", markup=False, highlight=False)
 
     def markdown(self, picture: str | None) -> str:
-        lines = [f"# {self.title}", "", f"Made by `{self.command}`.", "", machine_line(self.machine), ""]
+        lines = [f"# {self.title}", "", f"Made by `{self.command}`.", ""]
+        if self.machine:  # not known of runs that were kept
+            lines += [machine_line(self.machine), ""]
         for table in self.tables:
             lines += table.markdown()
         if picture is not None:
@@ -92,7 +94,7 @@ class Report:
     def to_json(self) -> str:
         tables = {t.title: [dict(zip(t.columns, row, strict=True)) for row in t.rows] for t in self.tables}
         content = {"command": self.command, "machine": self.machine, "tables": tables, "notes": list(self.notes)}
-        return json.dumps({**content, "runs": self.runs}, indent=1, default=str) + "\n"
+        return json.dumps({**content, "runs": self.runs}, indent=1, default=_plain) + "\n"
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<stem>.md`, `.json`, `.png` and the extra files; returns their paths."""
@@ -122,3 +124,11 @@ def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     return figure, panels
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # of numpy, pandas and torch
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no place in a JSON file")

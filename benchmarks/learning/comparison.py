@@ -250,7 +250,7 @@ def draw(judged: Sequence[Record]) -> Figure:
     for row, task in zip(panels, tasks, strict=True):
         for number, arm in enumerate(best(arms(judged, task))):
             curves = arm.curves()
-            mean, error = curves.mean(), 1.96 * curves.sem()
+            mean, error = curves.mean(), stats.t.ppf(0.975, len(curves) - 1) * curves.sem()
             colour, dashes = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else "--"
             label = f"{arm.run.name}, lr {arm.run.lr:g} ({len(curves)})"
             for panel, across in zip(row, (np.arange(1, len(mean) + 1), arm.seconds()), strict=True):

@@ -123,7 +123,10 @@ def measure(settings: Settings, progress: Progress) -> Report:
             gate = "cpu" if settings.gate == "bi_level" else settings.gate.rpartition(":")[2]
             stem = "learning_verl" if settings.through_verl else f"learning_{gate}"
             report = _page(*study(settings, progress), settings.through_verl, stem)
-    report.machine = {**machine, "load_average_after": load_average()}
+    if settings.finished or settings.variants:
+        report.notes = [*report.notes, "Trained earlier: the records do not say on what machine."]
+    else:
+        report.machine = {**machine, "load_average_after": load_average()}
     return report
 
 

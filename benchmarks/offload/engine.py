@@ -183,7 +183,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     for task in pending:
         task.cancel()
     if pending:
-        loop.run_until_complete(asyncio.wait(pending))
+        loop.run_until_complete(asyncio.wait(pending, timeout=_GRACE_S))
     loop.close()
 
 

@@ -110,9 +110,9 @@ async def generate_beside(
         seconds, copies = time.perf_counter() - begin, scorer.throttle.ended
         for task in ended:
             task.result()  # a backlog never ends by itself: what ended is generation, or raises
-        return seconds, copies
     finally:
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
-        await engine.generate(responses[0].candidate, 1)  # it takes requests in order: what was cancelled is dropped
+    await engine.generate(responses[0].candidate, 1)  # it takes requests in order: what was cancelled is dropped
+    return seconds, copies

@@ -126,13 +126,17 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     machine = describe_machine(torch.device("cpu"))
     machine |= {"verl": importlib.metadata.version("verl"), "vllm": installed()}
     machine["torch_threads"] = int(cpu_environment()["OMP_NUM_THREADS"])  # in verl's processes, not in this one
+    steps: list[Step] = []
+    control: list[Step] = []
     with tempfile.TemporaryDirectory(prefix="oar-run-") as temporary:
         folder = Path(temporary)
         parameters = write_assets(folder, settings)
-        names = [f"run {run + 1} of {settings.rounds}" for run in range(settings.rounds)]
-        steps = [step for name in names for step in run_once(settings, folder, name, progress)]
-        control = run_once(settings, folder, CONTROL, progress) if settings.control else []
-    check_comparable(settings, steps, control)
+        for run in range(settings.rounds):
+            steps += run_once(settings, folder, f"run {run + 1} of {settings.rounds}", progress)
+            check_comparable(settings, steps, [])  # before the next run, which would be for nothing
+        if settings.control:
+            control = run_once(settings, folder, CONTROL, progress)
+            check_comparable(settings, steps, control)
     return report_of(settings, steps, control, machine | {"load_average_after": load_average()}, parameters)
 
 

@@ -1,4 +1,4 @@
-"""One process of a launch; torchrun or Ray starts as many as the layout has, and rank 0 writes the result.
+"""One process of a launch; torchrun starts as many as the layout has, and rank 0 writes the result.
 
 In every round GRPO and OAR each take the same batch through verl's engine, phase by phase one after the other, and who goes
 first alternates. A phase begins at a barrier, as it does in verl, and lasts until the slowest process has done it.

@@ -40,7 +40,7 @@ TITLES = {
     "f": "answer finder, gate, diagnostics",
 }
 
-PUBLISHED_SECONDS = 30.0
+PUBLISHED_SECONDS = 60.0
 """Longest that the published procedure may take in one round before a part of the responses is timed and scaled up."""
 
 

@@ -71,7 +71,7 @@ def training_overrides(
         f"{rollout}.n={responses}",
         f"{rollout}.seed={seed}",
         f"{rollout}.max_model_len={prompt + response}",
-        f"{rollout}.max_num_batched_tokens=4096",
+        f"{rollout}.max_num_batched_tokens={max(4096, prompt + response)}",
         f"{rollout}.max_num_seqs={prompts * responses}",
         f"{rollout}.log_prob_micro_batch_size_per_gpu={micro_batch}",
         # Room for twice the batch, 100 MB, in place of the 1 GB that vLLM would take.

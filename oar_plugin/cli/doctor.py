@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from oar_plugin.hosts.verl.plugin import SERVED
+from oar_plugin.hosts.verl import SERVED
 from oar_plugin.hosts.vllm import versions
 
 # Distribution -> what it is for, the version that was tested, how to install it.
@@ -83,7 +83,8 @@ def examine() -> Iterator[Finding]:
     yield _plugin()
     if _version("torch") is not None:
         yield _devices()
-    yield from _served()
+    if _version("verl") is not None:  # what is served is read from settings that need verl's own packages
+        yield from _served()
 
 
 def _plugin() -> Finding:

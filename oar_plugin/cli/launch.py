@@ -28,7 +28,8 @@ examples:
   oar launch qwen2_5_7b_math --variant grpo trainer.total_epochs=1
   oar launch qwen2_5_32b_megatron --on ray --hosts node1,node2,node3,node4
   oar launch qwen2_5_32b_megatron --on slurm --sbatch='--partition=gpu --time=2-00:00:00' --dry-run
-  oar launch qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk
+  oar launch qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk \
+      --recipe-on-nodes /opt/recipes/qwen2_5_32b_megatron
 How to prepare nodes, and what to do when one is lost: recipes/CLUSTERS.md.
 """
 PROGRAMS = {"ray": "ssh", "slurm": "sbatch", "kubernetes": "kubectl"}
@@ -102,6 +103,8 @@ def _launch(args: argparse.Namespace) -> int:
     config = compose_recipe(recipe, args.variant, args.overrides)
     check_config(config)
     there = args.recipe_on_nodes or recipe
+    if args.on == "kubernetes" and args.recipe_on_nodes is None:
+        print(f"oar launch: pods will look for {recipe}; --recipe-on-nodes names another folder", file=sys.stderr)
     facts = job.facts(config, there, args.variant, args.overrides, args.gpus_per_node)
     needed = f"{facts['nodes']} node{'s' if facts['nodes'] > 1 else ''} with {facts['gpus_per_node']} GPUs"
     print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `oar plan`; see the exit status in its help."""
+    if importlib.util.find_spec("verl") is None:
+        print("oar plan: verl is not installed here, and composes the recipe: pip install verl==0.9.1", file=sys.stderr)
+        return 2
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -100,10 +104,15 @@ def _summary(made: Plan) -> list[str]:
         oar = f"OAR ({s.oar.importance}) adds {made.oar:.1f} s to a step: {made.to_grpo:.2f} x the same step of GRPO, with "
         oar += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
     run = "Hours are not known, as the rows of data.train_files are not: add trainer.total_training_steps=N."
+    validation = "with validation"
+    if s.validated is None:
+        validation = "without validation, as the rows of data.val_files are not known"
     if made.hours is not None:
         hours, least, most = made.hours
         run = f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
-        run += f"{gpus} GPUs ({least * gpus:,.0f} to {most * gpus:,.0f}), with validation, without rewards and checkpoints."
+        run += (
+            f"{gpus} GPUs ({least * gpus:,.0f} to {most * gpus:,.0f}), {validation}, without rewards and checkpoints."
+        )
     return [
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "

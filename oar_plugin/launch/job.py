@@ -55,7 +55,8 @@ def facts(
             "to resume; set OAR_CHECKPOINTS to a folder on shared storage"
         )
     # In letters that every scheduler takes, and so short that KubeRay can make names of it.
-    name = re.sub(r"[^a-z0-9]+", "-", f"{recipe.name}-{variant}".lower())[:47].strip("-")
+    short = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[: 46 - len(variant)].rstrip("-")
+    name = f"{short}-{variant}"
     train = shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides]))
     train_alone = shlex.join(command(recipe, variant, overrides))  # verl starts Ray itself
     facts = {"name": name, "train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}

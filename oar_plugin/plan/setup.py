@@ -70,7 +70,8 @@ class Setup:
             self.steps = rows // self.prompts * trainer.total_epochs
         validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         validations += trainer.val_before_train
-        self.validated: int = validations * (_rows(data.val_files) or 0) * self.rollout.val_kwargs.n
+        of_one = _rows(data.val_files)
+        self.validated = None if of_one is None else validations * of_one * self.rollout.val_kwargs.n
         # ---- the trainer's layout
         self.gpus: int = trainer.nnodes * trainer.n_gpus_per_node
         kinds = ("tensor_model", "pipeline_model", "context")
@@ -174,8 +175,10 @@ def _faults(s: Setup) -> Iterator[str]:
         if s.gpus % (together := s.tp * s.pp * s.cp):
             rule = f"must divide the {s.gpus} GPUs of trainer.nnodes x trainer.n_gpus_per_node"
             yield f"{group}: tensor {s.tp} x pipeline {s.pp} x context {s.cp} = {together}: {rule}"
+        if (virtual := s.engine.virtual_pipeline_model_parallel_size or 1) > 1:
+            yield f"{group}.virtual_pipeline_model_parallel_size={virtual}: not known to the planner; allowed: null"
         if model.experts:
-            rule = "OAR serves no mixture of experts under Megatron"
+            rule = "the planner knows no mixture of experts under Megatron, and OAR serves none there"
             yield fault("actor_rollout_ref.model.path", rule, "a dense model, or actor.strategy=fsdp2")
     elif s.ulysses not in (allowed := divisors(s.gpus, heads=True)):
         yield fault(f"{ACTOR}.ulysses_sequence_parallel_size", f"must divide the {s.gpus} GPUs, {heads}", allowed)
@@ -190,6 +193,8 @@ def _faults(s: Setup) -> Iterator[str]:
     elif s.rollout_gpus % s.replica or not splits(s.rollout.tensor_model_parallel_size):
         rule = f"an engine's {s.replica} GPUs must divide {s.rollout_gpus}, {heads}"
         yield fault(f"{ROLLOUT}.tensor_model_parallel_size", rule, divisors(s.rollout_gpus, heads=True))
+    if s.rollout.dtype not in BYTES:
+        yield fault(f"{ROLLOUT}.dtype", "how many bytes an element has must be known", list(BYTES))
     if s.rollout.max_model_len and s.rollout.max_model_len < s.max_length:
         rule = "must hold data.max_prompt_length + data.max_response_length"
         yield fault(f"{ROLLOUT}.max_model_len", rule, f"at least {s.max_length}")

@@ -29,4 +29,4 @@ errors=$(mktemp)
 bash "$repository/oar_plugin/hosts/verl/cpu/install.sh" "$venv" 2>"$errors" || fail "$(tail -n 1 "$errors")"
 rm -f "$errors"
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
-exec "$venv/bin/python" -m recipes.cpu_demo.main "$@"
+exec "$venv/bin/python" "$here/main.py" "$@"  # by path: with -m the caller's folder would come first

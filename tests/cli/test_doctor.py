@@ -3,10 +3,12 @@
 import argparse
 import importlib.metadata
 import subprocess
+import sys
 
 import pytest
 
 from oar_plugin.cli import doctor
+from tests.limits import PROCESS_S
 
 GOOD = {
     "torch": "2.13.0",
@@ -97,3 +99,26 @@ def test_it_says_whether_the_rollout_engines_can_score(machine, version, level):
     (finding,) = [finding for finding in doctor.examine() if finding.subject == "offload"]
     assert finding.level == level
     assert (finding.level == "ok") or "backend=actor" in finding.advice
+
+
+def test_a_machine_without_verl_is_told_so_by_a_fresh_process():
+    """Neither the command nor what it imports needs verl, or a package that comes with it."""
+    code = """
+import importlib.metadata, sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("verl", "omegaconf", "hydra", "ray", "tensordict"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Without())
+real = importlib.metadata.version
+def version(name):
+    if name in ("verl", "ray"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+importlib.metadata.version = version
+from oar_plugin.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True, timeout=PROCESS_S)
+    assert done.returncode == 1, done.stderr
+    assert "pip install verl==0.9.1" in "".join(done.stdout.split("\n"))

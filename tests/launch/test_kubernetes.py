@@ -40,6 +40,15 @@ def test_it_has_the_recipes_nodes_gpus_volume_and_shared_memory(script):
         assert {"name": "OAR_DATA", "value": "/shared/my data"} in container["env"]
 
 
+def test_names_and_values_of_variables_are_strings_as_they_are(script):
+    strange = {"NO": "1", "ON": "yes", "DOLLARS": "$$(A) $(B) $C $"}
+    cluster = yaml.safe_load(script("kubernetes.j2", **PODS, environment=strange))["spec"]["rayClusterSpec"]
+    (container,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    # Kubernetes makes one dollar of two, and a variable of $( ... ) behind a single one.
+    assert {entry["name"]: entry["value"].replace("$$", "$") for entry in container["env"]} == strange
+    assert all("$" not in entry["value"].replace("$$", "") for entry in container["env"])
+
+
 def test_one_node_is_the_head_alone_and_nothing_is_asked_that_was_not_said(script):
     pods = {**PODS, "secret": "", "cpus": "", "memory": ""}
     cluster = yaml.safe_load(script("kubernetes.j2", **pods, nodes=1))["spec"]["rayClusterSpec"]
@@ -50,7 +59,7 @@ def test_one_node_is_the_head_alone_and_nothing_is_asked_that_was_not_said(scrip
 
 
 def test_the_head_runs_what_the_recipe_says_however_it_is_written(script, fake, tmp_path):
-    made = yaml.safe_load(script("kubernetes.j2", **PODS, setup="export SET=up"))
+    made = yaml.safe_load(script("kubernetes.j2", **PODS, setup="export SET=up; : $$"))
     (container,) = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
     assert "$$(OAR_DATA)" in variables["OAR_LAUNCH_SCRIPT"]  # Kubernetes makes $( of it
@@ -61,6 +70,6 @@ def test_the_head_runs_what_the_recipe_says_however_it_is_written(script, fake, 
     assert words[:3] == ["python", "-m", "oar_plugin.launch.wait"]
     assert words[-2:] == ["--then", "OAR_LAUNCH_SCRIPT"]
     fake("python", f'printf "%s\\n" "$SET" "$@" >> "{tmp_path}/done"')
-    environment = {**os.environ, **{name: value.replace("$$(", "$(") for name, value in variables.items()}}
+    environment = {**os.environ, **{name: value.replace("$$", "$") for name, value in variables.items()}}
     subprocess.run(["bash", "-c", environment["OAR_LAUNCH_SCRIPT"]], env=environment, check=True, timeout=60)
     assert {"up", "verl.trainer.main_ppo", STRANGE} <= set((tmp_path / "done").read_text().splitlines())

@@ -17,7 +17,7 @@ def run(script, fake, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "96")
     note = '{ printf \'%s\\0\' "$(basename "$0")" "$@"; printf \'\\n\\0\'; } >> calls'
-    fake("scontrol", "printf 'n1\\nn2\\nn3\\n'")
+    fake("hostname", "[ \"$1\" = -I ] && echo '10.0.0.1 192.168.0.1 fe80::1 '")
     fake("srun", f'{note}; while [ "$1" != bash ]; do shift; done; exec "$@"')
     fake("ray", f'{note}; while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
     fake("python", f'{note}; case "$2" in verl*) env > environment; exit "$(cat status 2>/dev/null || echo 0)";; esac')
@@ -50,7 +50,7 @@ def test_ray_starts_on_every_node_and_training_waits_for_all_of_them(run, tmp_pa
     assert status == 0
     assert {"--nodes=3", "--ntasks=3", "--gpus-per-node=8", "--cpus-per-task=96"} <= set(srun)
     assert "--container-image=/my images/verl.sqsh" in srun
-    assert ray[1:5] == ["symmetric-run", "--address", "n1:6379", "--num-gpus=8"]
+    assert ray[1:5] == ["symmetric-run", "--address", "10.0.0.1:6379", "--num-gpus=8"]
     assert wait[2:7] == ["oar_plugin.launch.wait", "--nodes", "3", "--gpus", "24"]
     assert train[2] == "verl.trainer.main_ppo"
     assert {STRANGE, "+on=cluster"} <= set(train)

@@ -143,7 +143,7 @@ class TestCommand:
         script = ["bash", str(ROOT / "recipes/cpu_demo/run.sh"), "--steps", "3"]
         done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         if network:
-            assert done.stdout.splitlines()[-1] == f"{ROOT} -m recipes.cpu_demo.main --steps 3"
+            assert done.stdout.splitlines()[-1] == f"{ROOT} {ROOT}/recipes/cpu_demo/main.py --steps 3"
         else:
             assert done.returncode == 1
             assert done.stderr.startswith("cpu_demo: install.sh: cannot reach the package index: check the network")

@@ -8,6 +8,7 @@ backward to the input embeddings; the other rows get verl's plain no-gradient fo
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
@@ -37,8 +38,10 @@ def register_engine(mixin: type, *backends: str) -> None:
             held = EngineRegistry.get_engine_cls("language_model", backend)
         except ValueError:  # none for this device: a driver without a GPU imports the module, but builds no engine
             continue
+        # What verl looks for first. It refuses to register a key twice, which a vendor's own plugin may have done.
+        key = os.getenv("VERL_ENGINE_DEVICE") or get_device_name(), os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
         engine = type(f"Oar{held.__name__}", (mixin, held), {"__module__": mixin.__module__})
-        EngineRegistry.register("language_model", backend, device=get_device_name(), vendor=get_vendor())(engine)
+        EngineRegistry._engines["language_model"][backend][key] = engine
 
 
 class ImportancePass:

@@ -20,7 +20,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-SERVED = "0.9.1"
+from oar_plugin.hosts.verl import SERVED
 
 logger = logging.getLogger("oar_plugin")
 
