@@ -1,4 +1,6 @@
-"""Settings of every test: one thread for torch, and no limit on an example's seconds."""
+"""Settings of every test: one thread for torch, no limit on an example's seconds, and a Ctrl-C that arrives."""
+
+import signal
 
 import hypothesis
 import torch
@@ -6,6 +8,10 @@ import torch
 torch.set_num_threads(1)  # tests use tiny tensors, on which a second thread only costs time
 hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("here")
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # a shell's background job ignores it, and so would all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):
