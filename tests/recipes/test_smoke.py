@@ -37,8 +37,8 @@ and the layout, a smoke test replaces."""
 NIGHTLY = {"qwen3_30b_a3b_fsdp", "yi_1_5_34b_megatron"}
 """Mixtures of experts, and Megatron once more: see `tests/hosts/whole_run.py`."""
 MORE = {
-    # An update lies between a rollout and its log-probs. With the recipe's 1e-6 it moved probabilities by 0.003, and the check that
-    # the rollout has the actor's weights would not know it from a fault.
+    # An update lies between a rollout and its log-probs. With the recipe's learning rate it moves probabilities by more than
+    # the check of the rollout's weights allows.
     "qwen2_5_7b_separate_async": ["actor_rollout_ref.actor.optim.lr=1e-8"],
     # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers, and importance for chains.
     "yi_1_5_34b_megatron": [
