@@ -61,18 +61,6 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float], seed: int =
     return Estimate(value, float(found.low), float(found.high), count)
 
 
-def mean(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The mean, with a bias-corrected bootstrap of its interval."""
-    values_N = np.asarray(values, dtype=float)
-    value, count = float(values_N.mean()), len(values_N)
-    if count < 3:
-        return Estimate(value, float("nan"), float("nan"), count)
-    if np.ptp(values_N) == 0:
-        return Estimate(value, value, value, count)
-    found = stats.bootstrap((values_N,), np.mean, rng=np.random.default_rng(seed)).confidence_interval
-    return Estimate(value, float(found.low), float(found.high), count)
-
-
 def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[Estimate, float]:
     """The mean of paired differences with the interval of the paired t-test, and that test's p-value (NaN below two pairs)."""
     difference_N = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
