@@ -53,7 +53,7 @@ setup(
     packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes"],
     package_dir={"oar_plugin.recipes": "recipes"},
     package_data={
-        "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml"],
+        "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml", "page/*.j2"],
         "oar_plugin.recipes": [
             "*.md",
             "cluster/*",

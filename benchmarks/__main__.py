@@ -1,20 +1,17 @@
 """python -m benchmarks STUDY [--help]: measure on this machine, print what was found, write a page with --out DIR."""
 
-from __future__ import annotations
-
 import importlib
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
+import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.status import Status
 
-from benchmarks.study import Progress
+from benchmarks.machine import choose_device, describe_machine, load_average
 
 STUDIES = {
     "step": "what importance costs in a training step, beside the log-prob pass, the published code and the update",
@@ -24,6 +21,7 @@ STUDIES = {
     "fidelity": "how well each importance agrees with exact OAR-P and with tokens that are known to be causal",
     "learning": "how fast small models learn with each importance, beside GRPO, random credit and an oracle",
 }
+"""Each is a package with a docstring for its help, and a module `study` with `Settings`, their `check`, and `measure`."""
 
 
 def usage() -> str:
@@ -40,12 +38,15 @@ def main(arguments: list[str]) -> int:
     if name not in STUDIES:
         print(f"benchmarks: there is no study {name!r}; allowed: {', '.join(STUDIES)}", file=sys.stderr)
         return 2
-    study = importlib.import_module(f"benchmarks.{name}")
-    settings = tyro.cli(study.Settings, prog=f"python -m benchmarks {name}", description=study.__doc__, args=rest)
+    package, study = (importlib.import_module(f"benchmarks.{module}") for module in (name, f"{name}.study"))
+    settings = tyro.cli(study.Settings, prog=f"python -m benchmarks {name}", description=package.__doc__, args=rest)
     console = Console()
     try:
-        with progress_bar(console) as progress:
-            report = study.measure(settings, progress)
+        settings.check()
+        torch.set_num_threads(getattr(settings, "threads", torch.get_num_threads()))
+        machine = describe_machine(choose_device(getattr(settings, "device", "cpu")))
+        with console.status("") as status:
+            report = study.measure(settings, partial(show_progress, status))
     except (ValueError, RuntimeError) as error:
         if not raised_here(error):
             raise
@@ -55,6 +56,8 @@ def main(arguments: list[str]) -> int:
         print(report)
         return 0
     report.command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    if report.machine is not None:
+        report.machine = machine | {"load_average_after": load_average()} | report.machine
     report.show(console)
     if settings.out is not None:
         for path in report.write(settings.out):
@@ -68,16 +71,8 @@ def raised_here(error: Exception) -> bool:
     return str(frame.f_globals["__name__"]).partition(".")[0] in ("benchmarks", "oar_plugin")
 
 
-@contextmanager
-def progress_bar(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def progress(what: str, done: int | None = None, of: int | None = None) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
-        yield progress
+def show_progress(status: Status, what: str, done: int | None = None, of: int | None = None) -> None:
+    status.update(what if of is None else f"{what} ({done} of {of})")
 
 
 if __name__ == "__main__":

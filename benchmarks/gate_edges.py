@@ -1,13 +1,11 @@
 """The default gate, the paper's and variants of it on scores with edges: `python -m benchmarks.gate_edges` prints the page."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.candidates.learning.gates import bounded, ranked, winsorised
+from benchmarks.candidates.learning import bounded, ranked, winsorised
 from benchmarks.fidelity.scores import causal_recall
 from benchmarks.report import Table
 from oar_plugin.config import OarConfig

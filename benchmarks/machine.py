@@ -1,67 +1,42 @@
-"""The machine that is measured on: its description, its threads, its clock."""
-
-from __future__ import annotations
+"""The machine that is measured on: what it is and how busy, its clock, and its memory."""
 
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def check_device(name: str) -> None:
-    """Raises: ValueError when `--device NAME` cannot be had."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this PyTorch sees no CUDA device; allowed here: cpu, auto")
-
-
 def choose_device(name: str) -> torch.device:
-    """The device that `--device NAME` asks for; `auto` takes CUDA where there is one."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    """The device that `--device NAME` asks for; `auto` takes CUDA where there is one.
 
-
-def timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Wall seconds and processor seconds of this process that `work` takes, the device's work included in the first."""
-    synchronize(device)
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """torch with that many CPU threads; None leaves the number alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    Raises: ValueError when it cannot be had.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("--device cuda: this PyTorch sees no CUDA device; allowed here: cpu, auto")
+    return torch.device(("cuda" if available else "cpu") if name == "auto" else name)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """What the figures depend on: versions, processor, accelerator, and how busy the machine was."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     cuda = device.type == "cuda"
     return {
         "device": device.type,
         "accelerator": torch.cuda.get_device_name(device) if cuda else None,
-        "cpu": cpu,
+        "cpu": next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.machine()),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "load_average_before": load_average(),
@@ -78,10 +53,73 @@ def load_average() -> list[float]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Where it was measured: `machine` as `describe_machine` has it, with `load_average_after`."""
+    """A line of `describe_machine`, with `load_average_after`."""
     on_cpu = f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores"
     return (
         f"{machine['accelerator'] or on_cpu}; torch {machine['torch']}, transformers {machine['transformers']}, Python "
         f"{machine['python']}. Load average (1, 5, 15 minutes) before {machine['load_average_before']}, after "
         f"{machine['load_average_after']}."
     )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Wall seconds and processor seconds of this process that `work` takes, the device's work included in the first."""
+    synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    synchronize(device)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators allocate while it is active, until each is freed.
+
+    The same on every machine. Sees forward, backward and recomputation alike. Storages that existed before count nothing, nor
+    does scratch memory that a kernel allocates and frees within one operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in given | self._known:
+                self._known.add(key)
+                size = x.untyped_storage().nbytes()
+                weakref.finalize(x.untyped_storage(), self._release, key, size).atexit = False
+                self.live += size
+                self.peak = max(self.peak, self.live)
+        return result
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Most bytes that `work` held at once on top of what was there before, by CUDA's allocator or `LiveBytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with LiveBytes() as counter:
+        work()
+    return counter.peak
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be had without pushing anything out, now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

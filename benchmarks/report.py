@@ -1,24 +1,27 @@
-"""What a study found, as a page, as JSON, as a picture, and in the terminal."""
-
-from __future__ import annotations
+"""What a study found, as a page, as JSON, as a picture, and in the terminal; and how it says how far it is."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.machine import machine_line
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 """Okabe and Ito's palette, for every figure."""
+
+Progress = Callable[..., None]
+"""Called as each piece of work begins: what it is, and where that is known how many pieces are done, and of how many."""
+
+
+def silent(*_: object) -> None:
+    """Progress that nobody sees."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +51,29 @@ class Table:
 
 @dataclass
 class Report:
-    """One finished study.
-
-    Attributes:
-        title: of the page.
-        stem: of the files' names.
-        command: that makes the page again.
-        machine: from `describe_machine`; empty where it is not known.
-        tables: the result, most important first.
-        notes: what a reader must know before quoting a figure; Markdown, one point each.
-        runs: everything that was measured, every single run of it; goes into the JSON as it is.
-        figure: draws the plot; None where there is nothing to see.
-    """
+    """One finished study."""
 
     title: str
     stem: str
-    command: str
-    machine: dict[str, Any]
+    """Of the files' names."""
     tables: Sequence[Table]
+    """The result, most important first."""
     notes: Sequence[str]
+    """What a reader must know before quoting a figure; Markdown, one point each."""
     runs: dict[str, Any]
+    """Every single run that was measured; goes into the JSON as it is."""
     figure: Callable[[], Figure] | None = None
+    """Draws the plot; None where there is nothing to see."""
     extra: dict[str, str] = field(default_factory=dict)
     """Further files, text by ending (`html`, `csv`)."""
     failed: bool = False
     """Whether a part could not be measured: the exit status is then 1."""
+    machine: dict[str, Any] | None = field(default_factory=dict)
+    """What `describe_machine` does not know or says otherwise here; None where the machine is not known."""
+    command: str = ""
+    """That makes the page again. The command line fills it in, and the rest of `machine`."""
 
     def show(self, console: Console) -> None:
-        """Print the tables and the notes."""
         for table in self.tables:
             console.print(table.rich())
         for note in self.notes:
@@ -83,12 +81,10 @@ class Report:
 
     def markdown(self, picture: str | None) -> str:
         lines = [f"# {self.title}", "", f"Made by `{self.command}`.", ""]
-        if self.machine:  # not known of runs that were kept
-            lines += [machine_line(self.machine), ""]
+        lines += [machine_line(self.machine), ""] if self.machine else []
         for table in self.tables:
             lines += table.markdown()
-        if picture is not None:
-            lines += [f"![{self.title}]({picture})", ""]
+        lines += [f"![{self.title}]({picture})", ""] if picture else []
         return "\n".join([*lines, "## How to read it", "", *(f"- {note}" for note in self.notes), ""])
 
     def to_json(self) -> str:
@@ -100,25 +96,18 @@ class Report:
         """Write `<stem>.md`, `.json`, `.png` and the extra files; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         picture = None
-        texts = {"json": self.to_json(), **self.extra}
         if self.figure is not None:
-            picture = folder / f"{self.stem}.png"
-            figure = self.figure()
-            figure.savefig(picture, dpi=140)
-            figure.clear()
-        texts["md"] = self.markdown(picture.name if picture else None)
+            picture = f"{self.stem}.png"
+            self.figure().savefig(folder / picture, dpi=140)
+        texts = {"md": self.markdown(picture), "json": self.to_json(), **self.extra}
         for ending, text in texts.items():
             (folder / f"{self.stem}.{ending}").write_text(text, encoding="utf-8")
-        return [*(folder / f"{self.stem}.{ending}" for ending in sorted(texts)), *([picture] if picture else [])]
+        return [folder / f"{self.stem}.{ending}" for ending in [*texts, *(["png"] if picture else [])]]
 
 
 def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
     """A figure and its panels, with what all of ours have in common. Nothing needs a display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=options.pop("figsize", (8, 4.6)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(*shape, **options)
     for panel in getattr(panels, "flat", [panels]):
         panel.spines[["top", "right"]].set_visible(False)
@@ -127,8 +116,4 @@ def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):  # of numpy, pandas and torch
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no place in a JSON file")
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # of numpy, pandas and torch; a path

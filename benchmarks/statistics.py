@@ -1,13 +1,15 @@
-"""Medians, ratios and differences with 95 % intervals, from scipy and statsmodels."""
+"""Medians, ratios and differences with 95 % intervals, from scipy and statsmodels; and what ratios are held against."""
 
-from __future__ import annotations
-
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
+
+from benchmarks.report import Table
 
 
 @dataclass(frozen=True)
@@ -15,9 +17,9 @@ class Estimate:
     """A figure and its 95 % interval; the interval is NaN where there are too few values for one."""
 
     value: float
-    low: float
-    high: float
-    count: int
+    low: float = np.nan
+    high: float = np.nan
+    count: int = 0
 
     def __str__(self) -> str:
         interval = "" if np.isnan(self.low) or self.low == self.high else f" ({self.low:.3g} to {self.high:.3g})"
@@ -37,14 +39,9 @@ def median(values: Sequence[float]) -> Estimate:
     values_N = np.asarray(values, dtype=float)
     value, count = float(np.median(values_N)), len(values_N)
     if count < 6:  # the sign test of five cannot reject anything at 5 %
-        return Estimate(value, float("nan"), float("nan"), count)
+        return Estimate(value, count=count)
     interval = stats.quantile_test(values_N, p=0.5).confidence_interval(0.95)
     return Estimate(value, float(interval.low), float(interval.high), count)
-
-
-def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """The median of the ratios of pairs that were measured side by side."""
-    return median([a / b for a, b in zip(above, below, strict=True)])
 
 
 def ratio_of_medians(above: Sequence[float], below: Sequence[float], seed: int = 0) -> Estimate:
@@ -55,7 +52,7 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float], seed: int =
 
     value, count = float(statistic(np.asarray(above), np.asarray(below))), min(len(above), len(below))
     if count < 3:
-        return Estimate(value, float("nan"), float("nan"), count)
+        return Estimate(value, count=count)
     source = np.random.default_rng(seed)
     found = stats.bootstrap((above, below), statistic, method="percentile", rng=source).confidence_interval
     return Estimate(value, float(found.low), float(found.high), count)
@@ -66,7 +63,7 @@ def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[Est
     difference_N = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
     value, count = float(difference_N.mean()), len(difference_N)
     if count < 2 or np.ptp(difference_N) == 0:
-        return Estimate(value, float("nan"), float("nan"), count), float("nan")
+        return Estimate(value, count=count), np.nan
     test = stats.ttest_1samp(difference_N, 0.0)
     interval = test.confidence_interval(0.95)
     return Estimate(value, float(interval.low), float(interval.high), count), float(test.pvalue)
@@ -79,3 +76,54 @@ def holm(p_values: Sequence[float]) -> list[float]:
     if known_N.any():
         p_N[known_N] = multipletests(p_N[known_N], method="holm")[1]
     return [float(p) for p in p_N]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A formula in letters of what was measured side by side, and its target; without a limit it is only reported."""
+
+    formula: str
+    what: str
+    limit: float | None = None
+    at_most: bool = True
+    stated_for: str | None = None
+    """What the limit is stated for, where this run is something else."""
+
+    def of(self, figures: pd.DataFrame) -> list[float]:
+        """One value a row; none where a letter was not measured."""
+        formula = self.formula.replace("mem", "")
+        if not set(re.findall(r"[a-z]\w*[*']?", formula)) <= set(figures):
+            return []
+        return list(map(float, figures.eval(re.sub(r"\w+[*']", r"`\g<0>`", formula))))
+
+    def verdict(self, estimate: Estimate) -> str:
+        if self.limit is None:
+            return "for information"
+        if self.stated_for is not None:
+            return f"not judged: the target is stated for {self.stated_for}"
+        if estimate.low <= 0:
+            return "not judged: too noisy, the interval reaches below zero"
+        return estimate.verdict(self.limit, self.at_most)
+
+
+def ratio_table(
+    title: str,
+    ratios: Sequence[Ratio],
+    figures: pd.DataFrame,
+    cpu_seconds: pd.DataFrame | None = None,
+    peaks: pd.DataFrame | None = None,
+) -> Table:
+    """The ratios whose letters were measured, in `figures` (a row a round) or, for `mem(letter)`, in `peaks` (one row).
+
+    `cpu_seconds`: the same rounds in processor seconds, where they say something.
+    """
+    rows = []
+    for ratio in ratios:
+        of_memory = peaks is not None and "mem" in ratio.formula
+        if rounds := ratio.of(peaks if of_memory else figures):
+            estimate = Estimate(rounds[0], rounds[0], rounds[0], 1) if of_memory else median(rounds)
+            cpu = "" if of_memory or cpu_seconds is None else f"{np.median(ratio.of(cpu_seconds)):.3g}"
+            limit = "" if ratio.limit is None else f"{'<=' if ratio.at_most else '>='} {ratio.limit:g}"
+            verdict = ratio.verdict(estimate)
+            rows.append((f"`{ratio.formula}`", ratio.what, str(estimate), cpu, limit, verdict))
+    return Table(title, ("ratio", "what", "median (95 %)", "CPU time", "target", "verdict"), rows)

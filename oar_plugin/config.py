@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.credit.gate import GATES, Gate, gate_of
@@ -183,16 +183,10 @@ class OarConfig(BaseModel):
             )
         return name
 
-    @field_validator("importance")
+    @field_validator("importance", "gate")
     @classmethod
-    def _importance_exists(cls, name: str) -> str:
-        importance_of(name)
-        return name
-
-    @field_validator("gate")
-    @classmethod
-    def _gate_exists(cls, name: str) -> str:
-        gate_of(name)
+    def _exists(cls, name: str, info: ValidationInfo) -> str:
+        (importance_of if info.field_name == "importance" else gate_of)(name)
         return name
 
     @property
@@ -253,15 +247,10 @@ class OarConfig(BaseModel):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> OarConfig:
-        """Validate plain settings.
+        """Validate plain settings, the content of `algorithm.oar`; `prefix` is how the user calls this group, for messages.
 
-        Args:
-            settings: the content of `algorithm.oar`; None or empty for the defaults.
-            prefix: how the user calls this group, for messages.
-
-        Raises:
-            OarConfigError: unknown key, value of the wrong type or out of range, or a combination that cannot work; one
-                line a fault, each with the key, its value and what is allowed.
+        OarConfigError: unknown key, value of the wrong type or out of range, or a combination that cannot work; one line a
+        fault, each with the key, its value and what is allowed.
         """
         try:
             return cls.model_validate(dict(settings or {}))

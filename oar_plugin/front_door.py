@@ -5,12 +5,10 @@ The same code that runs under verl: a run's scores of a response are these, for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -117,18 +115,21 @@ def importance(
             f"{PREFIX}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
         )
     if input_ids is None:
-        token_ids, own = _tokenized(prompts, responses, tokenizer)
-        mask_BL = _padded([torch.ones(len(row), dtype=torch.bool) for row in token_ids])
-        token_BL, own_BL = _padded(token_ids), _padded(own)
+        rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else segments.cpu()
     else:
         if response_mask is None:
             raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
         mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool().cpu()
-        token_BL, own_BL, mask_BL = (_to_the_left(x.cpu(), mask_BT) for x in (input_ids, response_mask.bool(), mask_BT))
-        segments_BL = None if segments is None else _to_the_left(segments.cpu(), mask_BT)
+        triples = zip(input_ids.cpu(), response_mask.bool().cpu(), mask_BT, strict=True)
+        rows = [(ids[keep], own[keep]) for ids, own, keep in triples]
+        segments_BL = None
+        if segments is not None:
+            segments_BL = _padded([row[keep] for row, keep in zip(segments.cpu(), mask_BT, strict=True)])
+    token_BL, length_B = _padded([ids for ids, _ in rows]), torch.tensor([len(ids) for ids, _ in rows])
+    mask_BL = torch.arange(token_BL.shape[1]) < length_B[:, None]
     if segments_BL is None:
-        segments_BL, status_B = _found_segments(token_BL, own_BL, mask_BL, tokenizer, config)
+        segments_BL, status_B = _found_segments(rows, tokenizer, config)
     else:
         if segments_BL.shape != token_BL.shape:
             raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
@@ -145,8 +146,13 @@ def importance(
     if config.copies is not None:
         replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
     request = Request.from_config(config, step, 0, True, replacement, temperature)
-    with _evaluating(model):
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
         importance_BL = _by_length(model, request, token_BL, segments_BL, mask_BL, max_tokens)
+    finally:
+        for module in training:
+            module.training = True  # not .train(), which takes the children along
     one = reshape_batch(
         torch.ones_like(importance_BL), importance_BL, segments_BL == Segment.REASONING, status_B, config
     )
@@ -180,8 +186,8 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
 
 def _tokenized(
     prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Token ids of prompt and response, and which are the response's."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Token ids of each prompt and response, and which are the response's."""
     if prompts is None or responses is None or len(prompts) != len(responses):
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
 
@@ -193,7 +199,7 @@ def _tokenized(
         return torch.tensor(tokenizer(text, **arguments)["input_ids"], dtype=torch.long)
 
     pairs = [(ids(p), ids(r, add_special_tokens=False)) for p, r in zip(prompts, responses, strict=True)]
-    return [torch.cat(pair) for pair in pairs], [torch.arange(len(p) + len(r)) >= len(p) for p, r in pairs]
+    return [(torch.cat([p, r]), torch.arange(len(p) + len(r)) >= len(p)) for p, r in pairs]
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
@@ -211,44 +217,23 @@ def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
     return (real_BT.cumsum(-1) > 0) & after_BT
 
 
-def _to_the_left(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """What the mask keeps, padded on the right."""
-    return _padded([row[keep] for row, keep in zip(values_BT, mask_BT, strict=True)])
-
-
-def _found_segments(
-    token_BL: Tensor, own_BL: Tensor, mask_BL: Tensor, tokenizer: Any, config: OarConfig
-) -> tuple[Tensor, Tensor]:
+def _found_segments(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any, config: OarConfig) -> tuple[Tensor, Tensor]:
+    """Segments `[B, L]` and status `[B]` of rows of token ids and of which are the model's own."""
     if tokenizer is None:
         raise ValueError("give segments [B, T], or the tokenizer: the answer is found in the text")
     finder, token_bytes = make_finder(config.answer_patterns), TokenBytes(tokenizer)
-    segments_BL = torch.full_like(token_BL, int(Segment.OUTSIDE))
-    status = []
-    for row, (token_L, own_L, mask_L) in enumerate(zip(token_BL, own_BL, mask_BL, strict=True)):
-        own = own_L & mask_L
-        if not own.any():
-            status.append(int(Status.NO_ANSWER))
-            continue
-        begin, end = int(own.nonzero()[0]), int(mask_L.sum())
-        # Nobody says how long a response might have been: none counts as cut off.
-        segments, state = segment_response(
-            token_L[begin:end].tolist(), own[begin:end].numpy().astype(bool), finder, token_bytes, (), end + 1
-        )
-        segments_BL[row, begin:end] = torch.from_numpy(segments.astype(np.int64))
+    found, status = [torch.full_like(ids, int(Segment.OUTSIDE)) for ids, _ in rows], []
+    for segments_L, (ids, own) in zip(found, rows, strict=True):
+        state = Status.NO_ANSWER
+        if own.any():
+            begin = int(own.nonzero()[0])
+            # Nobody says how long a response might have been: none counts as cut off.
+            segments, state = segment_response(
+                ids[begin:].tolist(), own[begin:].numpy(), finder, token_bytes, (), len(ids) + 1
+            )
+            segments_L[begin:] = torch.from_numpy(segments)
         status.append(int(state))
-    return segments_BL, torch.tensor(status)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, each of its modules back in its own at the end."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return _padded(found), torch.tensor(status)
 
 
 def _by_length(
@@ -260,10 +245,10 @@ def _by_length(
     waiting = scored[length_B[scored].argsort(stable=True)].tolist()
     device = next(model.parameters()).device
     while waiting:
-        rows = waiting[:1]
-        while len(rows) < len(waiting) and (len(rows) + 1) * int(length_B[waiting[len(rows)]]) <= max_tokens:
-            rows.append(waiting[len(rows)])
-        waiting = waiting[len(rows) :]
+        count = 1
+        while count < len(waiting) and (count + 1) * int(length_B[waiting[count]]) <= max_tokens:
+            count += 1
+        rows, waiting = waiting[:count], waiting[count:]
         width = int(length_B[rows[-1]])
         token, segments, mask = (x[rows, :width].to(device) for x in (token_BL, segments_BL, mask_BL))
         importance_BL[rows, :width] = batch_importance(model, request, token, segments, mask, max_tokens).cpu()

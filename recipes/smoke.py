@@ -13,6 +13,7 @@ gloo and sockets; the distributed optimizer by the ordinary one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -22,13 +23,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds the checkout's own benchmarks
 
+import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.tiny.data import write_problems
+from benchmarks.tiny.model import build_model
 from benchmarks.tiny.random_models import Architecture
-from benchmarks.tiny.smoke_model import make_assets
+from benchmarks.tiny.tasks import Chain
+from benchmarks.tiny.warm_start import WarmStart, train
+from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
 from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe, entry_point, find_recipe
@@ -42,6 +48,8 @@ SHOWN = {
     "actor/grad_norm": "gradient norm",
     "timing_s/step": "seconds",
 }
+VOCABULARY = 384
+"""Words and bytes: recipes may ask with a text of their own. Even, because layouts cut the vocabulary in parts."""
 
 
 class SmokeFailed(RuntimeError):
@@ -62,6 +70,25 @@ def architecture_of(model: str) -> Architecture:
     if "a3b" in name or "moe" in name:
         return "qwen3_moe"
     return "llama" if "yi-" in name or "llama" in name else "qwen2"
+
+
+def make_assets(folder: Path, filler: tuple[int, int] = (2, 5), architecture: Architecture = "qwen2") -> None:
+    """Write `model/`, trained for about ten seconds, and `data.parquet`.
+
+    Some of the model's responses are right and some wrong, every one has an answer, and one token of each decides it.
+    `filler`: how many words a response begins with, fewest and most.
+    """
+    task = Chain("smoke", steps=1, filler=filler, error_rate=0.3)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    more = experts if architecture == "qwen3_moe" else {}
+    model = build_model(0, heads=2, architecture=architecture, vocab=VOCABULARY, tied=False, **more)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two threads only get in each other's way at this size
+    train(model, task, 0, WarmStart(short_steps=400, full_steps=100))
+    torch.set_num_threads(threads)
+    model.save_pretrained(folder / "model")
+    make_tokenizer(VOCABULARY).save_pretrained(folder / "model")
+    write_problems(folder / "data.parquet", list(itertools.islice(task.problems(0), 64)))
 
 
 def run_smoke(

@@ -4,19 +4,18 @@ import signal
 
 import hypothesis
 import torch
+import yaml
 
+yaml.SafeLoader = yaml.CSafeLoader  # Hydra reads forty files for each of verl's configurations
 torch.set_num_threads(1)  # tests use tiny tensors, on which a second thread only costs time
 hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("here")
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # a shell's background job ignores it, and so would all that tests start
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job, and so in all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):
     """Beside another worker (`-n 2 --dist loadfile`): what takes longest first, so that none is left over at the end."""
-    if not hasattr(config, "workerinput"):
-        return
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name != "test_smoke.py", item.path not in slow))
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (item.path.name != "test_smoke.py", item.path not in slow))

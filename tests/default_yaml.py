@@ -2,10 +2,8 @@
 
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from oar_plugin.config import OarConfig, PerturbationConfig
 from oar_plugin.hosts.verl import conf
@@ -15,16 +13,17 @@ HEAD = """\
 # @package algorithm.oar
 # Every key of OAR with its default. Override any of them on the command line: algorithm.oar.tau=0.5
 # Made from oar_plugin/config.py: python -m tests.default_yaml
+
 """
 
 
-def shown(value: Any) -> str:
+def shown(value):
     """A default in YAML, on one line."""
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
 
 
-def keys(group: type[BaseModel], indent: str = "") -> str:
+def keys(group, indent=""):
     """Each key of a group under its description."""
     blocks = []
     for name, field in group.model_fields.items():
@@ -35,10 +34,7 @@ def keys(group: type[BaseModel], indent: str = "") -> str:
     return "\n".join(blocks)
 
 
-def made() -> str:
-    """The whole file."""
-    return HEAD + "\n" + keys(OarConfig)
-
+MADE = HEAD + keys(OarConfig)
 
 if __name__ == "__main__":
-    FILE.write_text(made())
+    FILE.write_text(MADE)

@@ -4,10 +4,8 @@ import json
 import os
 from pathlib import Path
 
-DATA = Path(os.environ.get("OAR_TEST_DATA", Path(__file__).resolve().parents[1].parent / "shared" / "data"))
-MATH_RESPONSES = DATA / "math_responses.jsonl"
-GSM8K_TRAIN = DATA / "gsm8k_train.jsonl"
-GSM8K_TEST = DATA / "gsm8k_test.jsonl"
+DATA = Path(os.environ.get("OAR_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+MATH_RESPONSES, GSM8K_TRAIN = DATA / "math_responses.jsonl", DATA / "gsm8k_train.jsonl"
 
 
 def read_lines(path):

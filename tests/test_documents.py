@@ -2,7 +2,7 @@
 
 import inspect
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,16 +13,16 @@ from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.importance import IMPORTANCES, Parts, Rows
 from oar_plugin.credit.importance.check import problems
 from oar_plugin.passes.request import Request
-from tests.default_yaml import FILE, made, shown
+from tests.default_yaml import FILE, MADE, shown
 from tests.own_importance import Saliency
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = {p.relative_to(ROOT).as_posix(): p.read_text() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
-DOCUMENTS["benchmarks/README.md"] = (ROOT / "benchmarks/README.md").read_text()
+PATHS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"]
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
 SETTINGS = DOCUMENTS["docs/settings.md"]
 
 RUN_BY = {
-    "python -m benchmarks --help": ("tests/test_documents.py", '"-m", "benchmarks", "--help"'),
+    "python -m benchmarks --help": ("tests/test_documents.py", 'run_module("benchmarks", run_name="__main__")'),
     "bash recipes/cpu_demo/run.sh": ("tests/recipes/test_demo.py", '["bash", str(ROOT / "recipes/cpu_demo/run.sh")'),
     "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
     "pip install .": ("tests/test_wheel.py", '"install"'),
@@ -34,11 +34,10 @@ RUN_BY = {
 """Command -> the file that runs it, and how."""
 
 
-def key_table(header):
-    """Key -> default, as a table of docs/settings.md shows them; the default as YAML."""
-    table = SETTINGS.split(f"| {header} | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0]
+def table(document, header):
+    """Key -> default as YAML, of each row of a table."""
     rows = {}
-    for line in table.splitlines():
+    for line in DOCUMENTS[document].split(f"{header}\n|---|---|---|\n")[1].split("\n\n")[0].splitlines():
         first, default = (cell.strip() for cell in line.split("|")[1:3])
         keys = re.findall(r"`([^`]+)`", first)
         rows |= dict(zip(keys, [default] if len(keys) == 1 else default.split(", "), strict=True))
@@ -46,28 +45,27 @@ def key_table(header):
 
 
 def test_default_yaml_is_made_from_the_configuration():
-    assert FILE.read_text() == made(), "python -m tests.default_yaml"
+    assert FILE.read_text() == MADE, "python -m tests.default_yaml"
 
 
-def test_the_settings_have_every_key_with_its_default():
+def test_tables_of_settings_have_every_key_with_its_default():
     own = {name: shown(field.default) for name, field in OarConfig.model_fields.items() if name != "perturbation"}
     nested = {name: shown(field.default) for name, field in PerturbationConfig.model_fields.items()}
-    assert key_table("key") == own | {"perturbation.*": ""}
-    assert key_table("`algorithm.oar.perturbation.`") == nested
-    four = DOCUMENTS["README.md"].split("| key | default | |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert table("docs/settings.md", "| key | default | meaning |") == own | {"perturbation.*": ""}
+    assert table("docs/settings.md", "| `algorithm.oar.perturbation.` | default | meaning |") == nested
+    four = table("README.md", "| key | default | |")
     assert len(four) == 4
-    for key, default in (re.findall(r"`([^`]+)`", line)[:2] for line in four):
-        assert own[key] == default
-
-
-def test_the_readme_is_read_in_five_minutes():
-    assert len(DOCUMENTS["README.md"].split()) <= 1200
+    assert four.items() <= own.items()
 
 
 def test_the_settings_name_every_importance_and_gate():
     rows = {line.split("`")[1]: line for line in SETTINGS.splitlines() if line.startswith("| `")}
     for key, names in (("importance", IMPORTANCES), ("gate", GATES)):
         assert [name for name in names if f"`{name}`" not in rows[key]] == []
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert len(DOCUMENTS["README.md"].split()) <= 1200
 
 
 def test_the_example_of_an_importance_is_the_one_that_is_tested():
@@ -82,15 +80,12 @@ def test_the_example_of_an_importance_is_the_one_that_is_tested():
 def test_what_can_be_called_without_a_configuration_has_its_defaults():
     """Gates by themselves, and what the method's own objects take where nobody says otherwise."""
     config = OarConfig()
-    for name, gate in GATES.items():
-        defaults = {
-            k: p.default for k, p in inspect.signature(gate.weights).parameters.items() if p.default is not p.empty
-        }
-        assert defaults == {"tau": gate.tau, "beta": config.beta, "floor": config.floor}, name
+    for gate in GATES.values():
+        defaults = {name: p.default for name, p in inspect.signature(gate.weights).parameters.items()}
+        assert list(defaults.items())[2:] == [("tau", gate.tau), ("beta", config.beta), ("floor", config.floor)]
     request = Request(config.importance)
     assert (request.probe, request.sigma, request.num_draws) == (config.probe, config.sigma, config.num_draws)
-    for kind in (Rows, Parts):
-        assert kind.__dataclass_fields__["sigma"].default == config.sigma
+    assert Rows.sigma == Parts.sigma == config.sigma
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -109,22 +104,20 @@ def test_every_link_leads_somewhere(document):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_command_is_run_by_a_test_or_marked(document):
     blocks = re.findall(r"([^\n]*)\n```bash\n(.*?)```", DOCUMENTS[document], re.DOTALL)
-    commands = [
-        line.split("#")[0].strip()
-        for before, block in blocks
-        if "<!-- needs a " not in before
-        for line in block.splitlines()
-    ]
-    assert [command for command in commands if command not in RUN_BY] == []
+    lines = [line for before, block in blocks if "<!-- needs a " not in before for line in block.splitlines()]
+    assert {line.split("#")[0].strip() for line in lines} <= RUN_BY.keys()
 
 
 def test_what_runs_the_other_commands_is_there():
     assert [place for place, text in RUN_BY.values() if text not in (ROOT / place).read_text()] == []
 
 
-def test_the_studies_are_listed():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    for study in re.findall(r"^\| `(\w+)` \|", DOCUMENTS["benchmarks/README.md"], re.MULTILINE):
-        assert re.search(rf"^  {study} ", done.stdout, re.MULTILINE), study
+def test_the_studies_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("benchmarks", run_name="__main__")
+    assert exit_.value.code == 0
+    said = capsys.readouterr().out
+    studies = re.findall(r"^\| `(\w+)` \|", DOCUMENTS["benchmarks/README.md"], re.MULTILINE)
+    assert studies
+    assert [study for study in studies if not re.search(rf"^  {study} ", said, re.MULTILINE)] == []

@@ -120,15 +120,22 @@ def costs():
 
 
 def step():
-    small, large = ({t["formula"]: t for t in size["targets"]} for size in load("step_cpu"))
-    cpu = {formula: target["cpu_value"] for formula, target in small.items()}
-    yield "step_cpu", f"importance added {cpu['(b - a) / a']:.2f} of a log-prob forward"
-    yield "step_cpu", f"{cpu['(b - a) / (a + e)']:.2f} of log-probs and update together"
-    yield "step_cpu", f"took {cpu['d / (b - a)']:.1f} times what importance added, and {cpu['d / b']:.1f} times"
-    yield "step_cpu", f"diagnostics took {percent(cpu['f / a'])} of a log-prob forward"
-    yield "step_cpu", f"it added {large['(b - a) / a']['cpu_value']:.1f} of a log-prob forward"
-    memory = [size["mem(b) / mem(e)"]["value"] for size in (small, large)]
-    yield "step_cpu", f"{memory[0]:.1f} times the update's with 11M parameters, {memory[1]:.3f} times with 0.1B"
+    small, large = ("step_cpu_10m", "step_cpu_0.1b")
+    of = {stem: {row["ratio"].strip("`"): row for row in load(stem)["tables"]["Ratios"]} for stem in (small, large)}
+    for stem, formula, text in (
+        (small, "(b - a) / a", "importance added {} of a log-prob forward"),
+        (small, "(b - a) / (a + e)", "which is {} of log-probs and update together"),
+        (small, "d / (b - a)", "the published procedure took {} times what importance added"),
+        (small, "d / b", "and {} times what log-probs and importance took together"),
+        (small, "mem(b) / mem(e)", "the fused pass had {} of the update's peak memory"),
+        (large, "(b - a) / a", "it added {} of a log-prob forward"),
+        (large, "(b - a) / (a + e)", "{} of log-probs and update"),
+        (large, "mem(b) / mem(e)", "{} of the update's peak memory"),
+    ):
+        yield stem, text.format(of[stem][formula]["median (95 %)"])
+    for stem in (small, large):
+        share = float(of[stem]["f / a"]["median (95 %)"].split()[0])
+        yield stem, f"{percent(share)} of a forward"
 
 
 def copies():

@@ -1,13 +1,11 @@
 """The study's plot, and responses shaded by what each estimator says, as one HTML file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE
@@ -15,12 +13,16 @@ from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.scores import DELETED
 from benchmarks.fidelity.tables import GOALS, Findings
 from benchmarks.report import COLOURS, subplots
+from benchmarks.tiny.words import VOCABULARY, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
 from oar_plugin.page.tokens import page, shaded
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+LEAD = (
+    "Responses as each estimator of importance weights them. Exact OAR-P replaces every token and looks what happens to the "
+    "model's answer; the scores of all are put on its scale and go through the paper's gate (bi_level). Point at a token for "
+    "its numbers."
+)
 
 
 def draw(findings: Findings) -> Figure:
@@ -38,45 +40,40 @@ def draw(findings: Findings) -> Figure:
     cost.set(xscale="log", xlabel="passes, forward and backward", ylabel="overlap of the top 20 % with exact OAR-P")
     cost.set_title("dashed: goals; orange: given with --also, the best named", fontsize=9)
     drawn = findings.main[findings.main["curve"].notna()]
-    for name in findings.shown() if len(drawn) else []:
+    names = findings.shown() if len(drawn) else []
+    for name in names:
         models = drawn[drawn["estimator"] == name].groupby(["task", "seed"])["curve"]
         points = np.mean([np.mean(list(curves), 0) for _, curves in models], 0)
         curve.plot([100 * share for share in DELETED], points, "o-", label=name, markersize=3)
-    if len(drawn):
+    if names:
         curve.legend(frameon=False, fontsize=8)
     xlabel = "% of the reasoning tokens replaced, largest scores first"
     curve.set(xlabel=xlabel, ylabel="answer's probability, untouched = 1")
     return figure
 
 
-LEAD = (
-    "Responses as each estimator of importance weights them. Exact OAR-P replaces every token and looks what happens to the "
-    "model's answer; the scores of all are put on its scale and go through the paper's gate (bi_level). Point at a token for "
-    "its numbers."
-)
-
-
 def page_of(findings: Findings) -> str:
-    """The HTML file."""
+    """The HTML file, which docs/shaded_tokens.py reads."""
     articles = [_article(*example, findings.shown()) for example in findings.examples]
     return page("Fidelity of importance estimators", LEAD, "".join(articles))
 
 
 def _article(task: str, response: Response, scores: Mapping[str, Tensor], names: Sequence[str]) -> str:
-    reasoning_L = torch.from_numpy(response.segments == Segment.REASONING)
-    prompt = escape(response.prompt_text[-400:])
-    answer = {True: "right answer", False: "wrong answer", None: ""}[response.correct]
-    parts = [f'<header><span class="chip">{escape(task)} {answer}</span></header><pre>{prompt}</pre>']
+    own_T = response.segments_T != Segment.OUTSIDE
+    segments_L, token_L = response.segments_T[own_T], response.token_T[own_T]
+    reasoning_L = segments_L == Segment.REASONING
+    words = [f" {VOCABULARY[token]}" for token in token_L]
 
-    def line(name: str, weight_L: Tensor, importance_L: Tensor) -> None:
-        tokens = shaded(response.texts, weight_L.tolist(), importance_L.tolist(), response.segments.tolist())
-        parts.append(f'<span class="chip">{escape(name)}</span>{tokens}')
+    def line(name: str, weight_L: Tensor, importance_L: Tensor) -> str:
+        tokens = shaded(words, weight_L.tolist(), importance_L.tolist(), segments_L.tolist())
+        return f'<span class="who">{escape(name)}</span>{tokens}'
 
-    if response.causal_R is not None:
-        causal_L = torch.zeros(len(reasoning_L)).masked_scatter(reasoning_L, response.causal_R.float())
-        line("known to be causal", 1 + 3 * causal_L, causal_L)
+    causal_L = response.causal_T[own_T].double()
+    lines = [line("known to be causal", 1 + 3 * causal_L, causal_L)]
     for name in names:
-        importance_L = torch.zeros(len(reasoning_L), dtype=torch.float64).masked_scatter(reasoning_L, scores[name])
+        importance_L = torch.zeros(len(token_L), dtype=torch.float64).masked_scatter(reasoning_L, scores[name])
         on_scale_L = (importance_L * scores[REFERENCE].sum() / scores[name].sum().clamp_min(1e-30)).clamp_min(0.0)
-        line(name, bi_level(on_scale_L[None], reasoning_L[None])[0], importance_L)
-    return f"<article>{''.join(parts)}</article>"
+        lines.append(line(name, bi_level(on_scale_L[None], reasoning_L[None])[0], importance_L))
+    chip = f"{escape(task)}, {'right' if response.right else 'wrong'} answer"
+    prompt = escape(text(response.token_T[~own_T].tolist()))
+    return f'<article><header><span class="chip">{chip}</span></header><pre>{prompt}</pre>{"".join(lines)}</article>'

@@ -1,61 +1,63 @@
-"""The responses that estimators are judged on, and the micro-batches that they see them in."""
-
-from __future__ import annotations
+"""The responses that estimators are judged on: small models on tasks whose causal tokens are known, and what they wrote."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.report import Progress
+from benchmarks.tiny.model import sample
+from benchmarks.tiny.tasks import TASKS
+from benchmarks.tiny.warm_start import warm_model
+from benchmarks.tiny.words import PAD
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows
+from oar_plugin.credit.probe import Probe
+
+FAITHFUL = 0.6
+"""Share of answers that repeat the results that the model wrote itself, right or wrong, from which on a model is used. Where
+a model guesses, its answer hangs on nothing that its reasoning says, and there is no truth to recall."""
+
+TRIES = 3
+"""Seeds that are tried for each model that is asked for: short training does not always arrive."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """A response with an answer and R reasoning tokens before it; T tokens with its prompt.
+    """A response with an answer and R reasoning tokens before it, T tokens with its prompt.
 
-    `texts` and `segments` (`Segment`) are of its `tokens`, `causal` are positions in them of those that decide the answer.
+    Attributes:
+        token_T: int64.
+        segments_T: int64 of `Segment`; the prompt is OUTSIDE.
+        causal_T: bool, the tokens that decide the answer.
+        right: whether the answer is.
     """
 
-    prompt: Sequence[int]
-    prompt_text: str
-    tokens: Sequence[int]
-    texts: Sequence[str]
-    segments: np.ndarray
-    correct: bool | None = None
-    causal: Sequence[int] | None = None
-    """Like `correct` None where nobody knows."""
-
-    @property
-    def token_T(self) -> Tensor:
-        return torch.tensor([*self.prompt, *self.tokens])
-
-    @property
-    def segments_T(self) -> Tensor:
-        """int64 of `Segment`; the prompt is OUTSIDE."""
-        return torch.tensor([int(Segment.OUTSIDE)] * len(self.prompt) + self.segments.tolist())
+    token_T: Tensor
+    segments_T: Tensor
+    causal_T: Tensor
+    right: bool
 
     @property
     def reasoning_R(self) -> Tensor:
-        """Positions of the reasoning tokens, the prompt counted."""
+        """Positions of the reasoning tokens."""
         return (self.segments_T == Segment.REASONING).nonzero()[:, 0]
 
-    @property
-    def causal_R(self) -> Tensor | None:
-        """Which reasoning tokens decide the answer, bool; None where nobody knows."""
-        return (
-            None if self.causal is None else torch.isin(self.reasoning_R - len(self.prompt), torch.tensor(self.causal))
-        )
 
-    @property
-    def answer(self) -> tuple[int, int]:
-        """Where the answer stands, `[start, end)`, the prompt counted."""
-        at = (self.segments_T == Segment.ANSWER).nonzero()[:, 0]
-        return int(at[0]), int(at[-1]) + 1
+@dataclass(frozen=True)
+class Source:
+    """A model (float32) and its responses. `unusable` ones had no answer or no reasoning; the shares are of right answers of
+    all that were sampled, and of faithful ones (`FAITHFUL`) of the usable."""
+
+    task: str
+    seed: int
+    model: nn.Module
+    responses: list[Response]
+    unusable: int
+    right: float
+    faithful: float
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,10 @@ class MicroBatch:
 
     Attributes:
         responses: B of them.
-        token_BT: int64.
+        token_BT: int64; a masked copy holds `benchmarks.tiny.words.PAD`, as padding does.
         segments_BT: int64 of `Segment`; prompts and padding are OUTSIDE.
         mask_BT: bool, false at padding.
-        replacement_token: what a masked copy holds.
         probe: the outcome that is watched.
-        rows: that it reads, in positions of the flattened batch.
         seed: of signs, noise and draws.
     """
 
@@ -77,26 +77,71 @@ class MicroBatch:
     token_BT: Tensor
     segments_BT: Tensor
     mask_BT: Tensor
-    replacement_token: int
     probe: Probe
-    rows: AnswerRows
     seed: int
 
 
 def micro_batches(
-    responses: Sequence[Response], size: int, pad_token: int, device: torch.device, probe: Probe, seed: int
+    responses: Sequence[Response], size: int, device: torch.device, probe: Probe, seed: int
 ) -> Iterator[tuple[list[int], MicroBatch]]:
     """Cut responses into micro-batches, neighbours in length together: the indices of the responses, and their batch."""
-    length_N = [len(response.prompt) + len(response.tokens) for response in responses]
-    by_length = sorted(range(len(responses)), key=lambda index: length_N[index])
+    by_length = sorted(range(len(responses)), key=lambda index: len(responses[index].token_T))
     for at in range(0, len(by_length), size):
         chosen = by_length[at : at + size]
         rows = tuple(responses[index] for index in chosen)
-        token_BT = pad_sequence([row.token_T for row in rows], True, pad_token).to(device)
-        segments_BT = pad_sequence([row.segments_T for row in rows], True, int(Segment.OUTSIDE)).to(device)
-        length_B1 = torch.tensor([[length_N[index]] for index in chosen], device=device)
-        mask_BT = torch.arange(token_BT.shape[1], device=device) < length_B1
-        response_T = torch.arange(len(rows), device=device).repeat_interleave(token_BT.shape[1])
-        answer_T = (segments_BT == Segment.ANSWER).flatten()
-        read = answer_rows(answer_T, response_T, token_BT.flatten(), len(rows), probe)
-        yield chosen, MicroBatch(rows, token_BT, segments_BT, mask_BT, pad_token, probe, read, seed)
+        token_BT = pad_sequence([row.token_T for row in rows], True, PAD)
+        segments_BT = pad_sequence([row.segments_T for row in rows], True, int(Segment.OUTSIDE))
+        mask_BT = pad_sequence([torch.ones_like(row.token_T, dtype=torch.bool) for row in rows], True, False)
+        yield chosen, MicroBatch(rows, token_BT.to(device), segments_BT.to(device), mask_BT.to(device), probe, seed)
+
+
+def task_sources(tasks: Sequence[str], seeds: int, responses: int, seed: int, progress: Progress) -> Iterator[Source]:
+    """A small model of each task and seed, trained once and kept on disk, and responses that it samples with `seed`.
+
+    Raises:
+        ValueError: an unknown task, or too few models answer by what they wrote.
+    """
+    if unknown := [name for name in tasks if name not in TASKS]:
+        raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
+    for name in tasks:
+        tried = (_source(name, model_seed, responses, seed, progress) for model_seed in range(TRIES * seeds))
+        found = 0
+        for source in islice(filter(None, tried), seeds):
+            found += 1
+            yield source
+        if found < seeds:
+            raise ValueError(
+                f"--tasks {name}: of the models with seeds 0 to {TRIES * seeds - 1} only {found} answer by their own "
+                "results; try fewer --seeds, or without this task"
+            )
+
+
+def _source(name: str, model_seed: int, wanted: int, seed: int, progress: Progress) -> Source | None:
+    """None where the model does not answer by what it wrote."""
+    task = TASKS[name]
+    model = warm_model(task, model_seed, progress=progress)
+    generator = torch.Generator().manual_seed(seed)
+    problems = task.problems(10**6 + seed)
+    responses: list[Response] = []
+    asked = right = faithful = unusable = 0
+    while len(responses) < wanted and asked < 4 * wanted + 64:
+        batch = list(islice(problems, wanted))
+        prompt_BP = torch.tensor([problem.prompt for problem in batch])
+        rows = sample(model, prompt_BP, 1, task.max_response_length, generator).tolist()
+        for problem, row in zip(batch, rows, strict=True):
+            reading = task.read(problem, row)
+            asked, right = asked + 1, right + reading.right
+            if reading.segments is None or Segment.REASONING not in reading.segments or not reading.ended:
+                unusable += 1
+                continue
+            before, after = len(problem.prompt), reading.length
+            token_T = torch.tensor([*problem.prompt, *row[:after]])
+            segments_T = torch.tensor([int(Segment.OUTSIDE)] * before + reading.segments.tolist())
+            causal_T = torch.tensor([place in reading.causal for place in range(-before, after)])
+            responses.append(Response(token_T, segments_T, causal_T, reading.right))
+            answer_N = token_T[segments_T == Segment.ANSWER]
+            faithful += torch.equal(answer_N, token_T[causal_T][-len(answer_N) :])
+    if len(responses) < wanted or faithful < FAITHFUL * len(responses):
+        return None
+    shares = right / asked, faithful / len(responses)
+    return Source(name, model_seed, model, responses[:wanted], unusable, *shares)

@@ -1,7 +1,5 @@
 """How good a ranking of tokens is: against exact OAR-P, against the truth, and by what happens when tokens go."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.fidelity.responses import Response
 from benchmarks.statistics import Estimate
+from benchmarks.tiny.words import PAD
+from oar_plugin.credit.answer import Segment
 
 TOP = 0.2
 """Share of the reasoning tokens whose overlap is reported."""
@@ -21,19 +21,17 @@ DELETED = (0.0, 0.05, 0.1, 0.2, 0.4)
 """Shares of the reasoning tokens that the deletion curve replaces."""
 
 
-def judged(score_R: Tensor, reference_R: Tensor, causal_R: Tensor | None, curve: list[float] | None) -> dict[str, Any]:
-    """Every figure of one estimator on one response; NaN and None where causes or the deletion curve are not known."""
-    recalls = [math.nan, math.nan]
-    if causal_R is not None:
-        pair_2R = torch.stack([score_R, reference_R])
-        recalls = causal_recall(pair_2R, torch.ones_like(pair_2R, dtype=torch.bool), causal_R[None]).tolist()
+def judged(score_R: Tensor, reference_R: Tensor, causal_R: Tensor, curve: list[float] | None) -> dict[str, Any]:
+    """The figures of one estimator on one response; `recall_gap` is its recall less the reference's."""
+    pair_2R = torch.stack([score_R, reference_R])
+    recall, exact = causal_recall(pair_2R, torch.ones_like(pair_2R, dtype=torch.bool), causal_R[None]).tolist()
     return {
         "spearman": rank_correlation(score_R, reference_R),
         "overlap": top_overlap(score_R, reference_R),
-        "recall": recalls[0],
-        "recall_gap": recalls[0] - recalls[1],
-        "area": area(curve) if curve else math.nan,
+        "recall": recall,
+        "recall_gap": recall - exact,
         "curve": curve,
+        "area": np.trapezoid(curve, DELETED) / DELETED[-1] if curve else math.nan,
     }
 
 
@@ -44,19 +42,16 @@ def rank_correlation(score_R: Tensor, reference_R: Tensor) -> float:
     return float(stats.spearmanr(score_R.numpy(), reference_R.numpy()).statistic)
 
 
-def top(score_R: Tensor) -> list[int]:
-    """Where the 20 % largest scores are, the largest first; at least one."""
-    return order(score_R)[: max(1, round(TOP * len(score_R)))].tolist()
-
-
-def order(score_R: Tensor) -> Tensor:
-    """Indices from the largest score to the smallest; among equals the first comes first."""
-    return score_R.argsort(descending=True, stable=True)
+def largest(score_R: Tensor, share: float) -> Tensor:
+    """Where that share of the scores is, the largest first; among equals the first comes first."""
+    return score_R.argsort(descending=True, stable=True)[: round(share * len(score_R))]
 
 
 def top_overlap(score_R: Tensor, reference_R: Tensor) -> float:
-    """Share of the reference's top 20 % that is in the score's top 20 %."""
-    return len({*top(score_R)} & {*top(reference_R)}) / len(top(reference_R))
+    """Share of the reference's top 20 % (at least one token) that is in the score's top 20 %."""
+    share = max(TOP, 1 / len(score_R))
+    ours, theirs = (set(largest(x_R, share).tolist()) for x_R in (score_R, reference_R))
+    return len(ours & theirs) / len(theirs)
 
 
 def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> Tensor:
@@ -69,35 +64,18 @@ def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> 
 
 
 @torch.no_grad()
-def deletion_curves(
-    model: nn.Module, response: Response, scores: Mapping[str, Tensor], replacement_token: int
-) -> dict[str, list[float]]:
-    """The answer's probability (geometric mean over its tokens) as the tokens with the largest scores are replaced.
+def deletion_curves(model: nn.Module, response: Response, scores: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """The answer's probability (geometric mean over its tokens) as the tokens with the largest scores are replaced by PAD.
 
     By estimator (`scores` are its `[R]`), for each share of `DELETED`: over that of the untouched response.
     """
-    start, end = response.answer
-    reasoning_R = response.reasoning_R
-    gone = {
-        (name, share): frozenset(reasoning_R[order(score_R)[: round(share * len(score_R))]].tolist())
-        for name, score_R in scores.items()
-        for share in DELETED
-    }
-    distinct = list(dict.fromkeys(gone.values()))  # estimators often agree on the first tokens
-    token_KT = response.token_T[:end].repeat(len(distinct), 1)
-    for row, places in enumerate(distinct):
-        token_KT[row, list(places)] = replacement_token
-    found: list[float] = []
-    for part_KT in token_KT.to(next(model.parameters()).device).split(32):
-        logits_KmV = model(input_ids=part_KT, use_cache=False).logits[:, start - 1 : end - 1].float()
-        found += logits_KmV.log_softmax(-1).gather(-1, part_KT[:, start:end, None]).mean((1, 2)).exp().tolist()
-    probability = dict(zip(distinct, found, strict=True))
-    return {name: [probability[gone[name, share]] / probability[frozenset()] for share in DELETED] for name in scores}
-
-
-def area(curve: Sequence[float]) -> float:
-    """Under a deletion curve, over the width of the curve: 1 when nothing that is deleted matters."""
-    return float(np.trapezoid(curve, DELETED) / (DELETED[-1] - DELETED[0]))
+    answer_N = (response.segments_T == Segment.ANSWER).nonzero()[:, 0]
+    gone = [response.reasoning_R[largest(score_R, share)] for score_R in scores.values() for share in DELETED]
+    token_KT = torch.stack([response.token_T.index_fill(0, at, PAD) for at in gone]).to(next(model.parameters()).device)
+    logits_KmV = model(input_ids=token_KT, use_cache=False).logits[:, answer_N - 1].float()
+    log_prob_K = logits_KmV.log_softmax(-1).gather(-1, token_KT[:, answer_N, None]).mean((1, 2))
+    log_prob_ED = log_prob_K.view(len(scores), len(DELETED))
+    return dict(zip(scores, (log_prob_ED - log_prob_ED[:, :1]).exp().tolist(), strict=True))
 
 
 def mean_over_groups(groups: Sequence[Sequence[float]]) -> Estimate:
@@ -108,7 +86,7 @@ def mean_over_groups(groups: Sequence[Sequence[float]]) -> Estimate:
     """
     kept = [values for group in groups if len(values := np.array([x for x in group if not math.isnan(x)]))]
     if not kept:
-        return Estimate(math.nan, math.nan, math.nan, 0)
+        return Estimate(math.nan)
 
     def mean(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.mean([sample.mean(axis) for sample in samples], 0)

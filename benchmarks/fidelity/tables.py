@@ -1,7 +1,5 @@
 """What the study says: its tables, the goals, and what a reader must know."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,12 +9,11 @@ import pandas as pd
 from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE, Score, package_estimators
-from benchmarks.fidelity.responses import Response
+from benchmarks.fidelity.responses import FAITHFUL, Response
 from benchmarks.fidelity.scores import DELETED, mean_over_groups
-from benchmarks.fidelity.sources import FAITHFUL
-from benchmarks.importance import DEFAULT
 from benchmarks.report import Table
 from benchmarks.statistics import Estimate
+from benchmarks.workload import DEFAULT
 
 BASELINE = f"{DEFAULT} 1"
 """What others are compared with: the package's default importance."""
@@ -30,7 +27,6 @@ GOALS = (
 )
 """At least this overlap of the top 20 % with exact OAR-P, for at most so many passes, forward and backward together."""
 
-
 TITLES = {"overlap": "Overlap of the top 20 % with exact OAR-P", "recall": "Recall of causal tokens"}
 
 Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
@@ -41,7 +37,7 @@ Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
 class Findings:
     """What was measured with the package's estimators and those of `--also`; tables are of the first dtype, but for a column.
 
-    `judged` has a row for each task, seed, dtype, estimator and response, `costs` for each task and estimator.
+    `judged` has a row for each model, dtype, estimator and response, `costs` for each task and estimator.
     """
 
     dtypes: Sequence[str]
@@ -57,17 +53,10 @@ class Findings:
         return {**package_estimators(), **self.added}
 
     def rows(self, dtype: str) -> pd.DataFrame:
-        """`judged` in a dtype, of the estimators that never failed in it, with their gain on the baseline."""
+        """`judged` in a dtype, of the estimators that never failed in it."""
         rows = pd.DataFrame([row for row in self.judged if row["dtype"] == dtype])
         counts = rows.groupby("estimator")["overlap"].transform("size")
-        rows, response = rows[counts == counts.max()], ["task", "seed", "response"]
-        baseline = rows[rows["estimator"] == BASELINE].set_index(response)["overlap"]
-        rows = rows.join(baseline.rename("baseline"), on=response)
-        rows["gain"] = rows["overlap"] - rows["baseline"]
-        rows["answer"] = rows["correct"].map({True: "right", False: "wrong"})
-        # Seeds that did not learn their task were skipped: models are counted within their task.
-        rows["model"] = rows.groupby("task")["seed"].rank("dense").map("{:.0f}. model".format)
-        return rows
+        return rows[counts == counts.max()]
 
     @cached_property
     def main(self) -> pd.DataFrame:
@@ -86,9 +75,6 @@ class Findings:
         best_first = sorted(found, key=lambda name: -found[name]["overlap"].value)
         return pd.DataFrame.from_dict(found, orient="index").join(passes).loc[best_first]
 
-    def knows(self, column: str) -> bool:
-        return bool(self.main[column].notna().any())
-
     def shown(self, added: int = 2) -> list[str]:
         """Names that curves and examples have room for: each importance at its own cost, and the best of `--also`."""
         own = {name.split()[0]: name for name in reversed(package_estimators())}.values()
@@ -97,13 +83,9 @@ class Findings:
 
     def runs(self) -> dict[str, Any]:
         """Every single figure, for the JSON."""
-        every = pd.DataFrame(self.judged).round(4)
-        judged: dict[str, Any] = {}
-        for (task, seed, dtype, name), rows in every.groupby(["task", "seed", "dtype", "estimator"], sort=False):
-            figures = rows[["correct", "reasoning", "spearman", "overlap", "recall", "area", "curve"]]
-            known = figures.astype(object).where(figures.notna(), None)
-            judged.setdefault(f"{task} {seed} {dtype}", {})[name] = known.to_dict("list")
-        return {"models": self.models, "judged": judged, "costs": self.costs, "failed": self.failed}
+        judged = pd.DataFrame(self.judged).round(4).astype(object)
+        columns = judged.where(judged.notna(), None).to_dict("list")
+        return {"models": self.models, "judged": columns, "costs": self.costs, "failed": self.failed}
 
 
 def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
@@ -120,9 +102,8 @@ def tables_of(findings: Findings) -> list[Table]:
     """The most important first."""
     tables = [_main(findings), _goals(findings)]
     for column in ("task", "answer", "model"):
-        for metric, title in TITLES.items():
-            if findings.main[column].nunique() > 1 and findings.knows(metric):
-                tables.append(_split(findings, f"{title}, by {column}", column, metric))
+        if findings.main[column].nunique() > 1:
+            tables += [_split(findings, f"{title}, by {column}", column, metric) for metric, title in TITLES.items()]
     return tables
 
 
@@ -139,9 +120,7 @@ def _main(findings: Findings) -> Table:
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
         line += [plus_minus(estimate(rows[name], "overlap")) if name in rows else "" for rows in elsewhere]
         lines.append(line)
-    filled = [place for place in range(len(columns)) if any(line[place] for line in lines)]
-    lines = [[line[place] for place in filled] for line in lines]
-    return Table(f"Estimators against exact OAR-P ({first})", [columns[place] for place in filled], lines)
+    return Table(f"Estimators against exact OAR-P ({first})", columns, lines)
 
 
 def _goals(findings: Findings) -> Table:
@@ -155,14 +134,13 @@ def _goals(findings: Findings) -> Table:
             verdict = best.overlap.verdict(overlap, at_most=False)
             line[1:] = [f"`{name}`", plus_minus(best.overlap), f"{best.passes:.1f}", verdict]
         lines.append(line)
-    condition = f", recall of causal tokens at most {RECALL_LOSS} below its" if findings.knows("recall") else ""
-    title = f"Goals: overlap of the top 20 % with exact OAR-P{condition}"
+    title = f"Goals: overlap of the top 20 % with exact OAR-P, recall of causal tokens at most {RECALL_LOSS} below its"
     return Table(title, ("goal", "best", "top 20 %", "passes", "verdict"), lines)
 
 
 def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
     """A column a value of `column`."""
-    values = list(findings.main[column].dropna().unique())
+    values = list(findings.main[column].unique())
     lines = []
     for name in findings.summary.index:
         mine = findings.main[findings.main["estimator"] == name]
@@ -171,12 +149,16 @@ def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
 
 
 def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
+    """What docs/studies.md says about how the study is kept fair is not repeated."""
     responses = findings.main[findings.main["estimator"] == REFERENCE]
     unusable = sum(model["unusable"] for model in findings.models)
-    notes = [
+    models = "; ".join("{task} {seed} {right:.0%} / {faithful:.0%}".format(**model) for model in findings.models)
+    return [
         f"{len(responses)} responses, on average {responses['reasoning'].mean():.0f} reasoning tokens each; probe {probe}; "
         f"{unusable} more without an answer or without reasoning were left out.",
-        "Reference: exact OAR-P (PAD) in float32. Spearman and overlap are with it; the overlap is of the 20 % largest scores.",
+        "Spearman and overlap of the 20 % largest scores are with exact OAR-P (PAD) in float32. Recall: share of the known "
+        "causal tokens (results of steps) among as many top scores. In chain, lookup and tracking only the last step's are in "
+        "reach of the answer once it is teacher-forced: no such score reaches 1.",
         "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task and model. They say "
         "nothing about models of other seeds; those are told apart below. A goal is reached when its whole interval is above.",
         "Passes count tokens that went through the layers, over those of the micro-batch: masked copies read the prefix from a "
@@ -188,17 +170,10 @@ def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
         "Names: `fisher 4`: mean of 4 draws; `oar_p span 2`: 2 tokens replaced at a time; `oar_p sampled`: by a drawn token; "
         "`hybrid 0.3`: exact copies of 30 %; `attention`: attention patching towards PAD (no engine has it).",
         *(f"`{name}`: {_first_line(score)}" for name, score in findings.added.items()),
+        "Models (task, seed, share of right answers when sampled / share of answers that repeat the model's own results; "
+        f"seeds below {FAITHFUL:.0%} of these were skipped): {models}.",
+        *(f"LEFT OUT: {failure}" for failure in findings.failed),
     ]
-    if findings.knows("recall"):
-        known = [model for model in findings.models if model["faithful"] is not None]
-        models = "; ".join(f"{m['task']} {m['seed']} {m['right']:.0%} / {m['faithful']:.0%}" for m in known)
-        notes += [
-            "Models (task, seed, share of right answers when sampled / share of answers that repeat the model's own results; "
-            f"seeds below {FAITHFUL:.0%} of these were skipped): {models}.",
-            "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain, lookup and "
-            "tracking only the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1.",
-        ]
-    return notes + [f"LEFT OUT: {failure}" for failure in findings.failed]
 
 
 def _first_line(score: Any) -> str:

@@ -10,11 +10,6 @@ examples:
   python -m benchmarks learning --tasks parallel chain --methods grpo random oracle fisher --steps 40
       --lr 3e-4 6e-4 1.2e-3 --choose-seeds 0 1 2 --seeds 3 4 5 6 7 8 --out DIR                    (a study)
   python -m benchmarks learning --tasks chain --methods grpo fisher --gate bi_level               (another gate)
-  python -m benchmarks learning --tasks chain --methods grpo oracle random fisher onward --alignment 10
+  python -m benchmarks learning --variants --steps 40                                             (every setting that was run)
   python -m benchmarks learning --tasks chain --methods grpo onward --through-verl                (real verl, Ray and vLLM)
-  python -m benchmarks learning --from benchmarks/results/learning_cpu.json                       (a page, shown again)
 """
-
-from benchmarks.learning.study import Settings, measure
-
-__all__ = ["Settings", "measure"]

@@ -4,27 +4,26 @@ One process, one update for each batch of rollouts, no KL term. Everything about
 here is a trainer small enough to run hundreds of times.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from benchmarks.fidelity.scores import causal_recall
-from benchmarks.learning.rollout import Rollout, roll_out
-from benchmarks.tiny.tasks import TASKS
+from benchmarks.tiny.model import sample
+from benchmarks.tiny.tasks import TASKS, Task
 from benchmarks.tiny.warm_start import WarmStart, accuracy
 from benchmarks.tiny.words import PAD
 from oar_plugin.config import OarConfig
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.probe import Probe
@@ -87,16 +86,6 @@ class Run(Training):
         return OarConfig.parse({**settings, "answer_patterns": ("hash",)})
 
     @property
-    def arm(self) -> Run:
-        """The same with seed 0: what runs of different seeds have in common."""
-        return replace(self, seed=0, warm_start=0)
-
-    @property
-    def baseline(self) -> Run:
-        """Plain GRPO has no credit to set, and is the same whatever the others are set to."""
-        return replace(self, method="grpo", **{name: getattr(Training, name) for name in CREDIT})
-
-    @property
     def name(self) -> str:
         """The method, and the settings of its credit that are not the defaults."""
         changed = [name for name in CREDIT if getattr(self, name) != getattr(Training, name)]
@@ -119,14 +108,36 @@ class Record:
     steps: list[dict[str, float]] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
 
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Record:
-        """From what `asdict` and JSON made of it. Older files hold sums of the seconds too."""
-        held_out = {int(step): value for step, value in values["held_out"].items()}
-        return cls(Run(**values["run"]), values["steps"], held_out)
+
+@dataclass(frozen=True)
+class Rollout:
+    """The responses whose advantage is not zero: `B` of them, prompt and response in `L` positions.
+
+    `graded` is of the whole batch, rows without an advantage included: reward (share of right responses), length (mean tokens
+    of a response) and tokens (of all responses).
+    """
+
+    prompt_length: int  # of every row
+    graded: dict[str, float]
+    advantage_B: Tensor  # group-relative
+    token_BL: Tensor  # int64 ids, padded at the end
+    response_BL: Tensor  # bool, tokens that the policy wrote
+    segments_BL: Tensor  # int64 of `Segment`, OUTSIDE at prompt and padding, and in a response that is not scored
+    status_B: Tensor  # int64 of `Status`
+    causal_BL: Tensor  # bool, the results that the answer follows from
+
+    @property
+    def reasoning_BL(self) -> Tensor:
+        """Bool, the tokens to reshape: the reasoning of responses that have an answer."""
+        return self.segments_BL == Segment.REASONING
+
+    @property
+    def mask_BL(self) -> Tensor:
+        """Bool, false at padding."""
+        return self.response_BL | (torch.arange(self.token_BL.shape[1]) < self.prompt_length)
 
 
-def train(run: Run, model: LlamaForCausalLM) -> Record:
+def train(run: Run, model: PreTrainedModel) -> Record:
     """Train `model` in place."""
     task = TASKS[run.task]
     optimizer = torch.optim.Adam(model.parameters(), lr=run.lr)
@@ -150,7 +161,44 @@ def train(run: Run, model: LlamaForCausalLM) -> Record:
     return record
 
 
-def credit(run: Run, model: LlamaForCausalLM, rollout: Rollout, step: int) -> tuple[Tensor, dict[str, float]]:
+def roll_out(
+    model: PreTrainedModel, task: Task, rng: random.Random, noise: torch.Generator, prompts: int, copies: int
+) -> Rollout:
+    """Sample `copies` responses to each of `prompts` new problems; `rng` draws the problems, `noise` the tokens.
+
+    The advantage is `(r - mean) / (std + 1e-6)` over the responses to a problem, as verl's GRPO has it.
+    """
+    problems = [task.problem(rng) for _ in range(prompts)]
+    prompt_BP = torch.tensor([problem.prompt for problem in problems])
+    response_BR = sample(model, prompt_BP, copies, task.max_response_length, noise)
+    readings = [task.read(problems[row // copies], ids) for row, ids in enumerate(response_BR.tolist())]
+    reward_PG = torch.tensor([float(reading.right) for reading in readings]).view(prompts, copies)
+    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)
+    tokens = sum(reading.length for reading in readings)
+    graded = {"reward": reward_PG.mean().item(), "length": tokens / len(readings), "tokens": tokens}
+    token_BL = torch.cat([prompt_BP.repeat_interleave(copies, 0), response_BR], 1)
+    response_BL, causal_BL = (torch.zeros(token_BL.shape, dtype=torch.bool) for _ in range(2))
+    segments_BL = torch.full_like(token_BL, int(Segment.OUTSIDE))
+    start = prompt_BP.shape[1]
+    status_B = torch.full((len(readings),), int(Status.SCORED))
+    for row, reading in enumerate(readings):
+        written = slice(start, start + reading.length)
+        response_BL[row, written] = True
+        causal_BL[row, [start + position for position in reading.causal]] = True
+        if not reading.ended:
+            status_B[row] = Status.TRUNCATED
+        elif reading.segments is None:
+            status_B[row] = Status.NO_ANSWER
+        elif not (reading.segments == Segment.REASONING).any():
+            status_B[row] = Status.NO_REASONING
+        else:
+            segments_BL[row, written] = torch.from_numpy(reading.segments).long()
+    advantage_B = advantage_PG.flatten()
+    rows = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL)
+    return Rollout(start, graded, *(x[advantage_B != 0] for x in rows))
+
+
+def credit(run: Run, model: PreTrainedModel, rollout: Rollout, step: int) -> tuple[Tensor, dict[str, float]]:
     """Weights `[B, L]` of a batch, ones for plain GRPO, and what they look like."""
     if run.method == "grpo":
         return torch.ones(rollout.token_BL.shape), {}
@@ -169,49 +217,37 @@ def credit(run: Run, model: LlamaForCausalLM, rollout: Rollout, step: int) -> tu
     _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, rollout.reasoning_BL, status_B, config)
     usable_BL = rollout.reasoning_BL & (status_B == Status.SCORED)[:, None]
     described = {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
-    return weight_BL, described | describe_weights(weight_BL, importance_BL, usable_BL, rollout.causal_BL)
-
-
-def describe_weights(
-    weight_BL: Tensor, importance_BL: Tensor, usable_BL: Tensor, causal_BL: Tensor
-) -> dict[str, float]:
-    """Mean weights of results and other reasoning; the share of each response's `k` results among its `k` highest scores."""
-    causal_BL = causal_BL & usable_BL
+    causal_BL = rollout.causal_BL & usable_BL
     some_B = causal_BL.any(-1)
-    if not some_B.any():
-        return {}
-    return {
-        "weight_causal": weight_BL[causal_BL].mean().item(),
-        "weight_other": weight_BL[usable_BL & ~causal_BL].mean().item(),
-        "recall": causal_recall(importance_BL, usable_BL, causal_BL)[some_B].mean().item(),
-    }
+    if some_B.any():
+        recall_B = causal_recall(
+            importance_BL, usable_BL, causal_BL
+        )  # of as many of the highest scores as it has results
+        described["recall"] = recall_B[some_B].mean().item()
+        described["weight_causal"] = weight_BL[causal_BL].mean().item()
+        described["weight_other"] = weight_BL[usable_BL & ~causal_BL].mean().item()
+    return weight_BL, described
 
 
-def objective(model: LlamaForCausalLM, rollout: Rollout, weight_BL: Tensor) -> tuple[Tensor, float]:
-    """The clipped loss, averaged over the tokens of all responses, and the policy's mean entropy."""
+def update(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, rollout: Rollout, weight_BL: Tensor
+) -> dict[str, float]:
+    """One step along the clipped objective, averaged over the tokens of all responses."""
+    parts: Any = model
     start = rollout.prompt_length
     token_BR, keep_BR = rollout.token_BL[:, start:], rollout.response_BL[:, start:]
-    base: Any = model.model
-    hidden_BLH = base(input_ids=rollout.token_BL[:, :-1], use_cache=False).last_hidden_state
-    log_prob_NV = model.lm_head(hidden_BLH[:, start - 1 :][keep_BR]).log_softmax(-1)
+    hidden_BLH = parts.model(input_ids=rollout.token_BL[:, :-1], use_cache=False).last_hidden_state
+    log_prob_NV = parts.lm_head(hidden_BLH[:, start - 1 :][keep_BR]).log_softmax(-1)
     log_prob_N = log_prob_NV.gather(-1, token_BR[keep_BR][:, None])[:, 0]
     advantage_N = (rollout.advantage_B[:, None] * weight_BL[:, start:])[keep_BR]
     ratio_N = (log_prob_N - log_prob_N.detach()).exp()
     clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     # Rows without an advantage add nothing to the sum, but their tokens count in the mean.
     loss = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N).sum() / rollout.graded["tokens"]
-    with torch.no_grad():
-        entropy_N = -(log_prob_NV.exp() * log_prob_NV).sum(-1)
-    return loss, entropy_N.mean().item()
-
-
-def update(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout, weight_BL: Tensor
-) -> dict[str, float]:
-    loss, entropy = objective(model, rollout, weight_BL)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {"entropy": entropy, "gradient_norm": norm.item()}
+    entropy_N = -(log_prob_NV.detach().exp() * log_prob_NV.detach()).sum(-1)
+    return {"entropy": entropy_N.mean().item(), "gradient_norm": norm.item()}

@@ -4,24 +4,22 @@ The same tasks, problems in the same order, and the same settings of the optimiz
 have two heads in place of four, because vLLM serves no narrower ones on a CPU, and the sampling noise is vLLM's.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from benchmarks.learning.training import CREDIT, HELD_OUT, Record, Run
 from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.tasks import TASKS
-from benchmarks.tiny.verl_run import TrainingFailed, diagnose, read_metrics, training_environment, training_overrides
-from benchmarks.tiny.warm_start import WarmStart, accuracy, learned_model
+from benchmarks.tiny.verl_run import read_metrics, training_environment, training_overrides
+from benchmarks.tiny.warm_start import accuracy
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.hosts.verl.cpu import cpu_overrides
 from oar_plugin.hosts.verl.cpu.session import run_verl
 
-WARM_START = WarmStart(heads=2)
-"""Of width 32: the narrowest that vLLM has on a CPU."""
 LONGEST_RUN_S = 3600.0
 _METRICS = {
     "reward": "critic/score/mean",
@@ -35,11 +33,10 @@ _METRICS = {
 """verl's names for what a record holds of a step."""
 
 
-def train(run: Run, folder: Path, cache: Path | None) -> Record:
-    """Train with verl. The log stays in `folder`, the weights do not. Raises TrainingFailed where verl ended early."""
+def train(run: Run, model: PreTrainedModel, folder: Path) -> Record:
+    """Train with verl. The log stays in `folder`, the weights do not. Raises RuntimeError where verl ended early."""
     task = TASKS[run.task]
     folder.mkdir(parents=True, exist_ok=True)
-    model = learned_model(task, run.warm_start, cache, WARM_START)
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     rng = random.Random(1000 + run.seed)
@@ -50,7 +47,10 @@ def train(run: Run, folder: Path, cache: Path | None) -> Record:
     code = run_verl(arguments, training_environment(metrics_file), log, LONGEST_RUN_S)
     metrics = read_metrics(metrics_file)
     if code != 0 or len(metrics) < run.steps:
-        raise TrainingFailed(f"{run.task} {run.method}: {diagnose(log)} (exit status {code}; all of its output: {log})")
+        done = f"after {len(metrics)} of {run.steps} steps"
+        raise RuntimeError(
+            f"{run.task} {run.method}: verl stopped {done} (exit status {code}; all of its output: {log})"
+        )
     trained = type(model).from_pretrained(folder / "checkpoint" / f"global_step_{run.steps}" / "actor" / "huggingface")
     policies = {0: model, run.steps: trained.eval()}
     held_out = {step: accuracy(policy, task, HELD_OUT, greedy=False) for step, policy in policies.items()}
@@ -66,11 +66,11 @@ def overrides(run: Run, folder: Path) -> list[str]:
         settings = run.config().model_dump(include={"importance", "seed", *CREDIT}, exclude_none=True)
         settings["answer_patterns"] = "[hash]"
         method = ["algorithm.adv_estimator=oar", *(f"algorithm.oar.{name}={value}" for name, value in settings.items())]
-    task, problems, checkpoints = TASKS[run.task], folder / "problems.parquet", folder / "checkpoint"
-    sizes = (run.prompts, run.copies), (task.prompt_length, task.max_response_length)
     same = ["data.shuffle=False", "actor_rollout_ref.actor.optim.weight_decay=0"]  # as in the small trainer
-    model, data = folder / "model", (problems, problems)
-    return [*method, *same, *training_overrides(model, data, checkpoints, run.steps, run.seed, run.lr, *sizes)]
+    paths = folder / "model", folder / "problems.parquet", folder / "checkpoint"
+    task = TASKS[run.task]
+    sizes = (run.prompts, run.copies), (task.prompt_length, task.max_response_length)
+    return [*method, *same, *training_overrides(*paths, run.steps, run.seed, run.lr, *sizes)]
 
 
 def _entry(step: dict[str, Any]) -> dict[str, float]:

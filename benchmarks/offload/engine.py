@@ -1,43 +1,48 @@
-"""A vLLM engine: started on a model in a folder, quiet unless it is asked, gone at the end in every case.
+"""A vLLM engine that generates, and runs masked copies: while it does nothing else, and while it generates.
 
-The engine's front end lives in an event loop that runs only while `Engine.run` does, so that nothing of it gets into the way
-of what is measured in between; its worker sits in a process of its own and sleeps when there is nothing to do.
+It is quiet unless it is asked and gone at the end in every case. Its front end lives in an event loop that runs only while a
+method of `Engine` does, so that nothing of it gets into the way of what is measured in between; its worker sits in a process
+of its own and sleeps when there is nothing to do.
 """
 
-from __future__ import annotations
-
 import asyncio
+import itertools
+import multiprocessing
 import os
 import signal
-import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
-from oar_plugin.passes.masked_copies import Candidate
+import torch
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+from benchmarks.offload.scoring import BUDGET, FORWARD_TOKENS, PROBE, SPAN, Response, Run, Work
+from oar_plugin.config import PerturbationConfig
+from oar_plugin.hosts.verl.cpu.session import session
+from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask
+from oar_plugin.hosts.vllm.throttle import Throttle
 
-BLOCK_SIZE = 16
-"""Tokens of a block of the prefix cache: with vLLM's 128 on a CPU, copies would share much less of their prefix."""
-
-MAX_REQUESTS = 256
-STEP_TOKENS = 8192
-
-_GRACE_S = 15.0  # for vLLM's processes to end before they are ended
-
-# The engine rests when its processes use less than this share of a processor over a look; it gets so long to come to it.
-_QUIET, _LOOK_S, _REST_S = 0.1, 0.3, 5.0
+SHARES = {"t0": None, "t15": PerturbationConfig().share_while_generating, "t100": 1.0}
+"""Shares of the time in which copies are let in: generation alone, the default, and no limit in time."""
+GENERATING = 16
+"""Requests that generate at a time, alone and beside scoring."""
+MOST_TOKENS = 256
+"""Tokens of each request, at most: enough for the account of the throttle to come to rest, many times over."""
+SCORED_AT_ONCE = 4
+"""Responses that are scored at a time, over and over: always more copies wait than may run."""
 
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one's prompt rows cannot be reached
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would not carry the session's mark,
+    "SPT_NOENV": "1",  # and the title that vLLM gives its processes would overwrite it
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -45,24 +50,132 @@ _ENVIRONMENT = {
     "no_proxy": "127.0.0.1,localhost",
 }
 
-T = TypeVar("T")
+
+class CountingThrottle(Throttle):
+    """`ended` counts the requests of the scorer: copies, and one reference a response."""
+
+    ended = 0
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        async with super().slot():
+            yield
+        self.ended += 1
 
 
+@dataclass
 class Engine:
-    """A running engine with `OutcomeExtension` installed. One caller at a time, from the thread that started it."""
+    """A running `AsyncLLM` with `OutcomeExtension` installed. One caller at a time, from the thread that started it."""
 
-    def __init__(
-        self, engine: AsyncLLM, loop: asyncio.AbstractEventLoop, max_model_len: int, processes: Sequence[Any]
+    engine: Any
+    max_model_len: int
+    padding: int
+    """What replaces a token."""
+    loop: asyncio.AbstractEventLoop
+    processes: Sequence[Any]
+
+    def works(self, tokens: int) -> dict[str, Work]:
+        """The engine's candidates, for responses of so many tokens."""
+        few = min(MOST_TOKENS, tokens)
+        return {
+            "g1": partial(self.generate, None, tokens, None),
+            "o": self.score,
+            "o30": partial(self.score, budget=BUDGET),
+            "o8": partial(self.score, span=SPAN),
+            **{letter: partial(self.generate, share, few, GENERATING) for letter, share in SHARES.items()},
+        }
+
+    def score(self, responses: Sequence[Response], at_most: int | None, span: int = 1, budget: float = 1.0) -> Run:
+        """All responses at once, every unit, as a host would ask for it; with a budget block by block, as long as it lasts."""
+        run, scorer = Run(), self._scorer(1.0)
+
+        async def score() -> None:
+            await asyncio.gather(*[self._score(scorer, run, each, at_most, span, budget) for each in responses])
+
+        self.loop.run_until_complete(score())
+        return run
+
+    def generate(
+        self, share: float | None, tokens: int, requests: int | None, responses: Sequence[Response], at_most: int | None
+    ) -> Run:
+        """Generate a batch, with a backlog of scoring unless `share` is None: its seconds, and the copies that ended meanwhile.
+
+        So many requests (None: one a response) begin together, have one length and end together. Prompts and copies are those
+        of `responses`. Copies are let in for `share` of the time.
+        """
+        scorer, queue = self._scorer(share or 0.0), itertools.cycle(responses)
+        prompts = itertools.islice(itertools.cycle(responses), requests or len(responses))
+
+        async def backlog() -> None:
+            while True:
+                await self._score(scorer, Run(), next(queue))
+
+        async def generate(response: Response) -> None:
+            with scorer.throttle.generating():
+                await self._generate(response, tokens)
+
+        async def batch() -> Run:
+            begin = time.perf_counter()
+            work: list[asyncio.Future[Any]] = [asyncio.gather(*map(generate, prompts))]
+            work += [asyncio.ensure_future(backlog()) for _ in range(SCORED_AT_ONCE if share is not None else 0)]
+            try:
+                ended, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+                seconds, copies = time.perf_counter() - begin, scorer.throttle.ended
+                for task in ended:
+                    task.result()  # a backlog never ends by itself: what ended is generation, or raises
+            finally:
+                for task in work:
+                    task.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
+            await self._generate(responses[0], 1)  # it takes requests in order: what was cancelled is dropped
+            return Run(copies=copies, all_copies=copies, seconds=seconds)
+
+        return self.loop.run_until_complete(batch())
+
+    def rest(self) -> None:
+        """Return when the worker sleeps: it looks for work for a second after the last request before it does."""
+        before, quiet_s, until = self.cpu_seconds(), 0.3, time.monotonic() + 5.0
+        while time.monotonic() < until:
+            time.sleep(quiet_s)
+            now = self.cpu_seconds()
+            if now - before < 0.1 * quiet_s:  # a tenth of a processor
+                return
+            before = now
+
+    def cpu_seconds(self) -> float:
+        """Processor seconds that the engine's processes have used so far."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes if process.is_running())
+
+    def _scorer(self, share: float) -> Any:
+        throttle = CountingThrottle(PerturbationConfig().max_in_flight, share)
+        return ResponseScorer(self.engine, throttle, self.max_model_len)
+
+    async def _score(
+        self, scorer: Any, run: Run, response: Response, at_most: int | None = None, span: int = 1, budget: float = 1.0
     ) -> None:
-        self.engine, self.max_model_len = engine, max_model_len
-        self._loop, self._processes = loop, processes
+        """Raises: RuntimeError, where the engine could not score it."""
+        candidate, (unit_list, scale) = response.candidate, response.offered(span, at_most, budget)
+        task = ScoringTask(
+            token_ids=candidate.token_T.tolist(),
+            prompt_length=candidate.prompt_length,
+            answer_start=candidate.answer_start,
+            units=unit_list,
+            response_length=len(response.reasoning),
+            probe=PROBE,
+            budget=budget,
+            replacement_token=self.padding,
+            seed=0,
+            priority=1,  # behind generation, which has 0
+        )
+        result = await scorer.score(task)
+        if result.importance is None:
+            raise RuntimeError(f"the engine could not score a response: {result.fault}")
+        computed = result.tokens - result.cached_tokens
+        run.add(response, torch.from_numpy(result.importance), scale, result.copies, computed)
+        run.retried += result.retried
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns; the engine is served meanwhile."""
-        return self._loop.run_until_complete(work)
-
-    async def generate(self, candidate: Candidate, tokens: int) -> None:
-        """Generate exactly `tokens` tokens after its prompt, which shares no cache with earlier ones.
+    async def _generate(self, response: Response, tokens: int) -> None:
+        """Exactly so many tokens after its prompt, which shares no cache with earlier ones.
 
         Raises:
             RuntimeError: the engine returned another number of tokens.
@@ -72,60 +185,39 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         # There is no tokenizer, and only the end is handed over: the least work around each token.
-        parameters = SamplingParams(
-            max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        only_end = RequestOutputKind.FINAL_ONLY
+        parameters = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=only_end)
         key, made = uuid.uuid4().hex, 0
-        prompt_ids = candidate.token_T[: candidate.prompt_length].tolist()
-        async for output in self.engine.generate(
-            TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=key), parameters, key
-        ):
+        prompt_ids = response.candidate.token_T[: response.candidate.prompt_length].tolist()
+        prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=key)
+        async for output in self.engine.generate(prompt, parameters, key):
             made = len(output.outputs[0].token_ids)
         if made != tokens:
             raise RuntimeError(f"the engine generated {made} tokens where {tokens} were asked for")
 
-    def rest(self) -> None:
-        """Return when the worker sleeps: it looks for work for a second after the last request before it does."""
-        before, until = self.cpu_seconds(), time.monotonic() + _REST_S
-        while time.monotonic() < until:
-            time.sleep(_LOOK_S)
-            now = self.cpu_seconds()
-            if now - before < _QUIET * _LOOK_S:
-                return
-            before = now
-
-    def cpu_seconds(self) -> float:
-        """Processor seconds that the engine's processes have used so far."""
-        return sum(sum(process.cpu_times()[:2]) for process in self._processes if process.is_running())
-
 
 @contextmanager
-def serving(folder: Path, dtype: str, max_model_len: int, threads: int, eager: bool) -> Iterator[Engine]:
+def serving(folder: Path, dtype: str, max_model_len: int, padding: int, threads: int, eager: bool) -> Iterator[Engine]:
     """Start an engine on the model saved in `folder`, and end it with all of its processes: after Ctrl-C and SIGTERM too.
 
     `max_model_len` is the longest sequence, the token that a scoring request generates included. The worker's threads are bound
     to no core, as torch's are not.
     """
+    resource_tracker.ensure_running()  # Python's own, which outlives the session
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, OMP_NUM_THREADS=str(threads), **_ENVIRONMENT))
-        import psutil  # vLLM needs it, this package does not
+        stack.callback(multiprocessing.active_children)  # waits for those that have ended
+        opened = stack.enter_context(session())
+        # While it starts, vLLM swallows `KeyboardInterrupt` and then waits for a process that has taken the same signal.
+        interrupt = signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
+        stack.callback(signal.signal, signal.SIGINT, interrupt)
+        environment = {**_ENVIRONMENT, "OMP_NUM_THREADS": str(threads), **opened.environment()}
+        stack.enter_context(patch.dict(os.environ, environment))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        stack.enter_context(terminable())
         loop = asyncio.new_event_loop()
-        stack.callback(_close, loop)
-        resource_tracker.ensure_running()  # Python's own, which lives as long as this process does
-        this, processes = psutil.Process(), list[Any]()
-        before = this.children(recursive=True)
-
-        def note_processes() -> None:
-            processes.extend(p for p in this.children(recursive=True) if p not in [*before, *processes])
-
-        # Called last to first: what there is is noted, the engine is asked to end, then what is left of it is ended. A worker
-        # whose parent has ended is no child of ours any more.
-        stack.callback(_end, processes)
-        stack.callback(note_processes)
+        stack.callback(loop.close)
+        stack.callback(lambda: loop.run_until_complete(asyncio.sleep(0.1)))  # what the shutdown has cancelled ends
         arguments = AsyncEngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -133,11 +225,11 @@ def serving(folder: Path, dtype: str, max_model_len: int, threads: int, eager: b
             seed=0,
             enforce_eager=eager,
             enable_prefix_caching=True,
-            block_size=BLOCK_SIZE,
+            block_size=16,  # of the prefix cache: with the 128 of a CPU, copies would share much less of their prefix
             scheduling_policy="priority",
             max_model_len=max_model_len,
-            max_num_seqs=MAX_REQUESTS,
-            max_num_batched_tokens=STEP_TOKENS,
+            max_num_seqs=256,
+            max_num_batched_tokens=FORWARD_TOKENS,
             kv_cache_memory_bytes=2 * 2**30,
             disable_log_stats=True,
             worker_extension_cls="oar_plugin.hosts.vllm.extension.OutcomeExtension",
@@ -146,51 +238,7 @@ def serving(folder: Path, dtype: str, max_model_len: int, threads: int, eager: b
         async def start() -> AsyncLLM:
             engine = AsyncLLM.from_engine_args(arguments)
             stack.callback(engine.shutdown)
-            note_processes()
             await engine.collective_rpc("oar_install")
             return engine
 
-        yield Engine(loop.run_until_complete(start()), loop, max_model_len, processes)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM and Ctrl-C unwind the stack, once: what follows the first one must not keep the engine from ending.
-
-    SIGTERM would end this process and leave vLLM's behind. And while it starts, vLLM swallows `KeyboardInterrupt` and then
-    waits for a process that has taken the same signal and is gone.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-
-    def stop(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    pending = asyncio.all_tasks(loop)
-    for task in pending:
-        task.cancel()
-    if pending:
-        loop.run_until_complete(asyncio.wait(pending, timeout=_GRACE_S))
-    loop.close()
-
-
-def _end(processes: Sequence[Any]) -> None:
-    import psutil
-
-    _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)
-    for process in alive:
-        with suppress(psutil.Error):
-            process.kill()
+        yield Engine(loop.run_until_complete(start()), max_model_len, padding, loop, opened.processes())

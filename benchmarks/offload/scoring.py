@@ -5,30 +5,30 @@ token in place of one of its reasoning tokens: float32 logits of all positions, 
 memory it is cut into several.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.memory import free_bytes
+from benchmarks.machine import free_bytes
 from benchmarks.step.passes import Passes
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, units
 from oar_plugin.credit.probe import Probe
-from oar_plugin.passes.masked_copies import Candidate, MaskedCopies, Replacements
+from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
+from oar_plugin.passes.request import Request
 
 BUDGET = 0.3
 SPAN = 8
 PROBE: Probe = "answer_mean"
 
 FORWARD_TOKENS = 8192
-"""Tokens of one forward of `MaskedCopies`: as many as a step of the engine has."""
+"""Tokens of one forward of `MaskedCopies`, and of a step of the engine."""
 
 MEMORY_SHARE = 0.5
 """Of the memory that is left, what a published batch may take: estimates are rough, and other work needs some too."""
@@ -36,30 +36,27 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Response:
-    """A sequence, its place in the batch, and which of its response tokens are reasoning (the end included)."""
+    """A sequence, and which of its response tokens are reasoning (the end included)."""
 
-    row: int
     candidate: Candidate
     reasoning: tuple[bool, ...]
 
-    def units(self, span: int, at_most: int | None) -> list[Unit]:
-        """Runs of `span` reasoning tokens: all, or the middles of `at_most` equal parts.
+    def offered(self, span: int, at_most: int | None, budget: float = 1.0) -> tuple[list[Unit], float]:
+        """Runs of `span` reasoning tokens: all, or the middles of equal parts, so that `budget` makes `at_most` copies of them.
 
-        Copies of these compute as many tokens on average as copies of all.
+        Copies of these compute as many tokens on average as copies of all. With them: how many times as many there are in all.
         """
         every = units(self.reasoning, span)
-        parts = len(every) if at_most is None else min(at_most, len(every))
-        return [every[(2 * part + 1) * len(every) // (2 * parts)] for part in range(parts)]
+        parts = len(every) if at_most is None else min(max(at_most, round(at_most / budget)), len(every))
+        return [every[(2 * part + 1) * len(every) // (2 * parts)] for part in range(parts)], len(every) / parts
 
 
 def made_responses(passes: Passes) -> list[Response]:
-    prompt_length, responses = passes.batch.prompt_length, []
-    for row, (token_L, segments_L) in enumerate(zip(passes.batch.token_BL, passes.segments_BL, strict=True)):
-        answer = (segments_L == Segment.ANSWER).nonzero()[:, 0].tolist()
-        candidate = Candidate(token_L[: answer[-1] + 1], prompt_length, answer[0])
-        reasoning_L = segments_L[prompt_length:] == Segment.REASONING
-        responses.append(Response(row, candidate, tuple(reasoning_L.tolist())))
-    return responses
+    segments_BL = passes.segments_BL[:, passes.batch.prompt_length :]
+    return [
+        Response(Candidate.of(token_L, segments_L), tuple((segments_L == Segment.REASONING).tolist()))
+        for token_L, segments_L in zip(passes.batch.token_BL, segments_BL, strict=True)
+    ]
 
 
 @dataclass
@@ -70,9 +67,9 @@ class Run:
         importance: one a response, `[L]`.
         copies: that were scored; `all_copies` if all units had been measured.
         tokens: that were computed, clean references included; `all_tokens` if all units had been measured.
-        fixed_s: seconds that do not grow with the copies.
         retried: requests that had to be made twice.
-        timed_s: seconds, where not the whole run is to be timed.
+        seconds: that it took, of which `fixed_s` do not grow with the copies.
+        busy_s: processor seconds of an engine that was to rest meanwhile.
     """
 
     importance: list[Tensor] = field(default_factory=list)
@@ -80,9 +77,10 @@ class Run:
     all_copies: float = 0.0
     tokens: int = 0
     all_tokens: float = 0.0
-    fixed_s: float = 0.0
     retried: int = 0
-    timed_s: float | None = None
+    seconds: float = 0.0
+    fixed_s: float = 0.0
+    busy_s: float = 0.0
 
     def add(self, response: Response, importance_L: Tensor, scale: float, copies: int, tokens: int) -> None:
         """Account for a response that has `scale` times as many units as were measured."""
@@ -93,18 +91,13 @@ class Run:
         self.tokens += tokens
         self.all_tokens += reference + (tokens - reference) * scale
 
-    def all_seconds(self, seconds: float) -> float:
+    def all_seconds(self) -> float:
         """What all units would have taken, from what the measured ones took: seconds grow with tokens."""
-        return self.fixed_s + (seconds - self.fixed_s) * (self.all_tokens / self.tokens if self.tokens else 1.0)
+        return self.fixed_s + (self.seconds - self.fixed_s) * (self.all_tokens / self.tokens if self.tokens else 1.0)
 
 
 Work = Callable[[Sequence[Response], int | None], Run]
-"""Scores some responses, each with at most so many copies (None: all that the candidate wants)."""
-
-
-def of_budget(copies: int | None) -> int | None:
-    """How many units to offer so that the budget makes that many copies of them."""
-    return None if copies is None else max(copies, round(copies / BUDGET))
+"""Takes some responses, each with at most so many copies (None: all that the candidate wants)."""
 
 
 @dataclass
@@ -115,6 +108,20 @@ class InTorch:
     padding: int
     at_once: int
 
+    def works(self) -> dict[str, Work]:
+        return {
+            "g2": partial(self.grpo, self.passes.log_prob),
+            "g3": partial(self.grpo, self.passes.update),
+            "p": partial(self.score, published=True),
+            "l": self.score,
+            "l30": partial(self.score, hybrid=True),
+            "l8": partial(self.score, span=SPAN),
+        }
+
+    def grpo(self, work: Callable[[int | None], object], responses: Sequence[Response], at_most: int | None) -> Run:
+        work(self._micro_batches(responses))
+        return Run()
+
     def score(
         self,
         responses: Sequence[Response],
@@ -124,25 +131,29 @@ class InTorch:
         hybrid: bool = False,
     ) -> Run:
         """Every unit, the published way or ours; `hybrid`: the gradient of every token, then the units with the largest."""
-        run, begin, gradient_BL = Run(), time.perf_counter(), None
+        run, begin, budget = Run(), time.perf_counter(), 1.0
+        gradients: Sequence[Any] = [None] * len(responses)
         if hybrid:
-            some = None if len(responses) == len(self.passes.batch) else 1  # micro-batches
-            gradient_BL = torch.cat(self.passes.importance_only(some).importance).cpu()
+            scores = self.passes.importance_only(self._micro_batches(responses))
+            gradients = torch.cat(scores.importance)[:, self.passes.batch.prompt_length :].tolist()
             run.fixed_s = time.perf_counter() - begin
-        offered, budget = (of_budget(at_most), BUDGET) if hybrid else (at_most, 1.0)
-        for response in responses:
-            candidate, gradient_L = response.candidate, None
-            if gradient_BL is not None:
-                gradient_L = gradient_BL[response.row, candidate.prompt_length :].tolist()
-            search = Search(response.units(span, offered), len(response.reasoning), budget, gradient_L)
-            scores, tokens = (self._published if published else self._masked)(candidate, search.wanted)
-            search.send(scores)
+            budget = BUDGET
+        for response, gradient_L in zip(responses, gradients, strict=False):
+            unit_list, scale = response.offered(span, at_most, budget)
+            search = Search(unit_list, len(response.reasoning), budget, gradient_L)
+            exact, tokens = (self._published if published else self._masked)(response.candidate, search.wanted)
+            search.send(exact)
             assert search.importance is not None, "one round: all units, or those with the largest gradient"
-            run.add(response, search.importance, scale_of(response, span, offered), len(scores), tokens)
+            run.add(response, search.importance, scale, len(exact), tokens)
         return run
 
+    def _micro_batches(self, responses: Sequence[Response]) -> int | None:
+        """The `limit` of `Passes`: all responses, or the first of them."""
+        return None if len(responses) == len(self.passes.batch) else 1
+
     def _masked(self, candidate: Candidate, unit_list: list[Unit]) -> tuple[list[float], int]:
-        copies = MaskedCopies(self.passes.model, PROBE, Replacements(self.padding), FORWARD_TOKENS)
+        request = Request("oar_p", PROBE, replacement_token=self.padding)
+        copies = MaskedCopies(self.passes.model, request, FORWARD_TOKENS)
         return copies.run(candidate, unit_list), copies.tokens
 
     @torch.no_grad()
@@ -161,11 +172,6 @@ class InTorch:
                 token_KT[place, [candidate.prompt_length + t for t in unit]] = self.padding
             scores += divergence(reference_V, outcomes(token_KT), PROBE).tolist()
         return scores, len(candidate.token_T) * (1 + len(unit_list))
-
-
-def scale_of(response: Response, span: int, offered: int | None) -> float:
-    """Units of a response over those of them that are offered."""
-    return len(response.units(span, None)) / len(response.units(span, offered))
 
 
 def copies_that_fit(model: nn.Module, length: int) -> int:

@@ -4,49 +4,31 @@ Round by round each candidate takes all responses once, first those in PyTorch, 
 the engine rests while PyTorch is timed. Before anything is timed, candidates that should agree are compared.
 """
 
-from __future__ import annotations
-
-import asyncio
 import tempfile
-from collections import defaultdict
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import logging
 
-from benchmarks.machine import Device, check_device, choose_device, describe_machine, load_average, threads, timed
-from benchmarks.offload.engine import BLOCK_SIZE, MAX_REQUESTS, STEP_TOKENS, Engine, serving
-from benchmarks.offload.on_engine import MOST_TOKENS, SHARES, OnEngine, generate_beside
-from benchmarks.offload.scoring import (
-    BUDGET,
-    FORWARD_TOKENS,
-    SPAN,
-    InTorch,
-    Response,
-    Run,
-    Work,
-    copies_that_fit,
-    made_responses,
-)
-from benchmarks.ratios import Ratio, ratio_table
-from benchmarks.report import Report, Table, subplots
+from benchmarks.machine import Device, choose_device, synchronize
+from benchmarks.offload.engine import GENERATING, MOST_TOKENS, SHARES, Engine, serving
+from benchmarks.offload.scoring import FORWARD_TOKENS, SPAN, InTorch, Run, copies_that_fit, made_responses
+from benchmarks.report import Progress, Report, Table, silent
+from benchmarks.statistics import Ratio, ratio_table
 from benchmarks.step.passes import Passes
-from benchmarks.study import Progress, check_at_least_one, silent
-from benchmarks.tiny.random_models import SHAPES, build_batch, build_model
-from oar_plugin.config import OarConfig, PerturbationConfig
+from benchmarks.tiny.random_models import SHAPES
+from benchmarks.workload import Workload, model_line
+from oar_plugin.config import OarConfig
 from oar_plugin.hosts.vllm.versions import installed, unsupported
 from oar_plugin.passes.request import Request
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TITLES = {
     "g": "GRPO's step: generation, log-probs, update",
@@ -60,11 +42,10 @@ TITLES = {
     "o": "exact, on the idle engine (vLLM)",
     "o30": "same, budget 0.3, by blocks",
     "o8": f"same, runs of {SPAN} tokens",
-    "t0": "a batch generated alone",
+    "t0": f"{GENERATING} requests generated alone (seconds of all)",
     "t15": f"same beside scoring, share {SHARES['t15']:g} (default)",
     "t100": "same beside scoring, share 1",
 }
-ON_ENGINE = ("g1", "o", "o30", "o8", *SHARES)
 RATIOS = (
     Ratio("p / o", "published over exact on the engine", 3.0, at_most=False),
     Ratio("p / l", "published over exact in the actor"),
@@ -79,205 +60,90 @@ RATIOS = (
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest difference of two candidates that should agree, over the largest score. In bfloat16 they agree roughly."""
-
 COMPARED_COPIES = 32
 """Copies of one response that are compared."""
 
-AUTO_SECONDS = 60.0
-PILOT_COPIES = 16
-
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Workload):
+    sizes: ClassVar[Sequence[str]] = tuple(size for size in SHAPES if size != "tiny")  # vLLM: its heads are too small
     size: str = "10m"
-    """Parameters of the model, about: 1m, 10m, 50m, 0.1b, 0.5b, 1.5b, 7b."""
     responses: int = 4
-    """Sequences."""
-    response_length: tuple[int, ...] = (512,)
-    """Tokens each; several lengths are measured one after the other."""
     prompt_length: int = 64
-    """Tokens before them."""
-    answer_length: int = 8
-    """Tokens in the box."""
-    generating: int = 16
-    """Requests that generate at a time, alone and beside scoring."""
-    rounds: int = 6
-    """Rounds, after a short warm-up; verdicts need six."""
-    copies_at_most: int | Literal["auto"] | None = None
-    """Run so many copies of each response, evenly spaced, and scale up, which the report then says; auto: as many as take about
-    a minute a candidate and round (default: all of them)."""
-    published_copies: int | None = None
-    """Copies in one forward of p; on a CPU a few may be faster than many (default: all that fit into memory)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and computation."""
+    response_length: int = 512
+    """Tokens of each response."""
+    copies_at_most: int | None = None
+    """Run so many copies of each response, evenly spaced, and scale up, which the report then says (default: all of them)."""
     device: Device = "auto"
     """auto takes CUDA where there is one."""
     threads: int = 2
     """CPU threads of torch and of vLLM."""
     out: Path | None = None
-    """Write perturbation_DEVICE_SIZE.md, .json and .png into this folder (default: only the terminal)."""
-
-    def check(self) -> None:
-        """Raises: ValueError, with the argument, its value and what is allowed."""
-        if self.size not in SHAPES or self.size == "tiny":  # whose heads vLLM does not serve on a CPU
-            raise ValueError(f"--size {self.size}: allowed: {', '.join(size for size in SHAPES if size != 'tiny')}")
-        check_at_least_one(self, "responses", "prompt_length", "answer_length", "generating", "rounds", "threads")
-        if not self.response_length or len(set(self.response_length)) < len(self.response_length):
-            raise ValueError(f"--response-length {self.response_length}: each length once, and at least one")
-        if self.copies_at_most not in (None, "auto"):
-            check_at_least_one(self, "copies_at_most")
-        if self.published_copies is not None:
-            check_at_least_one(self, "published_copies")
-        check_device(self.device)
+    """Write perturbation_DEVICE_SIZE_LENGTH.md and .json into this folder (default: only the terminal)."""
 
 
 def measure(settings: Settings, progress: Progress = silent) -> Report:
     """Build the model, start the engine where vLLM is installed, compare, and run every candidate.
 
     Raises:
-        ValueError: settings that cannot work.
         RuntimeError: candidates that should agree do not; the engine could not score or generate.
     """
-    settings.check()
     progress("building the model")
-    device = choose_device(settings.device)
+    device, tokens, vllm = choose_device(settings.device), settings.response_length, installed()
+    context = settings.prompt_length + tokens + 1  # one for the token that a scoring request generates
+    model = settings.model(context, device)
+    request = Request.from_config(OarConfig.parse({"importance": "hybrid"}), 1, tokens)
+    passes = Passes(model, settings.batch(tokens, device=device), request, micro_batch=4)
+    responses = made_responses(passes)
+    padding = int(passes.batch.token_BL[0, -1])  # the end-of-sequence token pads, as with most tokenizers
     with ExitStack() as stack:
-        stack.enter_context(threads(settings.threads))
-        machine = describe_machine(device) | {"vllm": installed()}
-        # One for the token that a scoring request generates.
-        context = settings.prompt_length + max(settings.response_length) + 1
-        dtype = getattr(torch, settings.dtype)
-        model: Any = build_model(settings.size, "qwen2", SHAPES[settings.size].vocab, context, dtype, device, 0)
-        lengths = [Length(settings, length, model, device) for length in settings.response_length]
         engine = None
-        if machine["vllm"] is not None:
+        if vllm is not None:
             progress("starting the engine")
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             logging.disable_progress_bar()
             model.save_pretrained(folder)
             logging.enable_progress_bar()
-            eager = device.type == "cpu"
-            engine = stack.enter_context(serving(folder, settings.dtype, context, settings.threads, eager))
-        for length in lengths:  # all before the first update, which changes the weights that the engine does not see
-            progress(f"{length.tokens} tokens: comparing")
-            length.compare(engine)
-        for length in lengths:
-            length.measure(progress)
-        machine["load_average_after"] = load_average()
-    return report_of(settings, lengths, machine, sum(p.numel() for p in model.parameters()))
-
-
-class Length:
-    """What is measured at one response length, `tokens`.
-
-    Attributes:
-        disagreement: largest difference from l, over the largest score, by letter.
-        seconds: of each round by letter, per response and for all of its copies; t0, t15 and t100 per batch.
-        runs: what each round computed, by letter.
-        torch_s: seconds in which PyTorch was timed.
-        busy_s: processor seconds of the engine meanwhile.
-    """
-
-    def __init__(self, settings: Settings, tokens: int, model: nn.Module, device: torch.device) -> None:
-        self.settings, self.tokens, self.device = settings, tokens, device
-        lengths = (settings.prompt_length, tokens, settings.answer_length)
-        batch = build_batch(settings.responses, *lengths, settings.responses, device, 0)
-        request = Request.from_config(OarConfig.parse({"importance": "hybrid"}), 1, tokens)
-        self.passes = Passes(model, batch, request, micro_batch=4)
-        self.responses = made_responses(self.passes)
-        self.engine: Engine | None = None
-        self.works: dict[str, Work] = {}
-        self.disagreement: Mapping[str, float] = {}
-        self.seconds, self.runs = defaultdict[str, list[float]](list), defaultdict[str, list[Run]](list)
-        self.torch_s = self.busy_s = 0.0
-
-    def compare(self, engine: Engine | None) -> None:
-        """Meet the engine, if there is one, and see whether all compute the same."""
-        self.engine = engine
-        padding = int(self.passes.batch.token_BL[0, -1])  # the end-of-sequence token pads, as with most tokenizers
-        longest = self.settings.prompt_length + self.tokens
-        self.at_once = self.settings.published_copies or copies_that_fit(self.passes.model, longest)
-        local = InTorch(self.passes, padding, self.at_once).score
-        self.works = {
-            "g2": partial(self._grpo, self.passes.log_prob),
-            "g3": partial(self._grpo, self.passes.update),
-            "p": partial(local, published=True),
-            "l": local,
-            "l30": partial(local, hybrid=True),
-            "l8": partial(local, span=SPAN),
-        }
-        if engine is not None:
-            there = OnEngine(engine, padding).score
-            self.works |= {"g1": self._generate, "o": there}
-            self.works |= {"o30": partial(there, budget=BUDGET), "o8": partial(there, span=SPAN)}
-            self.works |= {letter: partial(self._beside, share, padding) for letter, share in SHARES.items()}
-        exact = {letter: work for letter, work in self.works.items() if letter in ("p", "l", "o")}
-        found = {letter: work(self.responses[:1], COMPARED_COPIES).importance[0] for letter, work in exact.items()}
-        self.disagreement = disagreements(found, TOLERANCE[self.settings.dtype])
-
-    def measure(self, progress: Progress) -> None:
-        """Warm up, then all rounds."""
-        at_most = {}
-        for letter in self.works:
-            progress(f"{self.tokens} tokens, warm-up: {TITLES[letter]}")
-            at_most[letter] = self._warm_up(letter)
-        pieces = [(number, letter) for number in range(self.settings.rounds) for letter in self.works]
+            engine = stack.enter_context(
+                serving(folder, settings.dtype, context, padding, settings.threads, device.type == "cpu")
+            )
+        local = InTorch(passes, padding, copies_that_fit(model, context))
+        there = {} if engine is None else engine.works(tokens)
+        works = local.works() | there
+        progress("comparing")  # before the first update, which changes the weights that the engine does not see
+        exact = {letter: work for letter, work in works.items() if letter in ("p", "l", "o")}
+        found = {letter: work(responses[:1], COMPARED_COPIES).importance[0] for letter, work in exact.items()}
+        differences = disagreements(found, TOLERANCE[settings.dtype])
+        runs: dict[str, list[Run]] = {letter: [] for letter in works}
+        pieces = [(number, letter) for number in range(settings.rounds + 1) for letter in works]
         for done, (number, letter) in enumerate(pieces):
-            progress(f"{self.tokens} tokens, round {number + 1}: {TITLES[letter]}", done, len(pieces))
-            run, seconds = self._timed(letter, self.responses, at_most[letter])
-            self.runs[letter].append(run)
-            self.seconds[letter].append(run.all_seconds(seconds) / self.sharing(letter))
-        parts = [self.seconds[letter] for letter in ("g1", "g2", "g3") if letter in self.works]
-        self.seconds["g"] = [sum(seconds) for seconds in zip(*parts, strict=True)]
-        self.passes.optimizer.state.clear()  # the next length has its own
+            progress(f"round {number} of {settings.rounds}: {TITLES[letter]}", done, len(pieces))
+            if number:
+                work = partial(works[letter], responses, settings.copies_at_most)
+                runs[letter].append(timed_run(work, device, None if letter in there else engine))
+            elif letter not in SHARES:
+                works[letter](responses[:1], 4)  # a warm-up
+    facts = {
+        "vllm": vllm,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "disagreement": differences,
+        "published_copies_at_once": local.at_once,
+    }
+    return report_of(settings, device.type, facts, runs)
 
-    def sharing(self, letter: str) -> int:
-        """Responses that the seconds are shared out over."""
-        return 1 if letter in SHARES else len(self.responses)
 
-    def _warm_up(self, letter: str) -> int | None:
-        """Returns how many copies of each response to run."""
-        if letter not in SHARES:
-            self.works[letter](self.responses[:1], 4)
-        if self.settings.copies_at_most != "auto":
-            return self.settings.copies_at_most
-        if letter[0] in "gt":
-            return None
-        run, seconds = self._timed(letter, self.responses[:1], PILOT_COPIES)
-        a_copy = max(1e-9, seconds - run.fixed_s) / run.copies
-        return max(PILOT_COPIES, int(AUTO_SECONDS / (a_copy * len(self.responses))))
-
-    def _timed(self, letter: str, responses: Sequence[Response], at_most: int | None) -> tuple[Run, float]:
-        engine = None if letter in ON_ENGINE else self.engine
-        if engine is not None:
-            engine.rest()
-        busy_s, runs = engine.cpu_seconds() if engine else 0.0, list[Run]()
-        seconds, _ = timed(lambda: runs.append(self.works[letter](responses, at_most)), self.device)
-        if engine is not None:
-            self.torch_s += seconds
-            self.busy_s += engine.cpu_seconds() - busy_s
-        return runs[0], runs[0].timed_s or seconds
-
-    def _beside(self, share: float | None, padding: int, responses: Sequence[Response], at_most: int | None) -> Run:
-        assert self.engine is not None
-        requests, tokens = self.settings.generating, min(MOST_TOKENS, self.tokens)
-        work = generate_beside(self.engine, share, requests, tokens, responses, padding)
-        seconds, copies = self.engine.run(work)
-        return Run(copies=copies, all_copies=copies, timed_s=seconds)
-
-    def _generate(self, responses: Sequence[Response], at_most: int | None) -> Run:
-        engine = self.engine
-        assert engine is not None
-
-        async def generate() -> None:
-            await asyncio.gather(*[engine.generate(response.candidate, self.tokens) for response in responses])
-
-        engine.run(generate())
-        return Run()
-
-    def _grpo(self, work: Callable[[int | None], object], responses: Sequence[Response], at_most: int | None) -> Run:
-        work(None if len(responses) == len(self.responses) else 1)
-        return Run()
+def timed_run(work: Callable[[], Run], device: torch.device, engine: Engine | None) -> Run:
+    """A run with its seconds. `engine`: one that rests meanwhile."""
+    if engine is not None:
+        engine.rest()
+    busy_s = engine.cpu_seconds() if engine else 0.0
+    synchronize(device)
+    begin = time.perf_counter()
+    run = work()
+    synchronize(device)
+    run.seconds = run.seconds or time.perf_counter() - begin
+    run.busy_s = engine.cpu_seconds() - busy_s if engine else 0.0
+    return run
 
 
 def disagreements(importance: Mapping[str, Tensor], tolerance: float) -> dict[str, float]:
@@ -290,141 +156,78 @@ def disagreements(importance: Mapping[str, Tensor], tolerance: float) -> dict[st
     largest = float(reference_L.max())
     if not largest > 0:
         raise RuntimeError("all scores are zero: replacing a token does not move this model's answer")
-    found = {}
-    for letter, scores_L in importance.items():
-        difference = float((scores_L.double() - reference_L).abs().max()) / largest
+    found = {
+        x: float((scores_L.double() - reference_L).abs().max()) / largest
+        for x, scores_L in importance.items()
+        if x != "l"
+    }
+    for letter, difference in found.items():
         if not difference <= tolerance:
             raise RuntimeError(
                 f"{letter} and l differ by {difference:.2g} of the largest score, {tolerance:g} is allowed: nothing is "
                 "reported"
             )
-        found[letter] = difference
-    del found["l"]
     return found
 
 
-def report_of(settings: Settings, lengths: Sequence[Length], machine: dict[str, Any], parameters: int) -> Report:
-    tables = []
-    for length in lengths:
-        figures = pd.DataFrame({letter: length.seconds[letter] for letter in TITLES if letter in length.seconds})
-        rows = [row_of(letter, list(figures[letter]), length) for letter in figures]
-        columns = ("candidate", "s / response", "fastest .. slowest", "copies", "tokens")
-        tables.append(Table(f"{length.tokens} tokens: candidates", columns, rows))
-        tables.append(ratio_table(f"{length.tokens} tokens: ratios", RATIOS, figures))
-    busy = sum(x.busy_s for x in lengths) / sum(x.torch_s for x in lengths) if lengths[0].engine else None
-    return Report(
-        title=f"What counterfactual masking costs: {settings.size}, {settings.dtype}, {machine['device']}",
-        stem=f"perturbation_{machine['device']}_{settings.size}",
-        command="",
-        machine=machine,
-        tables=tables,
-        notes=notes(settings, lengths, machine, parameters, busy),
-        runs={
-            "settings": asdict(replace(settings, out=None)),
-            "parameters": parameters,
-            "engine_processor_seconds_a_second_of_torch": busy,
-            "lengths": {
-                length.tokens: {
-                    "seconds": length.seconds,
-                    "runs": {
-                        k: [asdict(replace(run, importance=[])) for run in runs] for k, runs in length.runs.items()
-                    },
-                    "disagreement": length.disagreement,
-                    "published_copies_at_once": length.at_once,
-                }
-                for length in lengths
-            },
-        },
-        figure=partial(draw, lengths),
-    )
-
-
-def row_of(letter: str, seconds: list[float], length: Length) -> tuple[str, ...]:
-    runs, responses = length.runs.get(letter, [Run()]), length.sharing(letter)
-    copies, tokens = (
-        np.mean([getattr(run, name) for run in runs]) / responses for name in ("all_copies", "all_tokens")
-    )
-    mark = " (scaled)" if runs[0].all_copies > runs[0].copies else ""
-    mark += " WITHOUT generation" if letter == "g" and length.engine is None else ""
-    return (
-        f"{letter}: {TITLES[letter]}{mark}",
-        f"{np.median(seconds):.4g}",
-        f"{min(seconds):.4g} .. {max(seconds):.4g}",
-        f"{copies:.0f}" if copies else "",
-        f"{tokens:.0f}" if tokens else "",
-    )
-
-
-def notes(
-    settings: Settings, lengths: Sequence[Length], machine: dict[str, Any], parameters: int, busy: float | None
-) -> list[str]:
-    """How the figures came about; what a reader must know before quoting one."""
-    at_once = ", ".join(f"{length.at_once} at {length.tokens} tokens" for length in lengths)
-    lines = [
-        f"qwen2 with random weights, {parameters / 1e6:.1f}M parameters (tied embeddings once), vocabulary "
-        f"{SHAPES[settings.size].vocab}, {settings.dtype}; {settings.responses} responses after prompts of "
-        f"{settings.prompt_length} tokens, with answers of {settings.answer_length}.",
+def report_of(settings: Settings, device: str, facts: dict[str, Any], runs: Mapping[str, Sequence[Run]]) -> Report:
+    sharing = {letter: 1 if letter in SHARES else settings.responses for letter in runs}
+    figures = pd.DataFrame({x: [run.all_seconds() / sharing[x] for run in each] for x, each in runs.items()})
+    figures["g"] = figures.filter(["g1", "g2", "g3"]).sum(axis=1)
+    totals = {x: [(run.all_copies, run.all_tokens) for run in each] for x, each in runs.items()}
+    counts = {x: pd.DataFrame(each).mean() / sharing[x] for x, each in totals.items()}
+    first = {letter: each[0] for letter, each in runs.items()}
+    scaled = {x: f"{x} {run.copies} of {run.all_copies:.0f}" for x, run in first.items() if run.all_copies > run.copies}
+    rows = []
+    for letter in filter(figures.__contains__, TITLES):
+        mark = " (scaled)" if letter in scaled else " WITHOUT generation" if letter == "g" and "g1" not in runs else ""
+        seconds, shown = figures[letter], [f"{count:.0f}" if count else "" for count in counts.get(letter, (0, 0))]
+        spread = f"{seconds.min():.4g} .. {seconds.max():.4g}"
+        rows.append([f"{letter}: {TITLES[letter]}{mark}", f"{seconds.median():.4g}", spread, *shown])
+    columns = ("candidate", "s / response", "fastest .. slowest", "copies", "tokens")
+    tokens, vllm = settings.response_length, facts["vllm"]
+    notes = [
+        f"{model_line(settings.size, facts['parameters'], settings.dtype)}; {settings.responses} responses of {tokens} tokens "
+        f"after prompts of {settings.prompt_length}, answers of {settings.answer_length}; {settings.threads} threads. How it "
+        "is kept fair: docs/studies.md.",
         f"{settings.rounds} rounds, each candidate once a round, after a short warm-up. Seconds are wall seconds of all "
         "responses over their number; ratios are medians of the ratios of single rounds, with the interval of the sign test, "
         "which needs six rounds.",
-        "g is what GRPO does with these responses: they are generated (all at once; a larger batch makes generation cheaper a "
-        "response), then one forward for log-probs, then the update with one AdamW step.",
-        "p replaces every reasoning token in turn by the padding token and runs whole sequences, with float32 logits of all "
-        f"positions and no cache. What follows the answer is cut off. Copies in one forward: {at_once} "
-        f"({'--published-copies' if settings.published_copies else 'what half of the free memory holds, or all'}).",
-        f"l runs at most {FORWARD_TOKENS} tokens a forward, one response after the other. l30 is `hybrid`, with "
-        f"{BUDGET:.0%} of the copies; its seconds have the gradient pass in them in full, its tokens do not. l8 and o8 replace "
-        f"{SPAN} tokens at a time.",
-        "Tokens are those that were computed, the clean reference included, without what a prefix cache supplied; every "
-        "request has a prefix cache of its own.",
+        f"p runs {facts['published_copies_at_once']} copies in one forward (what half of the free memory holds, or all), l at "
+        f"most {FORWARD_TOKENS} tokens, one response after the other. Tokens are those that were computed, the clean reference "
+        "included, without what a prefix cache supplied and without the gradient pass of l30.",
+        f"Compared before anything was timed, up to {COMPARED_COPIES} copies of one response: difference from l over the "
+        f"largest score: {', '.join(f'{letter} {value:.1g}' for letter, value in facts['disagreement'].items())}.",
     ]
-    if machine["vllm"] is None:
-        lines.append(
+    if vllm is None:
+        notes.append(
             "vLLM is NOT installed: nothing was measured on an engine, g has no generation in it, and its ratios are too large."
         )
     else:
-        lines += [
-            f"vLLM {machine['vllm']}: AsyncLLM, one worker with {settings.threads} threads, prefix cache in blocks of "
-            f"{BLOCK_SIZE}, priority scheduling, at most {MAX_REQUESTS} requests and {STEP_TOKENS} tokens a step, not compiled "
-            f"on a CPU; at most {PerturbationConfig().max_in_flight} copies in flight. PyTorch has as many threads; neither is "
-            "bound to cores. Engine and PyTorch are never timed at once: while PyTorch was, the engine's processes used "
-            f"{busy:.3f} processor seconds a second.",
-            f"Generation beside scoring: {settings.generating} requests begin together, each of as many tokens as the response "
-            f"has but at most {MOST_TOKENS}, while responses are scored over and over; measured from the first to the end of "
-            "the last. Copies meanwhile are work that is then no longer to be done (references included). The default share "
-            f"is {SHARES['t15']:g}; 1 does not limit time.",
+        in_torch = [run for letter in ("g2", "g3", "p", "l", "l30", "l8") for run in runs[letter]]
+        busy = sum(run.busy_s for run in in_torch) / sum(run.seconds for run in in_torch)
+        retried = sum(run.retried for each in runs.values() for run in each)
+        notes += [
+            f"vLLM {vllm}: while PyTorch was timed, its processes used {busy:.3f} processor seconds a second. Beside scoring "
+            f"each request generates as many tokens as the response has but at most {MOST_TOKENS}; copies meanwhile are work "
+            f"that is then no longer to be done (references included). Requests made twice, in all rounds: {retried}.",
+            *filter(None, [unsupported(vllm)]),
         ]
-        if (warning := unsupported(machine["vllm"])) is not None:
-            lines.append(warning)
-    for length in lengths:
-        agreed = ", ".join(f"{letter} {value:.1g}" for letter, value in length.disagreement.items())
-        lines.append(
-            f"Compared at {length.tokens} tokens before anything was timed, up to {COMPARED_COPIES} copies of one response: "
-            f"difference from l over the largest score: {agreed}."
+    if scaled:
+        notes.append(
+            f"SCALED UP (--copies-at-most {settings.copies_at_most}): evenly spaced copies of each response were run, and "
+            f"seconds, copies and tokens multiplied: {', '.join(scaled.values())}."
         )
-        scaled = {letter: runs[0] for letter, runs in length.runs.items() if runs[0].all_copies > runs[0].copies}
-        if scaled:
-            each = ", ".join(f"{letter} {r.copies} of {r.all_copies:.0f}" for letter, r in scaled.items())
-            lines.append(
-                f"SCALED UP at {length.tokens} tokens (--copies-at-most {settings.copies_at_most}): evenly spaced copies of "
-                f"each response were run, and seconds, copies and tokens multiplied: {each}."
-            )
-        retried = {letter: sum(run.retried for run in runs) for letter, runs in length.runs.items()}
-        if any(retried.values()):
-            lines.append(f"Requests made twice at {length.tokens} tokens, in all rounds: {retried}.")
-    return lines
-
-
-def draw(lengths: Sequence[Length]) -> Figure:
-    """Seconds a response against its length, one line a candidate."""
-    figure, axes = subplots(figsize=(7, 6))
-    tokens = [length.tokens for length in lengths]
-    for letter, title in TITLES.items():
-        if letter in lengths[0].seconds and letter not in ("g1", "g2", "g3", *SHARES):
-            medians = [np.median(length.seconds[letter]) for length in lengths]
-            axes.plot(tokens, medians, "-" if len(letter) == 1 else "--", marker="o", label=f"{letter}: {title}")
-    axes.set(xscale="log", yscale="log", xlabel="response length, tokens", ylabel="seconds a response")
-    axes.set_xticks(tokens, [str(length) for length in tokens])
-    axes.minorticks_off()
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    return figure
+    each_run = {letter: [asdict(replace(run, importance=[])) for run in each] for letter, each in runs.items()}
+    return Report(
+        f"What counterfactual masking costs: {settings.size}, {tokens} tokens, {settings.dtype}, {device}",
+        f"perturbation_{device}_{settings.size}_{tokens}",
+        [Table("Candidates", columns, rows), ratio_table("Ratios", RATIOS, figures)],
+        notes,
+        {
+            "settings": asdict(replace(settings, out=None)),
+            **facts,
+            "seconds": figures.to_dict("list"),
+            "runs": each_run,
+        },
+    )

@@ -15,13 +15,3 @@ examples:
   python -m benchmarks run --scored-share 1                           every row has an advantage: what OAR costs at most
   python -m benchmarks run --importance oar_g                         the paper's gradient estimator
 """
-
-import importlib
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    """Imported late: verl's processes import this package for trainer and reward, and need nothing of the study."""
-    if name not in ("Settings", "measure"):
-        raise AttributeError(name)
-    return getattr(importlib.import_module("benchmarks.run.study"), name)

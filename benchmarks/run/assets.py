@@ -3,10 +3,7 @@
 verl's processes import this, so it imports little.
 """
 
-from __future__ import annotations
-
-import threading
-from collections import Counter
+from itertools import count
 from typing import Any
 
 FINDER, REWARD = f"python:{__name__}:find_answer", f"pkg://{__name__}"
@@ -16,11 +13,8 @@ ANSWER_CHARACTERS = 8 * 4
 ORDER = "goog"
 """Whose steps they are, GRPO's or OAR's, repeated. Each pair of steps has one of each, and who is first alternates."""
 METHOD = "bench/oar"  # 1 in an OAR step, 0 in a GRPO step
-CPU_SECONDS = "bench/cpu_seconds"  # processor seconds of all processes of the run since the step before was over
-HOST_ADVANTAGE = "bench_host_advantage"  # timer around verl's own part of the advantage
 
-_calls: Counter[int] = Counter()
-_calls_lock = threading.Lock()
+_calls: dict[int, count] = {}
 
 
 def is_oar(step: int) -> bool:
@@ -42,14 +36,12 @@ def compute_score(
 ) -> dict[str, float]:
     """0, 1, 0, 1 ... over the responses of a prompt with a signal; 0 for all responses of a prompt without one.
 
-    Nothing depends on the text, so that each step has the same number of rows with an advantage. Counts calls, and so
-    needs one reward worker (`cpu_overrides` has one).
+    Nothing depends on the text, so that each step has the same number of rows with an advantage. Counts calls, and so needs
+    one reward worker (`cpu_overrides` has one); its threads share the counters, whose operations are atomic.
     """
     if ground_truth == NO_SIGNAL:
         return {"score": 0.0}
-    with _calls_lock:
-        _calls[extra_info["index"]] += 1
-        return {"score": float(_calls[extra_info["index"]] % 2 == 0)}
+    return {"score": float(next(_calls.setdefault(extra_info["index"], count())) % 2)}
 
 
 def prompt_rows(steps: int, prompts: int, with_signal: int, length: int) -> list[dict[str, Any]]:
@@ -57,16 +49,13 @@ def prompt_rows(steps: int, prompts: int, with_signal: int, length: int) -> list
 
     No prompt stands there twice, so that no step finds another's prefix in a cache. Each has `length` tokens, a digit each.
     """
-
-    def truth(place: int) -> str:
-        return SIGNAL if (place + 1) * with_signal // prompts > place * with_signal // prompts else NO_SIGNAL
-
+    places = [(place + 1) * with_signal // prompts > place * with_signal // prompts for place in range(prompts)]
     return [
         {
             "data_source": "benchmarks_run",
             "prompt": [{"role": "user", "content": f"{index:0{length}d}"}],
             "ability": "none",
-            "reward_model": {"style": "rule", "ground_truth": truth(index % prompts)},
+            "reward_model": {"style": "rule", "ground_truth": SIGNAL if places[index % prompts] else NO_SIGNAL},
             "extra_info": {"index": index},
         }
         for index in range(steps * prompts)

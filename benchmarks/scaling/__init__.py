@@ -8,7 +8,9 @@ What is scaled (--parallel), each at every size of --processes:
   pipeline  Megatron pipeline stages
   sequence  Ulysses sequence parallelism under FSDP2
   context   Megatron context parallelism
-and any combination with --layout. Each layout is a launch of its own, with a time limit; one that fails is reported with its
+  --layout  any combination of them
+
+Each layout is a launch of its own, with a time limit; one that fails is reported with its
 reason, the others go on, and the exit status is 1.
 
 How to read it: OAR / GRPO at each size, against the same at the smallest size: that it stays is the point (at most 5 % more).
@@ -21,13 +23,3 @@ examples:
   python -m benchmarks scaling --launcher none --runs DIR ... --out DIR               the report of what was measured so
   python -m benchmarks scaling --project qwen2_5_7b_math      measures nothing: what the planner expects on 8 to 512 GPUs
 """
-
-import importlib
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    """Imported late: a worker loads verl before anything else."""
-    if name not in ("Settings", "measure"):
-        raise AttributeError(name)
-    return getattr(importlib.import_module("benchmarks.scaling.study"), name)

@@ -1,108 +1,24 @@
 """What GRPO's and OAR's steps of a recipe would take on 8 to 512 GPUs, by the planner. Nothing here is measured."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import Any
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
 from omegaconf import DictConfig
 
-from benchmarks.machine import describe_machine, load_average
-from benchmarks.report import COLOURS, Report, Table, subplots
-from benchmarks.study import Progress
+from benchmarks.report import Progress, Report, Table
 from oar_plugin.hosts.verl.recipe import compose_recipe, find_recipe
 from oar_plugin.plan import Plan, PlanError, choose_gpu, on_gpus, with_overrides
-from oar_plugin.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, Gpu
+from oar_plugin.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN
 from oar_plugin.plan.seconds import GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE
 from oar_plugin.plan.setup import ACTOR
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 MODES = ("weak", "strong")
+GPU = choose_gpu("H100-80")
 PHASES = (GENERATION, LOG_PROB, IMPORTANCE, GATE, UPDATE)
 STEP, MEASURED = "step: OAR / GRPO", "measured part: OAR / GRPO"
 
-Row = dict[str, Any]
-
-
-def measure(settings: Any, progress: Progress) -> Report:
-    """Plan each recipe of `settings.project` (names or folders) on `settings.project_gpu`, weak and strong, at each size.
-
-    Raises:
-        ValueError: there is no such recipe or GPU, or a recipe cannot run even as it is.
-    """
-    gpu = choose_gpu(settings.project_gpu)
-    rows: dict[str, list[Row]] = {}
-    for done, name in enumerate(settings.project):
-        progress(name, done, len(settings.project))
-        config = compose_recipe(find_recipe(name), "oar")
-        Plan(config, gpu)
-        rows[find_recipe(name).name] = [*project(config, gpu)]
-    times = [f"{phase.removeprefix('OAR: ')} s" for phase in PHASES]
-    columns = ["GPUs", "sequences", "DP", *times, STEP, MEASURED, "memory"]
-    tables, problems = [], dict[str, None]()
-    for recipe, made in rows.items():
-        problems |= {f"{recipe}, {row['gpus']} GPUs: {row['problem']}.": None for row in made if "problem" in row}
-        for mode in MODES:
-            cells = [_cells(row) for row in made if row["mode"] == mode and "problem" not in row]
-            tables.append(Table(f"PROJECTED, not measured: {recipe}, {gpu.name}, {mode}", columns, cells))
-    return Report(
-        title="PROJECTION of scaling to many GPUs",
-        stem="scaling_projection",
-        command="",
-        machine=describe_machine(torch.device("cpu")) | {"load_average_after": load_average()},
-        tables=tables,
-        notes=[*_NOTES, *problems],
-        runs={"projection": True, "recipes": rows},
-        figure=lambda: _draw(rows),
-    )
-
-
-def project(config: DictConfig, gpu: Gpu, sizes: Sequence[int] = SIZES) -> Iterator[Row]:
-    """A recipe's plan in both modes at each size, or why it cannot run so."""
-    own = int(config.trainer.nnodes * config.trainer.n_gpus_per_node)
-    batch = {"data.train_batch_size": config.data.train_batch_size}
-    batch[f"{ACTOR}.ppo_mini_batch_size"] = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    for mode in MODES:
-        for gpus in sizes:
-            factor = gpus / own if mode == "weak" else 1.0
-            overrides = {key: max(1, round(size * factor)) for key, size in batch.items()}
-            row: Row = {"mode": mode, "gpus": gpus}
-            try:
-                made = Plan(on_gpus(with_overrides(config, overrides), gpus), gpu)
-            except PlanError as error:
-                yield row | {"problem": str(error).splitlines()[-1]}
-                continue
-            measured = made.seconds[LOG_PROB] + made.seconds[UPDATE]
-            ratios = {STEP: made.to_grpo, MEASURED: 1 + made.oar / measured}
-            row |= {"sequences": made.setup.sequences, "data": made.setup.dp, "memory": made.verdict}
-            yield row | {"seconds": made.seconds, **ratios}
-
-
-def _cells(row: Row) -> list[str]:
-    seconds = [f"{row['seconds'].get(phase, 0.0):.3g}" for phase in PHASES]
-    ratios = [f"{row[STEP]:.3f}", f"{row[MEASURED]:.3f}"]
-    return [str(row["gpus"]), str(row["sequences"]), str(row["data"]), *seconds, *ratios, row["memory"]]
-
-
-def _draw(rows: dict[str, list[Row]]) -> Figure:
-    figure, panels = subplots(1, 2, sharey=True)
-    for panel, mode in zip(panels, MODES, strict=True):
-        for (recipe, made), colour in zip(rows.items(), COLOURS * len(rows), strict=False):
-            points = [(row["gpus"], row[STEP]) for row in made if row["mode"] == mode and STEP in row]
-            panel.plot(*zip(*points, strict=True), "o--", color=colour, label=recipe) if points else None
-        panel.set(title=f"{mode}, projected", xlabel="GPUs", xscale="log")
-        panel.set_xticks(SIZES, map(str, SIZES))
-        panel.minorticks_off()
-    panels[0].set_ylabel(STEP)
-    panels[0].legend(frameon=False)
-    return figure
-
-
-_NOTES = (
+NOTES = (
     "**Nothing on this page was measured.** It is what the planner (`oar plan`) computes from datasheets and assumed "
     "efficiencies. Trust the ratios more than the seconds, and measure on your cluster before you rely on either.",
     "weak: the batch grows with the GPUs, from the recipe's own, beyond what anybody trains with. strong: the recipe's batch.",
@@ -114,3 +30,49 @@ _NOTES = (
     f"arithmetic in training, {EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, "
     f"{EXPECTED.link:.0%} of the links.",
 )
+
+
+def measure(recipes: Sequence[str], progress: Progress) -> Report:
+    """Plan each recipe (a name or a folder), weak and strong, at each size.
+
+    Raises:
+        ValueError: there is no such recipe, or it cannot run even as it is.
+    """
+    sizes, times = ("GPUs", "sequences", "DP"), [f"{phase.removeprefix('OAR: ')} s" for phase in PHASES]
+    columns = (*sizes, *times, STEP, MEASURED, "memory")
+    made: dict[str, list[dict[str, Any]]] = {}
+    tables, problems = [], dict[str, None]()  # the same in both modes
+    for done, folder in enumerate(map(find_recipe, recipes)):
+        progress(folder.name, done, len(recipes))
+        config = compose_recipe(folder, "oar")
+        Plan(config, GPU)
+        for mode in MODES:
+            rows = [planned(config, mode, gpus) for gpus in SIZES]
+            cells = [cells_of(row) for row in rows if "problem" not in row]
+            problems |= {f"{folder.name}, {x['gpus']} GPUs: {x['problem']}.": None for x in rows if "problem" in x}
+            tables.append(Table(f"PROJECTED, not measured: {folder.name}, {GPU.name}, {mode}", columns, cells))
+            made.setdefault(folder.name, []).extend(rows)
+    runs = {"projection": True, "recipes": made}
+    return Report("PROJECTION of scaling to many GPUs", "scaling_projection", tables, [*NOTES, *problems], runs)
+
+
+def planned(config: DictConfig, mode: str, gpus: int) -> dict[str, Any]:
+    """A recipe's plan on so many GPUs, or why it cannot run so."""
+    own = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    factor = gpus / own if mode == "weak" else 1.0
+    batch = {"data.train_batch_size": config.data.train_batch_size}
+    batch[f"{ACTOR}.ppo_mini_batch_size"] = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    overrides = {key: max(1, round(size * factor)) for key, size in batch.items()}
+    row: dict[str, Any] = {"mode": mode, "gpus": gpus}
+    try:
+        plan = Plan(on_gpus(with_overrides(config, overrides), gpus), GPU)
+    except PlanError as error:
+        return row | {"problem": str(error).splitlines()[-1]}
+    row |= {"sequences": plan.setup.sequences, "data": plan.setup.dp, "memory": plan.verdict, "seconds": plan.seconds}
+    return row | {STEP: plan.to_grpo, MEASURED: 1 + plan.oar / (plan.seconds[LOG_PROB] + plan.seconds[UPDATE])}
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    seconds = [f"{row['seconds'].get(phase, 0.0):.3g}" for phase in PHASES]
+    sizes = [str(row[name]) for name in ("gpus", "sequences", "data")]
+    return [*sizes, *seconds, f"{row[STEP]:.3f}", f"{row[MEASURED]:.3f}", row["memory"]]

@@ -4,8 +4,6 @@ In every round GRPO and OAR each take the same batch through verl's engine, phas
 first alternates. A phase begins at a barrier, as it does in verl, and lasts until the slowest process has done it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -13,28 +11,167 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import verl  # noqa: F401  loads the plugin, before any of verl is imported
-from torch import distributed
+import verl  # noqa: F401  loads the plugin, and on a machine without an accelerator its CPU pieces, before any of verl
+from tensordict import TensorDict
+from torch import Tensor, distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers import config as verl_config
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
 
 from benchmarks.machine import choose_device, describe_machine, load_average, synchronize
-from benchmarks.scaling.engine import Actor, build_engine
-from benchmarks.scaling.launch import FAILED
-from benchmarks.scaling.layouts import Launch, Layout, Work
-from benchmarks.tiny.random_models import SHAPES, build_batch, build_model
+from benchmarks.scaling.layouts import FAILED, Launch, Layout, Work
+from benchmarks.tiny.random_models import SHAPES, Batch
 from benchmarks.tiny.words import make_tokenizer
-from oar_plugin.passes.request import IMPORTANCE
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.estimator import Reshaped, reshape
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, Request
 
 T = TypeVar("T")
+
+
+def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) -> Any:
+    """verl's engine with its optimizer, initialized, through the registry as in a run.
+
+    On a CPU it has the stand-ins of `oar_plugin.hosts.verl.cpu`, and Megatron's optimizer is the ordinary one without clipping.
+    """
+    cpu, steps = device.type == "cpu", 1_000_000  # more than there will be
+    schedule = {"lr": 1e-6, "total_training_steps": steps}
+    batches = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": work.micro_batch}
+    model = partial(verl_config.HFModelConfig, path=folder, use_remove_padding=True)
+    parts: tuple[Any, ...]
+    if layout.engine == "fsdp":
+        attention = {"attn_implementation": "flash_attention_2"}
+        dtype = {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
+        if cpu:
+            from oar_plugin.hosts.verl.cpu import ulysses
+
+            ulysses.install()
+            attention = {"attn_implementation": ulysses.ATTENTION}
+        engine = verl_config.FSDPEngineConfig(
+            strategy="fsdp2",
+            ulysses_sequence_parallel_size=layout.sequence,
+            mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            use_torch_compile=not cpu,
+            **batches,
+        )
+        whole = model(override_config=attention, enable_gradient_checkpointing=work.checkpointing)
+        parts = "fsdp2", whole, engine, verl_config.FSDPOptimizerConfig(**schedule)
+    else:
+        transformer: dict[str, Any] = {"sequence_parallel": layout.tensor > 1}
+        if work.checkpointing:
+            transformer |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if cpu:
+            transformer |= {"use_cpu_initialization": True, "attention_backend": "auto"}
+            transformer |= {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False}
+        engine = verl_config.McoreEngineConfig(
+            tensor_model_parallel_size=layout.tensor,
+            sequence_parallel=layout.tensor > 1,
+            pipeline_model_parallel_size=layout.pipeline,
+            context_parallel_size=layout.context,
+            use_distributed_optimizer=not cpu,
+            vanilla_mbridge=True,
+            override_transformer_config=transformer,
+            dtype=work.dtype,
+            **batches,
+        )
+        clip = 0.0 if cpu else 1.0
+        optimizer = verl_config.McoreOptimizerConfig(clip_grad=clip, lr_decay_steps=steps, **schedule)
+        parts = "megatron", model(), engine, optimizer
+    built = EngineRegistry.new("language_model", *parts, CheckpointConfig())
+    built.initialize()
+    return built
+
+
+class Actor:
+    """The three phases of a step on one rank's rows, every `layout.data`-th: the rows to score are spread evenly."""
+
+    def __init__(self, engine: Any, layout: Layout, work: Work, batch: Batch) -> None:
+        self.engine, self.layout = engine, layout
+        mine = slice(engine.get_data_parallel_rank(), None, layout.data)
+        self.token_BL, self.prompt_length, self.total = batch.token_BL[mine], batch.prompt_length, len(batch)
+        self.needed_B = torch.arange(len(batch))[mine] < batch.scored
+        self.config = OarConfig.parse({"importance": work.importance})
+        self.request = Request.from_config(self.config, 1, work.response_length).to_dict()
+        self.size, strategy = work.micro_batch, engine.engine_config.strategy
+        ppo = verl_config.ActorConfig(strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=self.size)
+        self.loss = partial(ppo_loss, ppo)
+        sign_B = 1.0 - 2.0 * (torch.arange(len(self.token_BL)) % 2)
+        self.advantage_BL = (sign_B * self.needed_B)[:, None].expand(-1, work.response_length).contiguous()
+
+    def data(self, importance: bool = False) -> TensorDict:
+        """A fresh batch for a log-prob pass, with a request when importance is wanted. verl writes into what it is given."""
+        response_BL = self.token_BL[:, self.prompt_length :]
+        rows = {
+            "prompts": self.token_BL[:, : self.prompt_length],
+            "responses": response_BL,
+            "response_mask": torch.ones_like(response_BL),
+            "loss_mask": torch.ones_like(response_BL),
+            "input_ids": self.token_BL,
+            "position_ids": torch.arange(self.token_BL.shape[1]).expand_as(self.token_BL),
+            NEEDED: self.needed_B.long()[:, None],
+        }
+        data = TensorDict({name: _nested(values) for name, values in rows.items()}, batch_size=[len(response_BL)])
+        flags = {"use_remove_padding": True, "use_dynamic_bsz": False, "use_fused_kernels": False, "temperature": 1.0}
+        tu.assign_non_tensor(data, calculate_entropy=True, micro_batch_size_per_gpu=self.size, **flags)
+        if importance:
+            tu.assign_non_tensor_data(data, REQUEST, self.request)
+        return data
+
+    def training_data(self, output: dict[str, Any], advantage_BL: Tensor) -> TensorDict:
+        """A fresh batch for the update, on-policy."""
+        data = self.data()
+        # Only the last stage of a pipeline has log-probs, and only it looks at them here.
+        known = "log_probs" in output
+        old_BL = no_padding_2_padding(output["log_probs"].cpu(), data) if known else torch.zeros_like(advantage_BL)
+        data["old_log_probs"], data["advantages"] = _nested(old_BL), _nested(advantage_BL)
+        tu.assign_non_tensor(data, calculate_entropy=False, global_batch_size=self.total)
+        return data
+
+    def log_prob(self, data: TensorDict) -> dict[str, Any]:
+        """The log-prob pass; with a request in `data`, importance comes out of it too."""
+        with self.engine.eval_mode():
+            return dict(self.engine.infer_batch(data).get("model_output", {}))
+
+    def update(self, data: TensorDict) -> None:
+        """verl's PPO loss on the whole batch, one optimizer step."""
+        with self.engine.train_mode():
+            self.engine.train_batch(data, self.loss)
+
+    def gate(self, output: dict[str, Any], times: int = 1) -> Reshaped:
+        """Reshaped advantages of this rank's rows, `times` over."""
+        importance_BL, segments_BL, report_BN = (torch.stack(list(output[x].unbind())).repeat(times, 1) for x in FIELDS)
+        advantage_BL, status_B = self.advantage_BL.repeat(times, 1), report_BN[:, 0].long()
+        return reshape(advantage_BL, importance_BL, segments_BL == Segment.REASONING, status_B, self.config)
+
+    def gate_of_whole_batch(self, output: dict[str, Any]) -> None:
+        """As the driver does it: on one process, for as many rows as all ranks have."""
+        if distributed.get_rank() == 0:
+            self.gate(output, self.layout.data)
+
+    def check(self, output: dict[str, Any]) -> None:
+        """Raises: RuntimeError when a row that was to be scored was not, or the other way round."""
+        status_B = torch.stack(list(output[REPORT].unbind()))[:, 0].long()
+        if not torch.equal(status_B == Status.SCORED, self.needed_B):
+            raise RuntimeError(f"not every row that was to be scored was: {[Status(int(x)).name for x in status_B]}")
+
+
+def _nested(rows: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 class Clock:
@@ -43,7 +180,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.times: dict[str, dict[str, dict[str, list[float]]]] = {
-            kind: {"grpo": {}, "oar": {}} for kind in ("seconds", "cpu_seconds")
+            kind: {"grpo": defaultdict(list), "oar": defaultdict(list)} for kind in ("seconds", "cpu_seconds")
         }
 
     def time(self, method: str, phase: str, work: Callable[[], T]) -> T:
@@ -54,8 +191,8 @@ class Clock:
         result = work()
         synchronize(self.device)
         walls, cpus = zip(*gathered((time.perf_counter() - wall, time.process_time() - cpu)), strict=True)
-        for kind, spent in (("seconds", max(walls)), ("cpu_seconds", sum(cpus))):
-            self.times[kind][method].setdefault(phase, []).append(spent)
+        self.times["seconds"][method][phase].append(max(walls))
+        self.times["cpu_seconds"][method][phase].append(sum(cpus))
         return result
 
 
@@ -65,7 +202,7 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def measure(launch: Launch, work: Work) -> dict[str, Any]:
+def measure(launch: Launch) -> dict[str, Any]:
     """Build the engine and run the rounds.
 
     Returns:
@@ -73,17 +210,10 @@ def measure(launch: Launch, work: Work) -> dict[str, Any]:
         rank 0 as verl's driver would); `machine`; `scores`, importance of the first response before any update; `parameters`.
 
     Raises:
-        ValueError: the layout cannot run this model and batch, or not as many processes were started as it has.
+        ValueError: not as many processes were started as the layout has.
         RuntimeError: rows were not scored that should have been.
     """
-    layout, device = launch.layout, choose_device("auto")
-    work.check()
-    if (problem := launch.problem(work)) is not None:
-        raise ValueError(f"--layout {layout}: {problem}")
-    if device.type == "cuda" and layout.engine == "megatron" and work.dtype == "float32":
-        raise ValueError(
-            "--dtype float32: on a GPU verl's Megatron engine takes half precision only; allowed: bfloat16"
-        )
+    layout, work, device = launch.layout, launch.work, choose_device("auto")
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -95,12 +225,11 @@ def measure(launch: Launch, work: Work) -> dict[str, Any]:
     if (started := distributed.get_world_size()) != layout.processes:
         raise ValueError(f"--layout {layout} takes {layout.processes} processes, and {started} were started")
     machine = describe_machine(device)
-    tokenizer = AutoTokenizer.from_pretrained(work.model) if work.model is not None else None
-    lengths = (work.prompt_length, work.response_length, work.answer_length)
-    scored = max(1, round(launch.responses * work.scored_share))
-    batch = build_batch(launch.responses, *lengths, scored, torch.device("cpu"), 0, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(work.path) if work.path is not None else None
     with model_folder(work) as folder:
-        actor, clock = Actor(build_engine(layout, work, folder, device), layout, work, batch), Clock(device)
+        engine = build_engine(layout, work, folder, device)
+    batch = work.batch(work.response_length, work.scored, tokenizer=tokenizer)
+    actor, clock = Actor(engine, layout, work, batch), Clock(device)
     first = actor.log_prob(actor.data(importance=True))
     actor.check(first)
     scores = first[IMPORTANCE][0].tolist()
@@ -110,63 +239,54 @@ def measure(launch: Launch, work: Work) -> dict[str, Any]:
     machine |= {"load_average_after": load_average(), "backend": distributed.get_backend()}
     machine["nodes"] = len(set(gathered(socket.gethostname())))
     with torch.device("meta"):  # the whole model, tied weights once: a rank has a part of them
-        model = AutoModelForCausalLM.from_config(actor.engine.model_config.hf_config, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(engine.model_config.hf_config, attn_implementation="eager")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {**clock.times, "machine": machine, "scores": scores, "parameters": parameters}
 
 
 def one_round(actor: Actor, clock: Clock, oar_first: bool) -> None:
     """Phase by phase, so that what is compared lies close together in time."""
-    methods = ("oar", "grpo") if oar_first else ("grpo", "oar")
-    training = {}
+    methods, training = ("oar", "grpo") if oar_first else ("grpo", "oar"), {}
     for method in methods:
         data = actor.data(importance=method == "oar")
         output = clock.time(method, "log_prob", partial(actor.log_prob, data))
         advantage_BL = actor.advantage_BL
         if method == "oar":
-            clock.time(method, "gate", partial(gate_on_rank_0, actor, output))
+            clock.time(method, "gate", partial(actor.gate_of_whole_batch, output))
             advantage_BL = actor.gate(output).advantage_BL
         training[method] = actor.training_data(output, advantage_BL)
     for method in methods:
         clock.time(method, "update", partial(actor.update, training[method]))
 
 
-def gate_on_rank_0(actor: Actor, output: dict[str, Any]) -> None:
-    if distributed.get_rank() == 0:
-        actor.gate(output, times=actor.layout.data)
-
-
 @contextmanager
-def model_folder(work: Work) -> Iterator[Path]:
+def model_folder(work: Work) -> Iterator[str]:
     """The model on disk: the one that was named, or one with random weights, written once a node and gone afterwards."""
-    if work.model is not None:
-        yield Path(work.model)
+    if work.path is not None:
+        yield work.path
         return
-    hosts, rank = gathered(socket.gethostname()), distributed.get_rank()
-    writer = hosts.index(hosts[rank])
+    local = int(os.environ["LOCAL_RANK"])
     with tempfile.TemporaryDirectory() as folder:
-        if writer == rank:
-            context, kind = work.prompt_length + work.response_length, (getattr(torch, work.dtype), torch.device("cpu"))
-            model: Any = build_model(work.size, "qwen2", SHAPES[work.size].vocab, context, *kind, 0)
-            for saved in (model, make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)):  # the tokenizer of `build_batch`
+        if local == 0:
+            model: Any = work.model(work.prompt_length + work.response_length)
+            for saved in (model, make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)):  # the tokenizer of the batch
                 saved.save_pretrained(folder)
-        yield Path(gathered(folder)[writer])
+        yield gathered(folder)[distributed.get_rank() - local]
         distributed.barrier()  # the others may still be reading
 
 
 def run(argument: str) -> None:
     """Measure what the argument says, see `Launch.argument`; rank 0 writes the result, whole or not at all."""
     told = json.loads(argument)
-    layout, runs = told.pop("layout"), Path(told.pop("runs"))
-    work = Work(**told)
-    launch = Launch(Layout.parse(layout), work.responses)
-    measured = measure(launch, work)
+    layout, runs = Layout.parse(told.pop("layout")), Path(told.pop("runs"))
+    measured = measure(launch := Launch(layout, Work(**told)))
     if distributed.get_rank() == 0:
         runs.mkdir(parents=True, exist_ok=True)
         path = launch.file(runs)
-        path.with_suffix(".part").write_text(json.dumps({"layout": layout, **asdict(work), **measured}))
+        path.with_suffix(".part").write_text(json.dumps(launch.told() | measured))
         path.with_suffix(".part").replace(path)
         print(f"written: {path}")
+    distributed.barrier()
 
 
 def main() -> None:
@@ -174,7 +294,6 @@ def main() -> None:
     status = 0
     try:
         run(sys.argv[1])
-        distributed.barrier()
     except Exception as error:
         traceback.print_exc()
         print(f"{FAILED} {type(error).__name__}: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ Measured side by side, every candidate once a round:
   d   OAR-G the published way: one response at a time, two forwards and a backward (d' keeps its weights frozen)
   e   the actor's update: forward, backward, AdamW step
   f   finding the answers, the gate, the diagnostics
+
 A star (b*, c*, e*) means with activation checkpointing.
 
 How to read it: (b - a) / a is what importance adds to the log-prob pass; one means that it costs a second forward.
@@ -19,7 +20,3 @@ examples:
   python -m benchmarks step --scored-share 0.5                    half of the groups have zero advantage, and are skipped
   python -m benchmarks step --importance oar_g                    the paper's estimator in our fused form: two forwards
 """
-
-from benchmarks.step.study import Settings, measure
-
-__all__ = ["Settings", "measure"]

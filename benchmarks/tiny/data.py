@@ -1,17 +1,11 @@
 """Problems as the parquet files that verl reads, and their reward. verl's reward workers load this: it imports little."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.tiny.tasks import Problem
 from benchmarks.tiny.words import MARKER, text
-
-if TYPE_CHECKING:
-    from benchmarks.tiny.tasks import Problem
-
-SOURCE = "tiny"
 
 
 def write_problems(file: Path, problems: Sequence[Problem]) -> None:
@@ -21,7 +15,7 @@ def write_problems(file: Path, problems: Sequence[Problem]) -> None:
 
     rows: list[dict[str, Any]] = [
         {
-            "data_source": SOURCE,
+            "data_source": "tiny",
             "prompt": [{"role": "user", "content": text(problem.prompt)}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": text(problem.answer)},

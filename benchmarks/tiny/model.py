@@ -1,7 +1,5 @@
 """A small causal LM for the tasks, and a sampler that is fast enough to train it in seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.tiny.random_models import Architecture, Shape, build_shape
+from benchmarks.tiny import random_models
+from benchmarks.tiny.random_models import Architecture, Shape
 from benchmarks.tiny.words import EOS, PAD, VOCABULARY
 
 
@@ -21,24 +20,13 @@ def build_model(
     architecture: Architecture = "llama",
     vocab: int = len(VOCABULARY),
     tied: bool = True,
+    **settings: Any,
 ) -> PreTrainedModel:
     """Random weights; 100 thousand parameters unless told otherwise. vLLM on a CPU serves heads of 32 and more."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "head_dim": hidden // heads}
-    with torch.random.fork_rng(devices=[]):
-        model: Any = build_shape(
-            Shape(hidden, 2 * hidden, layers, heads, heads, tied),
-            architecture,
-            vocab,
-            256,
-            torch.float32,
-            torch.device("cpu"),
-            seed,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-            initializer_range=hidden**-0.5,  # with the usual 0.02 nothing is learned for minutes
-            **(experts if architecture == "qwen3_moe" else {}),
-        )
-    return model
+    shape = Shape(hidden, 2 * hidden, layers, heads, heads, tied, vocab)
+    # With the usual initializer_range of 0.02 nothing is learned for minutes.
+    settings |= {"eos_token_id": EOS, "pad_token_id": PAD, "initializer_range": hidden**-0.5}
+    return random_models.build_model(shape, 256, seed=seed, architecture=architecture, **settings)
 
 
 @torch.inference_mode()

@@ -1,20 +1,19 @@
 """Models of any size with random weights, and synthetic responses: what costs are measured on, nothing downloaded."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.tiny.words import WORDS, make_tokenizer
 from oar_plugin.passes.tokens import TokenBytes
 
 Architecture = Literal["qwen2", "llama", "qwen3_moe"]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,18 @@ SHAPES: dict[str, Shape] = {
 
 
 def build_model(
-    size: str, architecture: Architecture, vocab: int, context: int, dtype: torch.dtype, device: torch.device, seed: int
-) -> nn.Module:
-    """A causal LM with random weights; `size` is a key of `SHAPES`, `context` its longest sequence."""
-    return build_shape(SHAPES[size], architecture, vocab, context, dtype, device, seed)
-
-
-def build_shape(
     shape: Shape,
-    architecture: Architecture,
-    vocab: int,
     context: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    seed: int = 0,
+    architecture: Architecture = "qwen2",
     **settings: Any,
-) -> nn.Module:
-    """A causal LM of any shape; `settings` go into its configuration."""
+) -> PreTrainedModel:
+    """A causal LM for sequences of at most `context` tokens; `settings` go into its configuration."""
     config = AutoConfig.for_model(
         architecture,
-        vocab_size=vocab,
+        vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -72,9 +63,9 @@ def build_shape(
         attention_dropout=0.0,
         **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **settings},
     )
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.eval()
 
 
@@ -114,13 +105,11 @@ def build_batch(
     reasoning_length = response_length - len(opening) - answer_length - len(closing) - 1
     if reasoning_length < 1:
         raise ValueError(f"a response of {response_length} tokens has no room for an answer of {answer_length}")
-    rows, answers = [], []
+    text_length, rows = prompt_length + reasoning_length, []
     for _ in range(responses):
-        # A word is at least one token.
-        words = encode(" ".join(source.choices(WORDS, k=prompt_length + reasoning_length)))
-        text = words[: prompt_length + reasoning_length]
+        text = encode(" ".join(source.choices(WORDS, k=text_length)))[:text_length]  # a word is at least one token
         rows.append([*text, *opening, *source.choices(digits, k=answer_length), *closing, tokenizer.eos_token_id])
-        start = len(text) + len(opening)
-        answers.append([start <= place < start + answer_length for place in range(len(rows[-1]))])
-    token_BL, answer_BL = torch.tensor(rows, device=device), torch.tensor(answers, device=device)
+    token_BL = torch.tensor(rows, device=device)
+    answer_BL = torch.zeros_like(token_BL, dtype=torch.bool)
+    answer_BL[:, text_length + len(opening) :][:, :answer_length] = True
     return Batch(token_BL, answer_BL, prompt_length, TokenBytes(tokenizer), scored)

@@ -14,8 +14,6 @@ is filler, a copy of the prompt, or form.
 `_terse` and `_wordy` tasks are the same with hardly any filler, or with twice as much.
 """
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -48,7 +46,6 @@ class Reading:
     segments: np.ndarray | None  # int8 [length] of `Segment`; None where there is no answer
     right: bool  # it ended, and its answer is the right one
     causal: tuple[int, ...]  # positions of results in the reasoning, ascending
-    step: tuple[int, ...]  # the step (from 0) that each of these belongs to
 
 
 class Step(NamedTuple):
@@ -126,17 +123,13 @@ class Task(ABC):
             right = tuple(t for t, s in zip(ids, segments, strict=True) if s == Segment.ANSWER) == problem.answer
         (equals,) = encode([self.EQUALS])
         causal: list[int] = []
-        of_step: list[int] = []
-        step, in_results = -1, False
+        in_results = False
         for position, token in enumerate(ids[: ids.index(MARK)] if MARK in ids else ids):
-            if token == equals:
-                step, in_results = step + 1, True
-            elif in_results and token in VALUES:
+            if in_results and token in VALUES:
                 causal.append(position)
-                of_step.append(step)
             else:
-                in_results = False
-        return Reading(len(ids), ended, segments, right, tuple(causal), tuple(of_step))
+                in_results = token == equals
+        return Reading(len(ids), ended, segments, right, tuple(causal))
 
 
 class Parallel(Task):

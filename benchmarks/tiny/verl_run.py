@@ -1,12 +1,9 @@
-"""A run of verl that trains a small model on a CPU: its overrides, its environment, its metrics, and why it failed."""
-
-from __future__ import annotations
+"""A run of verl that trains a small model on a CPU: its overrides, its environment, its metrics."""
 
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +12,6 @@ from oar_plugin.hosts.verl.cpu import cpu_environment
 ROOT = Path(__file__).parents[2]
 MICRO_BATCH = 32
 REWARD = "critic/score/mean"
-
-CAUSES: Mapping[str, str] = {
-    "No space left on device": "the disk is full: free some space, or choose another directory with --out",
-    "OutOfMemoryError": "too little memory: close other programs, or take a machine with 8 GB",
-    "Cannot allocate memory": "too little memory: close other programs, or take a machine with 8 GB",
-    "Address already in use": "a port was taken by another program: start again",
-    "OarConfigError": "a setting of OAR cannot work",
-}
-
-
-class TrainingFailed(RuntimeError):
-    """verl ended before its last step. The message says where to read more."""
 
 
 def training_environment(metrics_file: Path) -> dict[str, str]:
@@ -41,7 +26,7 @@ def training_environment(metrics_file: Path) -> dict[str, str]:
 
 def training_overrides(
     model: Path,  # folder of model and tokenizer
-    data: tuple[Path, Path],  # parquet files, of training and of validation
+    data: Path,  # a parquet file
     checkpoints: Path,  # for the model after the last step
     steps: int,  # one update each
     seed: int,  # of the sampling
@@ -54,8 +39,8 @@ def training_overrides(
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     micro_batch = math.gcd(MICRO_BATCH, prompts * responses)  # verl wants a divisor of the batch
     return [
-        f"data.train_files={quoted(data[0])}",
-        f"data.val_files={quoted(data[1])}",
+        f"data.train_files={quoted(data)}",
+        f"data.val_files={quoted(data)}",
         f"data.train_batch_size={prompts}",
         f"data.max_prompt_length={prompt}",
         f"data.max_response_length={response}",
@@ -102,13 +87,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     records = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     return [{"step": record["step"], **record["data"]} for record in records if REWARD in record["data"]]
-
-
-def diagnose(log_file: Path) -> str:
-    """One line on why a run failed, from its log."""
-    text = log_file.read_text(errors="replace") if log_file.exists() else ""
-    for mark, advice in CAUSES.items():
-        if mark in text:
-            return advice
-    errors = [line.strip() for line in text.splitlines() if "Error" in line and "not available" not in line]
-    return f"verl stopped: {errors[-1][:300]}" if errors else "verl stopped before its last step"

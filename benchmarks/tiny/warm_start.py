@@ -3,8 +3,6 @@
 Copying is slow to learn behind filler, so demonstrations without any come first, and filler weighs little in the loss.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -37,14 +35,8 @@ TRIES = 3
 """Models a wanted one, at most."""
 RAMP = 30
 """Steps over which the learning rate rises."""
-
-
-Progress = Callable[[int, int, float], object]
-"""Called after each step of a training with the number of steps done, of all steps, and the loss."""
-
-
-def silent(done: int, steps: int, loss: float) -> None:
-    pass
+Progress = Callable[[str, int, int], object]
+"""Called after each step of a training: what it is and its loss, steps done, of how many."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +53,19 @@ class WarmStart:
 
 
 def warm_model(
-    task: Task, seed: int, settings: WarmStart = WarmStart(), cache: Path | None = None, progress: Progress = silent
+    task: Task, seed: int, settings: WarmStart = WarmStart(), progress: Progress = lambda *_: None
 ) -> PreTrainedModel:
-    """The model of a task and seed, from disk or trained now.
-
-    `cache`: folder of kept models; by default `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`.
-    """
+    """The model of a task and seed, trained now or kept in `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`."""
     key = {"task": asdict(task), "seed": seed, "settings": asdict(settings), "words": VOCABULARY, "format": FORMAT}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin"
-    file = cache / "reasoning" / f"{task.name}-{seed}-{digest}.pt"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / "reasoning"
+    file = cache / f"{task.name}-{seed}-{digest}.pt"
     model = build_model(seed, settings.hidden, settings.layers, settings.heads)
     if file.exists():
         model.load_state_dict(torch.load(file, weights_only=True))
         return model
     train(model, task, seed, settings, progress)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")  # whole or not at all, whoever else writes it
     torch.save(model.state_dict(), part)
     part.replace(file)
@@ -84,30 +73,31 @@ def warm_model(
 
 
 @functools.cache  # a study asks for the same model before every training
-def _learned_seed(task: Task, number: int, cache: Path | None, settings: WarmStart) -> int:
+def _learned_seed(task: Task, number: int, settings: WarmStart, progress: Progress) -> int:
     seeds = TRIES * (number + 1)
     learned = 0
     for seed in range(seeds):
-        model = warm_model(task, seed, settings, cache)
-        if accuracy(model, task, TRIED_ON, greedy=True) < LEARNED:
+        if accuracy(warm_model(task, seed, settings, progress), task, TRIED_ON, greedy=True) < LEARNED:
             continue
         if learned == number:
             return seed
         learned += 1
-    raise ValueError(
+    raise RuntimeError(
         f"task {task.name}: of {seeds} warm models {learned} learned it (right in {LEARNED:.0%} of their most likely answers), "
         f"{number + 1} were asked for; take fewer --warm-starts or another task"
     )
 
 
 def learned_model(
-    task: Task, number: int, cache: Path | None = None, settings: WarmStart = WarmStart()
+    task: Task, number: int, settings: WarmStart = WarmStart(), progress: Progress = lambda *_: None
 ) -> PreTrainedModel:
     """One of the models, from 0 by ascending seed, that learned their task: some get stuck before they can copy."""
-    return warm_model(task, _learned_seed(task, number, cache, settings), settings, cache)
+    return warm_model(task, _learned_seed(task, number, settings, progress), settings)
 
 
-def train(model: PreTrainedModel, task: Task, seed: int, settings: WarmStart, progress: Progress = silent) -> None:
+def train(
+    model: PreTrainedModel, task: Task, seed: int, settings: WarmStart, progress: Progress = lambda *_: None
+) -> None:
     """Imitate demonstrations. The same seed on the same machine gives the same weights."""
     parts: Any = model
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
@@ -129,7 +119,8 @@ def train(model: PreTrainedModel, task: Task, seed: int, settings: WarmStart, pr
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        progress(step + 1, settings.short_steps + settings.full_steps, loss.item())
+        what = f"training {task.name}, seed {seed}, loss {loss.item():.2f}"
+        progress(what, step + 1, settings.short_steps + settings.full_steps)
 
 
 def batches(task: Task, size: int, seed: int, filler: tuple[int, int] | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -4,15 +4,10 @@ A token is a word with the space before it, so that the text reads as a tokenize
 any other text.
 """
 
-from __future__ import annotations
-
 import itertools
 import string
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from typing import Any
 
 DIGITS = tuple("0123456789")
 NAMES = tuple("ABCDEFGHIJ")
@@ -47,8 +42,8 @@ def text(ids: Sequence[int]) -> str:
     return b"".join(pieces(ids)).decode().strip()
 
 
-def make_tokenizer(size: int | None = None, by_bytes: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer in which each word of `VOCABULARY`, with the space before it, is one token of the same id.
+def make_tokenizer(size: int | None = None, by_bytes: bool = False) -> Any:
+    """A byte-level `PreTrainedTokenizerFast`: each word of `VOCABULARY`, with the space before it, is one token of the same id.
 
     Args:
         size: of the vocabulary. Behind the words stand the end of a turn that verl looks for in a Qwen3 tokenizer, the 256
@@ -56,6 +51,7 @@ def make_tokenizer(size: int | None = None, by_bytes: bool = False) -> PreTraine
             model may write. None: the words alone, and anything else becomes padding; or the bytes alone.
         by_bytes: no text becomes a word: a token a byte, whatever it says. Without a size, bytes and `SPECIAL` are all.
     """
+    # Imported here: verl loads this file in every process that grades.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

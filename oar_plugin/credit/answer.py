@@ -244,10 +244,11 @@ def _candidates_of(pattern: str) -> _Candidates:
 
 def _ask(finder: AnswerFinder, text: str) -> AnswerSpan | None:
     """Call a finder that may be a user's own: whatever it does, training goes on, and the fault is logged once."""
+    name = str(getattr(finder, "__qualname__", type(finder).__qualname__))
     try:
         found = finder(text)
     except Exception as error:
-        _warn_once(_name_of(finder), f"raised {type(error).__name__}")
+        _warn_once(name, f"raised {type(error).__name__}")
         return None
     if found is None:
         return None
@@ -256,16 +257,12 @@ def _ask(finder: AnswerFinder, text: str) -> AnswerSpan | None:
         *marker, start, end = (operator.index(offset) for offset in offsets)
         (marker_start,) = marker or (start,)
     except Exception:
-        _warn_once(_name_of(finder), f"returned {type(found).__name__} that is not two or three integers")
+        _warn_once(name, f"returned {type(found).__name__} that is not two or three integers")
         return None
     if not 0 <= marker_start <= start <= end <= len(text):
-        _warn_once(_name_of(finder), "returned offsets that are out of order or outside the text")
+        _warn_once(name, "returned offsets that are out of order or outside the text")
         return None
     return _trimmed(text, marker_start, start, end)
-
-
-def _name_of(finder: AnswerFinder) -> str:
-    return str(getattr(finder, "__qualname__", type(finder).__qualname__))
 
 
 @functools.cache

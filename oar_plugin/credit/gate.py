@@ -11,6 +11,10 @@ The logarithm takes sizes for nats. Scores on an arbitrary scale (`Importance.ar
 mean first (`relative`), or the weights would change with the scale of the model's embeddings.
 
 `two_level` keeps steps 2 and 4 and has two weights; only the order of scores counts.
+
+A gate takes `importance_BL`, finite and above -1 where the bool `reasoning_BL` is true and ignored elsewhere, `tau` in [0, 1],
+`beta` >= 0 and `floor` in (0, 1]. It returns float32 weights `[B, L]` that average 1 over each response's reasoning tokens and
+are 1 elsewhere.
 """
 
 from __future__ import annotations
@@ -24,27 +28,11 @@ from torch import Tensor
 
 from oar_plugin.credit.named import imported
 
-Weights = Callable[[Tensor, Tensor, float, float, float], Tensor]
-"""`(importance_BL, reasoning_BL, tau, beta, floor)` to weights `[B, L]` that average 1 over each response's reasoning tokens
-and are 1 elsewhere."""
-
 
 def bi_level(
     importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
 ) -> Tensor:
-    """Weights for a batch of responses.
-
-    Args:
-        importance_BL: `[B, L]`, finite and above -1 where `reasoning_BL` is true; ignored elsewhere.
-        reasoning_BL: bool `[B, L]`, the tokens to reshape.
-        tau: quantile in [0, 1]; 0.3-0.7 was the stable range in the paper.
-        beta: boost of the tokens above the quantile, >= 0.
-        floor: smallest weight (before the mass is restored) of the tokens below it, in (0, 1].
-
-    Returns:
-        float32 `[B, L]`: weights that average 1 over each response's reasoning tokens, 1 at every other token. A response
-        without reasoning tokens is all ones.
-    """
+    """The paper's gate; a tau of 0.3 to 0.7 was its stable range."""
     outside_BL = ~reasoning_BL
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     last_B1 = (count_B1 - 1).clamp_min(0)
@@ -80,7 +68,7 @@ def two_level(
     nothing. A token at the response's minimum is never boosted: with more than `tau` of the scores there, the quantile is the
     minimum itself, and everything would be above it.
 
-    Arguments and result are those of `bi_level`; `floor` means nothing here.
+    `floor` means nothing here.
     """
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     place_B2, share_B1 = _quantile_places(count_B1, tau)
@@ -126,7 +114,7 @@ class Gate:
         order_only: the sizes of scores do not matter.
     """
 
-    weights: Weights
+    weights: Callable[[Tensor, Tensor, float, float, float], Tensor]
     tau: float
     order_only: bool = False
 
@@ -166,11 +154,9 @@ def _fault(own: object) -> str | None:
         return f"a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: {error!r}"
     if not isinstance(weight_BL, Tensor) or weight_BL.shape != reasoning_BL.shape:
         return "it must return weights of the shape of importance_BL"
-    return (
-        None
-        if kept_mass(weight_BL, reasoning_BL).all()
-        else ("its weights must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere")
-    )
+    if not kept_mass(weight_BL, reasoning_BL).all():
+        return "its weights must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere"
+    return None
 
 
 def kept_mass(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:

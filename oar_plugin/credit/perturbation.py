@@ -76,17 +76,13 @@ def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
         Units in order. None holds a token that is not reasoning or bridges one: where something else stands between two
         reasoning tokens (tool output), a new unit begins.
     """
-    result: list[Unit] = []
-    current: list[int] = []
+    result: list[list[int]] = []
     for position, wanted in enumerate(reasoning):
-        if current and (len(current) == span or current[-1] != position - 1):
-            result.append(tuple(current))
-            current = []
-        if wanted:
-            current.append(position)
-    if current:
-        result.append(tuple(current))
-    return result
+        if wanted and result and len(result[-1]) < span and result[-1][-1] == position - 1:
+            result[-1].append(position)
+        elif wanted:
+            result.append([position])
+    return [tuple(unit) for unit in result]
 
 
 def copies_of_budget(budget: float, num_units: int) -> int:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.math.rows import problem_of, verl_row
-from oar_plugin.math.sources import SOURCES, Source
+from oar_plugin.math.sources import SOURCES, Source, problem_of, verl_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,12 +51,9 @@ def prepare(
     """Write `out/NAME/train.parquet` and `out/NAME/test.parquet`, as far as a data set has these splits.
 
     Args:
-        names: of `SOURCES`.
-        out: folder of the data sets.
         local: a copy to use instead of the hub: a file or folder, or for several names a folder with one for each.
         limit: rows of a split to take, from its beginning; all when None.
         decontaminate: drop training rows whose problem is in an evaluation set of `out`, not only count them.
-        progress: is told how far it is.
     """
     splits = [(name, split) for name in dict.fromkeys(names) for split in SOURCES[name].splits]
     splits.sort(key=lambda pair: pair[1])  # test before train: what is trained on is compared with what is tested on
@@ -168,7 +164,7 @@ def _evaluation_problems(out: Path) -> set[str]:
 
 def _unreadable(ground_truths: Iterable[str], name: str, progress: Progress) -> list[str]:
     """Those that math-verify does not read as mathematics; each once, however many rows have it."""
-    from oar_plugin.math.equality import is_expression, warm_up
+    from oar_plugin.math.answer import is_expression, warm_up
     from oar_plugin.math.pool import GuardedPool, TaskCrashed, TaskTimedOut
 
     doubtful = [text for text in dict.fromkeys(ground_truths) if not _PLAIN_NUMBER.fullmatch(text)]

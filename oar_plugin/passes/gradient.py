@@ -17,7 +17,7 @@ from torch import Tensor
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Backward, Forward, Importance, Parts, Rows
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
-from oar_plugin.credit.probe import AnswerRows, answer_rows, pool
+from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project, read_logits, weighted_logits
@@ -127,8 +127,8 @@ class MicroBatchPass:
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
         self._seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
 
-        def rows_here(wanted_T: Tensor, probe: str) -> AnswerRows:
-            rows = answer_rows(wanted_T, response_T, packed.token_T, num_responses, probe)  # type: ignore[arg-type]
+        def rows_here(wanted_T: Tensor, probe: Probe) -> AnswerRows:
+            rows = answer_rows(wanted_T, response_T, packed.token_T, num_responses, probe)
             return rows.select(layout.local_T[rows.position_N] >= 0)
 
         self._answer = rows_here(packed.segments_T == Segment.ANSWER, request.probe)
@@ -136,10 +136,6 @@ class MicroBatchPass:
             reasoning_T if self.importance.reasoning_rows else reasoning_T & False, "answer_joint"
         )
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
-        self._noisy_T = (reasoning_T & (layout.embedding_T >= 0)).nonzero()[:, 0] if self.importance.noisy else None
-        if self._noisy_T is not None:
-            self._noise_seed_N = self._seed_B[response_T[self._noisy_T]]
-            self._noise_place_N = packed.place_T[self._noisy_T]
         self._clean_BV: Tensor | None = None
         # What is read is read in the first forward, which is clean, unless a clean backward starts from these rows anyway.
         noisy, backwards = self.importance.noisy, self.importance.backwards
@@ -154,9 +150,12 @@ class MicroBatchPass:
         count = len(rows)
         positions = [rows.position_N, *([self._reasoning.position_N] if reads else [])]
 
+        def read(logits_NV: Tensor, chosen: slice) -> None:
+            self._read(self._reasoning.select(chosen), logits_NV.float())
+
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
             if reads:
-                read_logits(project, hidden_NH[count:], self._read)
+                read_logits(project, hidden_NH[count:], read)
             if forward.backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
                     clean_BV = pool(project(hidden_NH[:count]).detach(), self._answer)
@@ -181,15 +180,14 @@ class MicroBatchPass:
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
         """N(0, sigma^2) at reasoning tokens and 0 elsewhere, for an embedding tensor `[..., H]`."""
-        assert self._noisy_T is not None
-        at_N = self.layout.embedding_T[self._noisy_T]
+        packed, embedding_T = self.packed, self.layout.embedding_T
+        at_N = (packed.reasoning_T & (embedding_T >= 0)).nonzero()[:, 0]
+        seed_N = position_seeds(self._seed_B[packed.response_T[at_N]], packed.place_T[at_N], draw)
 
         def make(embedding: Tensor) -> Tensor:
             size = embedding.shape[-1]
             flat = torch.zeros(self.layout.num_embeddings, size, device=embedding.device)
-            flat[at_N] = self.request.sigma * gaussian(
-                position_seeds(self._noise_seed_N, self._noise_place_N, draw), size
-            )
+            flat[embedding_T[at_N]] = self.request.sigma * gaussian(seed_N, size)
             return flat.view_as(embedding)
 
         return make
@@ -217,7 +215,7 @@ class MicroBatchPass:
             entropy_N = None
             if self._backward(forward).rows == "reasoning" and self.importance.reads:
                 if not self._read_first:
-                    self._read_rows(rows, logits_NV)
+                    self._read(rows, logits_NV)
                 if "entropy" in self.importance.reads:
                     entropy_N = self.scores.entropy_T[self._place_T[rows.position_N + 1]]
             seed_N = position_seeds(self._seeds(forward)[rows.response_N], rows.ordinal_N)
@@ -240,19 +238,16 @@ class MicroBatchPass:
             return self._seed_B
         return position_seeds(self._seed_B, torch.full_like(self._seed_B, forward.backward or 0), forward.draw)
 
-    def _read(self, logits_NV: Tensor, chosen: slice) -> None:
-        with torch.autocast(logits_NV.device.type, enabled=False):
-            self._read_rows(self._reasoning.select(chosen), logits_NV.float())
-
-    def _read_rows(self, rows: AnswerRows, logits_NV: Tensor) -> None:
+    def _read(self, rows: AnswerRows, logits_NV: Tensor) -> None:
         """Note what the importance reads of the distributions that tokens were drawn from."""
         vocabulary, temperature = self.layout.vocabulary, self.request.temperature
-        sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
-        at_N = self._place_T[rows.position_N + 1]
-        if "entropy" in self.importance.reads:
-            self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
-        if "log_prob" in self.importance.reads:
-            self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
+        with torch.autocast(logits_NV.device.type, enabled=False):
+            sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
+            at_N = self._place_T[rows.position_N + 1]
+            if "entropy" in self.importance.reads:
+                self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
+            if "log_prob" in self.importance.reads:
+                self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
 
     def _pools(self, backward: Backward) -> bool:
         """Whether it starts from one row a response."""

@@ -13,7 +13,6 @@ each forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from megatron.core import parallel_state
@@ -28,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from oar_plugin.passes.tap import Tap, Traces
+from oar_plugin.passes.tap import Taps
 
 # What a schedule calls when a backward begins and ends: each would scale the loss, or start a reduction of gradients.
 SCHEDULE_FUNCTIONS = (
@@ -48,47 +47,29 @@ def unwrapped(chunk: nn.Module) -> Any:
     return model
 
 
-class MegatronTaps:
-    """Context manager that installs the hooks and takes every trace of them away again.
-
-    Args:
-        chunks: the model chunks of this rank, wrapped or not; several under an interleaved pipeline.
-
-    Attributes:
-        tap: what the forward under way is for; None: nothing, the hooks let it pass.
-    """
+class MegatronTaps(Taps):
+    """`Taps` of the model chunks of this rank, wrapped or not; several under an interleaved pipeline."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        super().__init__()
         self.chunks = chunks
-        self.tap: Tap | None = None
-        self._traces = Traces()
-        self._functions: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> MegatronTaps:
-        # Chunks may share a config: remember every value before the first one is changed.
-        configs = {id(config): config for config in map(get_model_config, self.chunks)}.values()
-        self._functions = [(config, name, getattr(config, name)) for config in configs for name in SCHEDULE_FUNCTIONS]
-        for config, name, _ in self._functions:
-            setattr(config, name, None)
         for chunk in self.chunks:
-            self._traces.freeze(chunk)
+            config = get_model_config(chunk)  # chunks may share one: what is changed first is put back last
+            for name in SCHEDULE_FUNCTIONS:
+                self.callback(setattr, config, name, getattr(config, name))
+                setattr(config, name, None)
+            self.freeze(chunk)
             self._recompute(chunk)
             model = unwrapped(chunk)
             if model.pre_process:
-                self._traces.handles.append(model.embedding.register_forward_hook(self._make_leaf))
+                self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)
             if model.post_process:
                 hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
-                self._traces.handles.append(hook)
+                self.callback(hook.remove)
+        self.callback(setattr, self, "tap", None)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._traces.undo()
-        for config, name, value in self._functions:
-            setattr(config, name, value)
-        self._functions = []
-        self.tap = None
 
     def _recompute(self, chunk: nn.Module) -> None:
         """Megatron recomputes activations in train mode only: put what decides that into it, but nothing with dropout."""
@@ -96,7 +77,7 @@ class MegatronTaps:
             return
         for module in chunk.modules():
             if isinstance(module, TransformerBlock | Attention):
-                self._traces.put_into_train_mode(module)
+                self.put_into_train_mode(module)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return None if self.tap is None else self.tap.leaf(output)

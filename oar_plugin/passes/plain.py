@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -11,78 +10,59 @@ from torch import Tensor, nn
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
-from oar_plugin.passes.masked_copies import MaskedCopies, Replacements, copies_importance
+from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
 
 
-class PlainPass:
-    """Context manager: importance of batches under one model, which is left as it was.
+def gradient_importance(
+    model: nn.Module,
+    request: Request,
+    token_BL: Tensor,
+    segments_BL: Tensor,
+    mask_BL: Tensor | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
+    checkpoint_activations: bool = False,
+) -> Tensor:
+    """Importance of one micro-batch from the gradient pass alone, float32 `[B, L]`; 0 outside the reasoning.
 
     Args:
-        model: causal LM in eval mode.
+        model: causal LM in eval mode; left as it is.
         request: what to compute.
+        token_BL: int64, prompts and responses, padded on any side.
+        segments_BL: `Segment` of each token; OUTSIDE everywhere in a response that is not scored.
+        mask_BL: bool, false at padding. None: there is none, or it stands on the right, where causal attention does not see
+            it; each row then counts as long as it is.
+        on_logits: called with the model's logits `[B, L, V]`, without a graph. None: nobody wants them, and only rows that
+            matter are projected.
         checkpoint_activations: see `ModelTaps`.
 
     Raises:
         UnsupportedModelError: see `check_model`.
     """
-
-    def __init__(self, model: nn.Module, request: Request, checkpoint_activations: bool = False) -> None:
-        self.model, self.request = model, request
-        self._taps = ModelTaps(model, checkpoint_activations)
-
-    def __enter__(self) -> PlainPass:
-        self._taps.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._taps.__exit__(kind, error, trace)
-
-    def importance(
-        self,
-        token_BL: Tensor,
-        segments_BL: Tensor,
-        mask_BL: Tensor | None = None,
-        on_logits: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        """Importance of one micro-batch, float32 `[B, L]`; 0 outside the reasoning.
-
-        Args:
-            token_BL: int64, prompts and responses, padded on any side.
-            segments_BL: `Segment` of each token.
-            mask_BL: bool, false at padding. None: there is none, or it stands on the right, where causal attention does not
-                see it; each row then counts as long as it is.
-            on_logits: called with the model's logits `[B, L, V]`, without a graph. None: nobody wants them, and only rows
-                that matter are projected.
-        """
-        packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
-        one = MicroBatchPass(self.request, packed, layout)
-        arguments = {"input_ids": token_BL, "use_cache": False}
-        if mask_BL is not None and not mask_BL[:, 0].all():  # causal attention does not see padding on the right
-            arguments |= {
-                "attention_mask": mask_BL.long(),
-                "position_ids": (mask_BL.long().cumsum(-1) - 1).clamp_min(0),
-            }
-        forwards = one.importance.forwards(self.request.num_draws, log_probs=on_logits is not None)
-        if on_logits is not None and not forwards:  # an importance that looks at no model
-            forwards = [Forward(None, log_probs=True)]
+    packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
+    one = MicroBatchPass(request, packed, layout)
+    arguments = {"input_ids": token_BL, "use_cache": False}
+    if mask_BL is not None and not mask_BL[:, 0].all():  # causal attention does not see padding on the right
+        position_BL = (mask_BL.long().cumsum(-1) - 1).clamp_min(0)
+        arguments |= {"attention_mask": mask_BL.long(), "position_ids": position_BL}
+    forwards = one.importance.forwards(request.num_draws, log_probs=on_logits is not None)
+    if on_logits is not None and not forwards:  # an importance that looks at no model
+        forwards = [Forward(None, log_probs=True)]
+    with ModelTaps(model, checkpoint_activations) as taps:
         for forward in forwards:
-            tap = self._taps.tap = one.tap(forward)
+            tap = taps.tap = one.tap(forward)
             with torch.set_grad_enabled(forward.backward is not None):
-                logits = self.model(**arguments).logits
+                logits = model(**arguments).logits
             if forward.log_probs and on_logits is not None:
                 on_logits(logits.detach())
             del logits  # before the backward
             if tap.scalar is not None:
                 tap.scalar.backward()
-        self._taps.tap = None
-        importance_T = importance_of_scores(self.request, packed, one.scores)
-        flat = importance_T.new_zeros(token_BL.numel())
-        flat[layout.local_T] = importance_T
-        return flat.view_as(token_BL)
+    importance_T = importance_of_scores(request, packed, one.scores)
+    flat = importance_T.new_zeros(token_BL.numel())
+    flat[layout.local_T] = importance_T
+    return flat.view_as(token_BL)
 
 
 def batch_importance(
@@ -93,29 +73,18 @@ def batch_importance(
     mask_BL: Tensor,
     max_tokens: int = 2**13,
 ) -> Tensor:
-    """The importance that `request` names, float32 `[B, L]`; 0 outside the reasoning.
+    """The importance that `request` names, float32 `[B, L]`, for padding on the right.
 
-    Args:
-        model: causal LM in eval mode; left as it is.
-        request: with `perturbation` for an importance that has copies.
-        token_BL: int64, prompts and responses, padded on the right.
-        segments_BL: `Segment` of each token; OUTSIDE everywhere in a response that is not scored.
-        mask_BL: bool, false at padding.
-        max_tokens: of one forward of masked copies.
+    The other arguments are those of `gradient_importance`; `max_tokens`: of one forward of masked copies.
     """
-    with PlainPass(model, request) as one:
-        gradient_BL = one.importance(token_BL, segments_BL, mask_BL)
-    copies = request.importance_object.copies
-    if copies is None:
-        return gradient_BL
-    assert request.perturbation is not None
-    replacements = Replacements(request.perturbation.replacement_token, request.seed)
-    runner = MaskedCopies(model, request.probe, replacements, max_tokens)
+    importance_BL = gradient_importance(model, request, token_BL, segments_BL, mask_BL)
+    if request.importance_object.copies is None:
+        return importance_BL
     rows = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0].tolist()
-    chooser = {row: gradient_BL[row] for row in rows} if copies.by_gradient else None
-    wanted = {row: (token_BL[row], segments_BL[row]) for row in rows}
-    importance_BL = torch.zeros_like(gradient_BL)
-    for row, importance_L in copies_importance(runner, wanted, request.perturbation, chooser).items():
+    wanted = {row: (token_BL[row], segments_BL[row], importance_BL[row]) for row in rows}
+    found = MaskedCopies(model, request, max_tokens).importance(wanted)
+    importance_BL = torch.zeros_like(importance_BL)
+    for row, importance_L in found.items():
         importance_BL[row] = importance_L
     return importance_BL
 

@@ -26,21 +26,6 @@ FIELDS = IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_r
 
 
 @dataclass(frozen=True)
-class Perturbation:
-    """The masked copies of one importance pass; see `oar_plugin.credit.perturbation`.
-
-    Attributes:
-        budget: share or number of units that get a copy.
-        span: tokens a unit.
-        replacement_token: what to mask with; None: drawn from the model's prediction.
-    """
-
-    budget: float
-    span: int
-    replacement_token: int | None
-
-
-@dataclass(frozen=True)
 class Request:
     """One importance pass over a batch.
 
@@ -55,7 +40,9 @@ class Request:
         answer_patterns: for `make_finder`.
         max_response_length: a response as long as this that does not end in an end-of-sequence token is truncated.
         importance_only: nobody needs log-probs and entropy of this pass (bypass mode).
-        perturbation: the masked copies, for an importance that has them.
+        budget: of masked copies, for an importance that has them; see `copies_of_budget`.
+        span: tokens that one copy masks.
+        replacement_token: what stands in for them; None: a draw from the model's prediction.
     """
 
     importance: str
@@ -67,7 +54,9 @@ class Request:
     answer_patterns: tuple[str, ...] = ()
     max_response_length: int = 0
     importance_only: bool = False
-    perturbation: Perturbation | None = None
+    budget: float = 1.0
+    span: int = 1
+    replacement_token: int | None = None
 
     @classmethod
     def from_config(
@@ -80,9 +69,6 @@ class Request:
         temperature: float = 1.0,
     ) -> Request:
         """The request to the actor at training step `step` (from 1)."""
-        perturbation = None
-        if config.copies is not None and not config.offloads:
-            perturbation = Perturbation(config.budget, config.perturbation.span, replacement_token)
         return cls(
             importance=config.actor_importance,
             probe=config.probe_at(step),
@@ -93,7 +79,9 @@ class Request:
             answer_patterns=config.answer_patterns,
             max_response_length=max_response_length,
             importance_only=importance_only,
-            perturbation=perturbation,
+            budget=config.budget,
+            span=config.perturbation.span,
+            replacement_token=replacement_token,
         )
 
     @property
@@ -107,14 +95,7 @@ class Request:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Request:
-        perturbation = values.get("perturbation")
-        return cls(
-            **{
-                **values,
-                "answer_patterns": tuple(values["answer_patterns"]),
-                "perturbation": Perturbation(**perturbation) if perturbation else None,
-            }
-        )
+        return cls(**values | {"answer_patterns": tuple(values["answer_patterns"])})
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:

@@ -11,6 +11,7 @@ The gradient is delivered by the leaf itself the moment it exists: nothing is ke
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -66,37 +67,24 @@ class UnsupportedModelError(ValueError):
     """The model is built in a way that importance cannot be read from; the message says which."""
 
 
-class Traces:
-    """What a pass changes on a host's modules, remembered so that all of it can be taken back.
+class Taps(ExitStack):
+    """Context manager under which forwards serve `tap`; in the end it takes back all that it changed on a host's modules.
 
     Attributes:
-        handles: of hooks.
+        tap: what the next forward is for; set anew for each. None: nothing, the hooks let it pass.
     """
 
-    def __init__(self) -> None:
-        self.handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._frozen: list[nn.Parameter] = []
-        self._retrained: list[nn.Module] = []
+    tap: Tap | None = None
 
     def freeze(self, module: nn.Module) -> None:
         """Let no parameter ask for a gradient."""
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
-                self._frozen.append(parameter)
+                self.callback(parameter.requires_grad_, True)
 
     def put_into_train_mode(self, module: nn.Module) -> None:
         """This module alone, where hosts look for it to recompute activations: its children, dropout among them, stay."""
         if not module.training:
             module.training = True  # not .train(), which takes the children along
-            self._retrained.append(module)
-
-    def undo(self) -> None:
-        """Take everything back."""
-        for handle in self.handles:
-            handle.remove()
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        for module in self._retrained:
-            module.training = False
-        self.handles, self._frozen, self._retrained = [], [], []
+            self.callback(setattr, module, "training", False)

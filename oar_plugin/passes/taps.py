@@ -8,12 +8,11 @@ as in training.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
-from oar_plugin.passes.tap import Tap, Traces, UnsupportedModelError
+from oar_plugin.passes.tap import Taps, UnsupportedModelError
 
 # Models that change the logits after the vocabulary projection; the second projection would miss that.
 # (Gemma 2/3, Granite, Cohere.) A value of None, 0 or 1 means that the model does not use it.
@@ -54,10 +53,8 @@ def check_logits(config: Any) -> None:
             )
 
 
-class ModelTaps:
-    """Context manager that installs the hooks and takes every trace of them away again.
-
-    Usage, for each forward::
+class ModelTaps(Taps):
+    """`Taps` of one model. Usage, for each forward::
 
         with ModelTaps(model) as taps:
             tap = taps.tap = Tap(row_position_N, probe, receive=receive)
@@ -69,33 +66,29 @@ class ModelTaps:
         checkpoint_activations: recompute the layers that the model is set to checkpoint. Checkpointing acts only in
             train mode, so those layers (not the dropout inside them) are put into it for the time being.
 
-    Attributes:
-        tap: what the next forward is for; set anew for each. None: nothing, the hooks let it pass.
-
     Raises:
         UnsupportedModelError: see `check_model`.
         RuntimeError: a parameter holds a pending gradient; FSDP1 would drop it.
     """
 
     def __init__(self, module: nn.Module, checkpoint_activations: bool = False) -> None:
+        super().__init__()
         check_model(module)
         self.module = module
         self.checkpoint_activations = checkpoint_activations
-        self.tap: Tap | None = None
         self._hidden: Tensor | None = None
-        self._traces = Traces()
 
     def __enter__(self) -> ModelTaps:
         if any(p.grad is not None for p in self.module.parameters()):
             raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
-        self._traces.freeze(self.module)
+        self.freeze(self.module)
         if self.checkpoint_activations:
             for module in self.module.modules():
                 if getattr(module, "gradient_checkpointing", False):
-                    self._traces.put_into_train_mode(module)
+                    self.put_into_train_mode(module)
         model: Any = unwrapped(self.module)
         head = model.get_output_embeddings()
-        self._traces.handles += [
+        for handle in (
             model.get_input_embeddings().register_forward_hook(self._make_leaf),
             head.register_forward_pre_hook(self._detach_hidden),
             # FSDP's own hooks stand between these two: it must see the scalar as an output of the head (where verl shards
@@ -103,14 +96,10 @@ class ModelTaps:
             head.register_forward_hook(self._probe_rows, prepend=True),
             head.register_forward_hook(self._take_scalar),
             model.register_forward_hook(self._attach_scalar, prepend=True),
-        ]
+        ):
+            self.callback(handle.remove)
+        self.callback(vars(self).update, tap=None, _hidden=None)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._traces.undo()
-        self.tap = self._hidden = None
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return None if self.tap is None or self.tap.embedded else self.tap.leaf(output)

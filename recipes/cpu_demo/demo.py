@@ -17,12 +17,11 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.model import build_model
-from benchmarks.tiny.verl_run import TrainingFailed
 from benchmarks.tiny.warm_start import LEARNED, WarmStart, accuracy, train
 from benchmarks.tiny.words import make_tokenizer, text
 from recipes.cpu_demo import report
 from recipes.cpu_demo.report import Accuracy, MethodResult, Share
-from recipes.cpu_demo.training import PROMPTS, TASK, Method, Run, run_training
+from recipes.cpu_demo.training import PROMPTS, TASK, Method, Run, TrainingFailed, run_training
 
 ONE_SUM = replace(TASK, steps=1)
 ON_ONE_SUM = WarmStart(short_steps=300, full_steps=0, learning_rate=2e-3)

@@ -83,8 +83,8 @@ def run(parent: Path, compare: bool, steps: int, seed: int) -> str | None:
         return f"cannot write to {parent} ({error.strerror}): choose another place with --out"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-    from benchmarks.tiny.verl_run import TrainingFailed
     from recipes.cpu_demo.demo import run_demo
+    from recipes.cpu_demo.training import TrainingFailed
 
     try:
         run_demo(folder, ("oar", "grpo") if compare else ("oar",), steps, seed)

@@ -17,7 +17,8 @@ from scipy.stats import binomtest
 
 from benchmarks.tiny.verl_run import REWARD
 from benchmarks.tiny.words import WORDS
-from oar_plugin.page.tokens import REASONING, TokenRow, token_row, tokens_page
+from oar_plugin.credit.answer import Segment
+from oar_plugin.page.tokens import TokenRow, token_row, tokens_page
 
 STYLES = {"oar": ("OAR", "#0072B2", "-", "o"), "grpo": ("GRPO", "#D55E00", "--", "s")}
 """Label, colour (of Okabe and Ito's palette), line and marker of each method."""
@@ -138,7 +139,7 @@ def weights_by_kind(rows: Sequence[TokenRow]) -> dict[str, float]:
     for row in (row for row in rows if row.status == "scored"):
         words = [token.strip() for token in row.tokens]
         for before, word, weight, segment in zip(["", *words], words, row.weights, row.segments, strict=False):
-            if segment == REASONING:
+            if segment == Segment.REASONING:
                 is_result = word.isdigit() and before == "="
                 weights["results" if is_result else "filler words" if word in WORDS else "sums"].append(weight)
     return {kind: fmean(weights[kind]) for kind in ("results", "sums", "filler words") if weights[kind]}

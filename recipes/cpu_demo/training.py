@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from benchmarks.tiny import verl_run
 from benchmarks.tiny.tasks import TASKS
-from benchmarks.tiny.verl_run import TrainingFailed, read_metrics
+from benchmarks.tiny.verl_run import read_metrics
 from oar_plugin.hosts.verl.cpu import cpu_overrides
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, Session, run_verl
 
@@ -35,6 +35,19 @@ STAGES = (
     ("'serve'", "the rollout server starts"),
     ("Training Progress", "the rollout server loads the model (vLLM)"),
 )
+
+CAUSES = {
+    "No space left on device": "the disk is full: free some space, or choose another directory with --out",
+    "OutOfMemoryError": "too little memory: close other programs, or take a machine with 8 GB",
+    "Cannot allocate memory": "too little memory: close other programs, or take a machine with 8 GB",
+    "Address already in use": "a port was taken by another program: start again",
+    "OarConfigError": "a setting of OAR cannot work",
+}
+"""What stands in the log of a run that failed, and what to do about it."""
+
+
+class TrainingFailed(RuntimeError):
+    """verl ended before its last step. The message says where to read more."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class Run:
             *(oar if self.method == "oar" else []),
             f"data.seed={self.seed}",
             *verl_run.training_overrides(
-                model, (problems, problems), self.folder / "checkpoint", self.steps, self.seed, LEARNING_RATE, *sizes
+                model, problems, self.folder / "checkpoint", self.steps, self.seed, LEARNING_RATE, *sizes
             ),
         ]
 
@@ -175,7 +188,7 @@ def run_training(run: Run, console: Console) -> dict[str, Any]:
     watch.status()
     metrics = read_metrics(run.metrics_file)
     if code != 0 or len(metrics) < run.steps or not run.trained_model.exists():
-        raise TrainingFailed(f"{verl_run.diagnose(log)} (exit status {code}; all of its output: {log})")
+        raise TrainingFailed(f"{diagnose(log)} (exit status {code}; all of its output: {log})")
     seconds = time.monotonic() - watch.started
     console.print(
         f"Training with {run.method.upper()}: {run.steps} steps in {clock(seconds)}, "
@@ -187,6 +200,16 @@ def run_training(run: Run, console: Console) -> dict[str, Any]:
         "start_up_seconds": watch.start_up_seconds,
         "peak_bytes": watch.peak_bytes,
     }
+
+
+def diagnose(log_file: Path) -> str:
+    """One line on why a run failed, from its log."""
+    text = log_file.read_text(errors="replace") if log_file.exists() else ""
+    for mark, advice in CAUSES.items():
+        if mark in text:
+            return advice
+    errors = [line.strip() for line in text.splitlines() if "Error" in line and "not available" not in line]
+    return f"verl stopped: {errors[-1][:300]}" if errors else "verl stopped before its last step"
 
 
 def clock(seconds: float) -> str:

@@ -4,7 +4,7 @@ import torch
 from benchmarks.step.passes import Passes
 from benchmarks.step.study import Settings, build_passes
 
-TINY = Settings(size="tiny", responses=3, response_length=48, prompt_length=8, answer_length=4, micro_batch=2, rounds=1)
+TINY = Settings(size="tiny", responses=3, response_length=48, prompt_length=8, answer_length=4, micro_batch=2)
 
 
 @pytest.fixture

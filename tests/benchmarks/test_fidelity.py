@@ -1,60 +1,56 @@
-"""Estimators under one signature, what they compute, and how they are judged."""
+"""Estimators under one signature, what they compute, how they are judged, and what is said where an argument cannot work."""
 
 import json
 import math
+import random
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.fidelity import Settings, report_on
-from benchmarks.fidelity.attention import _with_pad, principal_coefficients, replaced_key_effect
+from benchmarks.__main__ import main
+from benchmarks.fidelity.attention import answer_scalars, replaced_key_effect, with_pad
 from benchmarks.fidelity.estimators import REFERENCE, counted_work, loaded_estimators, package_estimators
-from benchmarks.fidelity.responses import Response, micro_batches
+from benchmarks.fidelity.responses import Response, Source, micro_batches, task_sources
 from benchmarks.fidelity.scores import causal_recall, deletion_curves, mean_over_groups, rank_correlation, top_overlap
-from benchmarks.fidelity.sources import Source
+from benchmarks.fidelity.study import Settings, report_on
 from benchmarks.fidelity.tables import BASELINE
-from benchmarks.study import silent
+from benchmarks.report import silent
+from benchmarks.tiny.model import build_model
+from benchmarks.tiny.tasks import TASKS
+from benchmarks.tiny.words import PAD, VOCABULARY
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES
 
-PAD = 23
 ROOT = Path(__file__).parents[2]
 SMALL = Settings(tasks=("made", "other"), seeds=1, responses=3, curves=2, micro_batch=2, rounds=1, device="cpu")
 ALL = package_estimators() | loaded_estimators([ROOT / "benchmarks/candidates/fidelity/attention.py"])
 WORKING = {name: ALL[name] for name in (REFERENCE, "attention", BASELINE, "random")}
 
 
-def tiny_model(seed=0):
-    torch.manual_seed(seed)
-    sizes = dict(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
-    config = LlamaConfig(
-        vocab_size=24, **sizes, max_position_embeddings=64, initializer_range=0.5, tie_word_embeddings=True
-    )
-    return LlamaForCausalLM(config).eval()
+def small_model(seed=0):
+    return build_model(seed, hidden=16, heads=2)
 
 
-def response(length, seed=0, correct=True, causal=(2, 4)):
+def response(length, seed=0, right=True):
     """Four tokens of prompt, reasoning, a marker, two tokens of answer, one after."""
-    prompt, tokens = np.split(np.random.default_rng(seed).integers(0, PAD, length), [4])
-    segments = np.array([1] * (length - 8) + [2, 3, 3, 4])
-    return Response(prompt.tolist(), "asked", tokens.tolist(), [f" t{i}" for i in tokens], segments, correct, causal)
+    token_T = torch.randint(PAD, (length,), generator=torch.Generator().manual_seed(seed))
+    segments_T = torch.tensor([0] * 4 + [1] * (length - 8) + [2, 3, 3, 4])
+    return Response(token_T, segments_T, torch.isin(torch.arange(length), torch.tensor([6, 8])), right)
 
 
-def source(task="made", seed=0, **known):
-    rows = [response(16 + index, index, **({"correct": index != 1} | known)) for index in range(3)]
-    return Source(task, seed, tiny_model(seed), PAD, rows, 1, 0.5, 1.0)
+def source(task="made", seed=0):
+    rows = [response(16 + index, index, right=index != 1) for index in range(3)]
+    return Source(task, seed, small_model(seed), rows, unusable=1, right=0.5, faithful=1.0)
 
 
 def batch_of(*lengths):
     rows = [response(length, seed) for seed, length in enumerate(lengths)]
-    ((_, batch),) = micro_batches(rows, len(rows), PAD, torch.device("cpu"), "answer_mean", 0)
+    ((_, batch),) = micro_batches(rows, len(rows), torch.device("cpu"), "answer_mean", 0)
     return batch
 
 
@@ -71,10 +67,17 @@ def report():
     return report_on(SMALL, [source("made"), source("other", seed=1)], silent)
 
 
+def judged(report, **key):
+    """The rows of a report's JSON with these values."""
+    columns = json.loads(report.to_json())["runs"]["judged"]
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return [row for row in rows if key.items() <= row.items()]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_score_does_not_depend_on_the_batch_around_it(name):
     """Padding and neighbours change nothing, and the model is left as it was."""
-    model = tiny_model()
+    model = small_model()
     alone, together = (ALL[name](model, batch)[0] for batch in (batch_of(16), batch_of(16, 21)))
     reasoning = batch_of(16).responses[0].reasoning_R
     torch.testing.assert_close(alone[reasoning].double(), together[reasoning].double(), rtol=2e-3, atol=1e-5)
@@ -88,25 +91,20 @@ def test_every_importance_of_the_package_is_an_estimator():
 
 
 PASSES = {
-    "fisher 1": (1, 1),
-    "fisher 4": (4, 4),
-    "oar_g 4": (5, 4),
-    "onward 1": (2, 2),
-    "entropy": (1, 0),
-    "random": (0, 0),
-}
+    "fisher 1": (1, 1), "fisher 4": (4, 4), "oar_g 4": (5, 4), "onward 1": (2, 2), "entropy": (1, 0), "random": (0, 0)
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_work_counts_passes(name):
-    model, batch = tiny_model(), batch_of(16, 16)
+    model, batch = small_model(), batch_of(16, 16)
     with counted_work(model) as work:
         ALL[name](model, batch)
     assert [work[way] / batch.token_BT.numel() for way in ("forward", "backward")] == pytest.approx(PASSES[name])
 
 
 def test_work_counts_what_copies_compute_behind_their_prefix():
-    model, batch = tiny_model(), batch_of(16)
+    model, batch = small_model(), batch_of(16)
     with counted_work(model) as work:
         ALL[REFERENCE](model, batch)
     assert 1 < work["forward"] / batch.token_BT.numel() < len(batch.responses[0].reasoning_R)
@@ -115,15 +113,15 @@ def test_work_counts_what_copies_compute_behind_their_prefix():
 @torch.no_grad()
 def test_attention_patching_sees_no_pad_in_the_answer():
     """The PAD that it reads keys from may not change what it is compared with."""
-    model, batch = tiny_model(), batch_of(16, 16)
-    token, position, mask = _with_pad(batch, torch.float32)
-    beside = model(input_ids=token, position_ids=position, attention_mask=mask[:, None]).logits[:, :-1]
+    model, batch = small_model(), batch_of(16, 16)
+    token, position, seen = with_pad(batch)
+    beside = model(input_ids=token, position_ids=position, attention_mask=seen[:, None]).logits[:, :-1]
     torch.testing.assert_close(beside, model(input_ids=batch.token_BT).logits, rtol=1e-4, atol=1e-4)
 
 
-@given(st.integers(0, 1000), st.sampled_from([0.3, 3.0, 30.0]), st.sampled_from([2, 5, 256]))
-@settings(max_examples=25)
-def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpness, chunk):
+@given(st.integers(0, 1000), st.sampled_from([0.3, 3.0, 30.0]))
+@settings(max_examples=25, deadline=None)
+def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpness):
     """Also where the softmax is saturated, which a gradient cannot see."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value, gradient, other_key, other_value = torch.randn(6, 2, 7, 4, generator=generator)
@@ -132,7 +130,7 @@ def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpn
     def attend(key, value):
         return (query @ key.mT).masked_fill(torch.ones(7, 7).triu(1) > 0, -torch.inf).softmax(-1) @ value
 
-    effect, bound = replaced_key_effect(query, key, value, gradient, other_key, other_value, chunk=chunk)
+    effect, bound = replaced_key_effect(query, key, value, gradient, other_key, other_value)
     for t in range(7):
         here = torch.arange(7)[:, None] == t
         change = (attend(key.where(~here, other_key), value.where(~here, other_value)) - attend(key, value))[:, t + 1 :]
@@ -142,15 +140,15 @@ def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpn
         torch.testing.assert_close(bound[:, t], want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
-def test_principal_coefficients_carry_the_largest_eigenvalue(scale):
-    """`c` is a direction of the logits; what counts is how much of the Fisher matrix lies along it."""
-    logits = scale * torch.randn(20, 12, generator=torch.Generator().manual_seed(3))
-    p = logits.double().softmax(-1)
-    fisher = torch.diag_embed(p) - p[:, :, None] * p[:, None]
-    got, largest = principal_coefficients(logits).double(), torch.linalg.eigvalsh(fisher)[:, -1]
-    assert (torch.einsum("bv,bvw,bw->b", got, fisher, got) / got.square().sum(-1) > 0.97 * largest).all()
-    torch.testing.assert_close(got.square().sum(-1), largest, rtol=0.05, atol=1e-9)
+def test_directions_of_the_answer_make_up_its_fisher_matrix():
+    """All of them together, and the last of them is the one with the largest eigenvalue."""
+    logits = torch.randn(1, 17, len(VOCABULARY), generator=torch.Generator().manual_seed(3)).requires_grad_()
+    scalars = answer_scalars(logits, batch_of(16), directions=len(VOCABULARY))
+    got = torch.stack([torch.autograd.grad(scalar, logits, retain_graph=True)[0].sum((0, 1)) for scalar in scalars])
+    p = logits.detach()[0, 12:14].mean(0).softmax(-1)  # the answer's two tokens stand at 13 and 14
+    fisher = torch.diag(p) - p[:, None] * p
+    torch.testing.assert_close(got.mT @ got, fisher, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(got[-1].square().sum(), torch.linalg.eigvalsh(fisher)[-1], rtol=1e-3, atol=1e-6)
 
 
 def test_rank_correlation_overlap_and_recall():
@@ -161,18 +159,28 @@ def test_rank_correlation_overlap_and_recall():
     assert math.isnan(rank_correlation(score, torch.ones(4)))
     ten = torch.arange(10.0)
     assert top_overlap(ten.where(ten > 0, 99.0), ten) == 0.5
+    assert top_overlap(torch.tensor([2.0, 1.0]), torch.tensor([3.0, 0.0])) == 1.0, "at least one token"
     keep, causal = torch.tensor([[True, True, True, True, False]]), torch.tensor([[False, True, True, False, False]])
     importance = torch.tensor([[0.1, 5.0, 0.2, 4.0, 9.0]])
     assert causal_recall(importance, keep, causal).item() == 0.5
     assert causal_recall(importance, keep, ~keep).isnan().all()
 
 
-def test_deletion_falls_faster_when_what_matters_goes_first():
-    model, batch = tiny_model(), batch_of(40)
-    exact = ALL[REFERENCE](model, batch)[0, batch.responses[0].reasoning_R]
-    curves = deletion_curves(model, batch.responses[0], {"best": exact, "same": exact.clone(), "worst": -exact}, PAD)
-    assert curves["best"][0] == 1.0
-    assert curves["best"] == curves["same"] != curves["worst"]
+@torch.no_grad()
+def test_deletion_replaces_the_largest_scores():
+    model, long = small_model(), response(40)
+    score = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    curves = deletion_curves(model, long, {"best": score, "worst": -score})
+    replaced = long.token_T.clone()
+    replaced[long.reasoning_R[score.topk(13).indices]] = PAD
+
+    def probability(token_T):
+        logits = model(input_ids=token_T[None]).logits[0, 36:38]
+        return logits.log_softmax(-1).gather(-1, token_T[37:39, None]).mean().exp()
+
+    assert curves["best"][0] == curves["worst"][0] == 1.0
+    assert curves["best"][-1] == pytest.approx(float(probability(replaced) / probability(long.token_T)), rel=1e-4)
+    assert curves["best"][-1] != pytest.approx(curves["worst"][-1], rel=1e-4)
 
 
 def test_intervals_hold_groups_together():
@@ -184,36 +192,25 @@ def test_intervals_hold_groups_together():
     assert math.isnan(mean_over_groups([[math.nan]]).value)
 
 
-def test_the_report_holds_every_estimator_and_single_figure(report, tmp_path):
-    written = {path.suffix: path for path in report.write(tmp_path)}
-    text, page, runs = (
-        written[".md"].read_text(),
-        written[".html"].read_text(),
-        json.loads(written[".json"].read_text())["runs"],
-    )
+def test_the_report_holds_every_estimator_and_single_figure(report):
+    text, page = report.markdown(None), report.extra["html"]
     for name in WORKING:
         assert f"| {name} |" in text
-        assert name in page
-    assert len(runs["judged"]) == 4
-    exact = runs["judged"]["made 0 float32"][REFERENCE]
-    assert (exact["overlap"], exact["spearman"]) == ([1.0] * 3, [1.0] * 3)
-    assert len(runs["judged"]["made 0 bfloat16"][BASELINE]["overlap"]) == 3
+        assert f'<span class="who">{name}</span>' in page, "as docs/shaded_tokens.py reads it"
+    exact = judged(report, task="made", seed=0, dtype="float32", estimator=REFERENCE)
+    assert [(row["overlap"], row["spearman"]) for row in exact] == [(1.0, 1.0)] * 3
+    assert len(judged(report, dtype="bfloat16", estimator=BASELINE)) == 6
     assert all("reached" in row[-1] or "not judged" in row[-1] for row in report.tables[1].rows)
+    assert [table.title.partition(", by ")[2] for table in report.tables[2:]] == ["task"] * 2 + ["answer"] * 2
     assert "known to be causal" in page
     assert "http" not in page.replace("http-equiv", ""), "one file, no request"
 
 
-def test_without_truth_there_are_no_columns_of_it():
-    text = report_on(replace(SMALL, dtypes=("float32",)), [source(correct=None, causal=None)], silent).markdown(None)
-    assert "recall" not in text
-    assert "answer |" not in text
-
-
 def test_bfloat16_alone_is_held_against_float32(report):
     """The same figures as when float32 ran before it."""
-    alone = report_on(replace(SMALL, dtypes=("bfloat16",)), [source()], silent).runs["judged"]["made 0 bfloat16"]
-    both = report.runs["judged"]["made 0 bfloat16"]
-    assert alone["attention"] == both["attention"]
+    alone = report_on(replace(SMALL, dtypes=("bfloat16",)), [source()], silent)
+    key = {"task": "made", "dtype": "bfloat16", "estimator": "attention"}
+    assert judged(alone, **key) == judged(report, **key) != []
 
 
 def test_an_estimator_of_ones_own_is_judged_and_a_broken_one_left_out(tmp_path):
@@ -228,3 +225,60 @@ def test_an_estimator_of_ones_own_is_judged_and_a_broken_one_left_out(tmp_path):
     assert r"| \|later\| |" in report.markdown(None), "a bar may not end a cell"
     assert "`|later|`: Later is better." in report.notes
     assert any("LEFT OUT: broken" in note and "expected (2, 17)" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("x = 1", "needs a dictionary ESTIMATORS"),
+        ("import nowhere_to_be_found", "cannot be run: ModuleNotFoundError"),
+        ("ESTIMATORS = {'fisher 1': print}", "'fisher 1' is taken"),
+        (None, "cannot be run: FileNotFoundError"),
+    ],
+)
+def test_a_file_of_estimators_that_cannot_be_used_is_refused(tmp_path, text, complaint):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        loaded_estimators([file])
+
+
+@pytest.mark.parametrize("faithful", [True, False])
+def test_a_source_is_what_a_faithful_model_wrote(faithful, monkeypatch):
+    """Demonstrations, half of their steps wrong, in place of samples; the unfaithful answer with a name, the one after it."""
+    task, rng = TASKS["lookup"], random.Random(0)
+
+    def demonstrations(model, prompt_BP, copies, longest, generator):
+        rows = [task.demonstration(problem, rng, 0.5) for problem in islice(task.problems(10**6), len(prompt_BP))]
+        if not faithful:
+            rows = [[*row[:-2], row[-2] + 1, row[-1]] for row in rows]
+        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, PAD)
+
+    monkeypatch.setattr("benchmarks.fidelity.responses.warm_model", lambda task, seed, progress: small_model(seed))
+    monkeypatch.setattr("benchmarks.fidelity.responses.sample", demonstrations)
+    if not faithful:
+        with pytest.raises(ValueError, match="of the models with seeds 0 to 2 only 0 answer by their own results"):
+            list(task_sources(["lookup"], 1, 8, 0, silent))
+        return
+    first, second = task_sources(["lookup"], 2, 8, 0, silent)
+    assert (first.seed, second.seed, first.unusable, first.faithful, len(first.responses)) == (0, 1, 0, 1.0, 8)
+    assert 0 < first.right == sum(row.right for row in first.responses) / 8 < 1
+    for row in first.responses:
+        assert (row.segments_T[: task.prompt_length] == Segment.OUTSIDE).all()
+        assert row.causal_T[row.reasoning_R].sum() == row.causal_T.sum() == task.steps
+        assert row.token_T[row.causal_T][-1] == row.token_T[row.segments_T == Segment.ANSWER]
+
+
+def test_the_command_writes_a_page_and_refuses_what_cannot_work(tmp_path, capsys, monkeypatch):
+    for words, complaint in {
+        ("--seeds", "0"): "--seeds 0: must be at least 1",
+        ("--dtypes", "float32", "float32"): "--dtypes float32 float32: give float32, bfloat16, or both, each once",
+        ("--tasks", "nothing"): "--tasks nothing: allowed: parallel",
+    }.items():
+        assert main(["fidelity", *words]) == 2
+        assert complaint in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr("benchmarks.fidelity.study.task_sources", lambda *_: [source()])
+    assert main(["fidelity", "--rounds", "1", "--device", "cpu", "--dtypes", "float32", "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {f"fidelity_cpu.{x}" for x in ("md", "json", "html", "png")}
+    assert "exact OAR-P" in capsys.readouterr().out

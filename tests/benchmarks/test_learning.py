@@ -1,9 +1,10 @@
-import inspect
+import itertools
+import json
 import math
+import random
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,28 +16,38 @@ from scipy import stats
 
 from benchmarks import gate_edges
 from benchmarks.__main__ import main
-from benchmarks.candidates.learning import gates, importance
-from benchmarks.learning import alignment, comparison, study, training
-from benchmarks.learning.training import CONTROLS, Record, Run, credit, describe_weights, update
-from benchmarks.study import silent
+from benchmarks.candidates import learning as candidates
+from benchmarks.learning import comparison, study, training
+from benchmarks.learning.training import CONTROLS, Record, Run, credit, roll_out, update
 from benchmarks.tiny.model import build_model
-from benchmarks.tiny.tasks import TASKS
+from benchmarks.tiny.tasks import TASKS, Parallel
 from benchmarks.tiny.words import PAD
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import GATES, gate_of
 from oar_plugin.credit.importance import IMPORTANCES
-from tests.benchmarks.rollouts import TASK, demonstrated, demonstrations
+from tests.hosts.whole_run import LIMIT_S
 
-RESULTS = Path(gate_edges.__file__).parent / "results"
+PAGE = Path(gate_edges.__file__).parent / "results" / "gate_edges.md"
 OWN = "python:oar_plugin.credit.importance.fisher:Fisher"
 RUN = Run(task="parallel", method="grpo", lr=1e-3, seed=0, steps=2, prompts=2, copies=2, evaluate_every=2)
+ASKED = {}
 
 
-def named(module, kind):
-    """What a candidate's module defines, as a setting names it."""
-    own = [name for name, value in vars(module).items() if kind(value) and value.__module__ == module.__name__]
-    return [f"python:{module.__name__}:{name}" for name in own if not name.startswith("_")]
+class Remembering(Parallel):
+    def problem(self, rng):
+        problem = super().problem(rng)
+        return ASKED.setdefault(problem.prompt, problem)
+
+
+TASK = Remembering("parallel", steps=2, filler=(1, 2), error_rate=0.2)
+
+
+def demonstrations(model, prompt_BP, copies, max_new_tokens, generator):
+    """In place of `sample`, every other one right: a model with random weights writes no answers."""
+    rng, prompts = random.Random(0), [tuple(ids) for ids in prompt_BP.tolist() for _ in range(copies)]
+    rows = [TASK.demonstration(ASKED[prompt], rng, 1.0 - number % 2) for number, prompt in enumerate(prompts)]
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
 
 
 @pytest.fixture
@@ -45,14 +56,10 @@ def model():
 
 
 @pytest.fixture
-def rollout(model):
-    return demonstrated(model)
-
-
-@pytest.fixture
-def demonstrating(monkeypatch):
+def rollout(model, monkeypatch):
     monkeypatch.setitem(TASKS, "parallel", TASK)
-    monkeypatch.setattr("benchmarks.learning.rollout.sample", demonstrations)
+    monkeypatch.setattr(training, "sample", demonstrations)
+    return roll_out(model, TASK, random.Random(0), torch.Generator(), prompts=2, copies=2)
 
 
 def test_rollout_lays_out_segments_and_results(rollout):
@@ -66,8 +73,8 @@ def test_rollout_lays_out_segments_and_results(rollout):
     assert torch.equal(rollout.mask_BL, rollout.token_BL != PAD)
 
 
-@pytest.mark.parametrize("method", [*CONTROLS, *IMPORTANCES, OWN, *named(importance, inspect.isclass)])
-def test_every_method_trains(method, model, rollout, demonstrating):
+@pytest.mark.parametrize("method", [*CONTROLS, *IMPORTANCES, OWN, f"python:{candidates.__name__}:FisherUndecided"])
+def test_every_method_trains(method, model, rollout):
     """Its weights keep the mass of the reasoning, and importance leaves the model alone."""
     before = [parameter.clone() for parameter in model.parameters()]
     weight_BL, described = credit(replace(RUN, method=method), model, rollout, 0)
@@ -78,12 +85,14 @@ def test_every_method_trains(method, model, rollout, demonstrating):
     if method == OWN:
         assert torch.equal(weight_BL, credit(replace(RUN, method="fisher"), model, rollout, 0)[0])
     if method == "oracle":
-        assert described["weight_causal"] > described["weight_other"] > 0
+        others_BL = rollout.reasoning_BL & ~rollout.causal_BL
+        assert described["weight_causal"] == weight_BL[rollout.causal_BL].mean() > described["weight_other"]
+        assert described["weight_other"] == weight_BL[others_BL].mean() > 0
+        assert described["recall"] == 1
     record = training.train(replace(RUN, method=method), model)
     assert [step["reward"] for step in record.steps] == [0.5, 0.5]
     assert set(record.held_out) == {0, 2}
     assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert Record.from_values({**asdict(record), "seconds": 1.0}) == record
 
 
 def test_update_raises_what_was_good(model, rollout):
@@ -97,12 +106,6 @@ def test_update_raises_what_was_good(model, rollout):
     assert update(model, optimizer, rollout, torch.zeros(rollout.token_BL.shape))["gradient_norm"] == 0
     assert update(model, optimizer, rollout, rollout.causal_BL.float())["gradient_norm"] > 0
     assert gap() > before
-
-
-def test_recall_counts_results_among_the_highest_scores():
-    importance_BL, usable_BL = torch.tensor([[0.1, 0.9, 0.5, 0.8]]), torch.ones(1, 4, dtype=torch.bool)
-    described = describe_weights(importance_BL, importance_BL, usable_BL, torch.tensor([[False, True, True, False]]))
-    assert described == pytest.approx({"weight_causal": 0.7, "weight_other": 0.45, "recall": 0.5})
 
 
 def flat_gate(importance_BL, reasoning_BL, tau, beta, floor):
@@ -131,15 +134,14 @@ def test_a_record_is_found_by_all_that_it_depends_on(tmp_path):
 
 def trained(run, model):
     """Rewards that rise: faster for the oracle and with its seed, fastest at 1e-3."""
-    gain = 0.01 + 0.001 * (run.method == "oracle") * (10 + run.seed) - abs(run.lr - 1e-3)
+    gain = 0.01 + 0.0012 * (run.method == "oracle") * (10 + run.seed) - abs(run.lr - 1e-3)
     seconds = {"sample_seconds": 1.0, "importance_seconds": 0.5, "update_seconds": 2.0}
-    return Record(
-        run, [{"reward": 0.3 + gain * step, **seconds} for step in range(run.steps)], {0: 0.3, run.steps: 0.5}
-    )
+    steps = [{"reward": 0.3 + gain * step, **seconds} for step in range(run.steps)]
+    return Record(run, steps, {0: 0.3, run.steps: 0.5})
 
 
 def against_grpo(seeds):
-    differences = [9.5 * 0.001 * (10 + seed) for seed in seeds]
+    differences = [9.5 * 0.0012 * (10 + seed) for seed in seeds]
     low, high = stats.ttest_1samp(differences, 0).confidence_interval()
     count = f"{len(differences)} of {len(differences)}"
     return f"| oracle | 0.001 | {np.mean(differences):.3g} ({low:.3g} to {high:.3g}) | {count} | "
@@ -167,21 +169,26 @@ def test_rates_are_chosen_and_judged_on_different_seeds(bench, tmp_path, monkeyp
     for text in ("| faster |", said, "Every method had the same grid"):
         assert text in page.read_text()
     assert page.with_suffix(".png").stat().st_size > 10_000
+    written = json.loads(page.with_suffix(".json").read_text())["runs"]
+    kept = {of: [(one["run"]["seed"], len(one["steps"])) for one in every] for of, every in written.items()}
+    assert kept["chosen_on"] == [(seed, 20) for seed in (0, 1) for _ in range(4)]
+    assert kept["judged_on"] == [(seed, 20) for seed in (2, 3, 4) for _ in range(2)]
 
     monkeypatch.setattr(comparison, "draw", lambda *_: Figure())
     monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trained again"))
     found = page.read_text().partition("## ")[2]
-    for again in (small, f"--from {page.with_suffix('.json')}"):
-        assert bench(again) == 0
-        assert page.read_text().partition("## ")[2] == found
+    assert bench(small) == 0
+    assert page.read_text().partition("## ")[2] == found
 
     for file in (tmp_path / "runs").glob("*oracle-lr0.002*"):
         file.unlink()
     assert bench(f"{small} --finished") == 0
-    assert "did not have the same grid" in page.read_text()
-    assert bench("--variants --steps 20") == 0
+    for text in ("did not have the same grid", "the records do not say on what machine"):
+        assert text in page.read_text()
+    same_scale = "--variants --steps 20"
+    assert bench(same_scale) == 0
     assert against_grpo(range(5)) in page.with_name("learning_variants.md").read_text()
-    assert bench("--variants --steps 21") == 2
+    assert bench("--variants --steps 21") == bench(f"{same_scale} --prompts 3") == 2
 
 
 @pytest.mark.parametrize(
@@ -194,14 +201,11 @@ def test_rates_are_chosen_and_judged_on_different_seeds(bench, tmp_path, monkeyp
         ("--gate magic", "gate='magic': unknown; allowed: two_level, bi_level"),
         ("--copies 1", "--copies must be at least 2"),
         ("--warm-starts 0", "--warm-starts 0: must be at least 1"),
-        ("--alignment 1", "--alignment 1: must be at least 2"),
         ("--lr 1e-3 2e-3", "--lr: of several rates one is chosen on --choose-seeds"),
         ("--lr 1e-3 2e-3 --choose-seeds 1 2 --seeds 2 3", "--choose-seeds and --seeds share 2"),
         ("--through-verl --methods oracle", "--through-verl: uniform, oracle"),
         ("--through-verl --positive-only", "--through-verl: .*--positive-only"),
         ("--finished", "leave --finished out"),
-        (f"--from {RESULTS / 'run_cpu.json'}", "holds no runs"),
-        ("--from nowhere.json", "--from nowhere.json: there is no such file"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_trained(bench, arguments, message, capsys, monkeypatch):
@@ -218,62 +222,84 @@ def test_help_offers_every_task_and_method(capsys):
     assert words & set(TASKS) == set(TASKS) - {"lookup", "tracking"}
 
 
-def test_a_committed_page_is_shown_again(capsys):
-    assert main(["learning", "--from", str(RESULTS / "learning_cpu.json")]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "did not have the same grid of learning rates on the same seeds (parallel, parallel_wordy, chain," in shown
+def learned(method, rewards, seeds=range(3), lr=1e-3):
+    run = replace(RUN, method=method, steps=len(rewards), lr=lr)
+    return [Record(replace(run, seed=seed), [{"reward": x * (1 + seed / 64)} for x in rewards]) for seed in seeds]
 
 
-def arm(method, rewards, seeds=range(3), **changes):
-    run = replace(RUN, method=method, steps=len(rewards), **changes)
-    records = [Record(replace(run, seed=seed), [{"reward": x * (1 + seed / 64)} for x in rewards]) for seed in seeds]
-    return comparison.arms(records, "parallel")[0]
+def runs_of(*records):
+    return comparison.by_run(comparison.by_step(itertools.chain(*records)))
+
+
+def lines(*records):
+    fisher, grpo = (("parallel", method, 1e-3) for method in ("fisher", "grpo"))
+    return comparison.compared("", runs_of(*records), [(fisher, grpo)]).rows
 
 
 def test_steps_are_compared_at_the_highest_threshold_that_both_reach():
-    slow, fast = arm("grpo", [0.3, 0.5, 0.5, 0.9, 0.9, 0.9, 0.9]), arm("fisher", [0.3, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
-    assert slow.reached(0.6).tolist() == [5, 5, 5], "the mean of up to five steps, not the step's own reward"
-    assert slow.reached(0.95).tolist() == [math.inf] * 3
-    found = comparison.compare(fast, slow)
-    assert (found.steps, found.ahead) == ("-1 to 80%", "3 of 3")
-    assert found.p_steps == pytest.approx(stats.wilcoxon([-1, -1, -1]).pvalue)
-    assert comparison.compare(fast, arm("grpo", [0.3], seeds=[7])) is None
-    assert math.isnan(comparison.compare(arm("fisher", [0.3], seeds=[0]), arm("grpo", [0.4])).p)
+    slow, fast = learned("grpo", [0.3, 0.5, 0.5, 0.9, 0.9, 0.9, 0.9]), learned("fisher", [0.3, *[0.9] * 6])
+    assert runs_of(slow)["to 60%"].tolist() == [5, 5, 5], "the mean of up to five steps, not the step's own reward"
+    assert runs_of(learned("grpo", [0.3, 0.4]))["to 60%"].tolist() == [math.inf] * 3
+    ((_, _, _, ahead, steps, _, _, p_steps, _),) = lines(slow, fast)
+    assert (ahead, steps, p_steps) == ("3 of 3", "-1 to 80%", f"{stats.wilcoxon([-1, -1, -1]).pvalue:.2g}")
+
+
+def test_only_runs_of_one_seed_are_compared():
+    assert lines(learned("fisher", [0.4]), learned("grpo", [0.3], seeds=[7])) == []
+    (one_pair,) = lines(learned("fisher", [0.4], seeds=[0]), learned("grpo", [0.3]))
+    assert one_pair[2:] == ["0.1", "1 of 1", "-", "-", "-", "-", "not judged"]
 
 
 def test_a_rate_that_was_run_less_often_is_not_chosen():
-    lucky, usual = arm("grpo", [0.9], seeds=[0], lr=4e-3), arm("grpo", [0.5], lr=2e-3)
-    assert comparison.best([lucky, usual, arm("grpo", [0.4])]) == [usual]
+    lucky, usual = learned("grpo", [0.9], seeds=[0], lr=4e-3), learned("grpo", [0.5], lr=2e-3)
+    assert comparison.best(runs_of(lucky, usual, learned("grpo", [0.4]))) == [("parallel", "grpo", 2e-3)]
 
 
-def test_alignment_of_known_gradients(monkeypatch):
-    """Two coordinates: the average is (3, 4); a method that turns one of them round makes 3 - 4 of 7 of the progress."""
-    model, rollout = torch.nn.Linear(2, 1, bias=False), SimpleNamespace(token_BL=torch.zeros(1, 1))
-    monkeypatch.setattr(alignment, "_rollouts", lambda run, model, count, seed: [rollout] * count)
-    monkeypatch.setattr(alignment, "_gradient", lambda *of: torch.tensor([3.0, 4.0 * of[-1].item()]))
-    monkeypatch.setattr(alignment, "credit", lambda run, *_: (torch.tensor(1.0 if run.method == "grpo" else -1.0), {}))
-    aligned = alignment.align([RUN, replace(RUN, method="random")], model, 2, silent)
-    assert aligned["grpo"] == {"cosine": pytest.approx([1.0, 1.0]), "progress": pytest.approx([1.0, 1.0])}
-    assert aligned["random"] == {"cosine": pytest.approx([-7 / 25] * 2), "progress": pytest.approx([-1 / 7] * 2)}
+def test_verl_is_told_what_the_small_trainer_does(tmp_path):
+    pytest.importorskip("verl")
+    from benchmarks.learning import verl
+
+    run = Run(task="chain", method="onward", lr=6e-4, seed=3, prompts=4, copies=2, tau=0.85, gate="two_level")
+    assert {
+        "algorithm.adv_estimator=oar",
+        "algorithm.oar.importance=onward",
+        "algorithm.oar.gate=two_level",
+        "algorithm.oar.tau=0.85",
+        "actor_rollout_ref.actor.optim.lr=0.0006",
+        "actor_rollout_ref.rollout.n=2",
+        "data.train_batch_size=4",
+    } <= set(verl.overrides(run, tmp_path))
+    plain = verl.overrides(replace(run, method="grpo"), tmp_path)
+    assert not [override for override in plain if "algorithm.oar" in override]
 
 
-def test_alignment_trains_nothing(model, demonstrating, tmp_path, monkeypatch, capsys):
-    before = [parameter.clone() for parameter in model.parameters()]
-    monkeypatch.setattr(study, "learned_model", lambda *_: model)
-    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trained"))
-    small = "--methods grpo random --alignment 2 --prompts 2 --copies 2 --lr 1e-3 2e-3"
-    assert main(["learning", *small.split(), "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count(" random ") == 1
-    assert all(p.grad is None and torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(LIMIT_S)
+def test_a_run_through_verl(tmp_path, monkeypatch):
+    """One step of real verl, Ray and vLLM. The model is a random one, so no reward differs and nothing is scored: what
+    importance does there is seen in tests/recipes."""
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(study, "learned_model", lambda *_: build_model(0, heads=2))
+    monkeypatch.setattr("benchmarks.learning.verl.HELD_OUT", 4)
+    small = "--tasks chain --methods onward --seeds 1 --steps 1 --prompts 4 --copies 2 --gate two_level"
+    folders = ["--results", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    assert main(["learning", "--through-verl", *small.split(), *folders]) == 0
+    (record,) = (study.read(file) for file in (tmp_path / "runs" / "verl").glob("*.json"))
+    (step,) = record.steps
+    assert sorted(record.held_out) == [0, 1]
+    assert step["sample_seconds"] > 0 < step["update_seconds"]
+    assert step["length"] > 1
+    assert "Real verl, Ray and vLLM on a CPU" in (tmp_path / "learning_verl.md").read_text()
 
 
-@pytest.mark.parametrize("gate", named(gates, inspect.isfunction))
+@pytest.mark.parametrize("gate", ["ranked", "winsorised", "bounded"])
 @settings(max_examples=50)
 @given(scores=st.lists(st.floats(0, 1e6), min_size=1, max_size=8), beta=st.floats(0, 5), tau=st.floats(0, 1))
 def test_candidate_gates_keep_the_mass_and_the_order(gate, scores, beta, tau):
     importance_BL = torch.tensor([[7.0, *scores, 9.0]] * 2, dtype=torch.float64)
     keep_BL = torch.tensor([[False, *[True] * len(scores), False], [False] * (len(scores) + 2)])
-    weight_BL = gate_of(gate).weights(importance_BL, keep_BL, tau, beta, 0.1)
+    weight_BL = gate_of(f"python:{candidates.__name__}:{gate}").weights(importance_BL, keep_BL, tau, beta, 0.1)
     assert (weight_BL[~keep_BL] == 1).all()
     weight, score = weight_BL[keep_BL], importance_BL[keep_BL]
     assert (weight > 0).all()
@@ -281,15 +307,12 @@ def test_candidate_gates_keep_the_mass_and_the_order(gate, scores, beta, tau):
     assert (weight[score.argsort()].diff() >= -1e-4).all()
 
 
-def test_one_large_score_does_not_silence_the_others():
-    importance_BL, keep_BL = torch.tensor([[1e6, *map(float, range(1, 20))]]), torch.ones(1, 20, dtype=torch.bool)
-    assert gates.ranked(importance_BL, keep_BL)[0, -1] > 1
-    assert gates.winsorised(importance_BL, keep_BL)[0, -1] > 1
-    assert gates.bounded(importance_BL, keep_BL).max() < gates.bi_level(importance_BL, keep_BL).max()
-
-
-def test_the_table_of_edges_is_made(capsys):
+def test_the_page_of_edges_is_made(capsys):
+    """Other processors round otherwise, and among equal weights chance decides what is recalled."""
     gate_edges.main()
-    pages = capsys.readouterr().out, (RESULTS / "gate_edges.md").read_text()
-    made, kept = ([line.rsplit("|", 6)[0] for line in page.split("\n") if line.startswith("|")] for page in pages)
+    (made, figures), (kept, committed) = (
+        (re.sub(r"\d\.\d\d|nan", "", page), [float(x) for x in re.findall(r"\d\.\d\d|nan", page)])
+        for page in (capsys.readouterr().out, PAGE.read_text())
+    )
     assert made == kept
+    assert figures == pytest.approx(committed, abs=0.05, nan_ok=True)

@@ -6,31 +6,31 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.run import assets, study
-from benchmarks.run.study import CONTROL, PHASES, WARM_UP, Settings, check_comparable, parse_step, report_of
+from benchmarks.run.study import (
+    CONTROL,
+    IMPORTANCE,
+    PHASES,
+    SHOWN,
+    WARM_UP,
+    Settings,
+    check_comparable,
+    parse_step,
+    report_of,
+)
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.passes.tokens import TokenBytes
 
 WORK = {name: float(value) for name, value in study.expected_work(Settings()).items()}
-OAR = {"bench/oar": 1.0, "timing_s/oar": 0.9, "timing_s/bench_host_advantage": 0.4, "oar/scored": 0.5}
-GRPO = {"bench/oar": 0.0, "timing_s/bench_host_advantage": 0.5}
-MACHINE = {
-    "device": "cpu",
-    "accelerator": None,
-    "cpu": "x",
-    "cores": 2,
-    "torch_threads": 1,
-    "torch": "2",
-    "verl": "0.9",
-}
-MACHINE |= {"transformers": "5", "python": "3", "load_average_before": None, "load_average_after": None, "vllm": "0"}
+OAR = {"bench/oar": 1.0, "timing_s/oar": 0.3, "timing_s/old_log_prob": 2.2, "oar/scored": 0.5}
+GRPO = {"bench/oar": 0.0}
 
 
 def step(more: dict[str, float], seconds: float = 10.0, run: str = "run 1 of 1") -> dict:
     """What is read of what verl's file logger has of a step."""
     timing = {"gen": 4.0, "old_log_prob": 2.0, "adv": 0.5, "update_actor": 2.5, "update_weights": 0.75, "step": seconds}
     timing = {f"timing_s/{name}": value for name, value in timing.items()}
-    return parse_step({"step": 3, "bench/cpu_seconds": 2 * seconds, **timing, **WORK, **more}, run)
+    return parse_step({"step": 3, **timing, **WORK, **more}, run)
 
 
 def report(*pairs: tuple[float, float], control=(), **settings):
@@ -38,17 +38,14 @@ def report(*pairs: tuple[float, float], control=(), **settings):
     steps = []
     for index, (grpo, oar) in enumerate(pairs):
         steps += [step(GRPO, grpo), step(OAR, oar)][:: 1 if index % 2 else -1]
-    return report_of(Settings(**settings), steps, list(control), MACHINE, 11_000_000)
+    return report_of(Settings(**settings), steps, list(control), 11_000_000)
 
 
 def test_phases_add_up_to_the_step():
-    """The gate, 0.1 s, is in verl's timer of the advantage; the other 0.8 s of importance are in that of the log-probs."""
-    oar, grpo, alone = step(OAR), step(GRPO), step({}, run=CONTROL)
-    assert [oar[phase] for phase in PHASES] == pytest.approx([4.0, 1.2, 0.9, 0.4, 2.5, 0.75, 0.25])
-    assert [grpo[phase] for phase in PHASES] == pytest.approx([4.0, 2.0, 0.0, 0.5, 2.5, 0.75, 0.25])
-    assert [alone[phase] for phase in PHASES] == [grpo[phase] for phase in PHASES], (
-        "verl's trainer has no timer of ours"
-    )
+    grpo = [4.0, 2.0, 0.5, 2.5, 0.75, 0.25, 10.0, 0.0]
+    for metrics, want in ((OAR, [4.0, 2.2, 0.5, 2.5, 0.75, 0.05, 10.0, 0.3]), (GRPO, grpo), ({}, grpo)):
+        found = step(metrics)  # without any of ours it is verl's own trainer
+        assert [found[phase] for phase in SHOWN] == pytest.approx(want)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +61,7 @@ def test_phases_add_up_to_the_step():
     ],
 )
 def test_unequal_work_is_refused(place, change, message):
-    equal = [step(OAR), step(GRPO)]
-    check_comparable(Settings(), equal, control=[step({}, run=CONTROL)])
+    check_comparable(Settings(), [step(OAR), step(GRPO)], control=[step({}, run=CONTROL)])
     lines = [OAR, GRPO]
     lines[place] = lines[place] | change
     with pytest.raises(RuntimeError, match=message):
@@ -76,59 +72,55 @@ def test_steps_take_turns_and_each_pair_has_one_of_each():
     order = [assets.is_oar(step) for step in range(1, 15)]
     assert sorted(order[:WARM_UP]) == [False, True], "both methods are warm before anything counts"
     pairs = list(zip(order[WARM_UP::2], order[WARM_UP + 1 :: 2], strict=True))
-    assert all(first != second for first, second in pairs)
-    assert [first for first, _ in pairs] == [True, False, True, False, True, False], "who is first alternates"
+    assert pairs == [(True, False), (False, True)] * 3, "who is first alternates"
 
 
 def test_ratios_are_medians_over_pairs_and_the_second_leaves_out_what_is_the_same():
-    """The machine was ten times slower during one pair, whose ratio counts as one of three; log-probs took OAR less time."""
+    """The machine was ten times slower during one pair, whose ratio counts as one of three."""
     table, phases = report((10.0, 10.5), (100.0, 106.0), (10.0, 11.0)).tables
-    assert [row[1] for row in table.rows] == ["1.06", "1", "1.06"]
+    assert [row[2] for row in table.rows] == ["1.06", "1.02"]
     rows = {row[0]: row[1:] for row in phases.rows}
-    assert rows["importance"] == ["0.000", "0.0%", "0.900", "8.2%", "+0.900", "+9.0%"]
-    assert rows["whole step"][4:] == ["+1.000", "+10.0%"]
+    assert rows["log-probs"] == ["2.000", "20.0%", "2.200", "+0.200", "+2.0%"]
+    assert rows[IMPORTANCE] == ["0.000", "0.0%", "0.300", "+0.300", "+3.0%"]
+    assert rows["whole step"][3:] == ["+1.000", "+10.0%"]
 
 
 @pytest.mark.parametrize(
-    ("oar_seconds", "settings", "verdict"),
+    ("settings", "verdict"),
     [
-        ([10.4, 10.5, 10.6, 10.7, 10.8, 10.9], {}, "reached"),
-        ([11.1, 11.2, 11.3, 11.4, 11.5, 11.6], {}, "NOT reached"),
-        ([10.4, 10.5, 10.6, 10.7, 10.8, 11.2], {}, "not judged: the interval holds"),
-        ([10.5] * 5, {}, "not judged: too few"),
-        ([10.5] * 6, {"importance": "oar_g"}, "not judged: the target is stated for"),
-        ([10.5] * 6, {"scored_share": 1.0}, "not judged: the target is stated for"),
+        ({}, "reached"),
+        ({"importance": "oar_g"}, "not judged: the target is stated for"),
+        ({"scored_share": 1.0}, "not judged: the target is stated for"),
     ],
 )
-def test_the_verdict_needs_the_whole_interval_and_the_stated_conditions(oar_seconds, settings, verdict):
-    assert report(*((10.0, seconds) for seconds in oar_seconds), **settings).tables[0].rows[0][-1].startswith(verdict)
+def test_the_verdict_needs_the_stated_conditions(settings, verdict):
+    assert report(*[(10.0, 10.9)] * 6, **settings).tables[0].rows[0][-1].startswith(verdict)
 
 
-def test_page_json_and_plot_have_every_step(tmp_path):
+def test_page_and_json_have_every_step(tmp_path):
     made = report((10.0, 10.5), (10.0, 11.0), control=[step({}, 9.0, CONTROL)])
+    made.machine = None
     paths = {path.suffix: path for path in made.write(tmp_path)}
     assert "9.000 s a step, 0.90 of" in paths[".md"].read_text()
     runs = json.loads(paths[".json"].read_text())["runs"]
     assert [each["whole step"] for each in runs["steps"]] == [10.5, 10.0, 10.0, 11.0]
     assert len(runs["control"]) == 1
-    assert paths[".png"].stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--scored-share", "0.3"), "--scored-share 0.3: must be in (0, 1] and make a whole number of the 4 prompts"),
-        (("--scored-share", "0"), "--scored-share 0.0: must be in (0, 1]"),
-        (("--n", "1"), "--n 1: must be at least 2"),
-        (("--steps", "0"), "--steps 0: must be at least 1"),
-        (("--size", "tiny"), "--size tiny: allowed: 1m,"),
-        (("--micro-batch", "5"), "--micro-batch 5: must divide the 16 responses"),
-        (("--response-length", "16"), "--response-length 16: must be at least 32"),
-        (("--prompt-length", "4"), "--prompt-length 4: must be at least 8"),
+        ("--scored-share 0.3", "--scored-share 0.3: must be in (0, 1] and make a whole number of the 4 prompts"),
+        ("--scored-share 0", "--scored-share 0.0: must be in (0, 1]"),
+        ("--n 1", "--n 1: must be at least 2"),
+        ("--size tiny", "--size tiny: allowed: 1m,"),
+        ("--micro-batch 5", "--micro-batch 5: must divide the 16 responses"),
+        ("--response-length 16", "--response-length 16: must be at least 32"),
+        ("--prompt-length 4", "--prompt-length 4: must be at least 8"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, capsys):
-    assert main(["run", *arguments]) == 2
+    assert main(["run", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -161,14 +153,11 @@ def test_both_methods_get_the_same_settings_but_for_the_estimator(tmp_path):
 def test_each_batch_has_its_share_of_prompts_with_a_signal_and_rewards_differ_only_there():
     rows = assets.prompt_rows(steps=3, prompts=8, with_signal=6, length=16)
     assert len({row["prompt"][0]["content"] for row in rows}) == 24, "no step may find another's prefix in a cache"
-    for row in rows:
-        truth = row["reward_model"]["ground_truth"]
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    assert [truths[first : first + 8].count(assets.SIGNAL) for first in (0, 8, 16)] == [6, 6, 6]
+    for row, truth in zip(rows, truths, strict=True):
         scores = [assets.compute_score("", "any text", truth, row["extra_info"])["score"] for _ in range(4)]
-        assert scores == ([0.0, 1.0, 0.0, 1.0] if truth == assets.SIGNAL else [0.0] * 4), (
-            "each prompt has its own count"
-        )
-    for batch in (rows[:8], rows[8:16], rows[16:]):
-        assert [row["reward_model"]["ground_truth"] for row in batch].count(assets.SIGNAL) == 6
+        assert scores == ([0.0, 1.0, 0.0, 1.0] if truth == assets.SIGNAL else [0.0] * 4)  # each prompt counts its own
 
 
 def test_prompts_and_answers_have_the_length_that_they_are_said_to_have():
@@ -185,15 +174,13 @@ def test_prompts_and_answers_have_the_length_that_they_are_said_to_have():
 def test_real_verl_takes_turns(tmp_path, capsys):
     """One run of real verl, two steps of each method, the first of each thrown away. Importance for chains, on FSDP."""
     pytest.importorskip("vllm")
-    small = ["--size", "1m", "--prompts", "2", "--n", "2", "--prompt-length", "8", "--response-length", "32"]
-    measured = ["--micro-batch", "4", "--importance", "onward", "--steps", "1", "--rounds", "1", "--out", str(tmp_path)]
-    assert main(["run", *small, *measured]) == 0
+    small = "--size 1m --prompts 2 --n 2 --prompt-length 8 --response-length 32 --micro-batch 4 --steps 1 --rounds 1"
+    assert main(["run", *small.split(), "--importance", "onward", "--out", str(tmp_path)]) == 0
     oar, grpo = json.loads((tmp_path / "run_cpu.json").read_text())["runs"]["steps"]
     assert (oar["oar"], oar["step"], grpo["oar"], grpo["step"]) == (True, 3, False, 4)
-    assert oar["importance"] > 0 == grpo["importance"]
+    assert oar[IMPORTANCE] > 0 == grpo[IMPORTANCE]
     for each in (oar, grpo):
-        assert min(each[phase] for phase in PHASES if phase != "rest") >= 0
+        assert min(each[phase] for phase in PHASES) >= 0
         assert each["rest"] == pytest.approx(0, abs=0.2 * each["whole step"])
-        assert each["cpu_seconds"] > 0
     assert "not judged: the target is stated for" in (tmp_path / "run_cpu.md").read_text()
     assert "OAR / GRPO" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The passes do what they are said to do; ratios, verdicts, the page and the command."""
+"""The passes do what they are said to do; memory, ratios, verdicts, the page and the command."""
 
 import dataclasses
 import json
@@ -8,19 +8,16 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.memory import LiveBytes, peak_bytes
-from benchmarks.ratios import Ratio
+from benchmarks.machine import LiveBytes, peak_bytes
+from benchmarks.statistics import Ratio
 from benchmarks.step import study
-from benchmarks.step.passes import LeanLogProb
-from benchmarks.step.published import published_importance
-from benchmarks.step.study import Figures, Settings, report_of
-from benchmarks.tiny.random_models import build_batch
+from benchmarks.step.passes import LeanLogProb, published_importance
+from benchmarks.step.study import CANDIDATES, Settings, report_of
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import packed_rows
 
-CPU = torch.device("cpu")
 WITHOUT_COPIES = [name for name, importance in IMPORTANCES.items() if importance.copies is None]
 WITHOUT_COPIES.append("python:tests.own_importance:Saliency")
 
@@ -30,30 +27,24 @@ def of(passes, importance):
     return passes
 
 
-# ---- passes
-
-
 @pytest.mark.parametrize("importance", WITHOUT_COPIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_fused_log_probs_are_those_of_log_softmax(passes, importance, checkpointing):
-    token_BL = passes.batch.token_BL
+def test_the_fused_pass_has_the_log_probs_of_log_softmax_and_the_importance_of_the_pass_alone(
+    passes, importance, checkpointing
+):
+    token_BL, reasoning_BL = passes.batch.token_BL, passes.segments_BL == Segment.REASONING
     log_prob_BLV = passes.model(input_ids=token_BL).logits.detach().log_softmax(-1)
     want = log_prob_BLV[:, :-1].gather(-1, token_BL[:, 1:, None])[..., 0]
     for scores in (passes.log_prob(), of(passes, importance).fused(checkpointing=checkpointing)):
         torch.testing.assert_close(torch.cat(scores.log_prob)[:, :-1], want, rtol=1e-5, atol=1e-5)
         entropy_BL = -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
         torch.testing.assert_close(torch.cat(scores.entropy), entropy_BL, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("importance", [name for name in WITHOUT_COPIES if not importance_of(name).noisy])
-def test_importance_does_not_depend_on_the_pass(passes, importance):
-    fused_BL = torch.cat(of(passes, importance).fused().importance)
-    reasoning_BL = passes.segments_BL == Segment.REASONING
-    assert (fused_BL[reasoning_BL] > 0).all()
-    assert (fused_BL[~reasoning_BL] == 0).all()
-    for other in (passes.fused(checkpointing=True), passes.importance_only()):
-        atol = 1e-5 * fused_BL.max().item()
-        torch.testing.assert_close(torch.cat(other.importance), fused_BL, rtol=1e-4, atol=atol)
+    alone_BL = torch.cat(passes.importance_only().importance)
+    assert (alone_BL[reasoning_BL] > 0).all()
+    assert (alone_BL[~reasoning_BL] == 0).all()
+    if not importance_of(importance).noisy:
+        atol = 1e-5 * alone_BL.max().item()
+        torch.testing.assert_close(torch.cat(scores.importance), alone_BL, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("weight_gradients", [False, True])
@@ -122,10 +113,7 @@ def test_lean_log_prob_has_the_gradient_of_log_softmax():
 def test_the_planted_answer_is_what_the_finder_finds(passes):
     assert torch.equal(passes.segments_BL == Segment.ANSWER, passes.batch.answer_BL)
     assert (passes.segments_BL[:, : passes.batch.prompt_length] == Segment.OUTSIDE).all()
-    assert (build_batch(4, 8, 48, 5, 4, CPU, seed=1).answer_BL.sum(-1) == 5).all()
-
-
-# ---- memory
+    assert (passes.batch.answer_BL.sum(-1) == 4).all()
 
 
 def test_live_bytes_follow_what_lives():
@@ -151,24 +139,25 @@ def test_peak_counts_saved_activations_but_not_what_was_there_before(grad, held)
             for _ in range(8):
                 x = x.exp()  # keeps its result for the backward
 
-    assert peak_bytes(chain, CPU) == held * 4 * 100 * 100
-
-
-# ---- ratios, the page, the command
+    assert peak_bytes(chain, torch.device("cpu")) == held * 4 * 100 * 100
 
 
 def fixed(settings=None, cpu=None, timed_on=None, **changed):
-    """Ratios by formula, and notes, of figures that are easy to check."""
-    rounds = {
-        "a": [1.0, 2.0, 3.0] * 2,
-        "b": [2.0, 4.0, 6.0] * 2,
-        "b*": [3.5, 7.0, 11.0] * 2,
-        "d": [12.0, 24.0, 36.0] * 2,
+    """The page of figures that are easy to check, and its ratios by formula."""
+    once = {
+        "a": [1.0, 2.0, 3.0],
+        "b": [2.0, 4.0, 6.0],
+        "b*": [3.5, 7.0, 11.0],
+        "d": [12.0, 24.0, 36.0],
+        "d'": [4.0, 12.0, 20.0],
+        "e": [6.0] * 3,
+        "e*": [8.0] * 3,
+        "f": [0.01, 0.02, 0.03],
     }
-    rounds |= {"d'": [4.0, 12.0, 20.0] * 2, "e": [6.0] * 6, "e*": [8.0] * 6, "f": [0.01, 0.02, 0.03] * 2, **changed}
-    peaks = pd.DataFrame({"b": [30], "e": [60], "b*": [45], "e*": [36], "gradients": [20]})
-    figures = Figures(pd.DataFrame(rounds), pd.DataFrame(cpu or rounds), peaks, timed_on or {})
-    report = report_of(settings or Settings(), figures, {"device": "cpu"}, 5)
+    seconds = {letter: 2 * rounds for letter, rounds in (once | changed).items()}
+    peaks = {"b": 30, "e": 60, "b*": 45, "e*": 36, "gradients": 20}
+    runs = {"seconds": seconds, "cpu_seconds": cpu or seconds, "peak_bytes": peaks, "timed_on": timed_on or {}}
+    report = report_of(settings or Settings(), {**runs, "parameters": 5}, "cpu")
     return report, {row[0].strip("`"): row[2:] for row in report.tables[1].rows}
 
 
@@ -190,19 +179,22 @@ def test_ratios_pair_the_rounds_and_have_verdicts():
 
 
 @pytest.mark.parametrize(
-    ("fused", "reason"),
-    [([4.0, 5.0, 4.0] * 2, "the interval holds the limit"), ([2.5, 1.9, 4.0] * 2, "a round is below zero")],
+    ("settings", "rounds_of_b", "formulas", "reason"),
+    [
+        ({}, [4.0, 5.0, 4.0], ["(b - a) / a"], "the interval holds the limit"),
+        ({}, [2.5, 1.9, 4.0], ["(b - a) / a"], "too noisy, the interval reaches below zero"),
+        (
+            {"size": "10m", "responses": 16, "scored_share": 0.5},
+            None,
+            ["(b - a) / a", "d / b", "f / a"],
+            "the target is",
+        ),
+    ],
 )
-def test_a_target_is_not_judged_where_rounds_disagree(fused, reason):
-    cells = fixed(b=fused)[1]["(b - a) / a"]
-    assert cells[3].startswith("not judged")
-    assert reason in cells[3]
-
-
-def test_a_target_is_judged_only_under_its_conditions():
-    ratio = fixed(Settings(size="10m", responses=16, scored_share=0.5))[1]
-    for formula in ("(b - a) / a", "d / b", "f / a"):
-        assert ratio[formula][3].startswith("not judged: the target is stated for")
+def test_a_target_is_judged_where_rounds_agree_and_under_its_conditions(settings, rounds_of_b, formulas, reason):
+    ratio = fixed(Settings(**settings), **({"b": rounds_of_b} if rounds_of_b else {}))[1]
+    for formula in formulas:
+        assert ratio[formula][3].startswith(f"not judged: {reason}")
 
 
 def test_processor_seconds_have_ratios_of_their_own_and_extrapolation_is_said():
@@ -210,30 +202,24 @@ def test_processor_seconds_have_ratios_of_their_own_and_extrapolation_is_said():
     report, ratio = fixed(cpu={"a": [1.0, 2.0, 3.0], "b": [4.0, 6.0, 9.0], **cpu}, timed_on={"d": 16})
     assert ratio["(b - a) / a"][1] == "2"
     assert "EXTRAPOLATED: d was timed on 16 responses, its seconds multiplied by 64 / 16." in report.notes
-    assert report.tables[0].rows[3][:2] == ("d: published OAR-G, as its code (extrapolated)", "24")
+    assert tuple(report.tables[0].rows[3][:2]) == ("d: published OAR-G, as its code (extrapolated)", "24")
 
 
-@pytest.mark.parametrize(
-    ("mode", "left"), [("both", "a b b* c c* d d' e e* f"), ("off", "a b c d d' e f"), ("on", "a b* c* d d' e* f")]
-)
-def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch, mode, left):
+def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(study, "PUBLISHED_SECONDS", 0.0)
-    small = (
-        "--size=tiny --responses=4 --response-length=40 --prompt-length=8 --answer-length=2 --rounds=2 --micro-batch=2"
-    )
-    assert main(["step", *small.split(), "--checkpointing", mode, "--out", str(tmp_path)]) == 0
+    small = "--size=tiny --responses=4 --response-length=40 --prompt-length=8 --answer-length=2 --micro-batch=2"
+    assert main(["step", *small.split(), "--rounds=2", "--out", str(tmp_path)]) == 0
     runs = json.loads((tmp_path / "step_cpu_tiny.json").read_text())["runs"]
-    letters = left.split()
-    assert list(runs["seconds"]) == list(runs["cpu_seconds"]) == letters
+    assert list(runs["seconds"]) == list(runs["cpu_seconds"]) == list(CANDIDATES)
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in runs["seconds"].values())
     assert runs["timed_on"] == {"d": 2, "d'": 2}
     peak = runs["peak_bytes"]
-    assert set(peak) == {*letters, "gradients"} - {"f"}
-    if mode == "both":
-        assert peak["a"] < peak["b"]
-        assert peak["b*"] < peak["b"]
-        assert peak["c"] < peak["b"]
-    assert "not judged: too few values" in (tmp_path / "step_cpu_tiny.md").read_text()
+    assert set(peak) == {*CANDIDATES, "gradients"} - {"f"}
+    assert max(peak["a"], peak["b*"], peak["c"]) < peak["b"]
+    page = (tmp_path / "step_cpu_tiny.md").read_text()
+    assert f"Made by `python -m benchmarks step {small} --rounds=2 --out {tmp_path}`." in page
+    assert "Load average" in page
+    assert "not judged: too few values" in page
     assert "EXTRAPOLATED: d" in capsys.readouterr().out
 
 

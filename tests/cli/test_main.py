@@ -1,30 +1,144 @@
-"""The command line as a whole."""
+"""The command line as a whole, and `oar recipes`, `oar inspect` and `oar plan`."""
 
+import json
 from importlib.metadata import version
 
 import pytest
+import torch
 
 from oar_plugin.cli.main import COMMANDS, IN_THE_CHECKOUT, main
+from oar_plugin.hosts.verl.dump import ResponseDump
+from oar_plugin.hosts.verl.recipe import find_recipe, recipe_names
+
+RECIPE = "qwen2_5_7b_math"
+WRONG = [("--partitoin", "gpu"), ("--wait", "0"), ("--ssh", "'")]
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_explains_itself(command, capsys):
+@pytest.mark.parametrize(
+    ("words", "status", "out", "err"),
+    [
+        *(([command, "--help"], 0, f"usage: oar {command}", "") for command in COMMANDS),
+        (["--version"], 0, f"oar_plugin {version('oar_plugin')}\n", ""),
+        (["trian"], 2, "", "doctor"),
+        *(([command], 2, "", there) for command, there in IN_THE_CHECKOUT.items()),
+        (["plan", RECIPE, "--gpu", "H100-80", "--color"], 2, "", "--color"),
+        # A wrong option is not taken for an override.
+        *((["launch", RECIPE, "--dry-run", *words], 2, "", words[0]) for words in WRONG),
+    ],
+)
+def test_commands_explain_themselves_and_what_is_none_is_refused(words, status, out, err, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main([command, "--help"])
-    assert exit_.value.code == 0
-    assert f"usage: oar {command}" in capsys.readouterr().out
+        main(words)
+    said = capsys.readouterr()
+    assert exit_.value.code == status
+    assert out in said.out
+    assert err in said.err
 
 
-def test_it_says_its_version(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--version"])
-    assert exit_.value.code == 0
-    assert capsys.readouterr().out == f"oar_plugin {version('oar_plugin')}\n"
+# ---- oar recipes
 
 
-@pytest.mark.parametrize("command", ["trian", *IN_THE_CHECKOUT])
-def test_another_command_is_refused_and_one_of_the_checkout_is_named(command, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([command])
-    assert exit_.value.code == 2
-    assert IN_THE_CHECKOUT.get(command, "doctor") in capsys.readouterr().err
+def test_it_lists_every_recipe_by_its_whole_name(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["recipes"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert set(recipe_names()) <= listed
+
+
+def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, monkeypatch, capsys):
+    def contents(folder):
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "copy", "qwen2_5_7b_math", "mine"]) == 0
+    assert "oar launch mine" in capsys.readouterr().out
+    assert find_recipe("mine") == tmp_path / "mine"
+    for other, said in (("qwen2_5_1_5b_math", "mine exists"), ("cpu_demo", "cpu_demo: neither a folder nor a recipe")):
+        assert main(["recipes", "copy", other, "mine"]) == 2
+        assert said in capsys.readouterr().err
+    assert contents(tmp_path / "mine") == contents(find_recipe("qwen2_5_7b_math"))
+    assert main(["recipes", "copy", "cluster", "cluster"]) == 0
+    assert contents(tmp_path / "cluster").keys() == {"ray.j2", "slurm.j2", "kubernetes.j2"}
+
+
+# ---- oar inspect
+
+
+@pytest.fixture
+def folder(tmp_path):
+    dump = ResponseDump(str(tmp_path / "dump"), per_step=2)
+    values = {"importance": [0.5, 2.0, 0.0, 0.0], "weights": [0.4, 1.6, 1.0, 1.0], "advantage": [1.0] * 4}
+    row = {"segments": [1, 1, 2, 3], **{name: torch.tensor(numbers) for name, numbers in values.items()}}
+    for step in (1, 2):
+        tokens = ["so ", "<b>", "#### ", "2"]
+        dump.write(step=step, uid=f"u{step}", prompt="1+1?", tokens=tokens, reward=1.0, status="scored", **row)
+    return tmp_path / "dump"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["dump"], 0, "2 responses of steps 1, 2"),
+        (["dump", "--steps", "2", "--out", "dump/tokens.html"], 0, "1 responses of steps 2"),
+        (["dump", "--steps", "7"], 2, "[7]"),
+        (["."], 2, "algorithm.oar.dump_dir"),  # nothing there
+    ],
+)
+def test_what_a_run_dumped_is_shown(words, status, said, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder.parent)
+    assert main(["inspect", *words]) == status
+    captured = capsys.readouterr()
+    assert said in (captured.err if status else captured.out)
+    assert (folder / "tokens.html").exists() == (status == 0)
+
+
+def test_scored_responses_are_dumped_first(tmp_path):
+    dump, needed = ResponseDump(str(tmp_path), per_step=2), torch.tensor([True, True, False, True])
+    assert dump.choose(torch.tensor([False, True, False, True]), needed) == [1, 3]
+    assert dump.choose(torch.zeros(4, dtype=torch.bool), needed) == [0, 1]
+
+
+# ---- oar plan
+
+BIG = ["Verdict: fits", "50% of the responses scored", "402 steps", "GPU-hours on 32 GPUs", "Assumed:", "No run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["qwen2_5_32b_megatron"], 0, BIG),
+        ([RECIPE, "--gpu-memory", "27"], 1, ["Verdict: does not fit", "actor.ppo_max_token_len_per_gpu=8192"]),
+    ],
+)
+def test_whether_a_recipe_fits_is_said_and_what_to_change(words, status, said, capsys):
+    assert main(["plan", *words]) == status
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [part for part in said if part not in shown] == []
+
+
+def test_json_is_all_that_is_printed_and_overrides_may_stand_behind_options(capsys):
+    words = ["--gpus", "16", "data.max_response_length=1024", "--json", "--gpu", "h200", "data.max_prompt_length=512"]
+    assert main(["plan", RECIPE, *words]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["projection"]
+    assert values["gpus"] == 16
+    assert values["gpu"]["name"].startswith("NVIDIA H200")
+    assert (values["mean_prompt"], values["mean_response"]) == (128, 512)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nothing", "recipes: qwen2_5_14b_deepmath"),
+        (f"{RECIPE} --gpu abacus", "allowed: A100-40"),
+        (f"{RECIPE} --gpus 12", "multiple of 8"),
+        (f"{RECIPE} --response-length 9999", "--response-length 9999: must be above 0 and at most 2048"),
+        (f"{RECIPE} actor_rollout_ref.actor.ppo_mini_batch_size=100", "actor.ppo_mini_batch_size=100"),
+        (f"{RECIPE} actor_rollout_ref.model.path=nobody/Model", "--model DIR"),
+        (f"{RECIPE} algorithm.oar.tau=2", "algorithm.oar.tau=2: Input should be less than or equal to 1"),
+        (f"{RECIPE} actor_rollout_ref.actor.use_dynamic_bsz=False", "ppo_micro_batch_size_per_gpu"),
+    ],
+)
+def test_wrong_input_is_named(words, message, capsys):
+    assert main(["plan", *words.split()]) == 2
+    assert message in capsys.readouterr().err

@@ -17,29 +17,26 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
 from oar_plugin.credit.probe import PROBES
-from oar_plugin.estimator import reshape
 from oar_plugin.passes.gradient import MicroBatchPass
-from oar_plugin.passes.plain import PlainPass
+from oar_plugin.passes.plain import gradient_importance
 from oar_plugin.passes.request import Request
 
-GOLDEN = Path(os.environ.get("OAR_GOLDEN_DIR", Path(__file__).parent.parent / "golden"))
-FILES = sorted(GOLDEN.glob("reference_*.json"))
+FILES = sorted(Path(os.environ.get("OAR_GOLDEN_DIR", Path(__file__).parents[1] / "golden")).glob("reference_*.json"))
 RELATIVE = 1e-5
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def test_there_are_golden_files():
-    assert FILES, f"no reference_*.json in {GOLDEN}"
+    assert FILES
 
 
 @functools.cache
-def load(path: Path):
-    reference = json.loads(path.read_text())
-    tensors = load_file(path.with_suffix(".safetensors"))
+def load(path):
+    """The published numbers, the tensors beside them, and the model made of those."""
+    reference, tensors = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
     config = Qwen2Config(**reference["model_config"], attn_implementation="sdpa")
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     if config.tie_word_embeddings:
@@ -49,25 +46,25 @@ def load(path: Path):
     return reference, tensors, model.eval()
 
 
-def oar_g(model, case: dict, noise: torch.Tensor, probe: str) -> torch.Tensor:
+def oar_g(model, case, noise, probe):
     """Importance of the reasoning tokens as a run computes it, but for the noise, which is given."""
     parts = {"before": Segment.OUTSIDE, "reasoning": Segment.REASONING, "conclude": Segment.CONCLUDE}
     parts["answer"] = Segment.ANSWER
     ids = torch.tensor([[token for name in parts for token in case[name]]])
     segments = torch.tensor([[int(segment) for name, segment in parts.items() for _ in case[name]]])
-    start, length = len(case["before"]), len(case["reasoning"])
-    full_noise = torch.zeros(1, ids.shape[1], noise.shape[1])
-    full_noise[0, start : start + length] = noise
-    given = mock.patch.object(MicroBatchPass, "noise", return_value=lambda embedding: full_noise.to(embedding.dtype))
-    with given, PlainPass(model, Request("oar_g", probe)) as one:
-        return one.importance(ids, segments)[0, start : start + length]
+    reasoning = segments[0] == Segment.REASONING
+    noise_BLH = torch.zeros(*ids.shape, noise.shape[1])
+    noise_BLH[0, reasoning] = noise
+    given = mock.patch.object(MicroBatchPass, "noise", return_value=lambda embedding: noise_BLH.to(embedding.dtype))
+    with given:
+        return gradient_importance(model, Request("oar_g", probe), ids, segments)[0, reasoning]
 
 
 def norm_in_float64(self, hidden):
     return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
 
 
-def error_and_rounding(path: Path, index: int, probe: str, louder: float = 1.0) -> tuple[float, float]:
+def error_and_rounding(path, index, probe, louder=1.0):
     """Of our importance in float64 to the published one, and how far two float32 evaluations are from it.
 
     The published numbers are one more float32 evaluation. KL has no gradient at zero noise, so dJ/dz = P_noisy - P is a
@@ -109,16 +106,10 @@ def test_one_percent_more_noise_is_noticed(path):
 
 @every_file
 def test_gate_agrees_with_the_published_numbers(path):
-    reference, _, _ = load(path)
-    for index, case in enumerate(reference["gates"]):
-        scores = torch.tensor(case["scores"])[None]
+    """The gate itself; that a run hands it the scores of both published importances as they are, see test_estimator."""
+    for index, case in enumerate(load(path)[0]["gates"]):
+        scores, want = torch.tensor(case["scores"])[None], torch.tensor(case["weights"])
         everywhere = torch.ones_like(scores, dtype=torch.bool)
-        settings = {key: case[key] for key in ("tau", "beta", "floor")}
-        weights = [bi_level(scores, everywhere, **settings)]
-        for published in ("oar_g", "oar_p"):  # in a run: sizes are nats, and the logarithm sees them as they are
-            config = OarConfig(importance=published, gate="bi_level", **settings)
-            weights.append(reshape(torch.ones_like(scores), scores, everywhere, torch.zeros(1), config).weight_BL)
-        want = torch.tensor(case["weights"])
-        for weights_BL in weights:
-            limits = {"rtol": RELATIVE, "atol": RELATIVE * want.max().item()}
-            torch.testing.assert_close(weights_BL[0], want, **limits, msg=f"gate {index}")
+        weights_BL = bi_level(scores, everywhere, case["tau"], case["beta"], case["floor"])
+        limits = {"rtol": RELATIVE, "atol": RELATIVE * want.max().item()}
+        torch.testing.assert_close(weights_BL[0], want, **limits, msg=f"gate {index}")

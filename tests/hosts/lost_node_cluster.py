@@ -3,11 +3,9 @@
 Each node is a raylet of its own with one pretended GPU. `kill` ends the second one as a power cut would; `add` starts another.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 from ray._private.node import Node as ClusterNode
 from ray.cluster_utils import Cluster
@@ -16,10 +14,8 @@ from oar_plugin.hosts.verl.cpu.session import ATTEMPTS, RAY_DID_NOT_START
 
 NODE = {"num_cpus": 16, "num_gpus": 1, "object_store_memory": 200_000_000}
 
-Started = TypeVar("Started")
 
-
-def persistently(start: Callable[[], Started]) -> Started:
+def persistently(start: Callable[[], Any]) -> Any:
     """What `start` returns; called again where the machine was too busy for Ray's own limit."""
     for attempt in range(1, ATTEMPTS + 1):
         try:

@@ -15,24 +15,55 @@ import verl  # noqa: F401
 from ray.exceptions import RayActorError
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
-from verl.trainer.ppo.v1 import agent_loop_tq
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import agent_loop
-from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD, OffloadRecord
+from oar_plugin.hosts.verl.agent_loop import Group
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
 from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
 
 
+@pytest.mark.parametrize(
+    ("rewards", "decides", "expected"),
+    [
+        ([1.0, 1.0, 1.0], True, [None, None, False]),
+        ([1.0, 0.0, 1.0], True, [None, True, True]),
+        ([1.0, 1.0, 0.0], True, [None, None, True]),
+        ([None, None], True, [None, False]),
+        ([1.0, None, 1.0], True, [None, None, False]),
+        ([0.5], True, [False]),
+        ([1.0, 1.0], False, [True, True]),
+        (["later", None], True, [True, True]),
+    ],
+)
+def test_a_group_matters_as_soon_as_two_rewards_differ_or_where_equal_ones_decide_nothing(rewards, decides, expected):
+    """None while it cannot know."""
+
+    async def run():
+        group, seen = Group(len(rewards), decides), []
+        for reward in rewards:
+            if reward == "later":
+                group.reward_comes_later()
+            group.report(None if reward == "later" else reward)
+            asked = asyncio.ensure_future(group.matters())
+            await asyncio.sleep(0)
+            seen.append(asked.result() if asked.done() else None)
+            asked.cancel()
+        return seen
+
+    assert asyncio.run(run()) == expected
+
+
 class Server:
-    """Answers as it is told to: a fault, an exception, or scores of 1, 2, 3 ..."""
+    """Answers as it is told to: a fault, an exception, or scores of 1, 2, 3 ... And verl's client that finds it."""
 
     def __init__(self, *answers):
-        self.answers, self.tasks, self.waited = list(answers), [], 0
+        self.answers, self.tasks, self.waited, self.held = list(answers), [], 0, 0
         self.oar_score = SimpleNamespace(remote=self._score)
         self.oar_wait_open = SimpleNamespace(remote=self._wait_open)
 
@@ -43,7 +74,7 @@ class Server:
         if isinstance(answer, Exception):
             raise answer
         if answer is not None:
-            return ScoringResult(None, answer, 0, 0, 0, 0, ())
+            return ScoringResult(None, answer)
         importance = np.zeros(task.response_length, dtype=np.float32)
         for place, unit in enumerate(task.units):
             importance[list(unit)] = 1.0 + place
@@ -53,35 +84,12 @@ class Server:
     async def _wait_open(self):
         self.waited += 1
 
-
-class Client(SimpleNamespace):
     async def _acquire_server(self, request_id, **extra):
         self.held += 1
-        return "one", self.server
+        return "one", self
 
     def _release_server(self, server_id, request_id):
         self.held -= 1
-
-
-def build(server, **oar):
-    worker = object.__new__(agent_loop.OarAgentLoopWorker)
-    tokenizer = world.make_tokenizer()
-    worker.config = OmegaConf.create(
-        {
-            "algorithm": {"use_kl_in_reward": False},
-            "data": {"max_response_length": world.MAX_RESPONSE_LENGTH},
-            "actor_rollout_ref": {"rollout": {"n": 2}},
-        }
-    )
-    offload = {"importance": "oar_p", "answer_patterns": ["hash"], "perturbation": {"backend": "rollout"}}
-    worker._oar = OarConfig.parse(offload | oar)
-    worker._finder = make_finder(("hash",))
-    worker._token_bytes = TokenBytes(tokenizer)
-    worker._eos_ids = {tokenizer.eos_token_id}
-    worker._replacement = world.PAD
-    worker._groups = {}
-    worker.llm_client = Client(server=server, held=0)
-    return worker
 
 
 def output(row=0, reward=1.0):
@@ -94,7 +102,7 @@ def output(row=0, reward=1.0):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Sessions of one prompt through the worker; returns each session's fields as they would enter the queue."""
+    """Sessions of one prompt through a worker; returns each session's fields as they would enter the queue."""
     base = agent_loop.OarAgentLoopWorker.__mro__[1]
 
     async def session(self, sampling_params, trajectory, **kwargs):
@@ -106,8 +114,6 @@ def run(monkeypatch):
     async def postprocess(self, output, validate, **kwargs):
         outputs = output if isinstance(output, list) else [output]
         await self._compute_score(outputs, kwargs=kwargs)
-        if kwargs["session_id"] == 0:
-            await asyncio.sleep(0.01)  # the first one is the last to get through
         kwargs["queue"][kwargs["session_id"]] = [one.as_dict() for one in outputs]
 
     async def score(self, outputs, kwargs):
@@ -123,20 +129,31 @@ def run(monkeypatch):
     monkeypatch.setattr(base, "_compute_score", score)
     monkeypatch.setattr(base, "_run_prompt", prompt)
 
-    def go(worker, outputs, validate=False):
-        worker.config.actor_rollout_ref.rollout.n = len(outputs)
+    def go(server, outputs, validate=False, **oar):
+        worker = object.__new__(agent_loop.OarAgentLoopWorker)
+        tokenizer = world.make_tokenizer()
+        worker.config = OmegaConf.create(
+            {
+                "algorithm": {"use_kl_in_reward": False},
+                "data": {"max_response_length": world.MAX_RESPONSE_LENGTH},
+                "actor_rollout_ref": {"rollout": {"n": len(outputs)}},
+            }
+        )
+        worker._oar = OarConfig.parse({"importance": "oar_p", "perturbation": {"backend": "rollout"}, **oar})
+        worker._finder = make_finder(("hash",))
+        worker._token_bytes = TokenBytes(tokenizer)
+        worker._eos_ids = {tokenizer.eos_token_id}
+        worker._replacement = world.PAD
+        worker._groups = {}
+        worker.llm_client = server
         queue = {}
         task = dict(uid="u", global_steps=1, outputs=outputs, queue=queue)
-        asyncio.run(asyncio.wait_for(worker._run_prompt(task, {}, {"validate": validate}), 5))
+        asyncio.run(worker._run_prompt(task, {}, {"validate": validate}))
         assert worker._groups == {}
-        assert worker.llm_client.held == 0
+        assert server.held == 0
         return queue
 
     return go
-
-
-def statuses(fields):
-    return [status_of(ours) for session in sorted(fields) for ours in fields[session]]
 
 
 def status_of(fields):
@@ -146,17 +163,20 @@ def status_of(fields):
 
 
 def test_a_group_with_a_signal_is_scored(run):
-    server = Server()
-    fields = run(build(server), [output(0, 1.0), output(1, 0.0)])
-    for session, row in ((0, 0), (1, 1)):
-        (ours,) = fields[session]
+    server, outputs = Server(), [output(0, 1.0), output(1, 0.0)]
+    fields = run(server, outputs)
+    for row, made in enumerate(outputs):
+        (ours,) = fields[row]
         assert status_of(ours) is Status.SCORED
         segments = world.segments_of(world.ROWS[row][1])
         assert torch.equal(ours[ENGINE_FIELDS[SEGMENTS]].long(), segments)
         reasoning = segments == Segment.REASONING
         assert torch.equal(ours[ENGINE_FIELDS[IMPORTANCE]][reasoning], torch.arange(1.0, reasoning.sum() + 1))
         assert not ours[ENGINE_FIELDS[IMPORTANCE]][~reasoning].any()
-    task = next(t for t in server.tasks if t.response_length == len(output(0).response_ids))
+        plain = made.as_dict()
+        assert ours.keys() == plain.keys() | {*ENGINE_FIELDS.values(), OFFLOAD}
+        assert torch.equal(ours["rm_scores"], plain["rm_scores"])
+    task = next(t for t in server.tasks if t.response_length == len(outputs[0].response_ids))
     text = world.make_tokenizer().decode(task.token_ids)
     assert text == "3+4?well 3+4 is 7 then\n#### 7"
     assert text[task.answer_start :] == "7"
@@ -187,13 +207,14 @@ def test_only_what_has_a_signal_and_an_answer_is_sent(run, oar, outputs, expecte
             return [made(one) for one in what]
         return what if what is LOST else output(*what)
 
-    assert statuses(run(build(server, **oar), made(outputs))) == expected
+    fields = run(server, made(outputs), **oar)
+    assert [status_of(ours) for session in sorted(fields) for ours in fields[session]] == expected
     assert len(server.tasks) == expected.count(Status.SCORED)
 
 
 def test_validation_is_not_scored(run):
     server = Server()
-    fields = run(build(server), [output(0, 1.0), output(1, 0.0)], validate=True)
+    fields = run(server, [output(0, 1.0), output(1, 0.0)], validate=True)
     assert server.tasks == []
     assert ENGINE_FIELDS[IMPORTANCE] not in fields[0][0]
 
@@ -202,23 +223,23 @@ def test_validation_is_not_scored(run):
 def test_a_fault_is_retried_once_and_then_counted(run, fault):
     once = Server(fault)
     outputs = [output(0, 1.0), LOST, output(5, 0.0)]
-    fields = run(build(once), outputs)
-    assert status_of(fields[0][0]) is Status.SCORED
-    assert OffloadRecord.from_row(fields[0][0][OFFLOAD]).attempts == 2
+    (ours,) = run(once, outputs)[0]
+    assert status_of(ours) is Status.SCORED
+    assert OffloadRecord.from_row(ours[OFFLOAD]).attempts == 2
     assert once.waited == (fault == "aborted")
 
     twice = Server(fault, fault)
-    fields = run(build(twice), outputs)
-    name = fault if isinstance(fault, str) else "failed"
-    assert status_of(fields[0][0]) is agent_loop.STATUS_OF_FAULT[name]
+    (ours,) = run(twice, outputs)[0]
+    assert status_of(ours) is agent_loop.STATUS_OF_FAULT[fault if isinstance(fault, str) else "failed"]
     assert len(twice.tasks) == 2
-    assert not fields[0][0][ENGINE_FIELDS[IMPORTANCE]].any()
-    assert not fields[0][0][ENGINE_FIELDS[SEGMENTS]].any()
+    assert not ours[ENGINE_FIELDS[IMPORTANCE]].any()
+    assert not ours[ENGINE_FIELDS[SEGMENTS]].any()
 
 
 def test_what_is_too_long_is_not_sent_again(run):
     server = Server("too_long", "too_long")
-    assert statuses(run(build(server), [output(0, 1.0), output(5, 0.0)]))[0] is Status.TOO_LONG
+    (ours,) = run(server, [output(0, 1.0), output(5, 0.0)])[0]
+    assert status_of(ours) is Status.TOO_LONG
     assert len(server.tasks) == 1
 
 
@@ -227,13 +248,7 @@ def test_tokens_that_are_not_the_models_own_are_not_masked(run):
     server = Server()
     multi_turn = output(0, 1.0)
     multi_turn.response_mask[5:9] = [0] * 4
-    run(build(server), [multi_turn, output(5, 0.0)])
+    run(server, [multi_turn, output(5, 0.0)])
     masked = {t for unit in server.tasks[0].units for t in unit}
     assert masked
     assert masked.isdisjoint(range(5, 9))
-
-
-def test_the_manager_starts_our_workers(monkeypatch):
-    monkeypatch.setattr(agent_loop_tq.AgentLoopManager, "__init__", lambda self, *args, **kwargs: None)
-    manager = agent_loop.OarAgentLoopManager()
-    assert manager.agent_loop_workers_class.__ray_metadata__.modified_class is agent_loop.OarAgentLoopWorker

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,15 +15,15 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from benchmarks.tiny.smoke_model import make_assets
 from oar_plugin.hosts.verl.cpu import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import session
 from oar_plugin.hosts.verl.recipe import entry_point
-from tests.hosts.whole_run import LIMIT_S
+from recipes.smoke import make_assets
+from tests.hosts.whole_run import LIMIT_S, RECIPES
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(2 * LIMIT_S + 240)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3 * LIMIT_S)]
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "qwen2_5_14b_deepmath"
+RECIPE = RECIPES / "qwen2_5_14b_deepmath"
 TWO_NODES = [
     "+cpu_smoke=dp",
     "trainer.nnodes=2",
@@ -53,7 +52,7 @@ class TwoNodes:
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.hosts.lost_node_cluster"],
-            cwd=Path(__file__).parents[2],
+            cwd=RECIPES.parent,
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -116,22 +115,14 @@ def test_a_run_that_loses_a_node_goes_on_from_its_checkpoint(tmp_path):
     with session() as opened:
         cluster = TwoNodes(tmp_path, opened.environment())
         driver = cluster.start("first", steps=50)
-        deadline = time.monotonic() + LIMIT_S
-        while not updating(tmp_path) and driver.poll() is None and time.monotonic() < deadline:
+        while not updating(tmp_path) and driver.poll() is None:
             time.sleep(0.2)
         assert updating(tmp_path), cluster.log("first")
         cluster.tell("kill")
-        ended = threading.Timer(300, driver.kill)  # takes ten seconds; the rest is for a machine that is busy otherwise
-        ended.start()
-        status = driver.wait()
-        ended.cancel()
-        assert status > 0, "a lost node ends the run with an error; it must not hang\n" + cluster.log("first")
+        assert driver.wait(LIMIT_S) > 0, "a lost node ends the run with an error; it must not hang"
 
         saved = checkpointed(tmp_path)
         cluster.tell("add")
         again = cluster.start("second", steps=saved + 2)
-        ended = threading.Timer(LIMIT_S, again.kill)
-        ended.start()
-        assert again.wait() == 0, cluster.log("second")
-        ended.cancel()
+        assert again.wait(LIMIT_S) == 0, cluster.log("second")
         assert cluster.steps() == [saved + 1, saved + 2], "no step is lost but those after the checkpoint"

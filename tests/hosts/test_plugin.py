@@ -14,25 +14,16 @@ import verl  # noqa: F401
 import wrapt
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.utils.device import get_device_name, get_vendor
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from oar_plugin.hosts.verl import fsdp, plugin
 from tests.hosts.test_settings import config
 from tests.limits import PROCESS_S
 
 
-def test_the_entry_point_is_declared():
-    names = {ep.name: ep.value for ep in importlib.metadata.entry_points(group="verl.plugins")}
-    assert names["oar"] == "oar_plugin.hosts.verl.plugin"
-
-
-@pytest.mark.parametrize(
-    ("version", "served"), [("0.9.1", True), ("0.9.1+local", True), ("0.9.2", False), ("0.10.0", False), ("0.9", False)]
-)
-def test_only_the_tested_verl_is_served(version, served):
-    assert plugin.serves(version) is served
+def test_only_the_tested_verl_is_served():
+    versions = ("0.9.1", "0.9.1+local", "0.9.2", "0.10.0", "0.9")
+    assert [version for version in versions if plugin.serves(version)] == ["0.9.1", "0.9.1+local"]
 
 
 def test_another_verl_is_refused_loudly_and_left_alone(monkeypatch, caplog):
@@ -42,7 +33,7 @@ def test_another_verl_is_refused_loudly_and_left_alone(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         plugin.load()
     assert "verl 0.10.0" in caplog.text
-    assert "pip" in caplog.text or "Install" in caplog.text
+    assert "Install" in caplog.text
     assert hooked == []
 
 
@@ -92,9 +83,7 @@ def test_trainers_are_ours_for_oar_and_verls_own_for_everything_else(mode, monke
     def build(estimator):
         return get_trainer_cls(mode)(config=config(algorithm__adv_estimator=estimator, trainer__v1__trainer_mode=mode))
 
-    assert type(build("grpo")) is host
-    assert type(build("gae")) is host
-    assert type(build("oar")) is ours
+    assert [type(build(estimator)) for estimator in ("grpo", "gae", "oar")] == [host, host, ours]
 
 
 def test_the_estimator_explains_itself_outside_of_our_trainers():
@@ -109,13 +98,3 @@ def test_an_engine_of_another_kind_of_machine_is_left_alone(monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "a device of nobody's")
     fsdp.register(fsdp)
     assert before == engines
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_our_engine_is_a_subclass_of_the_one_that_was_registered(backend):
-    engines = EngineRegistry._engines["language_model"][backend]
-    ours = EngineRegistry.get_engine_cls("language_model", backend)
-    assert ours.__mro__[1] is fsdp.OarFSDPMixin
-    assert engines[get_device_name()] in ours.__mro__
-    assert issubclass(ours, FSDPEngineWithLMHead)
-    assert engines[get_device_name(), get_vendor()] is ours

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,6 +19,7 @@ from tests.limits import PROCESS_S
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
 COPIES = "algorithm__oar__perturbation__"
+FALLBACK = COPIES + "fallback"
 OFFLOAD = {"algorithm__oar__importance": "oar_p", COPIES + "backend": "rollout", ROLLOUT + "name": "vllm"}
 
 
@@ -41,12 +43,9 @@ def config(**changes):
 
 def test_the_one_line_is_enough():
     assert switched_on(config())
+    assert not switched_on(config(algorithm__adv_estimator="grpo"))
     assert resolve(config()).importance == "fisher"
     assert resolve(config(**{ACTOR + "strategy": "megatron"})).importance == "fisher"
-
-
-def test_other_estimators_are_none_of_our_business():
-    assert not switched_on(config(algorithm__adv_estimator="grpo"))
 
 
 def assert_refused(changes, parts):
@@ -65,7 +64,6 @@ def assert_refused(changes, parts):
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
         ({"critic__enable": True}, ["critic.enable=True", "allowed: null or False"]),
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
-        ({"algorithm__oar": {"tau": 3}}, ["algorithm.oar.tau=3"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
     ],
 )
@@ -84,9 +82,6 @@ def test_combinations_that_cannot_work_are_refused(changes, parts):
         ({ROLLOUT + "disaggregation__enabled": True}, ["disaggregation.enabled=True"]),
         ({"algorithm__oar__importance": "hybrid"}, ["importance=hybrid", "backend=rollout", "backend=actor"]),
         ({COPIES + "budget": 0}, ["algorithm.oar.perturbation.budget=0", "greater than 0"]),
-        ({COPIES + "span": "words"}, ["algorithm.oar.perturbation.span='words'"]),
-        ({COPIES + "fallback": "hybrid"}, ["fallback=hybrid", "masked copies", "allowed: none, fisher"]),
-        ({COPIES + "fallback": "fish"}, ["fallback=fish", "allowed: fisher"]),
         ({COPIES + "buget": 0.3}, ["did you mean algorithm.oar.perturbation.budget"]),
     ],
 )
@@ -109,32 +104,18 @@ def test_without_the_offload_its_conditions_are_not_looked_at():
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-@pytest.mark.parametrize("importance", ["fisher", "onward", "entropy"])
 @pytest.mark.parametrize("least", [0, 1_000_000])
-def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, importance, least):
-    changes = {
-        ACTOR + "strategy": strategy,
-        ACTOR + "fsdp_config__wrap_policy__min_num_params": least,
-        "algorithm__oar": {"importance": importance},
-    }
-    if strategy == "fsdp" and importance != "fisher" and least:
-        with pytest.raises(OarConfigError, match=r"min_num_params=1000000.*allowed: 0"):
-            resolve(config(**changes))
-    else:
-        assert resolve(config(**changes)).importance == importance
-
-
 @pytest.mark.parametrize(
-    ("fallback", "served"), [("onward", False), ("entropy", False), ("fisher", True), ("none", True)]
+    ("key", "importance"),
+    [*product(("algorithm__oar__importance", FALLBACK), ("fisher", "onward", "entropy")), (FALLBACK, "none")],
 )
-def test_chunks_of_rows_of_a_fallback_need_it_too(fallback, served):
-    fsdp1 = {ACTOR + "strategy": "fsdp", ACTOR + "fsdp_config__wrap_policy__min_num_params": 1_000_000}
-    base = config(**OFFLOAD, **fsdp1, **{COPIES + "fallback": fallback})
-    if served:
-        assert resolve(base).offloads
+def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, least, key, importance):
+    changes = (OFFLOAD if key == FALLBACK else {}) | {key: importance}
+    changes |= {ACTOR + "strategy": strategy, ACTOR + "fsdp_config__wrap_policy__min_num_params": least}
+    if strategy == "fsdp" and least and importance in ("onward", "entropy"):
+        assert_refused(changes, ["min_num_params=1000000", f"the actor computing {importance}", "allowed: 0"])
     else:
-        with pytest.raises(OarConfigError, match=rf"min_num_params=1000000.*the actor computing {fallback}"):
-            resolve(base)
+        assert resolve(config(**changes)).actor_importance == importance
 
 
 @pytest.mark.parametrize(
@@ -156,19 +137,10 @@ def test_what_megatron_does_not_serve_is_refused_there_and_only_there(changes, p
     assert resolve(config(**changes))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["algorithm.adv_estimator=oar"], True),
-        (["algorithm.adv_estimator=grpo"], False),
-        (["algorithm.adv_estimator=oar", "+algorithm.oar.tau=0.3"], False),
-        (["oar=published"], True),
-        (["oar=published", "+algorithm.oar.tau=0.3"], True),
-        ([], False),
-    ],
-)
-def test_the_command_line_decides_whether_hydra_sees_our_keys(arguments, expected):
-    assert mentions_oar(arguments) is expected
+def test_the_command_line_decides_whether_hydra_sees_our_keys():
+    on, preset, added = "algorithm.adv_estimator=oar", "oar=published", "+algorithm.oar.tau=0.3"
+    assert all(mentions_oar(arguments) for arguments in ([on], [preset], [preset, added]))
+    assert not any(mentions_oar(arguments) for arguments in (["algorithm.adv_estimator=grpo"], [on, added], []))
 
 
 def main_ppo(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

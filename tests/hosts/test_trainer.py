@@ -21,28 +21,11 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
-from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD, OffloadRecord
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
 from tests.hosts.engine.world import nested
 
-LENGTHS = [5, 7, 4, 6, 5, 5]
-UIDS = ["a", "a", "a", "b", "b", "b"]
-REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]  # group b has nothing to learn
-
-
-class Queue:
-    """`kv_batch_get` and `kv_batch_put` on a dictionary."""
-
-    def __init__(self, fields):
-        self.fields = fields
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        names = [name for name in select_fields if name in self.fields]
-        return TensorDict({name: self.fields[name] for name in names}, batch_size=len(keys))
-
-    def kv_batch_put(self, keys, partition_id, fields):
-        self.fields.update({name: fields[name] for name in fields.keys()})  # noqa: SIM118 - a TensorDict
-        return batch_of(keys)
+BASE = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
 
 
 class Batch(SimpleNamespace):
@@ -50,143 +33,149 @@ class Batch(SimpleNamespace):
         return len(self.keys)
 
 
-def batch_of(keys):
-    return Batch(keys=keys, partition_id="train", extra_info={}, tags=[{} for _ in keys])
+class World:
+    """A trainer, its queue, and a batch, whose second group has nothing to learn."""
 
+    def __init__(
+        self, mode="sync", lengths=(5, 7, 4, 6, 5, 5), uids=(*"aaabbb",), rewards=(1.0, 0.0, 0.0, 1.0, 1.0, 1.0), **oar
+    ):
+        self.lengths, self.uids, self.rewards = lengths, uids, rewards
+        self.metrics = {}
+        self.fields = {
+            "uid": NonTensorStack(*self.uids),
+            "response_mask": nested([torch.ones(length, dtype=torch.long) for length in self.lengths]),
+            "rm_scores": self.rm_scores(),
+        }
+        keys = [f"{uid}_{i}_0" for i, uid in enumerate(self.uids)]
+        self.batch = Batch(keys=keys, partition_id="train", extra_info={}, tags=[{} for _ in keys])
+        algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
+        self.trainer = object.__new__(ours.TRAINERS[mode])
+        self.trainer.config = OmegaConf.create(
+            {
+                "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},
+                "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 0.6}},
+                "data": {"max_response_length": 16},
+            }
+        )
+        self.trainer.oar = OarConfig.parse(oar)
+        self.trainer.timing_raw = {}
+        self.trainer.global_steps = 1
+        self.trainer._dump = None
+        self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
-def rm_scores(rewards, lengths):
-    rows = [torch.zeros(length) for length in lengths]
-    for row, reward in zip(rows, rewards, strict=True):
-        row[-1] = reward
-    return nested(rows)
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        return TensorDict({name: self.fields[name] for name in select_fields if name in self.fields}, len(keys))
 
+    def kv_batch_put(self, keys, partition_id, fields):
+        self.fields.update({name: fields[name] for name in fields.keys()})  # noqa: SIM118 - a TensorDict
+        return self.batch
 
-BASE = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
+    def rm_scores(self):
+        rows = [torch.zeros(length) for length in self.lengths]
+        for row, reward in zip(rows, self.rewards, strict=True):
+            row[-1] = reward
+        return nested(rows)
+
+    def report_from_actor(self, status=Status.SCORED, importance=None):
+        """As an actor would: random importance unless it is said which; the last token is the answer."""
+        generator = torch.Generator().manual_seed(0)
+        segments = [torch.full((length,), int(Segment.REASONING), dtype=torch.int8) for length in self.lengths]
+        for row in segments:
+            row[-1] = Segment.ANSWER
+        rows = [torch.rand(length, generator=generator) for length in self.lengths]
+        rows = rows if importance is None else [torch.full_like(row, importance) for row in rows]
+        reports = [torch.tensor([float(status), 0.5]) for _ in rows]
+        self.fields |= {IMPORTANCE: nested(rows), SEGMENTS: nested(segments), REPORT: nested(reports)}
+
+    def report_from_engines(self, statuses):
+        """As the agent loop puts it into the queue with each response."""
+        self.report_from_actor()
+        self.fields |= {ENGINE_FIELDS[name]: self.fields.pop(name) for name in FIELDS}
+        self.fields[ENGINE_FIELDS[REPORT]] = nested([torch.tensor([float(status), 0.0]) for status in statuses])
+        done = {"copies": 4, "tokens": 40, "generated_at": 1e9, "done_at": (1e9,) * 11}
+        self.fields[OFFLOAD] = torch.stack([OffloadRecord(int(s), 1, **done).to_row() for s in statuses])
+
+    def log_probs(self):
+        self.trainer._compute_old_log_prob(self.batch, self.metrics)
+
+    def credited(self):
+        self.trainer._compute_advantage(self.batch, self.metrics)
+        return self.fields["advantages"].to_padded_tensor(0.0)
+
+    def host_advantage(self, estimator="grpo"):
+        mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        return get_adv_estimator_fn(estimator)(
+            token_level_rewards=self.rm_scores().to_padded_tensor(0.0),
+            response_mask=mask.long(),
+            index=np.array(self.uids, dtype=object),
+        )[0]
+
+    def needed(self):
+        return [int(row) for row in self.fields[NEEDED].unbind()]
 
 
 @pytest.fixture
 def world(monkeypatch):
-    """A trainer, its queue, and a batch."""
-
-    def build(keys=None, rewards=REWARDS, lengths=LENGTHS, uids=UIDS, **oar):
-        queue = Queue(
-            {
-                "uid": NonTensorStack(*uids),
-                "response_mask": nested([torch.ones(length, dtype=torch.long) for length in lengths]),
-                "rm_scores": rm_scores(rewards, lengths),
-            }
-        )
-        monkeypatch.setattr(ours, "tq", queue)
-        monkeypatch.setattr(BASE, "tq", queue)
-        algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
-        trainer = object.__new__(ours.OarTrainerSync)
-        trainer.config = OmegaConf.create(
-            {
-                "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},
-                "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 1.0}},
-                "data": {"max_response_length": 16},
-            }
-        )
-        trainer.oar = OarConfig.parse(oar)
-        trainer.timing_raw = {}
-        trainer.global_steps = 1
-        trainer._dump = None
-        trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
-        return trainer, queue, batch_of(keys or [f"{uid}_{i}_0" for i, uid in enumerate(uids)])
+    def build(*args, **kwargs):
+        made = World(*args, **kwargs)
+        monkeypatch.setattr(ours, "tq", made)
+        monkeypatch.setattr(BASE, "tq", made)
+        return made
 
     return build
 
 
-def credited(trainer, queue, batch):
-    """Advantages and metrics."""
-    metrics = {}
-    trainer._compute_advantage(batch, metrics)
-    return advantages(queue), metrics
-
-
-def advantages(queue):
-    return queue.fields["advantages"].to_padded_tensor(0.0)
-
-
-def needed(queue):
-    return [int(row) for row in queue.fields[NEEDED].unbind()]
-
-
-def report_from_actor(queue, lengths=LENGTHS, status=Status.SCORED):
-    """Importance as an actor would send it: random on the first tokens, the last one is the answer."""
-    generator = torch.Generator().manual_seed(0)
-    segments = [torch.full((length,), int(Segment.REASONING), dtype=torch.int8) for length in lengths]
-    for row in segments:
-        row[-1] = Segment.ANSWER
-    queue.fields[SEGMENTS] = nested(segments)
-    queue.fields[IMPORTANCE] = nested([torch.rand(length, generator=generator) for length in lengths])
-    queue.fields[REPORT] = nested([torch.tensor([float(status), 0.5]) for _ in lengths])
-
-
-def host_advantage(estimator, rewards=REWARDS, lengths=LENGTHS, uids=UIDS):
-    scores = rm_scores(rewards, lengths).to_padded_tensor(0.0)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return get_adv_estimator_fn(estimator)(
-        token_level_rewards=scores, response_mask=mask.long(), index=np.array(uids, dtype=object)
-    )[0]
-
-
 @pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, 1, 1, 0, 0, 0]), (True, [1] * 6)])
 def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_reward(world, kl_in_reward, marked):
-    trainer, queue, batch = world()
-    trainer.config.algorithm.use_kl_in_reward = kl_in_reward
-    trainer._mark_needed_rows(batch, {})
-    assert needed(queue) == marked
+    one = world()
+    one.trainer.config.algorithm.use_kl_in_reward = kl_in_reward
+    one.trainer._mark_needed_rows(one.batch, {})
+    assert one.needed() == marked
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
 def test_the_base_advantage_is_the_hosts_own_and_its_total_is_kept(world, estimator):
-    trainer, queue, batch = world(base_estimator=estimator)
-    report_from_actor(queue)
-    got, metrics = credited(trainer, queue, batch)
-    assert trainer.timing_raw["oar"] >= 6 * 0.5, "seconds of the actor"
-    want = host_advantage(estimator)
+    one = world(base_estimator=estimator)
+    one.report_from_actor()
+    got, want = one.credited(), one.host_advantage(estimator)
+    assert one.trainer.timing_raw["oar"] >= 6 * 0.5, "seconds of the actor"
     torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(got[0], want[0])
-    assert trainer.config.algorithm.adv_estimator == "oar"
-    assert metrics["oar/scored"] == 1.0
+    assert one.trainer.config.algorithm.adv_estimator == "oar"
+    assert one.metrics["oar/scored"] == 1.0
 
 
 def test_without_std_normalisation(world):
-    trainer, queue, batch = world()
-    trainer.config.algorithm.norm_adv_by_std_in_grpo = False
-    report_from_actor(queue, status=Status.NO_ANSWER)
-    got, _ = credited(trainer, queue, batch)
-    torch.testing.assert_close(got[:, 0], torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
+    one = world()
+    one.trainer.config.algorithm.norm_adv_by_std_in_grpo = False
+    one.report_from_actor(Status.NO_ANSWER)
+    torch.testing.assert_close(one.credited()[:, 0], torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
 
 
 @pytest.mark.parametrize("reason", ["no_answer", "not_scored"])
 def test_a_batch_that_fell_back_or_was_never_scored_is_exactly_the_hosts(world, reason):
-    trainer, queue, batch = world()
+    one = world()
     if reason == "no_answer":
-        report_from_actor(queue, status=Status.NO_ANSWER)
-    got, metrics = credited(trainer, queue, batch)
-    assert torch.equal(got, host_advantage("grpo"))
-    assert metrics[f"oar/fallback/{reason}"] == 1.0
+        one.report_from_actor(Status.NO_ANSWER)
+    assert torch.equal(one.credited(), one.host_advantage())
+    assert one.metrics[f"oar/fallback/{reason}"] == 1.0
 
 
 def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
     """verl does this for the estimator *named* grpo only; a name of our own must not lose it."""
-    keys = ["a_0_0", "a_0_1", "a_1_0", "a_2_0"]
-    rewards, lengths, uids = [1.0, 1.0, 0.0, 0.0], [5, 6, 4, 5], ["a"] * 4
-    trainer, queue, batch = world(keys=keys, rewards=rewards, lengths=lengths, uids=uids)
-    report_from_actor(queue, lengths, status=Status.NO_ANSWER)
-    got, _ = credited(trainer, queue, batch)
-    want = host_advantage("grpo", [1.0, 0.0, 0.0], [6, 4, 5], ["a"] * 3)[:, 0]
-    torch.testing.assert_close(got[:, 0], want[[0, 0, 1, 2]])
+    one = world(rewards=[1.0, 1.0, 0.0, 0.0], lengths=[5, 6, 4, 5], uids=["a"] * 4)
+    one.batch.keys = ["a_0_0", "a_0_1", "a_1_0", "a_2_0"]
+    one.report_from_actor(Status.NO_ANSWER)
+    got = one.credited()[:, 0]
+    want = world(rewards=[1.0, 0.0, 0.0], lengths=[6, 4, 5], uids=["a"] * 3).host_advantage()[:, 0]
+    torch.testing.assert_close(got, want[[0, 0, 1, 2]])
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, monkeypatch, mode, bypass):
-    trainer, _, batch = world()
-    seen = []
-    trainer.__class__ = ours.TRAINERS[mode]
+    one, seen = world(mode, seed=3), []
+    trainer = one.trainer
     trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
 
     def compute(self, batch, metrics):
@@ -198,108 +187,76 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
         trainer.local_trigger_step = 0
         trainer.actor_rollout_wg.save_model_to_cpu = lambda step: None
     trainer.actor_rollout_wg.compute_log_prob = lambda batch: seen.append(dict(batch.extra_info))
-    trainer._compute_old_log_prob(batch, {})
-    assert REQUEST not in batch.extra_info
-    requests = [info[REQUEST] for info in seen if REQUEST in info]
-    assert len(requests) == 1
-    assert requests[0]["importance_only"] is bypass
-    assert len(seen) == (2 if bypass else 1)
+    for step in (1, 2):
+        seen.clear()
+        trainer.global_steps = step
+        one.log_probs()
+        assert REQUEST not in one.batch.extra_info
+        (request,) = (info[REQUEST] for info in seen if REQUEST in info)
+        assert request["importance_only"] is bypass
+        assert (request["temperature"], request["seed"]) == (0.6, step_seed(3, step))
+        assert len(seen) == (2 if bypass else 1)
 
 
 # ---- importance from the rollout engines
 
 
-def report_from_engines(queue, statuses, lengths=LENGTHS):
-    """As the agent loop puts it into the queue with each response."""
-    report_from_actor(queue, lengths)
-    queue.fields |= {ENGINE_FIELDS[name]: queue.fields.pop(name) for name in FIELDS}
-    queue.fields[ENGINE_FIELDS[REPORT]] = nested([torch.tensor([float(status), 0.0]) for status in statuses])
-    records = [OffloadRecord(int(s), 1, copies=4, tokens=40, generated_at=1e9, done_at=(1e9,) * 11) for s in statuses]
-    queue.fields[OFFLOAD] = torch.stack([record.to_row() for record in records])
-
-
 @pytest.fixture
-def offloading(world, host_pass):
-    """The same after the log-prob pass, with these statuses from the engines; the second group has no signal."""
+def offloading(world, monkeypatch):
+    """A world after the log-prob pass, with these statuses from the engines for the group with a signal. `requests` are those
+    that the actor got; it answers 7 everywhere."""
 
     def build(*statuses, **perturbation):
         # A gate whose weights keep the order of the scores.
-        perturbation["backend"] = "rollout"
-        trainer, queue, batch = world(importance="oar_p", gate="bi_level", perturbation=perturbation)
-        report_from_engines(queue, [*statuses] + [Status.NOT_NEEDED] * 3)
-        metrics = {}
-        trainer._compute_old_log_prob(batch, metrics)
-        return trainer, queue, batch, metrics
+        one = world(importance="oar_p", gate="bi_level", perturbation={"backend": "rollout", **perturbation})
+        one.report_from_engines([*statuses] + [Status.NOT_NEEDED] * 3)
+        one.requests = []
+
+        def compute(self, batch, metrics):
+            if REQUEST in batch.extra_info:
+                one.requests.append(dict(batch.extra_info[REQUEST]))
+                one.report_from_actor(importance=7.0)
+            return batch
+
+        monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", compute)
+        one.log_probs()
+        one.order = one.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()[0][:4].argsort()
+        return one
 
     return build
 
 
-@pytest.fixture
-def host_pass(monkeypatch):
-    """verl's log-prob pass; the actor answers 7 everywhere when it is asked."""
-    requests = []
-
-    def compute(self, batch, metrics):
-        if REQUEST in batch.extra_info:
-            requests.append(dict(batch.extra_info[REQUEST]))
-            report_from_actor(ours.tq)
-            ours.tq.fields[IMPORTANCE] = nested([torch.full((n,), 7.0) for n in LENGTHS])
-        return batch
-
-    monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", compute)
-    return requests
-
-
-def test_scores_of_the_engines_need_nothing_of_the_actor(offloading, host_pass):
-    trainer, queue, batch, metrics = offloading(*[Status.SCORED] * 3)
-    assert host_pass == []
-    first = queue.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()[0].clone()
-    trainer._compute_advantage(batch, metrics)
-    got, want = advantages(queue), host_advantage("grpo")
+def test_scores_of_the_engines_need_nothing_of_the_actor(offloading):
+    one = offloading(*[Status.SCORED] * 3)
+    assert one.requests == []
+    got, want = one.credited(), one.host_advantage()
     torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
-    assert (got[0, :4].argsort() == first[:4].argsort()).all()
-    assert metrics["oar/scored"] == 0.5
-    assert metrics["oar/offload/left_for_actor"] == 0
-    assert metrics["oar/offload/hidden_share"] == 1
+    assert (got[0, :4].argsort() == one.order).all()
+    assert one.metrics["oar/scored"] == 0.5
+    assert one.metrics["oar/offload/left_for_actor"] == 0
+    assert one.metrics["oar/offload/hidden_share"] == 1
 
 
-def test_what_an_engine_could_not_score_the_actor_does(offloading, host_pass):
-    trainer, queue, batch, metrics = offloading(Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER)
-    first = queue.fields[ENGINE_FIELDS[IMPORTANCE]].unbind()[0].clone()
-    (request,) = host_pass
-    assert (request["importance"], request["perturbation"]) == ("fisher", None)
-    assert needed(queue) == [0, 1, 0, 0, 0, 0]
-    trainer._compute_advantage(batch, metrics)
-    got = advantages(queue)
-    assert (got[0, :4].argsort() == first[:4].argsort()).all()
-    assert torch.equal(got[2], host_advantage("grpo")[2])  # no answer: plain
-    assert metrics["oar/fallback/no_answer"] == pytest.approx(1 / 3)
-    assert metrics["oar/fallback/constant"] == pytest.approx(1 / 3)  # the made-up actor says 7 everywhere
-    assert metrics["oar/offload/fault/timed_out"] == 1
+@pytest.mark.parametrize(("settings", "fallback"), [({}, "fisher"), ({"fallback": "entropy"}, "entropy")])
+def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fallback):
+    one = offloading(Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, **settings)
+    (request,) = one.requests
+    assert request["importance"] == fallback
+    assert one.needed() == [0, 1, 0, 0, 0, 0]
+    got = one.credited()
+    assert (got[0, :4].argsort() == one.order).all()
+    assert torch.equal(got[2], one.host_advantage()[2])  # no answer: plain
+    assert one.metrics["oar/fallback/no_answer"] == pytest.approx(1 / 3)
+    assert one.metrics["oar/fallback/constant"] == pytest.approx(1 / 3)  # the made-up actor says 7 everywhere
+    assert one.metrics["oar/offload/fault/timed_out"] == 1
+    assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
 
 
-def test_the_fallback_is_any_importance_without_copies(offloading, host_pass):
-    offloading(*[Status.TIMED_OUT] * 3, fallback="entropy")
-    assert host_pass[0]["importance"] == "entropy"
-
-
-def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading, host_pass):
-    trainer, queue, batch, metrics = offloading(Status.SCORED, Status.ENGINE_FAILED, Status.SCORED, fallback="none")
-    assert host_pass == []
-    trainer._compute_advantage(batch, metrics)
-    assert torch.equal(advantages(queue)[1], host_advantage("grpo")[1])
-    assert metrics["oar/fallback/engine_failed"] == pytest.approx(1 / 3)
-
-
-def test_the_request_knows_the_sampling_temperature_and_the_step(world, host_pass):
-    trainer, _, batch = world(seed=3)
-    trainer.config.actor_rollout_ref.rollout.temperature = 0.6
-    trainer.config.algorithm.rollout_correction = None
-    for step in (1, 2):
-        trainer.global_steps = step
-        trainer._compute_old_log_prob(batch, {})
-    assert [request["temperature"] for request in host_pass] == [0.6, 0.6]
-    assert [request["seed"] for request in host_pass] == [step_seed(3, 1), step_seed(3, 2)]
+def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading):
+    one = offloading(Status.SCORED, Status.ENGINE_FAILED, Status.SCORED, fallback="none")
+    assert one.requests == []
+    assert torch.equal(one.credited()[1], one.host_advantage()[1])
+    assert one.metrics["oar/fallback/engine_failed"] == pytest.approx(1 / 3)
 
 
 def test_the_offload_sets_what_it_needs_in_verls_configuration(monkeypatch):

@@ -1,32 +1,23 @@
 """Real verl, real Ray, real vLLM on a CPU, with OAR. Minutes, not seconds."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from transformers import AutoTokenizer, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 
 import oar_plugin
-from benchmarks.tiny.smoke_model import make_assets
-from recipes.smoke import run_smoke
-from tests.hosts.whole_run import LIMIT_S, check, whole_run
+from tests.hosts.engine import world
+from tests.hosts.whole_run import RECIPES, check, dumped, smoke, whole_run
 
 pytestmark = whole_run
-
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("verl")
-    make_assets(path)
-    return path
+    return tmp_path_factory.mktemp("verl")
 
 
 OWN = {
@@ -40,19 +31,16 @@ OWN = {
 def three_steps(folder):
     """The smoke test of the standard recipe, a step longer, with an importance and a gate of one's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        return run_smoke(
-            RECIPES / "qwen2_5_7b_math",
+        patch.setenv("PYTHONPATH", str(RECIPES.parent))
+        return smoke(
+            "qwen2_5_7b_math",
             folder,
-            overrides=[
-                "trainer.total_training_steps=3",
-                "trainer.test_freq=3",
-                f"algorithm.oar.importance={OWN['importance']}",
-                f"algorithm.oar.gate={OWN['gate']}",
-                f"algorithm.oar.dump_dir={folder}/dump",
-                "algorithm.oar.dump_responses=2",
-            ],
-            timeout_s=LIMIT_S,
+            "trainer.total_training_steps=3",
+            "trainer.test_freq=3",
+            f"algorithm.oar.importance={OWN['importance']}",
+            f"algorithm.oar.gate={OWN['gate']}",
+            f"algorithm.oar.dump_dir={folder}/dump",
+            "algorithm.oar.dump_responses=2",
         )
 
 
@@ -73,7 +61,7 @@ def test_only_rows_with_an_advantage_are_scored(three_steps):
 
 
 def test_responses_are_dumped_for_people_to_look_at(three_steps, folder):
-    rows = [json.loads(line) for line in (folder / "dump" / "step_000001.jsonl").read_text().splitlines()]
+    rows = dumped(folder)
     assert len(rows) == 2
     for row in rows:
         length = len(row["tokens"])
@@ -85,9 +73,9 @@ def test_responses_are_dumped_for_people_to_look_at(three_steps, folder):
 
 def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
     """The same responses, on the weights on disk: importance, segments and weights."""
-    model = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = world.load_model(folder / "model", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    rows = [json.loads(line) for line in (folder / "dump" / "step_000001.jsonl").read_text().splitlines()]
+    rows = dumped(folder)
     credit = oar_plugin.importance(
         model,
         prompts=[row["prompt_ids"] for row in rows],
@@ -107,17 +95,14 @@ def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
 def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
     """The recipe (packed, dynamic batches, checkpointing) with RLOO, a reference model, rollout correction, and OAR-P on the
     rollout engines, whose copies are aborted at each exchange of weights and run again with the new ones."""
-    steps = run_smoke(
-        RECIPES / "qwen2_5_7b_colocate_async",
+    steps = smoke(
+        "qwen2_5_7b_colocate_async",
         folder,
-        overrides=[
-            "algorithm.use_kl_in_reward=True",
-            "algorithm.rollout_correction.rollout_is=token",
-            "algorithm.oar.base_estimator=rloo",
-            "algorithm.oar.importance=oar_p",
-            "algorithm.oar.perturbation.backend=rollout",
-        ],
-        timeout_s=LIMIT_S,
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.oar.base_estimator=rloo",
+        "algorithm.oar.importance=oar_p",
+        "algorithm.oar.perturbation.backend=rollout",
     )
     check(steps, [1, 2])
     assert all(step["oar/scored"] > 0.9 for step in steps), "with KL in the reward no advantage is known to be zero"
@@ -126,15 +111,12 @@ def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
 
 def test_lora_in_bypass_mode_as_published(folder):
     """Old log-probs are the rollout's, so importance has passes of its own."""
-    steps = run_smoke(
-        RECIPES / "qwen2_5_7b_lora",
+    steps = smoke(
+        "qwen2_5_7b_lora",
         folder,
-        overrides=[
-            "algorithm.rollout_correction.bypass_mode=True",
-            "algorithm.oar.base_estimator=reinforce_plus_plus_baseline",
-            "oar=published",
-            "algorithm.oar.warmup_steps=1",
-        ],
-        timeout_s=LIMIT_S,
+        "algorithm.rollout_correction.bypass_mode=True",
+        "algorithm.oar.base_estimator=reinforce_plus_plus_baseline",
+        "oar=published",
+        "algorithm.oar.warmup_steps=1",
     )
     check(steps, [1, 2])

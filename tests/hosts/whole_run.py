@@ -13,9 +13,13 @@ The others are `nightly`: engines on two ranks, mixtures of experts, Megatron wi
 and resuming, the studies that run verl.
 """
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 LIMIT_S = 1200
 """Against a run that hangs, and nothing else. A run takes two minutes, most of them imports in a dozen processes, and one on
@@ -23,6 +27,18 @@ two nodes has taken seven where other work ran beside it."""
 
 whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
 """`pytestmark` of a module whose tests each wait for one run."""
+
+
+def smoke(recipe, folder, *overrides):
+    """Metrics of each step of a recipe's smoke test."""
+    from recipes.smoke import run_smoke  # it needs verl
+
+    return run_smoke(RECIPES / recipe, folder, overrides=[*overrides], timeout_s=LIMIT_S)
+
+
+def dumped(folder, step=1):
+    """The responses that a step left in `folder/dump`."""
+    return [json.loads(line) for line in (folder / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()]
 
 
 def with_a_signal(steps):

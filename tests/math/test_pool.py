@@ -10,10 +10,6 @@ import pytest
 from oar_plugin.math.pool import GuardedPool, TaskCrashed, TaskTimedOut
 
 
-def nothing():
-    pass
-
-
 def hang_in_one_instruction():
     return 9**9**9  # no signal handler of Python's runs before it is done
 
@@ -24,7 +20,7 @@ def take_all_memory():
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = GuardedPool(processes=1, timeout_s=0.5, warm_up=nothing)
+    pool = GuardedPool(processes=1, timeout_s=0.5, warm_up=bool)  # a call that does nothing
     yield pool
     pool.close()
 

@@ -1,7 +1,5 @@
 """Batches of the engines' tests' responses for a plain model, and other random models."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel

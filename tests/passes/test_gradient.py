@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Backward, Forward, Importance, importance_of
+from oar_plugin.credit.importance import Backward, Importance, importance_of
 from oar_plugin.credit.importance.base import squared_norm
+from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
@@ -18,57 +19,34 @@ from oar_plugin.passes.taps import ModelTaps
 from tests.passes.batch import distance, padded, positions, rows_of
 
 TEMPERATURE = 0.7
-BOTH = frozenset({"entropy", "log_prob"})
 NOISY = (Backward("probe", noise=True),)
 CPU = torch.device("cpu")
 
 
-class Reads(Importance):
+class Reads(Fisher):
     """What a pass reads while its backwards start from the probe."""
 
-    name = help = "reads"
-    backwards = (Backward("probe"),)
-    reads = BOTH
+    reads = frozenset({"entropy", "log_prob"})
 
     def coefficients(self, number, rows):
+        assert not rows.logits_NV.requires_grad
         return rows.logits_NV.softmax(-1)
-
-    def score(self, gradient, embedding):
-        return squared_norm(gradient)
-
-    def combine(self, parts):
-        return parts.score_KBL.sum(0)
-
-
-class NoisyReads(Reads):
-    backwards = NOISY
 
 
 class Silent(Reads):
     reads = frozenset()
 
 
-class NoisySilent(NoisyReads):
-    reads = frozenset()
-
-
-class OfAnswer(Silent):
-    backwards = (Backward("answer"),)
+class NoisyReads(Reads):
+    backwards = NOISY
 
 
 class NothingButReads(Importance):
     name = help = "nothing but reads"
-    reads = BOTH
+    reads = Reads.reads
 
     def combine(self, parts):
         return parts.entropy_BL - parts.log_prob_BL
-
-
-class LogProb(NothingButReads):
-    reads = frozenset({"log_prob"})
-
-    def combine(self, parts):
-        return -parts.log_prob_BL
 
 
 class Surprise(Reads):
@@ -96,8 +74,11 @@ class Mixed(Reads):
         assert (rows.clean_NV is not None) == (number == 1 and rows.token_N is None)
         return super().coefficients(number, rows)
 
+    def combine(self, parts):
+        return parts.score_KBL.sum(0)
 
-class Signs(Reads):
+
+class Signs(Mixed):
     """Shows the signs that its backwards drew."""
 
     backwards = (Backward("answer"), Backward("reasoning"))
@@ -132,10 +113,6 @@ def measure(model, kind, batch=None, **more):
     return one.scores, packed
 
 
-def of_each_response(values_T):
-    return values_T.split([len(ids) for ids, _ in rows_of()])
-
-
 def assert_same_scores(got, want):
     for name in ("score_KT", "entropy_T", "log_prob_T"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-7)
@@ -158,7 +135,7 @@ def directly(model, rows, temperature=TEMPERATURE):
 
 @pytest.mark.parametrize("chunk", [5, 256])
 @pytest.mark.parametrize("draws", [1, 2])
-@pytest.mark.parametrize("kind", [Reads, NoisyReads, NothingButReads, LogProb, Surprise, NoisySurprise, Mixed])
+@pytest.mark.parametrize("kind", [Reads, NoisyReads, NothingButReads, Surprise, NoisySurprise, Mixed])
 def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(model, monkeypatch, kind, draws, chunk):
     """At the temperature of the rollout; also where a backward's forward is noisy; once, however many draws there are."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
@@ -166,8 +143,6 @@ def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(mode
         batch = padded(rows_of(), left=chunk == 5)
         scores, packed = measure(model, kind, batch, num_draws=draws, temperature=temperature)
         entropy_T, log_prob_T = directly(model, rows_of(), temperature)
-        if "entropy" not in kind.reads:
-            entropy_T = torch.zeros_like(entropy_T)
         torch.testing.assert_close(scores.log_prob_T, log_prob_T, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(scores.entropy_T, entropy_T, rtol=1e-4, atol=1e-5)
         if not kind.backwards:  # an importance of readings alone
@@ -175,18 +150,20 @@ def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(mode
             torch.testing.assert_close(got, entropy_T - log_prob_T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Silent, NoisySilent])
-def test_reading_does_not_change_what_a_backward_gives(model, kind):
-    reading, silent = (measure(model, one)[0] for one in (kind.__base__, kind))
+def test_reading_does_not_change_what_a_backward_gives(model):
+    reading, silent = (measure(model, kind)[0] for kind in (Reads, Silent))
     torch.testing.assert_close(reading.score_KT, silent.score_KT)
+    assert not silent.reads_NT.numel()
 
 
 # ---- what a backward starts from
 
 
+@pytest.mark.parametrize("chunk", [5, 256])
 @pytest.mark.parametrize("kind", [Surprise, NoisySurprise])
-def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, kind):
+def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, monkeypatch, kind, chunk):
     """Coefficients are of clean entropies, the gradient goes through noisy embeddings."""
+    monkeypatch.setattr(rows_module, "CHUNK", chunk)
     scores, _ = measure(model, kind)
     want, vocabulary, hidden = [], model.config.vocab_size, model.config.hidden_size
     for ids, segments in rows_of():
@@ -202,7 +179,7 @@ def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, kind):
         chosen_N = (sign_NV * logits_NV).gather(-1, ids[at][:, None])[:, 0]
         (gradient,) = torch.autograd.grad((entropy_T[at] * chosen_N).sum(), embedding)
         want.append(squared_norm(gradient)[0])
-    assert distance(of_each_response(scores.score_KT[0]), want) < 1e-4
+    assert distance(scores.score_KT[0].split([len(ids) for ids, _ in rows_of()]), want) < 1e-4
 
 
 def test_each_backward_of_several_is_what_it_is_alone(model):
@@ -212,39 +189,14 @@ def test_each_backward_of_several_is_what_it_is_alone(model):
         torch.testing.assert_close(scores.score_KT[number], alone.score_KT[0])
 
 
-@pytest.mark.parametrize("probe", ["last", "answer_mean", "answer_joint"])
-def test_rows_of_the_answer_are_those_of_the_probe_each_by_itself(model, probe):
-    scores, _ = measure(model, OfAnswer, probe=probe)
-    want = []
-    for ids, segments in rows_of():
-        at = positions(segments, Segment.ANSWER) - 1
-        embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
-        logits = model(inputs_embeds=embedding).logits[0, at[:1] if probe == "last" else at]
-        scalar = (logits.detach().softmax(-1) * logits).sum()
-        want.append(squared_norm(*torch.autograd.grad(scalar, embedding))[0])
-    assert distance(of_each_response(scores.score_KT[0]), want) < 1e-5
-
-
-def test_the_joint_probe_weights_each_row_by_its_share(model):
-    answers = torch.stack([(segments == Segment.ANSWER).sum() for _, segments in rows_of()])
-    (each, packed), (joint, _) = (measure(model, kind, probe="answer_joint") for kind in (OfAnswer, Silent))
-    share_T = (1 / answers)[packed.response_T]
-    assert share_T.min() < 1
-    torch.testing.assert_close(joint.score_KT[0], each.score_KT[0] * share_T**2)
-
-
-def test_signs_do_not_depend_on_how_rows_are_cut_and_differ_by_draw_and_backward(model, monkeypatch):
-    seen, forwards = {3: [], 256: []}, [Forward(0), Forward(1), Forward(0, 1), Forward(1, 1)]
-    one = MicroBatchPass(request_of(Signs), *packed_rows(*padded(rows_of())))
-    for chunk, drawn in seen.items():
-        monkeypatch.setattr(rows_module, "CHUNK", chunk)
-        for forward in forwards:
-            Signs.drawn.clear()
-            with ModelTaps(model) as taps:
-                forward_and_backward(model, taps, padded(rows_of()), one.tap(forward))
-            drawn.append(torch.cat(Signs.drawn))
-    rows = torch.cat(seen[3])
-    assert torch.equal(rows, torch.cat(seen[256]))
+def test_every_row_of_every_backward_and_draw_has_signs_of_its_own(model):
+    batch = padded(rows_of())
+    one = MicroBatchPass(request_of(Signs), *packed_rows(*batch))
+    Signs.drawn.clear()
+    with ModelTaps(model) as taps:
+        for forward in one.importance.forwards(2):
+            forward_and_backward(model, taps, batch, one.tap(forward))
+    rows = torch.cat(Signs.drawn)
     correlation = (rows @ rows.T / rows.shape[1]).fill_diagonal_(0)
     assert correlation.abs().max() < 6 / rows.shape[1] ** 0.5
 
@@ -276,38 +228,36 @@ def test_micro_batches_write_into_one_place(model):
     assert_same_scores(scores, whole)
 
 
-class Joined:
+def joined(first, second):
     """One forward that serves the taps of two ranks."""
+    count = len(first.row_position_N)
 
-    def __init__(self, first, second):
-        count = len(first.row_position_N)
+    def probe(project, hidden_NH):
+        return first.probe(project, hidden_NH[:count]) + second.probe(project, hidden_NH[count:])
 
-        def probe(project, hidden_NH):
-            return first.probe(project, hidden_NH[:count]) + second.probe(project, hidden_NH[count:])
+    def receive(gradient, embedding):
+        first.receive(gradient, embedding)
+        second.receive(gradient, embedding)
 
-        def receive(gradient, embedding):
-            first.receive(gradient, embedding)
-            second.receive(gradient, embedding)
-
-        self.tap = Tap(torch.cat([first.row_position_N, second.row_position_N]), probe, receive=receive)
+    return Tap(torch.cat([first.row_position_N, second.row_position_N]), probe, receive=receive)
 
 
-@pytest.mark.parametrize("kind", [OfAnswer, Surprise])
+@pytest.mark.parametrize("kind", [Reads, Surprise])
 def test_a_rank_that_holds_a_part_adds_its_part(model, kind):
-    """Rows and embeddings cut between two ranks: scalars, scores and readings add up."""
-    batch, request = padded(rows_of()), request_of(kind)
-    whole, packed = measure(model, kind)
+    """Rows and embeddings cut between two ranks: scalars, scores and readings add up. Each row of the answer by itself."""
+    batch, request = padded(rows_of()), request_of(kind, probe="answer_joint")
+    whole, packed = measure(model, kind, probe="answer_joint")
     layout = packed_rows(*batch)[1]
     first_T = torch.arange(len(packed.token_T)) % 2 == 0
     local = [torch.where(mine_T, layout.local_T, -1) for mine_T in (first_T, ~first_T)]
     ones = [MicroBatchPass(request, packed, Layout(local_T, local_T, layout.num_embeddings)) for local_T in local]
     with ModelTaps(model) as taps:
-        forward_and_backward(model, taps, batch, Joined(*(one.tap(one.importance.forwards(1)[0]) for one in ones)).tap)
+        forward_and_backward(model, taps, batch, joined(*(one.tap(one.importance.forwards(1)[0]) for one in ones)))
     total = Scores(kind(), len(packed.token_T), CPU)
     for name in ("score_KT", "entropy_T", "log_prob_T"):
         parts = [getattr(one.scores, name) for one in ones]
         getattr(total, name)[:] = sum(parts)
-        assert all(part.any() for part in parts) or not getattr(whole, name).any()
+        assert all(part.any() for part in parts)
     assert_same_scores(total, whole)
 
 
@@ -320,31 +270,9 @@ def test_scores_are_summed_over_ranks_in_one_call_and_keep_their_places():
         assert (values == want).all()
 
 
-def test_a_packed_batch_is_combined_response_by_response():
-    token_T = torch.arange(8)
-    segments_T = torch.tensor([False, True, True, False, True, True, True, False]) * int(Segment.REASONING)
-    whole = Packed(token_T, segments_T, torch.tensor([0, 3, 8]))
-    scores = Scores(importance_of("onward"), 8, CPU)
-    scores.score_KT[:], scores.entropy_T[:] = torch.rand(2, 8), torch.rand(8)
-    together = importance_of_scores(Request("onward"), whole, scores)
-    assert together[whole.reasoning_T].all()
-    assert not together[~whole.reasoning_T].any()
-    for begin, end in ((0, 3), (3, 8)):
-        one = Packed(token_T[begin:end], segments_T[begin:end], torch.tensor([0, end - begin]))
-        part = Scores(importance_of("onward"), end - begin, CPU)
-        part.score_KT[:], part.entropy_T[:] = scores.score_KT[:, begin:end], scores.entropy_T[begin:end]
-        torch.testing.assert_close(importance_of_scores(Request("onward"), one, part), together[begin:end])
-
-
 @pytest.mark.parametrize(("name", "field", "want"), [("fisher", "score_KT", 2.0), ("entropy", "entropy_T", 8.0)])
 def test_draws_are_averaged_and_readings_are_not(name, field, want):
     packed = Packed(torch.arange(3), torch.full((3,), int(Segment.REASONING)), torch.tensor([0, 3]))
     scores = Scores(importance_of(name), 3, CPU)
     getattr(scores, field)[:] = 8.0
     assert importance_of_scores(Request(name, num_draws=4), packed, scores).tolist() == [want] * 3
-
-
-def test_packed_sequences_know_their_places():
-    packed = Packed(torch.arange(5), torch.zeros(5, dtype=torch.long), torch.tensor([0, 2, 2, 5]))
-    assert packed.response_T.tolist() == [0, 0, 2, 2, 2]
-    assert packed.place_T.tolist() == [0, 1, 0, 1, 2]

@@ -1,22 +1,18 @@
 """The gradient pass on a plain model, against plain autograd one response at a time."""
 
-from unittest import mock
-
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES, Importance
 from oar_plugin.credit.perturbation import copies_of_budget
 from oar_plugin.credit.probe import PROBES
-from oar_plugin.passes.plain import PlainPass, batch_importance
-from oar_plugin.passes.request import Perturbation, Request
-from tests.credit.test_golden import norm_in_float64
+from oar_plugin.passes.plain import batch_importance, gradient_importance
+from oar_plugin.passes.request import Request
 from tests.hosts.engine import world
-from tests.passes.batch import distance, error, padded, rows_of, unpadded
+from tests.passes.batch import distance, error, padded, positions, rows_of, unpadded
 
 OWN = "python:tests.own_importance:Saliency"
 # The engines' tests' bounds: 5e-3 is float32's rounding of P_noisy - P, which the joint probe has none of.
@@ -32,9 +28,8 @@ def bound(importance, probe="answer_mean"):
 
 def run(model, batch=None, importance="fisher", probe="answer_mean", on_logits=None, **request):
     """Each sequence's scores; of the four responses, when no batch is given."""
-    batch = batch or padded(rows_of())
-    with PlainPass(model, Request(importance, probe, **{"temperature": 0.7, **request})) as one:
-        return unpadded(one.importance(*batch, on_logits), batch[2])
+    batch, request = batch or padded(rows_of()), Request(importance, probe, **{"temperature": 0.7, **request})
+    return unpadded(gradient_importance(model, request, *batch, on_logits), batch[2])
 
 
 def same(first, second):
@@ -65,14 +60,15 @@ def test_padding_on_the_left_does_not_move_positions(importance):
     assert distance(left, right) < bound(importance)
 
 
-@every_importance
+@pytest.mark.parametrize("importance", [*BOUNDS, "random"])
 def test_a_batch_equals_one_by_one(model, importance):
-    """With two draws, and without a mask: there is no padding in a batch of one."""
-    together = run(model, importance=importance, num_draws=2, seed=5)
-    for (ids, segments), row in zip(rows_of(), together, strict=True):
-        with PlainPass(model, Request(importance, num_draws=2, seed=5, temperature=0.7)) as one:
-            alone = one.importance(ids[None], segments[None])[0]
-        assert distance([row], [alone]) < bound(importance)
+    """With two draws, padding on either side, and without a mask: there is no padding in a batch of one."""
+    draws, limit = {"num_draws": 2, "seed": 5, "temperature": 0.7}, BOUNDS.get(importance, 0.0)
+    for left in (False, True):
+        together = run(model, padded(rows_of(), left), importance, **draws)
+        for (ids, segments), row in zip(rows_of(), together, strict=True):
+            alone = gradient_importance(model, Request(importance, **draws), ids[None], segments[None])
+            assert distance([row], [alone[0]]) <= limit
 
 
 @pytest.mark.parametrize("importance", [*BOUNDS, "hybrid", "random"])
@@ -84,13 +80,6 @@ def test_the_hosts_logits_come_with_the_first_forward_and_change_nothing(model, 
     assert not logits.requires_grad
     want = model(input_ids=batch[0], attention_mask=batch[2].long()).logits
     torch.testing.assert_close(logits[batch[2]], want[batch[2]])
-
-
-def test_one_model_serves_many_batches_within_one_pass(model):
-    batches = [padded(rows_of([number])) for number in world.SCORED]
-    with PlainPass(model, Request("fisher", temperature=0.7)) as one:
-        got = [one.importance(*batch)[0] for batch in batches]
-    assert same(got, [run(model, batch)[0] for batch in batches])
 
 
 @pytest.mark.parametrize("importance", ["fisher", "onward", "entropy"])
@@ -111,24 +100,13 @@ def test_copies_alone_have_no_gradient_importance(model):
     assert not any(row.any() for row in run(model, importance="oar_p"))
 
 
-def with_copies(model, importance, budget, span=1, replacement=world.PAD, probe="answer_mean"):
-    batch, perturbation = padded(rows_of()), Perturbation(budget, span, replacement)
-    request = Request(importance, probe, perturbation=perturbation)
-    return unpadded(batch_importance(model, request, *batch), batch[2])
-
-
-@every_probe
-@pytest.mark.parametrize(("span", "sampled"), [(1, False), (4, False), (1, True)])
-@mock.patch.object(Qwen2RMSNorm, "forward", norm_in_float64)  # its rounding to float32 is as large as the bound
-def test_copies_of_a_batch_equal_single_copies(folder, probe, span, sampled):
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    got = with_copies(model, "oar_p", 1.0, span, None if sampled else world.PAD, probe)
-    assert error(got, world.counterfactual(folder, probe, span, sampled)) < 1e-5
-
-
 def test_the_gradient_of_a_batch_chooses_its_copies(model):
     """The importance's own: the units with the largest `fisher` have exact scores, the others estimates in its order."""
-    exact, hybrid = with_copies(model, "oar_p", 1.0), with_copies(model, "hybrid", 0.3)
+    batch = padded(rows_of())
+    requests = [
+        Request(name, budget=budget, replacement_token=world.PAD) for name, budget in (("oar_p", 1), ("hybrid", 0.3))
+    ]
+    exact, hybrid = (unpadded(batch_importance(model, request, *batch), batch[2]) for request in requests)
     for gradient, one, all_, (_, segments) in zip(run(model), hybrid, exact, rows_of(), strict=True):
         order = gradient.argsort(descending=True)
         chosen = order[: copies_of_budget(0.3, int((segments == Segment.REASONING).sum()))]
@@ -185,26 +163,15 @@ def test_a_response_without_a_prompt(model, importance):
 
 
 @pytest.mark.parametrize("importance", ["fisher", "oar_g", "onward", "random"])
-def test_numbers_are_new_in_every_step_and_the_same_within_one(model, importance):
+def test_numbers_are_the_same_within_a_step_and_others_in_every_step_response_and_place(model, importance):
     config = OarConfig(importance=importance, num_draws=2)
     first, again, second = (run(model, **vars(Request.from_config(config, step, 40))) for step in (1, 1, 2))
     assert same(first, again)
     assert all((a - b).abs().max() > 1e-3 * b.max() for a, b in zip(first, second, strict=True))
-
-
-def test_random_is_the_same_on_every_padding_and_differs_by_response_and_step(model):
-    rows, seen = rows_of(), []
-    for seed in (0, 1):
-        want = run(model, importance="random", seed=seed)
-        for batch in (padded(rows, left=True), padded(rows, more=3)):
-            assert same(run(model, batch, "random", seed=seed), want)
-        assert same(run(model, padded(rows[2:3]), "random", seed=seed), want[2:3])
-        for row, (_, segments) in zip(want, rows, strict=True):
-            assert not row[segments != Segment.REASONING].any()
-            seen.append(row[segments == Segment.REASONING])
-    values = torch.cat(seen)
-    assert 0 < values.min() < values.max() < 1
-    assert len(values.unique()) == len(values)
+    if importance == "random":  # a number of its own for each place of each response, and nothing elsewhere
+        values = torch.cat([row[row != 0] for row in (*first, *second)])
+        assert 0 < values.min() < values.max() < 1
+        assert len(values.unique()) == 2 * sum(len(positions(segments)) for _, segments in rows_of())
 
 
 @pytest.mark.parametrize("importance", ["fisher", "oar_g", OWN])

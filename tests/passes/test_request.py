@@ -7,9 +7,7 @@ import pytest
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.noise import step_seed
-from oar_plugin.passes.request import Perturbation, Request, replacement_token
-
-PADDED, UNPADDED = SimpleNamespace(pad_token_id=0), SimpleNamespace(pad_token_id=None)
+from oar_plugin.passes.request import Request, replacement_token
 
 
 def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of_the_rollout():
@@ -21,33 +19,37 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
     first = requests[0]
     assert Request.from_config(config, 1, 100, temperature=0.6) == first
     assert (first.temperature, first.sigma, first.num_draws, first.max_response_length) == (0.6, 0.01, 2, 100)
-    assert first.perturbation is None
     assert first.importance_object is config.importance_object
 
 
 @pytest.mark.parametrize(
-    ("settings", "importance", "perturbation"),
+    ("settings", "importance", "copies"),
     [
         ({}, "fisher", None),
         ({"importance": "python:tests.own_importance:Saliency"}, "python:tests.own_importance:Saliency", None),
-        ({"importance": "oar_p"}, "oar_p", Perturbation(1.0, 1, 7)),
-        ({"importance": "hybrid", "perturbation": {"span": 4}}, "hybrid", Perturbation(0.3, 4, 7)),
-        ({"importance": "oar_p", "perturbation": {"budget": 9}}, "oar_p", Perturbation(9, 1, 7)),
+        ({"importance": "oar_p"}, "oar_p", (1.0, 1)),
+        ({"importance": "hybrid", "perturbation": {"span": 4}}, "hybrid", (0.3, 4)),
+        ({"importance": "oar_p", "perturbation": {"budget": 9}}, "oar_p", (9, 1)),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "fisher", None),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "onward"}}, "onward", None),
     ],
 )
 def test_copies_go_to_the_actor_unless_the_rollout_engines_run_them_and_all_travels_as_plain_values(
-    settings, importance, perturbation
+    settings, importance, copies
 ):
+    """`copies`: budget and span."""
     request = Request.from_config(OarConfig.parse(settings), 5, 100, True, 7, 0.9)
-    assert (request.importance, request.perturbation) == (importance, perturbation)
+    assert request.importance == importance
+    assert (request.importance_object.copies is None) == (copies is None)
+    if copies:
+        assert (request.budget, request.span, request.replacement_token) == (*copies, 7)
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 
 def test_what_stands_in_for_a_token():
-    assert replacement_token(OarConfig(), PADDED) == 0
+    padded, unpadded = SimpleNamespace(pad_token_id=0), SimpleNamespace(pad_token_id=None)
+    assert replacement_token(OarConfig(), padded) == 0
     sampled = OarConfig.parse({"perturbation": {"replacement": "sampled"}})
-    assert replacement_token(sampled, UNPADDED) is None
+    assert replacement_token(sampled, unpadded) is None
     with pytest.raises(OarConfigError, match=r"replacement=pad.*no padding token.*sampled"):
-        replacement_token(OarConfig(), UNPADDED)
+        replacement_token(OarConfig(), unpadded)

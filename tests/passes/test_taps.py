@@ -1,5 +1,6 @@
 """The hooks on a plain HuggingFace model: what they compute, what they save, and that they go away."""
 
+import contextlib
 import weakref
 
 import pytest
@@ -27,10 +28,10 @@ def logits(model):
 class Reader:
     """Keeps the rows' logits, with a graph, and what the leaf delivers."""
 
-    def __init__(self, scalar=lambda logits_NV: logits_NV.square().sum(), rows=ROWS, **tap):
+    def __init__(self, scalar=lambda logits_NV: logits_NV.square().sum(), **tap):
         self.delivered = []
         self._scalar = scalar
-        self.tap = Tap(rows, self._probe, **{"receive": lambda *pair: self.delivered.append(pair), **tap})
+        self.tap = Tap(ROWS, self._probe, **{"receive": lambda *pair: self.delivered.append(pair), **tap})
 
     def _probe(self, project, hidden_NH):
         self.logits_NV = project(hidden_NH)
@@ -58,68 +59,49 @@ def by_autograd(model):
 
 
 @pytest.mark.parametrize("rows_only", [False, True])
-def test_rows_are_the_models_own_logits_and_only_they_have_a_graph(model, logits, rows_only):
+def test_rows_are_the_models_own_logits_with_the_gradient_of_an_ordinary_forward_delivered_once(
+    model, logits, rows_only
+):
+    embedding, reader = by_autograd(model), Reader(rows_only=rows_only)
     with ModelTaps(model) as taps:
-        reader = Reader(rows_only=rows_only)
         output = reader.run(model, taps)
         torch.testing.assert_close(reader.logits_NV, logits.flatten(0, 1)[ROWS])
-        assert reader.logits_NV.requires_grad
-        torch.testing.assert_close(reader.tap.scalar, reader.logits_NV.square().sum())
         if rows_only:  # nothing else is projected
             assert output.logits.shape == (1, 1, SIZE["vocab_size"])
         else:
             assert not output.logits.requires_grad
             torch.testing.assert_close(output.logits, logits)
-
-
-@pytest.mark.parametrize("rows_only", [False, True])
-def test_the_gradient_equals_that_of_an_ordinary_forward_and_is_delivered_once(model, rows_only):
-    embedding = by_autograd(model)
-    with ModelTaps(model) as taps:
-        gradient, leaf = Reader(rows_only=rows_only).gradient(model, taps)
+        assert not reader.delivered
+        reader.tap.scalar.backward()
+    ((gradient, leaf),) = reader.delivered
     torch.testing.assert_close(gradient, embedding.grad)
     assert torch.equal(leaf, embedding)
     assert not leaf.requires_grad
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_noise_moves_the_forward_but_not_the_leaf(model, wanted):
+@pytest.mark.parametrize("receiver", [{}, {"receive": None}], ids=["wanted", "unwanted"])
+def test_noise_moves_the_forward_but_not_the_leaf(model, receiver):
     """Also where nobody wants a gradient."""
     clean = model.get_input_embeddings()(IDS).detach()
     want = model(inputs_embeds=clean + 0.1).logits.detach().flatten(0, 1)[ROWS]
+    reader = Reader(noise=lambda embedding: torch.full_like(embedding, 0.1), **receiver)
     with ModelTaps(model) as taps:
-        reader = Reader(
-            noise=lambda embedding: torch.full_like(embedding, 0.1), **({} if wanted else {"receive": None})
-        )
-        if wanted:
-            assert torch.equal(reader.gradient(model, taps)[1], clean)
-        else:
-            reader.run(model, taps)
-            assert not reader.logits_NV.requires_grad
+        reader.run(model, taps)
         torch.testing.assert_close(reader.logits_NV.detach(), want)
+        assert reader.logits_NV.requires_grad == (not receiver)
+        if not receiver:
+            reader.tap.scalar.backward()
+            assert torch.equal(reader.delivered[0][1], clean)
 
 
-def test_a_forward_without_a_scalar_or_a_receiver_has_no_graph(model, logits):
-    with ModelTaps(model) as taps:
-        reader = Reader(scalar=lambda logits_NV: None, rows_only=False, receive=None)
-        output = reader.run(model, taps)
-    assert reader.tap.scalar is None
-    assert not reader.logits_NV.requires_grad
-    torch.testing.assert_close(output.logits, logits)
-
-
-def test_no_rows_at_all_still_give_a_backward(model):
-    """A rank, or a micro-batch, without an answer: its gradient is zero, and it is delivered."""
-    with ModelTaps(model) as taps:
-        gradient, _ = Reader(rows=torch.tensor([], dtype=torch.long)).gradient(model, taps)
-    assert not gradient.any()
-
-
-def test_hooks_let_forwards_pass_that_have_no_tap(model, logits):
+def test_without_a_tap_or_its_scalar_and_receiver_there_is_no_graph_and_the_logits_are_the_models_own(model, logits):
     with ModelTaps(model) as taps:
         assert torch.equal(model(input_ids=IDS).logits, logits)
-        Reader().run(model, taps)
+        reader = Reader(scalar=lambda logits_NV: None, rows_only=False, receive=None)
+        torch.testing.assert_close(reader.run(model, taps).logits, logits)
+        assert reader.tap.scalar is None
+        assert not reader.logits_NV.requires_grad
         taps.tap = None
         assert torch.equal(model(input_ids=IDS).logits, logits)
 
@@ -188,14 +170,11 @@ def test_no_trace_is_left_even_after_an_error(model, fails):
         return hooks, [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
 
     before = state()
-    try:
-        with ModelTaps(model, checkpoint_activations=True) as taps:
-            assert state() != before
-            Reader().run(model, taps)
-            if fails:
-                raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
+    with contextlib.suppress(ZeroDivisionError), ModelTaps(model, checkpoint_activations=True) as taps:
+        assert state() != before
+        Reader().run(model, taps)
+        if fails:
+            raise ZeroDivisionError
     assert state() == before
     assert taps.tap is None
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -92,21 +92,22 @@ def joined_and_decoded(name, ids, errors="strict"):
     tokenizer, token_bytes = tokenizer_and_bytes(name)
     pieces = token_bytes.pieces(ids)
     assert len(pieces) == len(ids)
+    assert token_bytes.pieces(torch.tensor(ids, dtype=torch.long)) == pieces
     decoded = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return b"".join(pieces).decode("utf-8", errors), decoded
 
 
-@every_tokenizer
-@pytest.mark.parametrize("sentence", [*SENTENCES, " leading", "   three", "", "\n\n", "<think>hm</think> 🙂<|end|>"])
-def test_pieces_add_up_to_the_decoded_text(name, sentence):
-    joined, decoded = joined_and_decoded(name, tokenizer_and_bytes(name)[0].encode(sentence))
-    assert joined == decoded
+def with_examples(test):
+    for text in (*SENTENCES, " leading", "   three", "", "\n\n", "<think>hm</think> 🙂<|end|>", "<答案>"):
+        test = example(text=text)(test)
+    return test
 
 
 @every_tokenizer
 @given(text=st.text(max_size=40))
 @settings(max_examples=60)
-def test_pieces_add_up_for_any_unicode_text(name, text):
+@with_examples
+def test_pieces_add_up_to_the_decoded_text(name, text):
     joined, decoded = joined_and_decoded(name, tokenizer_and_bytes(name)[0].encode(text))
     assert joined == decoded
 
@@ -135,29 +136,6 @@ def test_special_tokens_and_unknown_ids_have_no_bytes(name):
     assert token_bytes.pieces([end, pad, unknown, -100]) == [b""] * 4
     answer = tokenizer.encode("answer")
     assert token_bytes.pieces([end, *answer, unknown, end]) == [b"", *token_bytes.pieces(answer), b"", b""]
-
-
-@every_tokenizer
-def test_added_tokens_that_are_not_special_keep_their_text(name):
-    tokenizer, token_bytes = tokenizer_and_bytes(name)
-    ids = tokenizer.convert_tokens_to_ids(["<think>", "<答案>"])
-    assert [piece.strip().decode() for piece in token_bytes.pieces(ids)] == ["<think>", "<答案>"]
-
-
-@pytest.mark.parametrize("name", ["byte_level", "word_piece"])
-def test_ids_may_be_a_tensor(name):
-    tokenizer, token_bytes = tokenizer_and_bytes(name)
-    ids = tokenizer.encode(SENTENCES[0])
-    assert token_bytes.pieces(torch.tensor(ids)) == token_bytes.pieces(ids)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [("llama_2", "the", b"the"), ("gemma", " the", b" the"), ("byte_level", " the", b" the")],
-)
-def test_a_response_that_begins_with_a_space_loses_it_where_decode_drops_it(name, text, expected):
-    tokenizer, token_bytes = tokenizer_and_bytes(name)
-    assert b"".join(token_bytes.pieces(tokenizer.encode(text))) == expected
 
 
 def test_half_a_character_stays_what_it_is():

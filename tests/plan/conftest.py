@@ -1,16 +1,15 @@
 """Recipes' configurations, composed once: Hydra takes seconds for each."""
 
 import pytest
-from omegaconf import DictConfig
 
 from oar_plugin.hosts.verl.recipe import compose_recipe, find_recipe
 
 
 @pytest.fixture(scope="session")
-def fsdp_config() -> DictConfig:
+def fsdp():
     return compose_recipe(find_recipe("qwen2_5_7b_math"))
 
 
 @pytest.fixture(scope="session")
-def megatron_config() -> DictConfig:
+def megatron():
     return compose_recipe(find_recipe("qwen2_5_32b_megatron"))

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("psutil")
-pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks.tiny.verl_run import TrainingFailed, diagnose, read_metrics
+from benchmarks.tiny.verl_run import read_metrics
 from recipes.cpu_demo import demo, main, report
 from recipes.cpu_demo.report import CAVEAT, Accuracy, MethodResult, Share
-from recipes.cpu_demo.training import STAGES, Run, Watch
+from recipes.cpu_demo.training import STAGES, Run, TrainingFailed, Watch, diagnose
+from tests.page.test_tokens import RECORD
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,16 +52,9 @@ def test_hydra_reads_every_override_once_and_paths_as_they_are(run):
 
 
 def test_the_command_is_a_script_that_a_shell_accepts(run):
-    run.script_file.write_text(run.script())
-    subprocess.run(["bash", "-n", str(run.script_file)], check=True)
+    subprocess.run(["bash", "-n"], input=run.script(), text=True, check=True)
     assert "algorithm.adv_estimator=oar" in run.script()
     assert f"VERL_FILE_LOGGER_PATH={shlex.quote(str(run.metrics_file))}" in run.script()
-
-
-def test_metrics_leave_out_a_half_written_line(run):
-    assert read_metrics(run.metrics_file) == []
-    run.metrics_file.write_text(metrics_line(1, 0.25) + metrics_line(2, 0.5) + '{"step": 3, "da')
-    assert [(row["step"], row["critic/score/mean"]) for row in read_metrics(run.metrics_file)] == [(1, 0.25), (2, 0.5)]
 
 
 def test_the_watch_says_what_is_awaited_and_then_how_far_it_is(run):
@@ -70,7 +63,8 @@ def test_the_watch_says_what_is_awaited_and_then_how_far_it_is(run):
     watch.on_line("noise")
     watch.on_line(f"(TaskRunner) {STAGES[2][0]} noise")
     assert f"4/{len(STAGES)}" in watch.status()[1]
-    run.metrics_file.write_text(metrics_line(1, 0.25) + metrics_line(2, 0.75))
+    run.metrics_file.write_text(metrics_line(1, 0.25) + metrics_line(2, 0.75) + '{"step": 3, "da')  # half written
+    assert [(row["step"], row["critic/score/mean"]) for row in read_metrics(run.metrics_file)] == [(1, 0.25), (2, 0.75)]
     assert watch.status() == (2, "step 2/4   reward 0.50   1.5 s a step   0:03 left")
 
 
@@ -85,73 +79,74 @@ def test_the_watch_says_what_is_awaited_and_then_how_far_it_is(run):
     ],
 )
 def test_a_failed_run_is_explained_in_one_line(tmp_path, log, advice):
-    path = tmp_path / "verl.log"
-    path.write_text(log)
-    assert advice in diagnose(path)
-    assert "\n" not in diagnose(path)
+    (tmp_path / "verl.log").write_text(log)
+    said = diagnose(tmp_path / "verl.log")
+    assert advice in said
+    assert "\n" not in said
 
 
-class TestCommand:
-    def test_too_little_memory_is_one_line_that_says_what_to_do(self, monkeypatch, tmp_path, capsys):
-        monkeypatch.setattr(main, "NEEDED_GB", 1e6)
-        assert main.main(["--out", str(tmp_path)]) == 1
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert "close other programs" in error or "run.sh" in error
-
-    def test_two_starts_do_not_share_a_folder(self, tmp_path):
-        assert main.new_folder(tmp_path) != main.new_folder(tmp_path)
-
-    def test_an_unwritable_place_is_one_line(self, monkeypatch, tmp_path, capsys):
-        monkeypatch.setattr(main, "find_obstacle", lambda: None)
-        (tmp_path / "file").touch()
-        assert main.main(["--out", str(tmp_path / "file")]) == 1
-        assert "--out" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("raised", "status", "said"),
-        [(KeyboardInterrupt(), 130, "interrupted"), (TrainingFailed("verl stopped: x"), 1, "verl stopped: x")],
-    )
-    def test_what_ends_it_early_is_one_line(self, monkeypatch, tmp_path, capsys, raised, status, said):
-        def fail(*_):
-            raise raised
-
-        monkeypatch.setattr(main, "find_obstacle", lambda: None)
-        monkeypatch.setattr(demo, "run_demo", fail)
-        assert main.main(["--out", str(tmp_path)]) == status
-        assert capsys.readouterr().err == f"cpu_demo: {said}\n"
-
-    @pytest.mark.parametrize("steps", ["0", "-3", "many"])
-    def test_steps_must_be_positive(self, steps, capsys):
-        with pytest.raises(SystemExit):
-            main.main(["--steps", steps])
-        assert "--steps" in capsys.readouterr().err
-
-    @pytest.mark.parametrize("network", [True, False])
-    def test_run_sh_installs_and_starts_the_checkouts_own_demo(self, tmp_path, network):
-        """From any folder, with programs that stand in for the environment's Python and for a machine with free memory."""
-        python = tmp_path / "venv" / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        failure = "" if network else '*pip*) echo "Temporary failure in name resolution"; exit 1;; '
-        python.write_text(f'#!/bin/sh\ncase "$*" in {failure}*cpu_demo*) echo "$PYTHONPATH" "$@";; esac\n')
-        awk = tmp_path / "awk"
-        awk.write_text("#!/bin/sh\necho 99999\n")
-        for program in (python, awk):
-            program.chmod(0o755)
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        environment = {"PATH": path, "OAR_DEMO_VENV": str(tmp_path / "venv"), "PIP_INDEX_URL": "of no use"}
-        script = ["bash", str(ROOT / "recipes/cpu_demo/run.sh"), "--steps", "3"]
-        done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        if network:
-            assert done.stdout.splitlines()[-1] == f"{ROOT} {ROOT}/recipes/cpu_demo/main.py --steps 3"
-        else:
-            assert done.returncode == 1
-            assert done.stderr.startswith("cpu_demo: install.sh: cannot reach the package index: check the network")
+# ---- the command
 
 
-def result(steps=6):
-    metrics = [{"step": s, "critic/score/mean": 0.3 + 0.05 * s, "timing_s/step": 2.0} for s in range(1, steps + 1)]
-    return MethodResult(accuracy(180), metrics, seconds=100.0, start_up_seconds=60.0, peak_bytes=3 * 1024**3)
+def test_too_little_memory_is_one_line_that_says_what_to_do(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(main, "NEEDED_GB", 1e6)
+    assert main.main(["--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "close other programs" in error or "run.sh" in error
+
+
+def test_two_starts_do_not_share_a_folder_and_an_unwritable_place_is_one_line(monkeypatch, tmp_path, capsys):
+    assert main.new_folder(tmp_path) != main.new_folder(tmp_path)
+    monkeypatch.setattr(main, "find_obstacle", lambda: None)
+    (tmp_path / "file").touch()
+    assert main.main(["--out", str(tmp_path / "file")]) == 1
+    assert "--out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (TrainingFailed("verl stopped: x"), 1, "verl stopped: x")],
+)
+def test_what_ends_it_early_is_one_line(monkeypatch, tmp_path, capsys, raised, status, said):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(main, "find_obstacle", lambda: None)
+    monkeypatch.setattr(demo, "run_demo", fail)
+    assert main.main(["--out", str(tmp_path)]) == status
+    assert capsys.readouterr().err == f"cpu_demo: {said}\n"
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many"])
+def test_steps_must_be_positive(steps, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["--steps", steps])
+    assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_run_sh_installs_and_starts_the_checkouts_own_demo(tmp_path, network):
+    """From any folder, with programs that stand in for the environment's Python and for a machine with free memory."""
+    python, awk = tmp_path / "venv" / "bin" / "python", tmp_path / "awk"
+    python.parent.mkdir(parents=True)
+    failure = "" if network else '*pip*) echo "Temporary failure in name resolution"; exit 1;; '
+    python.write_text(f'#!/bin/sh\ncase "$*" in {failure}*cpu_demo*) echo "$PYTHONPATH" "$@";; esac\n')
+    awk.write_text("#!/bin/sh\necho 99999\n")
+    for program in (python, awk):
+        program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"PATH": path, "OAR_DEMO_VENV": str(tmp_path / "venv"), "PIP_INDEX_URL": "of no use"}
+    script = ["bash", str(ROOT / "recipes/cpu_demo/run.sh"), "--steps", "3"]
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    if network:
+        assert done.stdout.splitlines()[-1] == f"{ROOT} {ROOT}/recipes/cpu_demo/main.py --steps 3"
+    else:
+        assert done.returncode == 1
+        assert done.stderr.startswith("cpu_demo: install.sh: cannot reach the package index: check the network")
+
+
+# ---- its report
 
 
 def accuracy(right):
@@ -159,44 +154,34 @@ def accuracy(right):
 
 
 @pytest.fixture
-def rows(tmp_path):
-    record = {
-        "uid": "u",
-        "prompt": "3 + 4 = ?",
-        "tokens": ["so", " 3", " =", " 7", " ####", " 7", "<eos>"],
-        "segments": [1, 1, 1, 1, 2, 3, 4],
-        "importance": [0.0, 0.1, 0.1, 2.0, 0.0, 0.0, 0.0],
-        "weights": [0.4, 0.6, 0.7, 2.3, 1.0, 1.0, 1.0],
-        "reward": 1.0,
-        "status": "scored",
-    }
+def result():
+    metrics = [{"step": s, "critic/score/mean": 0.3 + 0.05 * s, "timing_s/step": 2.0} for s in range(1, 7)]
+    return MethodResult(accuracy(180), metrics, seconds=100.0, start_up_seconds=60.0, peak_bytes=3 * 1024**3)
+
+
+def test_the_page_shows_first_middle_and_last_step_with_both_signs_and_weights_are_averaged_by_kind(tmp_path):
     for step in range(1, 8):
-        lines = [json.dumps({**record, "step": step, "advantage": sign * 0.5}) for sign in (1, 1, 1, -1, -1)]
+        lines = [json.dumps({**RECORD, "step": step, "advantage": sign * 0.5}) for sign in (1, 1, 1, -1, -1)]
         (tmp_path / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
-    return report.load_rows(tmp_path)
+    rows = report.load_rows(tmp_path)
+    assert len(rows) == 35
+    report.write_tokens_page(tmp_path / "tokens.html", rows)
+    page = (tmp_path / "tokens.html").read_text(encoding="utf-8")
+    assert re.findall(r"<h2>Step (\d+)", page) == ["1", "4", "7"]
+    assert page.count("▲") == page.count("▼") == 6
+    assert report.weights_by_kind(rows) == pytest.approx({"results": 2.3, "sums": 0.65, "filler words": 0.4})
 
 
-class TestReport:
-    def test_page_shows_first_middle_and_last_step_with_both_signs(self, rows, tmp_path):
-        assert len(rows) == 35
-        report.write_tokens_page(tmp_path / "tokens.html", rows)
-        page = (tmp_path / "tokens.html").read_text(encoding="utf-8")
-        assert re.findall(r"<h2>Step (\d+)", page) == ["1", "4", "7"]
-        assert page.count("▲") == page.count("▼") == 6
+@pytest.mark.parametrize("methods", [("oar",), ("oar", "grpo")])
+def test_it_draws_a_curve(tmp_path, methods, result):
+    report.draw_curve(tmp_path / "curve.png", accuracy(70), dict.fromkeys(methods, result))
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_averages_weights_by_what_a_token_is(self, rows):
-        assert report.weights_by_kind(rows) == pytest.approx({"results": 2.3, "sums": 0.65, "filler words": 0.4})
 
-    @pytest.mark.parametrize("methods", [("oar",), ("oar", "grpo")])
-    def test_draws_a_curve(self, tmp_path, methods):
-        report.draw_curve(tmp_path / "curve.png", accuracy(70), {method: result() for method in methods})
-        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_summary_has_the_numbers_the_files_and_the_caveat(self, tmp_path):
-        console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
-        files = {"curve": tmp_path / "curve.png"}
-        report.print_summary(console, accuracy(70), {"oar": result()}, {"results": 2.3}, 321.0, files)
-        said = console.file.getvalue()
-        numbers = ("27 %  [22, 33]", "70 %  [64, 76]", "after 6 steps of OAR", "2.0 s", "3.0 GB", "done in 5:21")
-        for expected in (*numbers, CAVEAT, str(files["curve"])):
-            assert expected in said
+def test_the_summary_has_the_numbers_the_files_and_the_caveat(tmp_path, result):
+    console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
+    files = {"curve": tmp_path / "curve.png"}
+    report.print_summary(console, accuracy(70), {"oar": result}, {"results": 2.3}, 321.0, files)
+    said = console.file.getvalue()
+    numbers = ("27 %  [22, 33]", "70 %  [64, 76]", "after 6 steps of OAR", "2.0 s", "3.0 GB", "done in 5:21")
+    assert [part for part in (*numbers, CAVEAT, str(files["curve"])) if part not in said] == []

@@ -1,6 +1,5 @@
 """Every recipe for two steps on a CPU: its own yaml, real verl, real Ray, real vLLM, a tiny model."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,15 +8,29 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
-from benchmarks.tiny.smoke_model import make_assets
 from oar_plugin.hosts.verl.recipe import compose_recipe
 from oar_plugin.hosts.verl.settings import resolve
-from recipes.smoke import SmokeFailed, architecture_of, group_of, run_smoke
+from recipes.smoke import SmokeFailed, group_of, run_smoke
 from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal
 from tests.recipes.test_recipes import FOLDER, RECIPES, composed, differing, flat
 
 pytestmark = whole_run
 
+HERE = {
+    # An update lies between a rollout and its log-probs. With the recipe's learning rate it moves probabilities by more than
+    # the check of the rollout's weights allows.
+    "qwen2_5_7b_separate_async": ["actor_rollout_ref.actor.optim.lr=1e-8"],
+}
+NIGHTLY = {
+    "qwen3_30b_a3b_fsdp": [],  # a mixture of experts
+    # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers, and importance for chains.
+    "yi_1_5_34b_megatron": [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+        "oar=onward",
+    ],
+}
+"""Recipes that are run here, with what overrides."""
 ELSEWHERE = {
     "qwen2_5_7b_math": "tests/hosts/test_verl_run.py",
     "qwen2_5_14b_deepmath": "tests/hosts/test_lost_node.py",
@@ -27,60 +40,26 @@ ELSEWHERE = {
     "qwen2_5_7b_oar_p": "tests/hosts/test_offload_run.py",
 }
 """Smoke tests that look closer, and so stand beside what they look at."""
-THE_SAME_RUN = {
-    "qwen2_5_1_5b_math": [],
-    "qwen2_5_7b_deepmath": [],
-    "qwen2_5_7b_paper": ["oar=published"],
-}
+THE_SAME_RUN = {"qwen2_5_1_5b_math": [], "qwen2_5_7b_deepmath": [], "qwen2_5_7b_paper": ["oar=published"]}
 """Recipes whose smoke test is that of `qwen2_5_7b_math`, with these overrides: what else sets them apart, the model, the data
 and the layout, a smoke test replaces."""
-NIGHTLY = {"qwen3_30b_a3b_fsdp", "yi_1_5_34b_megatron"}
-"""Mixtures of experts, and Megatron once more: see `tests/hosts/whole_run.py`."""
-MORE = {
-    # An update lies between a rollout and its log-probs. With the recipe's learning rate it moves probabilities by more than
-    # the check of the rollout's weights allows.
-    "qwen2_5_7b_separate_async": ["actor_rollout_ref.actor.optim.lr=1e-8"],
-    # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers, and importance for chains.
-    "yi_1_5_34b_megatron": [
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
-        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
-        "oar=onward",
-    ],
-}
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    """The folder of each tiny model."""
-    made = {}
-    for architecture in ("qwen2", "llama", "qwen3_moe"):
-        made[architecture] = tmp_path_factory.mktemp(architecture)
-        make_assets(made[architecture], architecture=architecture)
-    return made
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(recipe, id=recipe.name, marks=[pytest.mark.nightly] if recipe.name in NIGHTLY else [])
-        for recipe in RECIPES
-        if recipe.name not in ELSEWHERE | THE_SAME_RUN
-    ],
-)
-def test_two_steps(recipe, assets, tmp_path):
-    model = composed(recipe).actor_rollout_ref.model.path
-    shutil.copytree(assets[architecture_of(model)], tmp_path, dirs_exist_ok=True)
-    steps = run_smoke(recipe, tmp_path, overrides=MORE.get(recipe.name, []), timeout_s=LIMIT_S)
+@pytest.mark.parametrize("name", [*HERE, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+def test_two_steps(name, tmp_path):
+    recipe, overrides = FOLDER / name, (HERE | NIGHTLY)[name]
+    steps = run_smoke(recipe, tmp_path, overrides=overrides, timeout_s=LIMIT_S)
     check(steps, [1, 2])
     for step in steps:
         assert step["training/rollout_probs_diff_max"] < 1e-3, "the rollout has the actor's weights"
     for step in with_a_signal(steps):
         assert step["oar/answer_found"] > 0.8, "the answer that the reward looks for is the one whose tokens count"
         assert ("oar/offload/scored" in step) == resolve(composed(recipe)).offloads
-    assert any(name.startswith("val-core/") for name in steps[-1]), "validated as the recipe would"
+    assert any(metric.startswith("val-core/") for metric in steps[-1]), "validated as the recipe would"
 
 
-def test_every_other_recipe_is_run_elsewhere():
+def test_every_recipe_is_run():
+    assert {*HERE, *NIGHTLY, *ELSEWHERE, *THE_SAME_RUN} == {recipe.name for recipe in RECIPES}
     for name, file in ELSEWHERE.items():
         assert f'"{name}"' in (Path(__file__).parents[2] / file).read_text()
 

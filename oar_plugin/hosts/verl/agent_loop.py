@@ -25,21 +25,20 @@ from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.perturbation import units
-from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.segments import end_of_sequence_tokens
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
+from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
 from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS, replacement_token
 from oar_plugin.passes.segments import segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger("oar_plugin")
 
-PRIORITY = 2**30
-"""Of the copies: behind anything that is generated (vLLM serves small numbers first)."""
-
-ATTEMPTS = 2
+PRIORITY = 2**30  # of the copies: behind anything that is generated (vLLM serves small numbers first)
+ATTEMPTS = 2  # to score a response
 STATUS_OF_FAULT = {
+    None: Status.SCORED,
     "timed_out": Status.TIMED_OUT,
     "too_long": Status.TOO_LONG,
     "aborted": Status.ABORTED,
@@ -62,7 +61,7 @@ class Group:
     def __init__(self, size: int, decides: bool) -> None:
         self._missing = size
         self._rewards: set[float] = set()
-        self._differ = decides is False
+        self._differ = not decides
         self._known = asyncio.Event()
         self._settle()
 
@@ -95,7 +94,6 @@ class ScoredOutput(AgentLoopOutput):
     oar_fields: Any = None
 
     def as_dict(self) -> dict[str, Any]:
-        """verl's, and ours."""
         fields = super().as_dict()
         fields.pop("oar_fields", None)
         fields.update(self.oar_fields)
@@ -103,11 +101,8 @@ class ScoredOutput(AgentLoopOutput):
 
     @classmethod
     def of(cls, output: AgentLoopOutput) -> ScoredOutput:
-        """The same output, able to carry our fields."""
         values = {name: getattr(output, name) for name in type(output).model_fields}
-        scored = cls.model_construct(_fields_set=output.model_fields_set | {"oar_fields"}, **values)
-        assert isinstance(scored, ScoredOutput)
-        return scored
+        return cls.model_construct(_fields_set=output.model_fields_set | {"oar_fields"}, **values)
 
 
 @dataclass
@@ -128,8 +123,6 @@ _session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's agent-loop worker; see the module."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._oar = resolve(self.config)
@@ -189,57 +182,44 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
         record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
         try:
-            if await session.group.matters():
-                segments, record = self._look_at(output, record)
-                if record.status == Status.SCORED:
+            if not await session.group.matters():
+                record = replace(record, status=Status.NOT_NEEDED)
+            elif not output.multi_modal_data:
+                mask, longest = np.array(output.response_mask, dtype=bool), self.config.data.max_response_length
+                segments, status = segment_response(
+                    output.response_ids, mask, self._finder, self._token_bytes, self._eos_ids, longest
+                )
+                record = replace(record, status=status)
+                if status == Status.SCORED:
                     importance, record = await self._score(output, segments, session.step, record)
-            else:
-                record = replace(record, status=int(Status.NOT_NEEDED))
         except Exception:
             logger.exception("OAR could not score a response; it falls back")
             record = replace(record, status=Status.ENGINE_FAILED)
         if record.status != Status.SCORED:
             segments = np.zeros_like(segments)
-        report = torch.tensor([float(record.status), 0.0])
         return {
             ENGINE_FIELDS[IMPORTANCE]: torch.from_numpy(importance),
             ENGINE_FIELDS[SEGMENTS]: torch.from_numpy(segments),
-            ENGINE_FIELDS[REPORT]: report,
+            ENGINE_FIELDS[REPORT]: torch.tensor([float(record.status), 0.0]),
             OFFLOAD: record.to_row(),
         }
-
-    def _look_at(self, output: AgentLoopOutput, record: OffloadRecord) -> tuple[np.ndarray, OffloadRecord]:
-        """Segments of a response, and whether it can be scored."""
-        if output.multi_modal_data:
-            return np.zeros(len(output.response_ids), dtype=np.int8), record
-        segments, status = segment_response(
-            output.response_ids,
-            np.array(output.response_mask, dtype=bool),
-            self._finder,
-            self._token_bytes,
-            self._eos_ids,
-            self.config.data.max_response_length,
-        )
-        return segments, replace(record, status=int(status))
 
     async def _score(
         self, output: AgentLoopOutput, segments: np.ndarray, step: int, record: OffloadRecord
     ) -> tuple[np.ndarray, OffloadRecord]:
         """Importance of a response, float32 `[L]`; zeros when the engines could not score it."""
         task = self._task(output, segments, step)
-        result, attempts, began = None, 0, time.time()
-        while attempts < ATTEMPTS:
-            attempts += 1
+        fault: Fault | None = None
+        for attempts in range(1, ATTEMPTS + 1):
             began = time.time()
-            result = await self._call(task, after_exchange=result is not None and result.fault == "aborted")
-            if result.fault in (None, "too_long"):
+            result = await self._call(task, after_exchange=fault == "aborted")
+            fault = result.fault
+            if fault in (None, "too_long"):
                 break
-            logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
-        assert result is not None
-        status = Status.SCORED if result.fault is None else STATUS_OF_FAULT[result.fault]
+            logger.warning("OAR: an engine could not score a response (%s), attempt %d", fault, attempts)
         record = replace(
             record,
-            status=int(status),
+            status=STATUS_OF_FAULT[fault],
             attempts=attempts,
             copies=result.copies,
             retried=result.retried,
@@ -247,10 +227,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             cached_tokens=result.cached_tokens,
             done_at=deciles([began + seconds for seconds in result.done_at]),
         )
-        importance = np.zeros(len(segments), dtype=np.float32)
-        if result.importance is not None:
-            importance[:] = result.importance  # what Ray hands out cannot be written to
-        return importance, record
+        if result.importance is None:
+            return np.zeros(len(segments), dtype=np.float32), record
+        return np.array(result.importance), record  # a copy: what Ray hands out cannot be written to
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
         oar = self._oar
@@ -270,12 +249,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         )
 
     async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
-        """One call to one engine. Whatever goes wrong comes back as a fault.
+        """One call to one engine; whatever goes wrong comes back as a fault.
 
-        Args:
-            task: what to score.
-            after_exchange: first wait until the engine admits requests again; that is no fault of its, and takes as long as
-                the trainer takes.
+        `after_exchange`: first wait until the engine admits requests again, which takes as long as the trainer takes.
         """
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
         server_id, call = None, None
@@ -284,15 +260,14 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if after_exchange:
                 await server.oar_wait_open.remote()
             call = server.oar_score.remote(task, self._oar.perturbation.timeout_s)
-            result: ScoringResult = await call
-            return result
+            return await call
         except asyncio.CancelledError:
             if call is not None:
                 ray.cancel(call)
             raise
         except Exception as error:
             logger.warning("OAR: scoring failed on server %s: %s", server_id, str(error).splitlines()[-1:])
-            return ScoringResult.failed("failed")
+            return ScoringResult(fault="failed")
         finally:
             if server_id is not None:
                 self.llm_client._release_server(server_id, request_id=request_id)

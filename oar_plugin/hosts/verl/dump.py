@@ -10,12 +10,7 @@ from torch import Tensor
 
 
 class ResponseDump:
-    """Appends JSON lines to `<folder>/step_<step>.jsonl`.
-
-    Args:
-        folder: where to write; made when it is not there.
-        per_step: how many responses to write each step.
-    """
+    """Appends JSON lines to `<folder>/step_<step>.jsonl`, of so many responses a step."""
 
     def __init__(self, folder: str, per_step: int) -> None:
         self.folder = Path(folder)

@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.masked_copies import MaskedCopies, Replacements, copies_importance
+from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 
 
@@ -31,35 +31,26 @@ def engine_copies(
     Args:
         engine: one of verl's FSDP engines with our mixin, in eval mode.
         data: the batch, as `infer_batch` got it.
-        request: with `perturbation` set.
-        segments: int8 `[L_i]` of `Segment`.
-        status_B: int64 `[B]` of `Status`.
         gradient: gradient scores `[L_i]`, which choose the units of a budget where the importance says so.
     """
-    assert request.perturbation is not None
-    copies_of_importance = request.importance_object.copies
-    assert copies_of_importance is not None
-    replacements = Replacements(request.perturbation.replacement_token, request.seed)
-    arguments = request.probe, replacements, _tokens_of_a_forward(engine, data)
+    tokens = _tokens_of_a_forward(engine, data)
     copies = (
-        _SequenceParallelCopies(engine, data, *arguments)
+        _SequenceParallelCopies(engine, data, request, tokens)
         if engine.use_ulysses_sp
-        else MaskedCopies(engine.module, *arguments)
+        else MaskedCopies(engine.module, request, tokens)
     )
     input_ids = data["input_ids"].unbind()
     rows = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
-    wanted = {row: (input_ids[row].to(get_device_id()), segments[row]) for row in rows}
-    chooser = {row: gradient[row] for row in rows} if copies_of_importance.by_gradient else None
+    wanted = {row: (input_ids[row].to(get_device_id()), segments[row], gradient[row]) for row in rows}
     with _autocast(engine):
-        found = copies_importance(copies, wanted, request.perturbation, chooser, engine.largest_count)
+        found = copies.importance(wanted, engine.largest_count)
     return [found.get(row, torch.zeros(len(segment))) for row, segment in enumerate(segments)]
 
 
 def _tokens_of_a_forward(engine: Any, data: TensorDict) -> int:
     """The token budget of verl's log-prob pass."""
     if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
-        budget: int = data["max_token_len_per_gpu"] * engine.ulysses_sequence_parallel_size
-        return budget
+        return int(data["max_token_len_per_gpu"] * engine.ulysses_sequence_parallel_size)
     return int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
 
 
@@ -92,5 +83,4 @@ class _SequenceParallelCopies(MaskedCopies):
         position_T = torch.arange(length, device=token_KT.device).repeat(copies)
         for name, values_T in (("input_ids", token_KT.flatten()), ("position_ids", position_T)):
             micro_batch[name] = torch.nested.nested_tensor_from_jagged(values_T, offsets)
-        logits_NV: Tensor = self.engine.answer_logits_of(micro_batch, row_N.to(token_KT.device))
-        return logits_NV
+        return self.engine.answer_logits_of(micro_batch, row_N.to(token_KT.device))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -21,27 +20,12 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested, register_engine
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
-from oar_plugin.passes.masked_copies import LogitsReader
-from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engine, score_fields
+from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
+from oar_plugin.passes.request import Request
 from oar_plugin.passes.tap import Tap, UnsupportedModelError
 from oar_plugin.passes.taps import ModelTaps, check_model, unwrapped
-from oar_plugin.passes.tokens import TokenBytes
-
-
-@dataclass
-class _Tapped:
-    """The forward under way.
-
-    Attributes:
-        taps: the hooks.
-        make: given the micro-batch as verl's forward has it (on the device) and this rank's inputs, the tap.
-    """
-
-    taps: ModelTaps
-    make: Callable[[TensorDict, Tensor], Tap]
 
 
 class OarFSDPMixin(ImportancePass):
@@ -54,7 +38,8 @@ class OarFSDPMixin(ImportancePass):
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: Any
 
-    _tapped: _Tapped | None = None
+    # The forward under way: the hooks, and what makes its tap once verl has the micro-batch on the device and its inputs.
+    _tapped: tuple[ModelTaps, Callable[[TensorDict, Tensor], Tap]] | None = None
 
     # ---- the scoring pass
 
@@ -62,9 +47,8 @@ class OarFSDPMixin(ImportancePass):
         """Forward with a graph and backward to the embeddings, micro-batch by micro-batch."""
         self._limit_micro_batches(data)
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
-        micro_batches, indices = prepare_micro_batches(
-            data=data, dp_group=self._data_parallel_group(), same_micro_num_in_dp=True
-        )
+        group = self.get_data_parallel_group()  # type: ignore[attr-defined]
+        micro_batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         checkpoint = self.model_config.enable_gradient_checkpointing
         with ModelTaps(self.module, checkpoint_activations=checkpoint) as taps:
             outputs = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
@@ -92,16 +76,13 @@ class OarFSDPMixin(ImportancePass):
             taps.tap = None
         assert one is not None
         one.scores.total(self._sum_over_sequence_ranks)
-        importance_T = importance_of_scores(request, one.packed, one.scores)
-        output["model_output"][IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, one.packed.offsets)
         # The forward for log-probs would have been made anyway; the rest is what importance costs.
-        seconds = elapsed(started) - host_seconds
-        output["model_output"][SECONDS] = nested([torch.tensor([seconds / len(micro_batch)])] * len(micro_batch))
+        output["model_output"].update(score_fields(request, one.packed, one.scores, elapsed(started) - host_seconds))
         return output
 
     @contextmanager
     def _tapping(self, taps: ModelTaps, make: Callable[[TensorDict, Tensor], Tap]) -> Iterator[None]:
-        self._tapped = _Tapped(taps, make)
+        self._tapped = taps, make
         try:
             yield
         finally:
@@ -111,15 +92,15 @@ class OarFSDPMixin(ImportancePass):
         """verl's inputs; in a pass, also the tap that they are run under."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
-            self._tapped.taps.tap = self._tapped.make(micro_batch, inputs["input_ids"])
+            taps, make = self._tapped
+            taps.tap = make(micro_batch, inputs["input_ids"])
         return inputs, arguments
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
         """verl's log-probs and entropy; nothing when only the answer's rows were projected."""
-        tap = None if self._tapped is None else self._tapped.taps.tap
-        if tap is not None and tap.rows_only:
+        if self._tapped is not None and (tap := self._tapped[0].tap) is not None and tap.rows_only:
             return {}
         return super().prepare_model_outputs(  # type: ignore[misc]
             output, output_args, micro_batch, logits_processor_func
@@ -130,21 +111,19 @@ class OarFSDPMixin(ImportancePass):
 
         One forward through verl's own `forward_step`, without a graph.
         """
-        reader: LogitsReader | None = None
+        read: list[Tensor] = []
         here_N = row_N
 
         def make(micro_batch: TensorDict, local_input_ids: Tensor) -> Tap:
-            nonlocal reader, here_N
+            nonlocal here_N
             local_N = self._local_positions(micro_batch, local_input_ids)[row_N]
             here_N = local_N >= 0
-            reader = LogitsReader(local_N[here_N])
-            return reader.tap
+            return Tap(local_N[here_N], lambda project, hidden_NH: read.append(project(hidden_NH)))
 
         with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, make):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-        assert reader is not None
-        logits_NV = reader.logits_NV.new_zeros(len(row_N), reader.logits_NV.shape[-1])
-        logits_NV[here_N] = reader.logits_NV
+        logits_NV = read[0].new_zeros(len(row_N), read[0].shape[-1])
+        logits_NV[here_N] = read[0]
         return self._sum_over_sequence_ranks(logits_NV)
 
     # ---- where things are
@@ -179,8 +158,7 @@ class OarFSDPMixin(ImportancePass):
         return tensor
 
     def _check_served(self, request: Request) -> None:
-        """Once: refuse a model whose importance would be wrong (see `check_model`)."""
-        if request.perturbation is not None and hasattr(unwrapped(self.module).config, "vision_config"):
+        if request.importance_object.copies is not None and hasattr(unwrapped(self.module).config, "vision_config"):
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no "
                 f"images; allowed: {without_copies()}"
@@ -193,8 +171,6 @@ class OarFSDPMixin(ImportancePass):
                 "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size > 1 with a vision-language model: "
                 "verl slices its inputs after the embeddings, where OAR cannot follow; allowed: 1"
             )
-        self.token_bytes = TokenBytes(self.model_config.tokenizer)
-        self._eos_ids = end_of_sequence_tokens(self.model_config)
 
 
 def register(transformer_impl: ModuleType) -> None:

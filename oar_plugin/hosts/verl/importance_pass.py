@@ -22,7 +22,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.engine_copies import engine_copies
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, segment_batch, sequence_segments
+from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens, segment_batch, sequence_segments
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Request
 from oar_plugin.passes.tokens import TokenBytes
@@ -64,11 +64,8 @@ class ImportancePass:
         raise NotImplementedError
 
     def _check_served(self, request: Request) -> None:
-        """Refuse, once, a model or a request whose importance would be wrong; set `token_bytes` and `_eos_ids`."""
+        """Refuse a request, and while `token_bytes` is None a model, whose importance would be wrong."""
         raise NotImplementedError
-
-    def _data_parallel_group(self) -> Any:
-        return self.get_data_parallel_group()  # type: ignore[attr-defined]
 
     def _micro_batches_divided_by(self) -> int:
         """verl's engine runs micro-batches in multiples of this number."""
@@ -83,7 +80,9 @@ class ImportancePass:
 
     def _infer_with_importance(self, data: TensorDict, request: Request) -> dict[str, Any]:
         self._check_served(request)
-        assert self.token_bytes is not None
+        if self.token_bytes is None:
+            self.token_bytes = TokenBytes(self.model_config.tokenizer)
+            self._eos_ids = end_of_sequence_tokens(self.model_config)
         maybe_fix_3d_position_ids(data)
         segments, status_B = segment_batch(data, request, self.token_bytes, self._eos_ids)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
@@ -110,7 +109,7 @@ class ImportancePass:
             importance, seconds = self._gradient_importance(segments, order, outputs[:1] if num_ahead else [])
         else:
             importance, seconds = self._importance_without_a_forward(data, request, segments), [0.0] * len(segments)
-        if request.perturbation is not None:
+        if request.importance_object.copies is not None:
             started = time.perf_counter()
             hold_back_non_finite(importance, status_B)
             importance = engine_copies(self, data, request, segments, status_B, importance)
@@ -182,8 +181,18 @@ class ImportancePass:
     def largest_count(self, count: int) -> int:
         """The largest of the data-parallel ranks' counts: all of them must make the same number of forwards."""
         counts = torch.tensor(count, device=get_device_id())
-        distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=self._data_parallel_group())
+        group = self.get_data_parallel_group()  # type: ignore[attr-defined]
+        distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)
         return int(counts.item())
+
+
+def score_fields(request: Request, packed: Packed, scores: Scores, seconds: float) -> dict[str, Tensor]:
+    """What `_score` adds to verl's output of some rows, on which the actor has spent so many seconds."""
+    importance_T, rows = importance_of_scores(request, packed, scores), len(packed.offsets) - 1
+    return {
+        IMPORTANCE: torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets),
+        SECONDS: nested([torch.tensor([seconds / rows])] * rows),
+    }
 
 
 def hold_back_non_finite(importance: list[Tensor], status_B: Tensor) -> None:

@@ -12,7 +12,7 @@ hand the schedule the tap's scalar for a loss, and `_lm_head_logits_processor`, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_model_config
 from tensordict import TensorDict
 from torch import Tensor, distributed, nn
@@ -30,39 +32,28 @@ from verl.workers.engine.utils import detach_tree
 
 from oar_plugin.credit.importance import Forward, of_engines, without_copies
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import SECONDS, ImportancePass, elapsed, nested, register_engine
-from oar_plugin.hosts.verl.megatron_served import check_chunks
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engine, score_fields
+from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
-from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.request import Request
 from oar_plugin.passes.tap import Tap, UnsupportedModelError
 from oar_plugin.passes.taps import check_logits
-from oar_plugin.passes.tokens import TokenBytes
 
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
 
 @dataclass
 class _Schedules:
-    """The schedules of one importance pass: what outlives their micro-batches.
-
-    Attributes:
-        request: what to compute.
-        taps: the hooks.
-        first: where each row of the batch begins in `scores`, and the end of the last.
-        scores: of the batch, as far as this rank has computed them.
-        forward: what the schedule under way is for.
-        forward_seconds: spent in forwards that gave log-probs, where that can be told (see `_score`).
-        micro_batches: by their rows; they outlive a schedule, for what a clean forward leaves to a noisy one.
-    """
+    """The schedules of one importance pass: what outlives their micro-batches."""
 
     request: Request
     taps: MegatronTaps
-    first: list[int]
-    scores: Scores
-    forward: Forward
-    forward_seconds: float = 0.0
+    first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
+    scores: Scores  # of the batch, as far as this rank has computed them
+    forward: Forward  # what the schedule under way is for
+    forward_seconds: float = 0.0  # spent in forwards that gave log-probs, where that can be told (see `_score`)
+    # By their rows; they outlive a schedule, for what a clean forward leaves to a noisy one.
     micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
 
 
@@ -107,11 +98,8 @@ class OarMegatronMixin(ImportancePass):
             finally:
                 self._schedules = None
         self._total_scores(scores)
-        seconds = (elapsed(started) - schedules.forward_seconds) / len(data)
-        model_output = output.setdefault("model_output", {})
-        importance_T = importance_of_scores(request, packed, scores)
-        model_output[IMPORTANCE] = torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets)
-        model_output[SECONDS] = nested([torch.tensor([seconds])] * len(data))
+        seconds = elapsed(started) - schedules.forward_seconds
+        output.setdefault("model_output", {}).update(score_fields(request, packed, scores, seconds))
         return output
 
     # ---- verl's engine, during a pass
@@ -149,8 +137,7 @@ class OarMegatronMixin(ImportancePass):
         """verl's log-probs and entropy; nothing when only the answer's rows were projected."""
         if self._schedules is not None and not self._schedules.forward.log_probs:
             return {}
-        output: dict[str, Tensor] = super()._lm_head_logits_processor(*args, **kwargs)  # type: ignore[misc]
-        return output
+        return super()._lm_head_logits_processor(*args, **kwargs)  # type: ignore[misc]
 
     @staticmethod
     def _finish(
@@ -249,12 +236,10 @@ class OarMegatronMixin(ImportancePass):
     def _micro_batches_divided_by(self) -> int:
         if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
             return 1
-        group: int = self.tf_config.microbatch_group_size_per_vp_stage
-        return group
+        return self.tf_config.microbatch_group_size_per_vp_stage
 
     def _check_served(self, request: Request) -> None:
-        """Once: refuse a model whose importance would be wrong (see `check_chunks`)."""
-        if request.perturbation is not None:
+        if request.importance_object.copies is not None:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} in a Megatron actor: masked copies were not built for it; "
                 f"allowed: {without_copies()}, or {of_engines()} with algorithm.oar.perturbation.backend=rollout"
@@ -267,8 +252,56 @@ class OarMegatronMixin(ImportancePass):
             )
         check_chunks(self.module)
         check_logits(self.model_config.hf_config)
-        self.token_bytes = TokenBytes(self.model_config.tokenizer)
-        self._eos_ids = end_of_sequence_tokens(self.model_config)
+
+
+def check_chunks(chunks: Sequence[nn.Module]) -> None:
+    """Refuse models that `MegatronTaps` would read wrongly.
+
+    Raises:
+        UnsupportedModelError: names what is not served, and what to change.
+    """
+    for chunk in chunks:
+        model = unwrapped(chunk)
+        if type(model) is not GPTModel:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: under Megatron, OAR serves megatron.core's GPTModel only (no vision-language, "
+                "Mamba or otherwise derived models); use actor_rollout_ref.actor.strategy=fsdp2"
+            )
+        config: Any = get_model_config(model)
+        refused = {
+            "num_moe_experts": "mixture-of-experts layers were not tested; use another model",
+            "mtp_num_layers": "set actor_rollout_ref.model.mtp.enable=False",
+            "fp8": "a backward in fp8 moves its scaling history; leave override_transformer_config.fp8 out",
+            "fp4": "leave override_transformer_config.fp4 out",
+            "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
+            "hybrid_context_parallel": "its schedule replaces the forward that OAR hooks; set it to False",
+            "defer_embedding_wgrad_compute": "it keeps activations of every forward; set it to False",
+            "experimental_attention_variant": "its context-parallel layout was not tested; use another model",
+        }
+        for name, advice in refused.items():
+            value = getattr(config, name, None)
+            if value not in (None, False, 0):
+                raise UnsupportedModelError(
+                    f"{name}={value} in Megatron's transformer config: not served by OAR; {advice}"
+                )
+        graphs = getattr(config, "cuda_graph_impl", "none")
+        if graphs != "none":
+            raise UnsupportedModelError(
+                f"cuda_graph_impl={graphs} in Megatron's transformer config: hooks do not run inside captured graphs; "
+                "set it to none"
+            )
+        if model.position_embedding_type == "learned_absolute":
+            raise UnsupportedModelError(
+                "position_embedding_type=learned_absolute: Megatron adds it inside the embedding that OAR differentiates; "
+                "use a model with rotary positions"
+            )
+        if model.post_process and (
+            type(model.output_layer) is not ColumnParallelLinear or model.output_layer.bias is not None
+        ):
+            raise UnsupportedModelError(
+                f"{type(model.output_layer).__name__} as vocabulary projection: OAR serves megatron.core's plain "
+                "ColumnParallelLinear without bias; use a model without adapters or transforms there"
+            )
 
 
 def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM) -> Tensor:

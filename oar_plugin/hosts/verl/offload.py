@@ -1,11 +1,18 @@
-"""OAR-P on the rollout engines, as the driver sees it: is it possible here, switch it on, read what came back."""
+"""OAR-P on the rollout engines, as the driver sees it: is it possible here, switch it on, read what came back.
+
+The engines' scores have fields of their own beside the actor's, because the actor writes its fields for all rows when it is
+asked for any. A further field, `oar_offload`, holds what each response's scoring was like.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
@@ -16,13 +23,14 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gate import relative
 from oar_plugin.credit.importance import importance_of
-from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OffloadRecord, summarize_offload
 from oar_plugin.hosts.vllm.versions import installed, unsupported
-from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, REPORT, SEGMENTS
 
 logger = logging.getLogger("oar_plugin")
 
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
+OFFLOAD = "oar_offload"
+ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS}
 
 ACTOR_MAY_HELP = (
     Status.NOT_NEEDED,  # rewards are equal, and yet the advantage is not zero: the base normalises over the batch
@@ -35,40 +43,35 @@ ACTOR_MAY_HELP = (
 )
 """What the engines say of a response that the actor can still score (`perturbation.fallback`)."""
 
+_DECILES = 11
 _LOCAL = "or algorithm.oar.perturbation.backend=actor"
 
 
 def faults(config: DictConfig) -> Iterator[str]:
     """Why the rollout engines of this configuration cannot score: each key, its value and what is allowed."""
+    rollout = "actor_rollout_ref.rollout"
 
     def value(key: str) -> Any:
-        return OmegaConf.select(config, f"actor_rollout_ref.rollout.{key}")
+        return OmegaConf.select(config, f"{rollout}.{key}")
 
-    rollout = "actor_rollout_ref.rollout"
+    def fault(key: str, why: str, allowed: str) -> str:
+        return f"{rollout}.{key}={value(key)}: {why}; allowed: {allowed}, {_LOCAL}"
+
     if value("name") != "vllm":
-        yield f"{rollout}.name={value('name')}: copies are scored inside vLLM's workers; allowed: vllm, {_LOCAL}"
+        yield fault("name", "copies are scored inside vLLM's workers", "vllm")
     reason = unsupported(installed())
     if reason is not None:
         yield f"algorithm.oar.perturbation.backend=rollout: {reason}; allowed: one of these, {_LOCAL}"
-    if value("agent.agent_loop_manager_class") not in (None, MANAGER):
-        yield (
-            f"{rollout}.agent.agent_loop_manager_class={value('agent.agent_loop_manager_class')}: copies are scored by "
-            f"an agent-loop manager of our own; allowed: null, {_LOCAL}"
-        )
-    if value("engine_kwargs.vllm.worker_extension_cls") is not None:
-        yield (
-            f"{rollout}.engine_kwargs.vllm.worker_extension_cls={value('engine_kwargs.vllm.worker_extension_cls')}: "
-            f"vLLM takes one worker extension, and this needs its own; allowed: unset, {_LOCAL}"
-        )
+    if value(key := "agent.agent_loop_manager_class") not in (None, MANAGER):
+        yield fault(key, "copies are scored by an agent-loop manager of our own", "null")
+    if value(key := "engine_kwargs.vllm.worker_extension_cls") is not None:
+        yield fault(key, "vLLM takes one worker extension, and this needs its own", "unset")
     for key in ("data_parallel_size", "pipeline_model_parallel_size"):
         if (value(key) or 1) > 1:
-            yield (
-                f"{rollout}.{key}={value(key)}: a response and its copies must meet the same engine, which was tested "
-                f"with 1 only; allowed: 1, {_LOCAL}"
-            )
+            yield fault(key, "a response and its copies must meet the same engine, which was tested with 1 only", "1")
     for key in ("disaggregation.enabled", "mtp.enable_rollout"):
         if value(key):
-            yield f"{rollout}.{key}=True: not tested with copies in the engine; allowed: False, {_LOCAL}"
+            yield fault(key, "not tested with copies in the engine", "False")
 
 
 def switch_on(config: DictConfig, oar: OarConfig) -> None:
@@ -124,18 +127,71 @@ def _to_width(values: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
 
 
+@dataclass(frozen=True)
+class OffloadRecord:
+    """What one response's scoring on the rollout engines was like."""
+
+    status: int  # of `Status`; SCORED when the engines delivered
+    attempts: int = 0  # calls to an engine
+    copies: int = 0  # that were run
+    retried: int = 0  # requests that had to be made a second time
+    tokens: int = 0  # prompt tokens of all requests
+    cached_tokens: int = 0  # those of them that came from the prefix cache
+    generated_at: float = 0.0  # wall clock, seconds, when the response was finished
+    done_at: tuple[float, ...] = (0.0,) * _DECILES  # wall clock of the first finished copy, each tenth and the last
+
+    def to_row(self) -> Tensor:
+        """float64: the wall clock needs it."""
+        *numbers, done_at = astuple(self)
+        return torch.tensor([*numbers, *done_at], dtype=torch.float64)
+
+    @classmethod
+    def from_row(cls, row: Tensor) -> OffloadRecord:
+        status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
+        return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
+
+    def done_by(self, moment: float) -> float:
+        """Copies that were finished at a moment of the wall clock, interpolated."""
+        return self.copies * float(np.interp(moment, self.done_at, np.linspace(0, 1, _DECILES)))
+
+
+def deciles(moments: Sequence[float]) -> tuple[float, ...]:
+    """Minimum, each tenth and maximum of some moments (zeros when there are none)."""
+    return tuple(np.quantile(moments or [0.0], np.linspace(0, 1, _DECILES)).tolist())
+
+
 def offload_metrics(rows: Sequence[Tensor], asked_B: Tensor) -> dict[str, float]:
-    """See `summarize_offload`; and the share of the rows that the actor had to help with.
+    """Metrics of a batch, by name without prefix.
 
     Args:
         rows: the records (`OFFLOAD`) of a batch without verl's padding rows, which are copies of others.
         asked_B: bool `[B]`, the rows that the actor was asked for.
+
+    Returns:
+        Counts, `left_for_actor` (share of the rows that the actor had to help with), and, where anything was sent to an engine,
+        `scored` (share of it that the engines scored), `cached_share` (tokens that the prefix cache saved), `hidden_share`
+        (copies finished before the last response of the batch was: they cost no time of their own), `exposed_s` (seconds that
+        the batch waited for copies after that).
     """
     records = [OffloadRecord.from_row(row) for row in rows]
-    metrics = summarize_offload(records)
-    metrics["left_for_actor"] = asked_B.float().mean().item()
-    for record in records:
-        if record.attempts and record.status != Status.SCORED:
-            name = f"fault/{Status(record.status).name.lower()}"
-            metrics[name] = metrics.get(name, 0.0) + 1.0
+    sent = [record for record in records if record.attempts]
+    copies, tokens = sum(record.copies for record in sent), sum(record.tokens for record in sent)
+    metrics = {
+        "responses": float(len(sent)),
+        "copies": float(copies),
+        "tokens": float(tokens),
+        "retried_copies": float(sum(record.retried for record in sent)),
+        "retried_responses": float(sum(record.attempts > 1 for record in sent)),
+        "left_for_actor": asked_B.float().mean().item(),
+    }
+    if not sent:
+        return metrics
+    by_status = Counter(Status(record.status) for record in sent)
+    metrics["scored"] = by_status.pop(Status.SCORED, 0) / len(sent)
+    metrics |= {f"fault/{status.name.lower()}": float(count) for status, count in by_status.items()}
+    metrics["cached_share"] = sum(record.cached_tokens for record in sent) / max(1, tokens)
+    generated = max(record.generated_at for record in records)
+    if copies:
+        metrics["hidden_share"] = sum(record.done_by(generated) for record in sent) / copies
+    metrics["exposed_s"] = max(0.0, max(record.done_at[-1] for record in sent) - generated)
     return metrics

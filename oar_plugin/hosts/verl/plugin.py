@@ -12,11 +12,11 @@ there, it imports nothing but the standard library at its top.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import logging
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -50,13 +50,7 @@ def _be_heard() -> None:
 
 def _register_trainers(module: ModuleType) -> None:
     # Importing it registers them: whoever imports it first, a test say, triggers this hook half-way through.
-    importlib.import_module("oar_plugin.hosts.verl.trainer")
-
-
-def _register_fsdp(module: ModuleType) -> None:
-    from oar_plugin.hosts.verl import fsdp
-
-    fsdp.register(module)
+    import oar_plugin.hosts.verl.trainer  # noqa: F401
 
 
 def _register_megatron(module: ModuleType) -> None:
@@ -77,9 +71,9 @@ def _register_estimator(core_algos: Any) -> None:
         )
 
 
-HOOKS = {
+HOOKS: dict[str, str | Callable[[Any], None]] = {
     "verl.trainer.ppo.v1": _register_trainers,
-    "verl.workers.engine.fsdp.transformer_impl": _register_fsdp,
+    "verl.workers.engine.fsdp.transformer_impl": "oar_plugin.hosts.verl.fsdp:register",
     "verl.workers.engine.megatron.transformer_impl": _register_megatron,
     "verl.trainer.ppo.core_algos": _register_estimator,
 }
@@ -91,11 +85,8 @@ def load() -> None:
     version = importlib.metadata.version("verl")
     if not serves(version):
         logger.warning(
-            "oar_plugin serves verl %s, this is verl %s: algorithm.adv_estimator=oar is not available. "
-            "Install verl==%s, or a newer oar_plugin.",
-            SERVED,
-            version,
-            SERVED,
+            f"oar_plugin serves verl {SERVED}, this is verl {version}: algorithm.adv_estimator=oar is not available. "
+            f"Install verl=={SERVED}, or a newer oar_plugin."
         )
         return
     try:

@@ -48,13 +48,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """The configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    Args:
-        folder: of the recipe.
-        variant: `oar` or its baseline `grpo`.
-        overrides: as on verl's command line.
-
-    Raises:
-        RecipeError: there is no such recipe, or Hydra refuses an override.
+    RecipeError: there is no such recipe, or Hydra refuses an override.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException

@@ -1,10 +1,11 @@
 r"""The recipes' reward: 1 when a response's final answer equals the ground truth according to math-verify, else 0.
 
 For verl's `reward.custom_reward_function` (`path=pkg://oar_plugin.hosts.verl.reward`, `name=compute_score`), which calls it
-in a thread, once for each response. A comparison that hangs or takes all memory is killed and pays 0.
+in a thread, once for each response. A comparison that hangs or takes all memory is killed and pays 0. The response's answer is
+the last `\boxed{...}`, or else the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
 
 Settings, under `reward.custom_reward_function.reward_kwargs`: `timeout_s` (10) of one comparison, and `processes` (2) that
-compare, for each of verl's `reward.num_workers` reward workers.
+compare, for each of verl's `reward.num_workers` reward workers. The first call of a process fixes both.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ if _missing:
         "pip install '.[recipes]' in a checkout of this plugin"
     )
 
-from oar_plugin.math.answer import final_answer  # noqa: E402
-from oar_plugin.math.equality import Verdict, compare, warm_up  # noqa: E402
+from oar_plugin.math.answer import compare, final_answer, warm_up  # noqa: E402
 from oar_plugin.math.pool import GuardedPool, TaskCrashed, TaskTimedOut  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -47,17 +47,7 @@ def compute_score(
     processes: int = 2,
     **_: Any,
 ) -> dict[str, float]:
-    r"""Grade one response.
-
-    The answer is the last `\boxed{...}`, or else the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
-
-    Args:
-        data_source: of the row; all sources are graded alike.
-        solution_str: the response.
-        ground_truth: plain (`72`) or LaTeX.
-        extra_info: of the row, not used.
-        timeout_s: seconds that a comparison may take. The first call of a process fixes it.
-        processes: that compare. The first call of a process fixes it.
+    """Grade one response; the ground truth is plain (`72`) or LaTeX.
 
     Returns:
         `score` and `acc`, 1.0 or 0.0. And, each 1.0 or 0.0, why a response got nothing although its answer was not compared:
@@ -73,13 +63,11 @@ def compute_score(
     if len(answer.text) > LONGEST_ANSWER:
         return _row(unparsed=1.0)
     try:
-        verdict = _start(processes, timeout_s).run(compare, truth, answer)
+        equal = _start(processes, timeout_s).run(compare, truth, answer)
     except (TaskTimedOut, TaskCrashed) as error:
         _count(type(error).__name__, error, answer.text)
         return _row(failed=1.0)
-    if verdict is Verdict.UNPARSED:
-        return _row(unparsed=1.0)
-    return _row(score=float(verdict is Verdict.EQUAL))
+    return _row(unparsed=1.0) if equal is None else _row(score=float(equal))
 
 
 def _row(score: float = 0.0, no_answer: float = 0.0, unparsed: float = 0.0, failed: float = 0.0) -> dict[str, float]:

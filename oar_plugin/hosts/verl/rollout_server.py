@@ -58,11 +58,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
         """Score one response; see `ResponseScorer.score`. Weights that change meanwhile make it `aborted`."""
         if self._scorer is None:
             self._scorer = ResponseScorer(
-                self.engine,
-                self._throttle,
-                self.config.max_model_len,
-                admit=self._admit,
-                lora_request=self._lora_request,
+                self.engine, self._throttle, self.config.max_model_len, self._admit, self._lora_request
             )
         version = self.global_steps
         result = await self._scorer.score(task, timeout_s)
@@ -99,12 +95,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
 
 
 def register(max_in_flight: int, share_while_generating: float) -> None:
-    """Make the servers that this driver starts ones that can score.
-
-    Args:
-        max_in_flight: see `Throttle`.
-        share_while_generating: see `Throttle`.
-    """
+    """Make the servers that this driver starts ones that can score; the arguments are those of `Throttle`."""
     settings = {"max_in_flight": max_in_flight, "share_while_generating": share_while_generating}
     # verl decides what a server's constructor gets; what ours needs to know travels with its class.
     server = ray.remote(type("ScoringServer", (OarVLLMHttpServer,), settings))

@@ -24,11 +24,7 @@ def segment_batch(
 ) -> tuple[list[Tensor], Tensor]:
     """Segments and status of every row.
 
-    Args:
-        data: a batch with the nested fields `responses`, `response_mask` and `oar_needed`.
-        request: what to score.
-        token_bytes: the model's tokenizer.
-        eos_ids: tokens that end a response.
+    `data` has the nested fields `responses`, `response_mask` and `oar_needed`; `eos_ids` end a response.
 
     Returns:
         int8 `[L_i]` segments for each row (OUTSIDE where a row is not to be scored), and int64 `[B]` of `Status`.

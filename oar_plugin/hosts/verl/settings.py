@@ -53,13 +53,9 @@ def switched_on(config: DictConfig) -> bool:
 
 
 def resolve(config: DictConfig) -> OarConfig:
-    """Read and check everything that OAR depends on.
+    """Read and check everything that OAR depends on in verl's whole configuration.
 
-    Args:
-        config: verl's whole configuration.
-
-    Raises:
-        OarConfigError: names each key at fault, its value and what is allowed.
+    OarConfigError: names each key at fault, its value and what is allowed.
     """
     group = OmegaConf.select(config, "algorithm.oar")
     settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group

@@ -30,8 +30,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
 from oar_plugin.hosts.verl.dump import ResponseDump
-from oar_plugin.hosts.verl.offload import actor_may_help, merged, offload_metrics, switch_on
-from oar_plugin.hosts.verl.offload_record import ENGINE_FIELDS, OFFLOAD
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
 
@@ -122,29 +121,19 @@ class OarTrainerMixin:
         """
         needed_B = self._rows_with_an_advantage(batch)
         if self.oar.offloads:
-            data = tq.kv_batch_get(
-                keys=batch.keys, partition_id=batch.partition_id, select_fields=[ENGINE_FIELDS[REPORT], OFFLOAD]
-            )
+            data = _read(batch, ENGINE_FIELDS[REPORT], OFFLOAD)
             own_B = ~_padding_rows(batch)
             status_B = torch.stack(data[ENGINE_FIELDS[REPORT]].unbind())[:, 0].round().long()
             needed_B &= own_B & actor_may_help(status_B) & (self.oar.perturbation.fallback != "none")
             rows = [row for row, own in zip(data[OFFLOAD].unbind(), own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
-        field = torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged)
-        tq.kv_batch_put(
-            keys=batch.keys,
-            partition_id=batch.partition_id,
-            fields=TensorDict({NEEDED: field}, batch_size=len(batch)),
-        )
+        _write(batch, NEEDED, torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged))
         return needed_B
 
     def _rows_with_an_advantage(self, batch: Any) -> torch.Tensor:
         if self.config.algorithm.use_kl_in_reward:
             return ~_padding_rows(batch)
-        data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "rm_scores"]
-        )
-        data = DataProto(batch=data.to_padded_tensor())
+        data = DataProto(batch=_read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor())
         data.batch["token_level_rewards"] = data.batch["token_level_scores"] = data.batch["rm_scores"]
         data.non_tensor_batch["uid"] = np.array(data.batch.pop("uid").tolist(), dtype=object)
         algorithm = self.config.algorithm
@@ -158,8 +147,7 @@ class OarTrainerMixin:
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
             config=algorithm,
         )
-        needed_B: torch.Tensor = (data.batch["advantages"] != 0).any(-1)
-        return needed_B
+        return (data.batch["advantages"] != 0).any(-1)
 
     # ---- the host's advantage, times the weights
 
@@ -167,11 +155,8 @@ class OarTrainerMixin:
         with self._base_estimator():
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw):
-            data = tq.kv_batch_get(
-                keys=batch.keys,
-                partition_id=batch.partition_id,
-                select_fields=["advantages", NEEDED, *FIELDS, *(ENGINE_FIELDS.values() if self.oar.offloads else ())],
-            )
+            of_engines = ENGINE_FIELDS.values() if self.oar.offloads else ()
+            data = _read(batch, "advantages", NEEDED, *FIELDS, *of_engines)
             mask = data["advantages"]
             padded = data.to_padded_tensor()
             if self.oar.offloads:
@@ -186,13 +171,7 @@ class OarTrainerMixin:
                 report_B2[:, 0].round().long(),
                 self.oar,
             )
-            tq.kv_batch_put(
-                keys=batch.keys,
-                partition_id=batch.partition_id,
-                fields=TensorDict(
-                    {"advantages": response_to_nested(reshaped.advantage_BL, mask)}, batch_size=len(batch)
-                ),
-            )
+            _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
             if self._dump is not None:
                 self._dump_responses(batch, padded, reshaped)
@@ -240,6 +219,15 @@ class OarTrainerMixin:
             )
 
 
+def _read(batch: Any, *fields: str) -> TensorDict:
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+
+
+def _write(batch: Any, name: str, field: torch.Tensor) -> None:
+    fields = TensorDict({name: field}, batch_size=len(batch))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
 def _padding_rows(batch: Any) -> torch.Tensor:
     """bool `[B]`: rows that verl added to fill up the batch."""
     return torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
@@ -255,20 +243,14 @@ def _nothing_scored(advantage_BL: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class OarTrainerSync(OarTrainerMixin, PPOTrainerSync):
-    """Trainer and rollout share the devices and take turns."""
-
     host = PPOTrainerSync
 
 
 class OarTrainerColocateAsync(OarTrainerMixin, PPOTrainerColocateAsync):
-    """Trainer and rollout share the devices; unfinished responses go on in the next step."""
-
     host = PPOTrainerColocateAsync
 
 
 class OarTrainerSeparateAsync(OarTrainerMixin, PPOTrainerSeparateAsync):
-    """Trainer and rollout have devices of their own."""
-
     host = PPOTrainerSeparateAsync
 
 

@@ -49,8 +49,7 @@ class OutcomeExtension:
         def project(hidden_RD: Tensor) -> Tensor | None:
             # The class's function: hosts replace the instance's by one that masks tokens which must not be sampled,
             # and these belong to the distribution as the actor computes it.
-            logits_RV: Tensor | None = type(model).compute_logits(model, hidden_RD)
-            return logits_RV
+            return type(model).compute_logits(model, hidden_RD)
 
         runner.oar_recorder = OutcomeRecorder(project)
         runner._get_prompt_logprobs_dict = _serve_tagged(runner, runner._get_prompt_logprobs_dict)
@@ -60,8 +59,7 @@ class OutcomeExtension:
         self.model_runner.oar_recorder.forget(keys)
 
     def oar_counts(self) -> dict[str, int]:
-        counts: dict[str, int] = self.model_runner.oar_recorder.counts()
-        return counts
+        return self.model_runner.oar_recorder.counts()
 
 
 _Rows = dict[str, Any]  # request id to LogprobsTensors | None

@@ -40,23 +40,14 @@ _DRAWN_ROWS = 16
 
 @dataclass(frozen=True)
 class OutcomeSpec:
-    """What one request is for. Travels beside it as plain values.
+    """What one request is for. Travels beside it as plain values."""
 
-    Attributes:
-        key: names the reference.
-        role: `reference` is kept under its key, `copy` is compared with it.
-        probe: what the answer's distribution is.
-        start: position of the answer's first token; the answer runs to the end of the prompt.
-        sample: ascending positions before the answer for whose tokens a reference draws replacements.
-        seeds: one for each of them, see `perturbation.sample_replacements`.
-    """
-
-    key: str
-    role: Role
-    probe: Probe
-    start: int
-    sample: tuple[int, ...] = ()
-    seeds: tuple[int, ...] = ()
+    key: str  # names the reference
+    role: Role  # `reference` is kept under its key, `copy` is compared with it
+    probe: Probe  # what the answer's distribution is
+    start: int  # position of the answer's first token; the answer runs to the end of the prompt
+    sample: tuple[int, ...] = ()  # ascending positions before the answer where a reference draws replacements
+    seeds: tuple[int, ...] = ()  # one for each of them, see `perturbation.sample_replacements`
 
     def __post_init__(self) -> None:
         positions = (0, *self.sample, self.start)
@@ -67,16 +58,11 @@ class OutcomeSpec:
             raise ValueError(f"replacements are drawn by a reference, with a seed each: {self}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only: it is serialised on its way to the worker."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> OutcomeSpec:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError, TypeError: it is none.
-        """
+        """The inverse of `to_dict`. ValueError, TypeError, KeyError: it is none."""
         return cls(**{**values, "sample": tuple(values["sample"]), "seeds": tuple(values["seeds"])})
 
     def rows(self, length: int) -> list[int]:
@@ -87,23 +73,14 @@ class OutcomeSpec:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What one step of the engine computes of one tagged request.
+    """What one step of the engine computes of one tagged request."""
 
-    Attributes:
-        request: its id.
-        spec: what it is for.
-        token_ids: the whole prompt.
-        first: position of the first token that the step computes.
-        count: tokens that the step computes.
-        offset: row of the step's hidden states that belongs to `first`.
-    """
-
-    request: str
+    request: str  # its id
     spec: OutcomeSpec
-    token_ids: Sequence[int]
-    first: int
-    count: int
-    offset: int
+    token_ids: Sequence[int]  # the whole prompt
+    first: int  # position of the first token that the step computes
+    count: int  # tokens that the step computes
+    offset: int  # row of the step's hidden states that belongs to `first`
 
 
 class _Tally:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from typing import TYPE_CHECKING
 
 from oar_plugin.hosts.vllm.extension import TAG
@@ -23,12 +23,6 @@ class Refused(Exception):
     """`Admit` raised; the request was not made."""
 
 
-@asynccontextmanager
-async def open_gate() -> AsyncIterator[None]:
-    """Admits everything."""
-    yield
-
-
 async def tagged_request(
     engine: AsyncLLM,
     token_ids: Sequence[int],
@@ -37,19 +31,15 @@ async def tagged_request(
     use_cache: bool = True,
     priority: int = 0,
     lora_request: LoRARequest | None = None,
-    admit: Admit = open_gate,
+    admit: Admit = nullcontext,
 ) -> RequestOutput:
     """Run one request to its end. It is aborted when this is cancelled.
 
     Args:
         engine: with `OutcomeExtension` installed.
         token_ids: the whole prompt.
-        spec: what it is for.
         salt: blocks of the prefix cache are shared by requests of the same salt only.
         use_cache: read the prefix cache. Rows found there are not computed, see `outcomes`.
-        priority: vLLM's.
-        lora_request: the adapter to use.
-        admit: see `Admit`.
 
     Raises:
         Refused: by `admit`.

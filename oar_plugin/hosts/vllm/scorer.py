@@ -16,7 +16,8 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds
 from oar_plugin.credit.probe import Probe
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, OutcomeSpec
-from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, open_gate, tagged_request, was_aborted
+from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, tagged_request, was_aborted
 from oar_plugin.hosts.vllm.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -47,97 +48,54 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """One response to score.
+    """One response to score."""
 
-    Attributes:
-        token_ids: prompt and response, cut at the end of the answer.
-        prompt_length: tokens of the prompt in it.
-        answer_start: index in `token_ids` of the answer's first token; the answer runs to their end.
-        units: positions in the response that a copy replaces at once (`perturbation.units`), all before the answer.
-        response_length: tokens of the whole response.
-        probe: what the answer's distribution is.
-        budget: see `perturbation.copies_of_budget`.
-        replacement_token: what a copy has in place of a token; None: a draw from the model's own prediction.
-        seed: of these draws (`step_seed`).
-        priority: vLLM's, larger is later; other than 0 only for an engine with priority scheduling.
-    """
-
-    token_ids: Sequence[int]
-    prompt_length: int
-    answer_start: int
-    units: Sequence[Unit]
-    response_length: int
+    token_ids: Sequence[int]  # prompt and response, cut at the end of the answer
+    prompt_length: int  # tokens of the prompt in it
+    answer_start: int  # index in `token_ids` of the answer's first token; the answer runs to their end
+    units: Sequence[Unit]  # positions in the response, before the answer, that a copy replaces at once
+    response_length: int  # tokens of the whole response
     probe: Probe
-    budget: float
-    replacement_token: int | None
-    seed: int
-    priority: int = 0
+    budget: float  # see `perturbation.copies_of_budget`
+    replacement_token: int | None  # what a copy has in place of a token; None: a draw from the model's own prediction
+    seed: int  # of these draws (`step_seed`)
+    priority: int = 0  # vLLM's, larger is later; other than 0 only for an engine with priority scheduling
 
     def __post_init__(self) -> None:
         if not self.units or any(self.prompt_length + t >= self.answer_start for unit in self.units for t in unit):
             raise ValueError("a response is scored by units, all of which lie before its answer")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScoringResult:
-    """What came of a `ScoringTask`.
+    """What came of a `ScoringTask`."""
 
-    Attributes:
-        importance: float32 `[response_length]`, nats, 0 outside of the units; None with a fault.
-        fault: why there is none.
-        copies: copies that were scored by the engine.
-        tokens: prompt tokens of all requests, the reference and second attempts among them.
-        cached_tokens: how many of these came from the prefix cache.
-        retried: requests made a second time.
-        done_at: seconds since the call began at which each copy was done, ascending.
-    """
-
-    importance: NDArray[np.float32] | None
-    fault: Fault | None
-    copies: int = 0
-    tokens: int = 0
-    cached_tokens: int = 0
-    retried: int = 0
-    done_at: tuple[float, ...] = ()
-
-    @classmethod
-    def failed(cls, fault: Fault) -> ScoringResult:
-        return cls(importance=None, fault=fault)
+    importance: NDArray[np.float32] | None = None  # `[response_length]`, nats, 0 outside of the units
+    fault: Fault | None = None  # why there is no importance
+    copies: int = 0  # that were scored by the engine
+    tokens: int = 0  # prompt tokens of all requests, the reference and second attempts among them
+    cached_tokens: int = 0  # how many of these came from the prefix cache
+    retried: int = 0  # requests made a second time
+    # Seconds since the call began at which each copy was done, ascending.
+    done_at: list[float] = field(default_factory=list)
 
 
-LoraGetter = Callable[[], Awaitable["LoRARequest | None"]]
-"""The adapter that generation uses now."""
-
-
-async def _no_lora() -> None:
-    return None
-
-
+@dataclass
 class ResponseScorer:
     """Scores responses on one engine, whose workers have `OutcomeExtension` installed.
 
-    Args:
-        engine: takes the requests. All of its requests must meet the same workers: with data parallelism inside of the
-            engine a copy may not find its reference, and its response is `failed`.
-        throttle: every request waits for its turn there, references too.
-        max_model_len: of the engine.
-        admit: see `Admit`.
-        lora_request: asked once a response.
+    All requests must meet the same workers: with data parallelism inside of the engine a copy may not find its reference, and
+    its response is `failed`.
     """
 
-    def __init__(
-        self,
-        engine: AsyncLLM,
-        throttle: Throttle,
-        max_model_len: int,
-        admit: Admit = open_gate,
-        lora_request: LoraGetter = _no_lora,
-    ) -> None:
-        self.engine = engine
-        self.throttle = throttle
-        self.max_model_len = max_model_len
-        self.admit = admit
-        self.lora_request = lora_request
+    engine: AsyncLLM
+    throttle: Throttle  # every request waits for its turn there, references too
+    max_model_len: int  # of the engine
+    admit: Admit = nullcontext
+    # The adapter that generation uses now, asked once a response; None: there are no adapters.
+    lora_request: Callable[[], Awaitable[LoRARequest | None]] | None = None
+
+    def __post_init__(self) -> None:
         self._responses = asyncio.Semaphore(RESPONSES_AT_ONCE)
 
     async def score(self, task: ScoringTask, timeout_s: float | None = None) -> ScoringResult:
@@ -154,15 +112,15 @@ class ResponseScorer:
         """
         run = _Run(self, task, timeout_s)
         if len(task.token_ids) + 1 > self.max_model_len:  # a request generates a token, whether it is wanted or not
-            return ScoringResult.failed("too_long")
+            return ScoringResult(fault="too_long")
         try:
-            importance_L = await self._score(run)
+            run.result.importance = await self._score(run)
         except _Failure as failure:
-            return run.result(None, failure.fault)
+            run.result.fault = failure.fault
         except Exception:
             logger.warning("a response could not be scored on the rollout engine", exc_info=True)
-            return run.result(None, "failed")
-        return run.result(importance_L, None)
+            run.result.fault = "failed"
+        return run.result
 
     async def _score(self, run: _Run) -> NDArray[np.float32]:
         async with self._responses:
@@ -183,7 +141,7 @@ class ResponseScorer:
 class _Failure(Exception):
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault)
-        self.fault: Fault = fault
+        self.fault = fault
 
 
 class _Run:
@@ -195,21 +153,9 @@ class _Run:
         self.timeout_s = timeout_s
         self.key = uuid.uuid4().hex
         self._began = time.monotonic()
-        self._copies = self._tokens = self._cached_tokens = self._retried = 0
-        self._done_at: list[float] = []
+        self.result = ScoringResult()
         self._lora: LoRARequest | None = None
         self._replacements: dict[int, int] = {}  # by position in token_ids
-
-    def result(self, importance_L: NDArray[np.float32] | None, fault: Fault | None) -> ScoringResult:
-        return ScoringResult(
-            importance=importance_L,
-            fault=fault,
-            copies=self._copies,
-            tokens=self._tokens,
-            cached_tokens=self._cached_tokens,
-            retried=self._retried,
-            done_at=tuple(self._done_at),
-        )
 
     async def importance(self) -> NDArray[np.float32]:
         """float32 `[response_length]`, finite.
@@ -218,7 +164,7 @@ class _Run:
             _Failure: it could not be had.
         """
         task = self.task
-        self._lora = await self.scorer.lora_request()
+        self._lora = await self.scorer.lora_request() if self.scorer.lora_request else None
         await self._reference()
         search = Search(task.units, task.response_length, task.budget)
         while search.wanted:
@@ -251,15 +197,15 @@ class _Run:
         if token_ids == list(task.token_ids):
             return 0.0
         (score,) = await self._attempt_twice(token_ids, OutcomeSpec(self.key, "copy", task.probe, task.answer_start))
-        self._copies += 1
-        self._done_at.append(time.monotonic() - self._began)
+        self.result.copies += 1
+        self.result.done_at.append(time.monotonic() - self._began)
         return score
 
     async def _attempt_twice(self, token_ids: Sequence[int], spec: OutcomeSpec) -> list[float]:
         """The tokens drawn for a reference, or the score of a copy."""
         numbers = await self._attempt(token_ids, spec, self.key, use_cache=True)
         if numbers is None or not math.isfinite(numbers[0]):
-            self._retried += 1
+            self.result.retried += 1
             numbers = await self._attempt(token_ids, spec, uuid.uuid4().hex, use_cache=False)
         if numbers is None:
             raise _Failure("failed")
@@ -287,8 +233,8 @@ class _Run:
                 raise _Failure("timed_out") from None
             except Refused as refused:
                 raise _Failure("aborted") from refused
-        self._tokens += len(token_ids)
-        self._cached_tokens += output.num_cached_tokens or 0
+        self.result.tokens += len(token_ids)
+        self.result.cached_tokens += output.num_cached_tokens or 0
         if was_aborted(output):
             raise _Failure("aborted")
         numbers = numbers_of(output)

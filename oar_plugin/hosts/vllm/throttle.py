@@ -46,16 +46,11 @@ class Throttle:
         self._seats = seats
         self._clock = clock
         self._generating = 0
-        self._in_flight = 0
+        self.in_flight = 0  # copies that run now
         self._credit_s = 0.0
         self._settled_at = clock()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def in_flight(self) -> int:
-        """Copies that run now."""
-        return self._in_flight
 
     @property
     def waiting(self) -> int:
@@ -100,7 +95,7 @@ class Throttle:
 
     def _release(self) -> None:
         self._settle()
-        self._in_flight -= 1
+        self.in_flight -= 1
         self._admit_waiters()
 
     def _settle(self) -> None:
@@ -108,7 +103,7 @@ class Throttle:
         now = self._clock()
         elapsed_s, self._settled_at = now - self._settled_at, now
         if self._generating:
-            rate = self._share - (1.0 if self._in_flight else 0.0)
+            rate = self._share - (1.0 if self.in_flight else 0.0)
             self._credit_s = max(-_MOST_DEBT_S, min(self._credit_s + elapsed_s * rate, _MOST_CREDIT_S))
 
     def _admit_waiters(self) -> None:
@@ -119,17 +114,17 @@ class Throttle:
         while self._waiters and self._may_start():
             turn = self._waiters.popleft()
             if not turn.done():  # else cancelled, and its task has not run since
-                self._in_flight += 1
+                self.in_flight += 1
                 turn.set_result(None)
         # With a copy in flight there is nothing to wait for but its end. In debt without one, credit comes with time.
-        if self._waiters and self._generating and not self._in_flight and self._credit_s <= 0 and self._share > 0:
+        if self._waiters and self._generating and not self.in_flight and self._credit_s <= 0 and self._share > 0:
             wait_s = (_MARGIN_S - self._credit_s) / self._share
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._admit_waiters)
 
     def _may_start(self) -> bool:
-        if self._seats is not None and self._generating + self._in_flight >= self._seats:
+        if self._seats is not None and self._generating + self.in_flight >= self._seats:
             return False
         if not self._generating:
-            return self._in_flight < self._max_in_flight
+            return self.in_flight < self._max_in_flight
         in_time = self._share == 1 or self._credit_s > 0
-        return in_time and self._in_flight < min(self._max_in_flight, BESIDE_GENERATION)
+        return in_time and self.in_flight < min(self._max_in_flight, BESIDE_GENERATION)

@@ -23,11 +23,7 @@ def installed() -> str | None:
 
 
 def unsupported(version: str | None) -> str | None:
-    """What is wrong with the installed version of vLLM, in words; None where it was tested.
-
-    Args:
-        version: as its distribution says; None where there is none.
-    """
+    """What is wrong with this version of vLLM, None where there is none, in words; None where it was tested."""
     if version is None:
         return f"vLLM is not installed; scoring on the rollout engine was tested with {', '.join(TESTED)}"
     parsed = Version(version)

@@ -3,8 +3,6 @@
 CPU stand-ins: see `oar_plugin/hosts/verl/cpu/megatron.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -14,19 +12,8 @@ import verl  # noqa: F401  loads the plugin, as in a run
 
 from oar_plugin.hosts.verl.cpu import megatron
 from tests.hosts.engine import cases, world
-from tests.hosts.engine.worker import (
-    EVERY,
-    UNEVEN,
-    batch,
-    differences,
-    draw,
-    gather,
-    kinds,
-    main,
-    random_states,
-    run,
-    train_step,
-)
+from tests.hosts.engine.launch import differences
+from tests.hosts.engine.worker import EVERY, UNEVEN, batch, disturb, gather, kinds, main, random_states, run, train_step
 
 megatron.install()
 
@@ -43,17 +30,11 @@ LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "vpp2": {"virtual_pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
     "padded": {"use_remove_padding": False},
-    "full": {
-        "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    },
+    "full": {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
     "selective": {"recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
     **{word: {} for word in ("dp2", "vocabulary", "tied")},
 }
-BYTES = {
-    "tp2": ["fisher", "oar_g", "onward"],
-    "tp2 sp": ["fisher"],
-    "cp2": ["fisher", "fisher joint"],
-}
+BYTES = {"tp2": ["fisher", "oar_g", "onward"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
 
 
 def build(
@@ -132,16 +113,10 @@ def half_way(engine: Any) -> None:
 def score(engine: Any, words: str = "fisher", rows: list[int] = EVERY, packed: bool = True) -> list[dict[str, Any]]:
     """The result on every rank, with how often attention was computed for it: more often with recomputation."""
     half_way(engine)
-    calls = []
-    original = megatron.DenseCoreAttention.forward
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    with mock.patch.object(megatron.DenseCoreAttention, "forward", counted):
+    attention, forward = megatron.DenseCoreAttention, megatron.DenseCoreAttention.forward
+    with mock.patch.object(attention, "forward", autospec=True, side_effect=forward) as counted:
         result = run(engine, rows, packed, look=state, **cases.request(words))
-    return gather(result | {"attention": len(calls)})
+    return gather(result | {"attention": counted.call_count})
 
 
 def bytes_moved(engine: Any, words: str) -> dict[str, int]:
@@ -175,8 +150,8 @@ def bytes_moved(engine: Any, words: str) -> dict[str, int]:
 
 
 def refusals(engine: Any) -> dict[str, str]:
-    """What `check_chunks` says of each setting that is not served."""
-    from oar_plugin.hosts.verl.megatron_served import check_chunks
+    """What is said of each setting that is not served."""
+    from oar_plugin.hosts.verl.megatron import check_chunks
 
     config, said = get_model_config(engine.module[0]), {}
     for name, value in {
@@ -186,44 +161,36 @@ def refusals(engine: Any) -> dict[str, str]:
         "overlap_moe_expert_parallel_comm": True,
         "defer_embedding_wgrad_compute": True,
         "cuda_graph_impl": "local",
+        "importance": "oar_p",
     }.items():
-        with mock.patch.object(config, name, value):
-            try:
-                check_chunks(engine.module)
-            except ValueError as error:
-                said[f"{name}={value}"] = str(error)
-    try:
-        run(engine, look=state, **cases.request("oar_p"))
-    except ValueError as error:
-        said["importance=oar_p"] = str(error)
+        try:
+            if name == "importance":
+                run(engine, look=state, **cases.request(value))
+            else:
+                with mock.patch.object(config, name, value):
+                    check_chunks(engine.module)
+        except ValueError as error:
+            said[f"{name}={value}"] = str(error)
     return said
 
 
 def noticed(engine: Any) -> list[str]:
-    """Negative control for `state`: what it says of a pass that leaves a trace of every kind."""
+    """Negative control: what `state` says of a pass that leaves a trace of every kind."""
     half_way(engine)
     before = state(engine)
     chunk = engine.module[0]
-    parameter = next(chunk.parameters())
     chunk.buffers[0].grad_data[0] = 1.0
-    parameter.grad = torch.ones_like(parameter)
-    parameter.requires_grad_(False)
-    chunk.training = not chunk.training
-    chunk.register_forward_hook(lambda *args: None)
     get_model_config(chunk).finalize_model_grads_func = print
     optimizer = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])[0]
-    optimizer.optimizer.state[parameter] = {"step": 1}
-    draw()
-    with torch.no_grad():
-        parameter.mul_(2)
+    disturb(chunk, next(chunk.parameters()), optimizer.optimizer)
     return kinds(differences(before, state(engine)))
 
 
 def unfrozen(engine: Any) -> list[str]:
     """Negative control for freezing: traces of a pass whose taps leave the parameters as they are."""
-    from oar_plugin.passes.tap import Traces
+    from oar_plugin.passes.tap import Taps
 
-    with mock.patch.object(Traces, "freeze"):
+    with mock.patch.object(Taps, "freeze"):
         return kinds(score(engine)[0]["traces"])
 
 
@@ -248,33 +215,32 @@ def scored(engine: Any, layout: str, asked: list[str]) -> dict[str, Any]:
     return {f"{layout} {words}": score(engine, words, rows, "padded" not in layout) for words in asked}
 
 
-def double(folder: str) -> dict[str, Any]:
-    """Two processes, one layout after the other."""
+def two(folder: str) -> dict[str, Any]:
+    """One layout after the other."""
     out: dict[str, Any] = {}
     for layout, asked in cases.MEGATRON.items():
         engine = engine_of(folder, layout)
-        if layout == "tp2 sp":
-            out["ordinary"] = ordinary(engine)
+        before = ordinary(engine) if layout == "tp2 sp" else None
         out |= scored(engine, layout, asked)
         out |= {f"{layout} {words} bytes": bytes_moved(engine, words) for words in BYTES.get(layout, [])}
         if layout == "tp2 sp":
             out["refusals"] = refusals(engine)
-            out["grad_norms"] = [train_step(engine, EVERY) for _ in range(2)]
+            after = [train_step(engine, EVERY) for _ in range(2)]
             out["noticed"] = noticed(engine)
             fresh = engine_of(folder, layout)
-            out["fresh_grad_norms"] = [train_step(fresh, EVERY) for _ in range(2)]
-            out["ordinary_host"] = ordinary(engine_of(folder, layout, host_only=True))
+            out["grad_norms"] = [after, [train_step(fresh, EVERY) for _ in range(2)]]
+            out["inert"] = [before, ordinary(engine_of(folder, layout, host_only=True))]
         if layout == "pp2":
             out["unfrozen"] = unfrozen(engine)
     return out
 
 
 def eight(folder: str) -> dict[str, Any]:
-    """Eight processes: tensor, sequence, pipeline and context parallel at once."""
+    """Tensor, sequence, pipeline and context parallel at once."""
     ((layout, asked),) = cases.EIGHT.items()
     engine = engine_of(folder, layout)
     return {**scored(engine, layout, asked), "bytes": bytes_moved(engine, "fisher")}
 
 
 if __name__ == "__main__":
-    main(double, eight)
+    main(megatron=two, eight=eight)

@@ -3,8 +3,6 @@
 CPU stand-ins: gloo for NCCL; under Ulysses, see `oar_plugin/hosts/verl/cpu/ulysses.py`.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys
@@ -26,6 +24,7 @@ from verl.workers.engine.base import EngineRegistry
 from oar_plugin.hosts.verl.cpu import ulysses
 from oar_plugin.passes.request import NEEDED, REQUEST, Request
 from tests.hosts.engine import cases, world
+from tests.hosts.engine.launch import differences
 
 EVERY = list(range(8))
 UNEVEN = [[0, 1, 3, 2], [4, 5, 6, 7]]  # data parallel: rank 0 has three rows to score, rank 1 one
@@ -118,13 +117,6 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def draw() -> None:
-    """Move every state of `random_states`."""
-    torch.rand(1)
-    np.random.rand()
-    random.random()
-
-
 def state(engine: Any) -> dict[str, Any]:
     """Everything that the pass must leave as it was."""
     parameters = dict(engine.module.named_parameters())
@@ -141,16 +133,6 @@ def state(engine: Any) -> dict[str, Any]:
     }
 
 
-def differences(before: Any, after: Any, path: str = "") -> list[str]:
-    if isinstance(before, dict):
-        if before.keys() != after.keys():
-            return [path]
-        return [d for k in before for d in differences(before[k], after[k], f"{path}/{k}")]
-    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        return [] if torch.equal(before, after) else [path]
-    return [] if before == after else [path]
-
-
 def kinds(traces: list[str]) -> list[str]:
     """Entries of `state` that differ."""
     return sorted({path.split("/")[1] for path in traces})
@@ -165,28 +147,23 @@ def run(
     look: Callable[[Any], dict[str, Any]] = state,
     **request: Any,
 ) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "importance": "fisher",
-        "probe": "answer_mean",
-        "sigma": world.SIGMA,
-        "num_draws": 1,
-        "seed": 0,
-        "temperature": world.TEMPERATURE,
-        "answer_patterns": ("hash",),
-        "max_response_length": world.MAX_RESPONSE_LENGTH,
-        "importance_only": only,
-        **request,
-    }
+    asked = Request(
+        sigma=world.SIGMA,
+        temperature=world.TEMPERATURE,
+        answer_patterns=("hash",),
+        max_response_length=world.MAX_RESPONSE_LENGTH,
+        importance_only=only,
+        **{"importance": "fisher", **request},
+    )
     with engine.eval_mode():
         plain = engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
         before = look(engine)
         data = batch(rows, packed, dynamic)
-        tu.assign_non_tensor_data(data, REQUEST, Request(**values).to_dict())
+        tu.assign_non_tensor_data(data, REQUEST, asked.to_dict())
         output = engine.infer_batch(data)["model_output"]
         traces = differences(before, look(engine))
     result: dict[str, Any] = {"rows": rows, "traces": traces}
-    for key, value in output.items():
-        result[key] = [row.clone() for row in value.unbind()]
+    result |= {key: [row.clone() for row in value.unbind()] for key, value in output.items()}
     for key in ("log_probs", "entropy"):
         if key in output:
             # Not the last position: its label is the first token of whatever sequence stands behind it in the pack.
@@ -212,19 +189,24 @@ def train_step(engine: Any, rows: list[int], packed: bool = True) -> float:
         return float(engine.train_batch(batch(rows, packed), loss)["metrics"].get("grad_norm", 0.0))
 
 
-def noticed(engine: Any) -> list[str]:
-    """Negative control for `state`: what it says of a pass that leaves a trace of every kind."""
-    before = state(engine)
-    parameter = next(iter(engine.module.parameters()))
-    parameter.grad = torch.zeros_like(parameter)
+def disturb(module: Any, parameter: torch.nn.Parameter, optimizer: Any) -> None:
+    """Leave a trace of every kind."""
+    parameter.grad = torch.ones_like(parameter)
     parameter.requires_grad_(False)
-    engine.module.training = not engine.module.training
-    engine.module.register_forward_hook(lambda *args: None)
-    engine.optimizer.state[parameter] = {"step": 1}
-    engine.scaler = "touched"
-    draw()
+    module.training = not module.training
+    module.register_forward_hook(lambda *args: None)
+    optimizer.state[parameter] = {"step": 1}
+    for draw in (torch.rand, np.random.rand, lambda _: random.random()):
+        draw(1)
     with torch.no_grad():
         parameter.mul_(2)
+
+
+def noticed(engine: Any) -> list[str]:
+    """Negative control: what `state` says of such a pass."""
+    before = state(engine)
+    disturb(engine.module, next(iter(engine.module.parameters())), engine.optimizer)
+    engine.scaler = "touched"
     return kinds(differences(before, state(engine)))
 
 
@@ -232,16 +214,7 @@ def moved(engine: Any) -> dict[str, bool]:
     """Whether the pass works on the tensors that verl moved to the device; here the move is a copy, as on a GPU."""
     from oar_plugin.hosts.verl import fsdp
 
-    seen: dict[str, set[int]] = {"verl": set(), "ours": set()}
-    prepare, built, to = engine.prepare_model_inputs, fsdp.MicroBatchPass, TensorDict.to
-
-    def noted_inputs(micro_batch: TensorDict) -> Any:
-        seen["verl"].add(micro_batch["input_ids"].values().data_ptr())
-        return prepare(micro_batch)
-
-    def noted_pass(request: Any, packed: Any, layout: Any) -> Any:
-        seen["ours"].add(packed.token_T.data_ptr())
-        return built(request, packed, layout)
+    to = TensorDict.to
 
     def copied(data: TensorDict, *args: Any, **kwargs: Any) -> TensorDict:
         there = to(data, *args, **kwargs).copy()
@@ -250,17 +223,18 @@ def moved(engine: Any) -> dict[str, bool]:
         return there
 
     with (
-        mock.patch.object(engine, "prepare_model_inputs", noted_inputs),
-        mock.patch.object(fsdp, "MicroBatchPass", noted_pass),
+        mock.patch.object(engine, "prepare_model_inputs", wraps=engine.prepare_model_inputs) as inputs,
+        mock.patch.object(fsdp, "MicroBatchPass", wraps=fsdp.MicroBatchPass) as passes,
         mock.patch.object(TensorDict, "to", copied),
     ):
         run(engine, only=True, look=lambda engine: {})
-    return {"some": len(seen["ours"]) > 0, "same": seen["ours"] <= seen["verl"]}
+    verls = {call.kwargs["micro_batch"]["input_ids"].values().data_ptr() for call in inputs.call_args_list}
+    ours = {call.args[1].token_T.data_ptr() for call in passes.call_args_list}
+    return {"some": len(ours) > 0, "same": ours <= verls}
 
 
-def losses_and_weights(folder: str, host_only: bool) -> dict[str, Any]:
-    """Two ordinary updates and a log-prob pass, through the engine that the registry gives or through verl's own class."""
-    engine = build(folder, host_only=host_only)
+def losses_and_weights(engine: Any) -> dict[str, Any]:
+    """Two ordinary updates and a log-prob pass."""
     norms = [train_step(engine, [0, 1]) for _ in range(2)]
     with engine.eval_mode():
         log_probs = engine.infer_batch(batch([0, 1]))["model_output"]["log_probs"].values()
@@ -282,12 +256,11 @@ def scored(folder: str, layout: str, asked: list[str], results: dict[str, Any]) 
 
 def single(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    engines = {layout: scored(folder, layout, asked, out) for layout, asked in cases.SINGLE.items()}
-    engine = engines["packed"]
+    engine, *_ = [scored(folder, layout, asked, out) for layout, asked in cases.SINGLE.items()]
     out["one by one"] = {i: run(engine, [i, 2]) for i in world.SCORED}
     out["moved"] = moved(engine)
-    out["grad_norms"] = [train_step(one, [0, 1]) for one in (engine, build(folder))]
-    out["inert"] = {"plugin": losses_and_weights(folder, False), "host": losses_and_weights(folder, True)}
+    out["grad_norms"] = [[train_step(one, [0, 1])] for one in (engine, build(folder))]
+    out["inert"] = [losses_and_weights(build(folder, host_only)) for host_only in (False, True)]
     out["noticed"] = noticed(engine)
     return out
 
@@ -299,11 +272,11 @@ def double(folder: str) -> dict[str, Any]:
     return out
 
 
-def main(*workers: Callable[[str], dict[str, Any]]) -> None:
-    which, folder, target = sys.argv[1:]
+def main(**tables: Callable[[str], dict[str, Any]]) -> None:
+    table, folder, target = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result = {worker.__name__: worker for worker in workers}[which](folder)
+    result = tables[table](folder)
     if dist.get_rank() == 0:
         torch.save(result, Path(target))
     dist.barrier()
@@ -311,4 +284,4 @@ def main(*workers: Callable[[str], dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(single, double)
+    main(single=single, double=double)

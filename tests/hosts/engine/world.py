@@ -1,19 +1,19 @@
 """A tiny model, a few responses, and what their importance is when computed in the plainest way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
-from oar_plugin.credit.perturbation import sample_replacements, units
+from oar_plugin.credit.perturbation import Search, sample_replacements, units
+from oar_plugin.passes.masked_copies import Candidate
 
 MAX_RESPONSE_LENGTH = 40
 SIGMA = 1e-3
@@ -42,7 +42,7 @@ def make_model(folder: Path, **config: Any) -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    size = {
+    defaults = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -52,27 +52,30 @@ def make_model(folder: Path, **config: Any) -> None:
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
         "initializer_range": 0.3,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": PAD,
+        "bos_token_id": None,
     }
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    Qwen2ForCausalLM(Qwen2Config(**{**size, **special, **config})).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**defaults | config)).save_pretrained(folder)
 
 
-def encode() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    return Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+
+
+def encode() -> list[tuple[Tensor, Tensor]]:
+    """Tokens of each prompt and response."""
     tokenizer = make_tokenizer()
-    rows = []
-    for prompt, response, _ in ROWS:
-        ids = tokenizer(response)["input_ids"]
-        assert len(ids) <= MAX_RESPONSE_LENGTH
-        rows.append((torch.tensor(tokenizer(prompt)["input_ids"]), torch.tensor(ids)))
-    assert len(rows[6][1]) == MAX_RESPONSE_LENGTH
-    return rows
+    rows = [[torch.tensor(tokenizer(text)["input_ids"]) for text in texts] for *texts, _ in ROWS]
+    assert max(len(response) for _, response in rows) == len(rows[6][1]) == MAX_RESPONSE_LENGTH
+    return [(prompt, response) for prompt, response in rows]
 
 
-def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+def nested(rows: Iterable[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
-def segments_of(response: str) -> torch.Tensor:
+def segments_of(response: str) -> Tensor:
     """By hand, one byte a token: `reasoning #### answer after`."""
     text = response.replace("<eos>", "\0")
     marker = text.index("####")
@@ -81,15 +84,7 @@ def segments_of(response: str) -> torch.Tensor:
     return torch.tensor([int(s) for s in out] + [int(Segment.AFTER)] * (len(text) - end))
 
 
-def fisher_coefficients(logits_RV: torch.Tensor, sign_RV: torch.Tensor) -> torch.Tensor:
-    p = logits_RV.detach().softmax(-1)
-    root = p.sqrt() * sign_RV
-    return root - p * root.sum(-1, keepdim=True)
-
-
-def entropies(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
-    log_p = (logits_RV / temperature).log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
+# ---- importance from gradients
 
 
 @cache
@@ -101,105 +96,128 @@ def reference(
     columns: int | None = None,
     dtype: torch.dtype = torch.float32,
     temperature: float = TEMPERATURE,
-) -> dict[int, torch.Tensor]:
-    """Importance of each scored response, one at a time, with plain autograd on a plain HuggingFace model.
+) -> dict[int, Tensor]:
+    """Importance of each scored response, one at a time."""
+    model = load_model(folder, dtype)
+    settings = importance, probe, seed, columns, temperature
+    encoded = encode()
+    return {
+        row: gradient_importance(model, torch.cat(encoded[row]), segments_of(ROWS[row][1]), *settings) for row in SCORED
+    }
 
-    `columns`: the Fisher norm over the first columns of the vocabulary only. `temperature`: of the entropies.
+
+def gradient_importance(
+    model, ids, segments, importance="fisher", probe="answer_mean", seed=0, columns=None, temperature=TEMPERATURE
+):
+    """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model.
+
+    `columns`: of the vocabulary, the first ones only. `temperature`: of the entropies.
     """
-    model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
-    vocabulary, hidden = columns or model.config.vocab_size, model.config.hidden_size
-    result = {}
-    for row in SCORED:
-        prompt, response = encode()[row]
-        ids = torch.cat([prompt, response])
-        segments = torch.cat([torch.zeros(len(prompt), dtype=torch.long), segments_of(ROWS[row][1])])
-        rows = (segments == Segment.ANSWER).nonzero()[:, 0] - 1
-        rows = rows[:1] if probe == "last" else rows
-        reasoning = (segments == Segment.REASONING).nonzero()[:, 0]
-        seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, seed)
-        embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
-        if importance == "oar_g":
-            noise = torch.zeros(1, len(ids), hidden)
-            noise[0, reasoning] = SIGMA * gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), hidden)
-            with torch.no_grad():
-                clean = model(inputs_embeds=embedding).logits[0, rows].double()
-            noisy = model(inputs_embeds=embedding + noise).logits[0, rows].double()
-            if probe == "answer_joint":
-                token = ids[rows + 1][:, None]
-                scalar = -noisy.log_softmax(-1).gather(-1, token).mean()
-            else:
-                p, q = clean.mean(0).log_softmax(-1), noisy.mean(0).log_softmax(-1)
-                scalar = (p.exp() * (p - q)).sum()
-            (gradient,) = torch.autograd.grad(scalar, embedding)
-            scores = (gradient * embedding).sum(-1).abs()[0]
-        elif importance == "entropy":
-            entropy = entropies(model(inputs_embeds=embedding).logits[0, reasoning - 1], temperature)
-            scores = torch.zeros(len(ids), dtype=dtype).index_put((reasoning,), entropy)
-        elif importance == "own":
-            log_p = model(inputs_embeds=embedding).logits[0, rows].log_softmax(-1)
-            (gradient,) = torch.autograd.grad(log_p.gather(-1, ids[rows + 1][:, None]).sum(), embedding)
-            scores = (gradient * embedding).sum(-1).abs()[0]
-        elif importance == "onward":
-            logits = model(inputs_embeds=embedding).logits[0, :, :columns]
-            norms, entropy = [], torch.zeros(len(ids), dtype=dtype)
-            for at, seed_part in ((rows, seed_1), (reasoning - 1, position_seeds(seed_1, torch.ones(1), 0))):
-                sign = signs(position_seeds(seed_part.expand(len(at)), torch.arange(len(at))), 0, vocabulary)
-                coefficient = fisher_coefficients(logits[at] / 4, sign)
-                if at is not rows:
-                    entropy[reasoning] = entropies(logits[at].detach(), temperature)
-                    coefficient = coefficient * (-entropy[reasoning]).exp()[:, None]
-                scalar = (coefficient * logits[at]).sum()
-                (gradient,) = torch.autograd.grad(scalar, embedding, retain_graph=True)
-                norms.append(gradient.square().sum(-1)[0])
-            influence = torch.stack([norm / norm[reasoning].max() for norm in norms]).amax(0)
-            scores = influence ** (1 / 3) * (1 - (-entropy / 0.3).exp()) * (-entropy / 2).exp()
+    prompt, joint = len(ids) - len(segments), probe == "answer_joint"
+    reasoning = (segments == Segment.REASONING).nonzero()[:, 0] + prompt
+    answer = (segments == Segment.ANSWER).nonzero()[:, 0] + prompt
+    rows = answer[:1] - 1 if probe == "last" else answer - 1
+    seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, seed)
+    embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
+    logits = model(inputs_embeds=embedding).logits[0, :, :columns]
+
+    def gradient(scalar):
+        return torch.autograd.grad(scalar, embedding, retain_graph=True)[0][0]
+
+    def row_signs(at, seed_1):
+        return signs(position_seeds(seed_1.expand(len(at)), torch.arange(len(at))), 0, logits.shape[-1])
+
+    if importance in ("entropy", "onward"):
+        log_p = (logits[reasoning - 1].detach() / temperature).log_softmax(-1)
+        scores = entropy = torch.zeros_like(logits[:, 0]).index_put((reasoning,), -(log_p.exp() * log_p).sum(-1))
+    if importance == "onward":
+        influence = torch.zeros_like(entropy)
+        own = position_seeds(seed_1, torch.ones(1), 0)
+        for at, seed_at, weight in ((rows, seed_1, 1.0), (reasoning - 1, own, (-entropy[reasoning, None]).exp())):
+            coefficient = weight * fisher_coefficients(logits[at] / 4, row_signs(at, seed_at))
+            norm = gradient((coefficient * logits[at]).sum()).square().sum(-1)
+            influence = influence.maximum(norm / norm[reasoning].max())
+        scores = influence ** (1 / 3) * (1 - (-entropy / 0.3).exp()) * (-entropy / 2).exp()
+    if importance == "fisher":
+        read, sign = logits[rows], row_signs(rows, seed_1)
+        if not joint:
+            read, sign = read.mean(0, keepdim=True), signs(seed_1, 0, logits.shape[-1])
+        scores = gradient((fisher_coefficients(read, sign) * read).sum() / len(read)).square().sum(-1)
+    if importance == "own":
+        scalar = logits[rows].log_softmax(-1).gather(-1, ids[rows + 1][:, None]).sum()
+        scores = (gradient(scalar) * embedding[0]).sum(-1).abs()
+    if importance == "oar_g":
+        width = embedding.shape[-1]
+        noise = torch.zeros(1, len(ids), width)
+        noise[0, reasoning] = SIGMA * gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), width)
+        noisy = model(inputs_embeds=embedding + noise).logits[0, rows].double()
+        if joint:
+            scalar = -noisy.log_softmax(-1).gather(-1, ids[rows + 1][:, None]).mean()
         else:
-            logits = model(inputs_embeds=embedding).logits[0, rows, :columns]
-            if probe == "answer_joint":
-                sign = signs(position_seeds(seed_1.expand(len(rows)), torch.arange(len(rows))), 0, vocabulary)
-            else:
-                logits, sign = logits.mean(0, keepdim=True), signs(seed_1, 0, vocabulary)
-            scalar = (fisher_coefficients(logits, sign) * logits).sum() / len(logits)
-            (gradient,) = torch.autograd.grad(scalar, embedding)
-            scores = gradient.square().sum(-1)[0]
-        result[row] = torch.where(segments == Segment.REASONING, scores.detach(), 0.0)[len(prompt) :].float()
-    return result
+            p, q = (one.mean(0).log_softmax(-1) for one in (logits[rows].detach().double(), noisy))
+            scalar = (p.exp() * (p - q)).sum()
+        scores = (gradient(scalar) * embedding[0]).sum(-1).abs()
+    return torch.where(segments == Segment.REASONING, scores.detach()[prompt:], 0.0).float()
+
+
+def fisher_coefficients(logits_RV: Tensor, sign_RV: Tensor) -> Tensor:
+    p = logits_RV.detach().softmax(-1)
+    root = p.sqrt() * sign_RV
+    return root - p * root.sum(-1, keepdim=True)
+
+
+# ---- importance from masked copies, a whole forward for each
 
 
 @cache
-def counterfactual(
-    folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False
-) -> dict[int, torch.Tensor]:
-    """OAR-P of each scored response: a whole forward of a plain HuggingFace model in float64 for each copy."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64).eval()
+def counterfactual(folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False) -> dict[int, Tensor]:
+    """OAR-P of each scored response, in float64."""
+    model = load_model(folder)
     result = {}
     for row in SCORED:
-        prompt, response = encode()[row]
         segments = segments_of(ROWS[row][1])
-        answer = (segments == Segment.ANSWER).nonzero()[:, 0] + len(prompt)
-        ids = torch.cat([prompt, response])[: answer[-1] + 1]
-        clean_logits = model(input_ids=ids[None]).logits[0].detach()
-
-        def outcome(logits: torch.Tensor, ids: torch.Tensor = ids, answer: torch.Tensor = answer) -> torch.Tensor:
-            rows = logits[answer - 1]
-            if probe == "answer_joint":
-                return rows.log_softmax(-1).gather(-1, ids[answer][:, None]).mean()
-            return (rows[0] if probe == "last" else rows.mean(0)).log_softmax(-1)
-
-        replacement = torch.full_like(ids, PAD)
-        if sampled:
-            seed = response_seeds(ids, torch.zeros_like(ids), 1, 0)
-            at = torch.arange(1, len(ids))
-            seeds = position_seeds(seed.expand(len(at)), at)
-            replacement[1:] = sample_replacements(clean_logits[:-1], ids[1:], seeds)
-        reasoning = (segments == Segment.REASONING).tolist()
-        importance = torch.zeros(len(response), dtype=torch.float64)
-        for unit in units(reasoning, span):
-            masked = ids.clone()
-            where = torch.tensor(unit) + len(prompt)
-            masked[where] = replacement[where]
-            p, q = outcome(clean_logits), outcome(model(input_ids=masked[None]).logits[0].detach())
-            score = p - q if probe == "answer_joint" else (p.exp() * (p - q)).sum()
-            importance[list(unit)] = score.clamp_min(0) / len(unit)
-        result[row] = importance.float()
+        candidate = Candidate.of(torch.cat(encode()[row]), segments)
+        unit_list = units((segments == Segment.REASONING).tolist(), span)
+        replacement = drawn(model, candidate.token_T, 0) if sampled else PAD
+        scores = copies_importance(model, candidate, unit_list, len(segments), probe, replacement=replacement)
+        result[row] = scores.float()
     return result
+
+
+def copies_importance(model, candidate, unit_list, length, probe="answer_mean", budget=1.0, replacement=PAD):
+    """OAR-P of a response of this length, float64; the other arguments are those of `one_by_one`."""
+    search = Search(unit_list, length, budget)
+    while search.wanted:
+        search.send(one_by_one(model, candidate, search.wanted, probe, replacement))
+    return search.importance
+
+
+@torch.no_grad()
+def one_by_one(model, candidate, unit_list, probe="answer_mean", replacement=0):
+    """Scores of single copies. `replacement`: one token for all, or for each position its own, `[T]`."""
+    clean, scores = outcome(model, candidate.token_T, candidate, probe), []
+    for unit in unit_list:
+        ids, at = candidate.token_T.clone(), torch.tensor(unit) + candidate.prompt_length
+        ids[at] = torch.as_tensor(replacement).expand(len(ids))[at]
+        masked = outcome(model, ids, candidate, probe)
+        scores.append(((clean - masked) if probe == "answer_joint" else (clean.exp() * (clean - masked)).sum()).item())
+    return scores
+
+
+def outcome(model, ids, candidate, probe):
+    """Mean log-probability of the answer, or log-probabilities over the vocabulary; from all logits."""
+    rows = slice(candidate.answer_start - 1, candidate.answer_start if probe == "last" else len(ids) - 1)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, rows]
+    if probe == "answer_joint":
+        return logits.log_softmax(-1).gather(-1, candidate.token_T[candidate.answer_start :, None]).mean()
+    return logits.mean(0).log_softmax(-1)
+
+
+@torch.no_grad()
+def drawn(model, token_T, seed):
+    """What stands in for each token when it is drawn from the model's own prediction; for the first one, itself."""
+    seed_1 = response_seeds(token_T, torch.zeros_like(token_T), 1, seed)
+    at = torch.arange(1, len(token_T))
+    logits = model(input_ids=token_T[None]).logits[0, :-1]
+    tokens = sample_replacements(logits, token_T[1:], position_seeds(seed_1.expand(len(at)), at))
+    return torch.cat([token_T[:1], tokens])

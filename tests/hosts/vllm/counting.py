@@ -1,7 +1,5 @@
 """The extension under test, with what the tests need to know and do inside of the worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from oar_plugin.hosts.vllm.extension import OutcomeExtension

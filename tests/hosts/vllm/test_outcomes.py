@@ -1,16 +1,11 @@
 """Which rows count, and what is made of them: against softmaxes of the whole prompt, whatever the engine's steps were."""
 
-from __future__ import annotations
-
 import math
 import random
-from itertools import pairwise
 
 import pytest
 import torch
 
-from oar_plugin.credit.noise import position_seeds, response_seeds
-from oar_plugin.credit.perturbation import sample_replacements
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.hosts.vllm import outcomes
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, OutcomeRecorder, OutcomeSpec, Scheduled
@@ -34,16 +29,19 @@ class Prompt:
         self.hidden_LD = torch.randn(length, D, generator=generator)
 
     def outcome(self, probe: str) -> torch.Tensor:
-        logits = project(self.hidden_LD.double().float())[START - 1 : -1].double()
+        logits = project(self.hidden_LD)[START - 1 : -1].double()
         if probe == "answer_joint":
             at = torch.tensor(self.token_ids[START:])
             return logits.log_softmax(-1).gather(-1, at[:, None]).mean()
         return (logits[0] if probe == "last" else logits.mean(0)).log_softmax(-1)
 
 
-def expected(reference: Prompt, copy: Prompt, probe: str) -> float:
-    p, q = reference.outcome(probe), copy.outcome(probe)
-    return (p - q).item() if probe == "answer_joint" else (p.exp() * (p - q)).sum().item()
+REFERENCE, COPY = Prompt(1), Prompt(2)
+
+
+def expected(copy: Prompt = COPY, probe: str = "answer_mean") -> object:
+    p, q = REFERENCE.outcome(probe), copy.outcome(probe)
+    return pytest.approx((p - q).item() if probe == "answer_joint" else (p.exp() * (p - q)).sum().item(), rel=1e-5)
 
 
 def spec(role: str = "copy", key: str = "k", probe: str = "answer_mean", **kwargs) -> OutcomeSpec:
@@ -60,35 +58,25 @@ def step(recorder: OutcomeRecorder, *parts: tuple[str, OutcomeSpec, Prompt, int,
     return recorder.step(torch.stack(rows), items)
 
 
-def whole(recorder: OutcomeRecorder, request: str, its_spec: OutcomeSpec, prompt: Prompt) -> list[float]:
-    return step(recorder, (request, its_spec, prompt, 0, len(prompt.token_ids)))[request]
+def whole(recorder: OutcomeRecorder, its_spec: OutcomeSpec, prompt: Prompt = COPY) -> list[float]:
+    return step(recorder, ("whole", its_spec, prompt, 0, len(prompt.token_ids)))["whole"]
 
 
 @pytest.fixture
 def recorder():
-    return OutcomeRecorder(project)
-
-
-REFERENCE, COPY = Prompt(1), Prompt(2)
+    """Knows the reference of key `k` and the probe `answer_mean`."""
+    made = OutcomeRecorder(project)
+    whole(made, spec("reference"), REFERENCE)
+    return made
 
 
 @pytest.mark.parametrize("probe", PROBES)
 class TestScore:
-    def rows(self, probe: str) -> int:
-        return 1 if probe == "last" else LENGTH - START
-
-    def test_is_the_divergence_of_the_outcomes(self, recorder, probe):
-        assert whole(recorder, "r", spec("reference", probe=probe), REFERENCE) == [0.0, self.rows(probe)]
-        score, rows = whole(recorder, "c", spec(probe=probe), COPY)
-        assert rows == self.rows(probe)
-        assert score == pytest.approx(expected(REFERENCE, COPY, probe), rel=1e-5)
-        assert recorder.counts() == {"references": 1, "requests": 0}
-
     def test_does_not_depend_on_the_steps(self, recorder, probe, monkeypatch):
         monkeypatch.setattr(outcomes, "_ROWS", 3)
-        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
+        probe_rows = 1 if probe == "last" else LENGTH - START
+        assert whole(recorder, spec("reference", probe=probe), REFERENCE) == [0.0, probe_rows]
         prompts = {f"c{i}": Prompt(10 + i) for i in range(6)}
-        want = {name: expected(REFERENCE, prompt, probe) for name, prompt in prompts.items()}
         draw = random.Random(0)
         for _ in range(30):
             at, got = dict.fromkeys(prompts, 0), {}
@@ -105,100 +93,71 @@ class TestScore:
                         at[c] = draw.choice([0, at[c]])
                     else:
                         at[c] += sizes[c]
-            for name, (score, rows) in got.items():
-                assert rows == self.rows(probe)
-                assert score == pytest.approx(want[name], rel=1e-5)
-        assert recorder.counts()["requests"] == 0
+            assert got == {name: [expected(prompt, probe), probe_rows] for name, prompt in prompts.items()}
+        assert recorder.counts() == {"references": 1, "requests": 0}
 
-    @pytest.mark.parametrize(("before", "first"), [(0, START), (START - 1, START + 1)], ids=["cached", "preempted"])
-    def test_is_nan_where_the_first_row_came_from_the_cache(self, recorder, probe, before, first):
-        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
+    @pytest.mark.parametrize(
+        ("before", "first"), [(0, START), (START - 1, START + 1), (START + 1, START + 2)], ids=["cached", "lost", "gap"]
+    )
+    def test_is_nan_where_a_row_came_from_the_cache(self, recorder, probe, before, first):
+        """With the number of rows that were read before."""
+        whole(recorder, spec("reference", probe=probe), REFERENCE)
         if before:
             step(recorder, ("c", spec(probe=probe), COPY, 0, before))
-        score, rows = step(recorder, ("c", spec(probe=probe), COPY, first, LENGTH - first))["c"]
-        assert math.isnan(score)
-        assert rows == 0
-
-    def test_is_nan_without_reference(self, recorder, probe):
-        score, rows = whole(recorder, "c", spec(probe=probe), COPY)
-        assert math.isnan(score)
-        assert rows == NO_REFERENCE
+        ((score, rows),) = step(recorder, ("c", spec(probe=probe), COPY, first, LENGTH - first)).values()
+        read = max(0, before - (START - 1))
+        if probe == "last" and read:
+            assert [score, rows] == [expected(probe=probe), 1], "its one row was read"
+        else:
+            assert math.isnan(score)
+            assert rows == read
 
     def test_is_nan_where_logits_are(self, recorder, probe):
-        whole(recorder, "r", spec("reference", probe=probe), REFERENCE)
+        whole(recorder, spec("reference", probe=probe), REFERENCE)
         broken = Prompt(2)
         broken.hidden_LD[START - 1, 0] = math.nan
-        score, rows = whole(recorder, "c", spec(probe=probe), broken)
+        score, rows = whole(recorder, spec(probe=probe), broken)
         assert math.isnan(score)
-        assert rows == self.rows(probe)
-        score, _ = whole(recorder, "r2", spec("reference", key="broken", probe=probe), broken)
-        assert math.isnan(score)
-
-
-def test_a_gap_later_in_the_answer_is_noticed(recorder):
-    whole(recorder, "r", spec("reference"), REFERENCE)
-    step(recorder, ("c", spec(), COPY, 0, START + 1))
-    score, rows = step(recorder, ("c", spec(), COPY, START + 2, LENGTH - START - 2))["c"]
-    assert math.isnan(score)
-    assert rows == 2
+        assert rows == (1 if probe == "last" else LENGTH - START)
+        assert math.isnan(whole(recorder, spec("reference", key="broken", probe=probe), broken)[0])
 
 
 def test_a_prompt_that_ends_before_its_answer_scores_nan(recorder):
-    whole(recorder, "r", spec("reference"), REFERENCE)
-    assert math.isnan(whole(recorder, "c", spec(), Prompt(2, START))[0])
+    assert math.isnan(whole(recorder, spec(), Prompt(2, START))[0])
     assert recorder.counts()["requests"] == 0
 
 
 def test_a_request_id_that_is_used_again_starts_anew(recorder):
-    whole(recorder, "r", spec("reference"), REFERENCE)
-    step(recorder, ("c", spec(), Prompt(9), 0, START + 2))
-    score, rows = whole(recorder, "c", spec(), COPY)
-    assert rows == LENGTH - START
-    assert score == pytest.approx(expected(REFERENCE, COPY, "answer_mean"), rel=1e-5)
+    step(recorder, ("whole", spec(), Prompt(9), 0, START + 2))
+    assert whole(recorder, spec()) == [expected(), LENGTH - START]
 
 
-def test_a_reference_of_another_probe_is_none(recorder):
-    whole(recorder, "r", spec("reference", probe="last"), REFERENCE)
-    assert math.isnan(whole(recorder, "c", spec(probe="answer_mean"), COPY)[0])
+@pytest.mark.parametrize(("changes", "said"), [({"key": "unknown"}, NO_REFERENCE), ({"probe": "last"}, 1)])
+def test_without_a_reference_of_its_key_and_probe_a_copy_scores_nan(recorder, changes, said):
+    score, rows = whole(recorder, spec(**changes))
+    assert math.isnan(score)
+    assert rows == said
 
 
 def test_small_divergences_survive(recorder):
     near = Prompt(1)
     near.hidden_LD = near.hidden_LD + 1e-4 * COPY.hidden_LD
-    whole(recorder, "r", spec("reference"), REFERENCE)
-    score, _ = whole(recorder, "c", spec(), near)
-    assert 0 < score == pytest.approx(expected(REFERENCE, near, "answer_mean"), rel=0.01)
+    p, q = REFERENCE.outcome("answer_mean"), near.outcome("answer_mean")
+    assert 0 < whole(recorder, spec(), near)[0] == pytest.approx((p.exp() * (p - q)).sum().item(), rel=0.01)
 
 
-class TestDraws:
-    AT = (1, 4, 5, 9)
-    token_L, at_R = torch.tensor(REFERENCE.token_ids), torch.tensor(AT)
-    seed_R = position_seeds(response_seeds(token_L, torch.zeros_like(token_L), 1, 7).expand(len(AT)), at_R)
-    want = sample_replacements(project(REFERENCE.hidden_LD)[at_R - 1], token_L[at_R], seed_R).tolist()
-    spec = spec("reference", sample=AT, seeds=tuple(seed_R.tolist()))
-
-    @pytest.mark.parametrize("cuts", [(), (3,), (4,), (2, 5, 12)])
-    def test_follow_the_numbers_however_the_prompt_is_cut(self, recorder, cuts):
-        for low, high in pairwise([0, *cuts, LENGTH]):
-            found = step(recorder, ("r", self.spec, REFERENCE, low, high - low))
-        assert found["r"] == [0.0, LENGTH - START, *self.want]
-        score, _ = whole(recorder, "c", spec(), COPY)
-        assert score == pytest.approx(expected(REFERENCE, COPY, "answer_mean"), rel=1e-5)
-
-    def test_are_none_where_a_row_was_not_computed(self, recorder):
-        found = step(recorder, ("r", self.spec, REFERENCE, 4, LENGTH - 4))
-        assert len(found["r"]) == 2
-        assert math.isnan(found["r"][0])
-        assert recorder.counts()["references"] == 0
-
-    def test_need_no_more_memory_for_many(self, recorder, monkeypatch):
-        monkeypatch.setattr(outcomes, "_DRAWN_ROWS", 2)
-        assert whole(recorder, "r", self.spec, REFERENCE)[2:] == self.want
+def test_nothing_is_drawn_where_a_row_was_not_computed():
+    recorder = OutcomeRecorder(project)
+    draws = spec("reference", sample=(1, 4, 5, 9), seeds=(1, 2, 3, 4))
+    assert len(whole(recorder, draws, REFERENCE)) == 2 + 4
+    recorder.forget("k")
+    (score, _) = step(recorder, ("r", draws, REFERENCE, 4, LENGTH - 4))["r"]
+    assert math.isnan(score)
+    assert recorder.counts()["references"] == 0
 
 
 class TestMemory:
-    def test_references_are_forgotten(self, recorder):
-        whole(recorder, "r", spec("reference"), REFERENCE)
+    def test_references_are_forgotten_with_the_requests_that_name_them(self, recorder):
         step(recorder, ("c", spec(), COPY, 0, LENGTH - 1), ("d", spec(key="other"), COPY, 0, LENGTH - 1))
         recorder.forget(["k", "unknown"])
         assert recorder.counts() == {"references": 0, "requests": 1}
@@ -210,12 +169,12 @@ class TestMemory:
 
     def test_the_least_recently_used_reference_makes_room(self, recorder):
         for i in range(MAX_REFERENCES):
-            whole(recorder, "r", spec("reference", key=str(i)), REFERENCE)
-        whole(recorder, "c", spec(key="0"), COPY)
-        whole(recorder, "r", spec("reference", key="new"), REFERENCE)
+            whole(recorder, spec("reference", key=str(i)), REFERENCE)
+        whole(recorder, spec(key="0"))
+        whole(recorder, spec("reference", key="new"), REFERENCE)
         assert recorder.counts()["references"] == MAX_REFERENCES
-        assert not math.isnan(whole(recorder, "c", spec(key="0"), COPY)[0])
-        assert math.isnan(whole(recorder, "c", spec(key="1"), COPY)[0])
+        assert not math.isnan(whole(recorder, spec(key="0"))[0])
+        assert math.isnan(whole(recorder, spec(key="1"))[0])
 
 
 def test_a_rank_without_logits_calls_for_the_same_rows(monkeypatch):
@@ -226,7 +185,7 @@ def test_a_rank_without_logits_calls_for_the_same_rows(monkeypatch):
     driver = OutcomeRecorder(lambda hidden_RD: (calls.append(hidden_RD), project(hidden_RD))[1])
     other = OutcomeRecorder(heard.append)
     for recorder in (driver, other):
-        whole(recorder, "r", spec("reference"), REFERENCE)
+        whole(recorder, spec("reference"), REFERENCE)
         step(recorder, ("a", spec(), COPY, 0, 13), ("b", spec(key="none"), COPY, 0, 13), ("x", spec(), COPY, 12, 2))
         found = step(recorder, ("a", spec(), COPY, 13, 3), ("b", spec(key="none"), COPY, 13, 3))
         assert set(found) == {"a", "b"}
@@ -246,10 +205,7 @@ def test_a_spec_survives_its_journey():
     "values",
     [
         *({"role": "judge"}, {"probe": "first"}, {"start": 0}),
-        *(
-            {"sample": sample, "seeds": seeds}
-            for sample, seeds in [((3, 3), (1, 2)), ((START,), (1,)), ((0,), (1,)), ((1,), ())]
-        ),
+        *({"sample": at, "seeds": by} for at, by in [((3, 3), (1, 2)), ((START,), (1,)), ((0,), (1,)), ((1,), ())]),
         {"role": "copy", "sample": (1,), "seeds": (1,)},
     ],
 )

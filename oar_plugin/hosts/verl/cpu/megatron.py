@@ -178,6 +178,20 @@ def _layer_spec(config: Any, vp_stage: int | None) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=RMSNorm)
 
 
+def admit_float32(config: Any) -> None:
+    """Let verl's Megatron engine run in fp32: on a CPU bf16 is slow, and in fp32 actor and rollout can be compared."""
+    engine_config = config.McoreEngineConfig
+    check = engine_config.__post_init__
+
+    def post_init(self: Any) -> None:
+        wanted = self.dtype
+        object.__setattr__(self, "dtype", "bfloat16")
+        check(self)
+        object.__setattr__(self, "dtype", wanted)
+
+    engine_config.__post_init__ = post_init
+
+
 def stand_in(engine: Any) -> None:
     """Put everything in place for verl's engine, whose module this is, and register it for the device ``cpu``."""
     from verl.workers.engine.base import EngineRegistry

@@ -22,10 +22,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -33,20 +33,15 @@ from oar_plugin.hosts.verl.cpu.vllm_worker import SESSION_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-TIMED_OUT = 124
-"""Exit status of a run that was ended because its time was up, as the ``timeout`` command has it."""
-
-GRACE_S = 3.0
-"""How long the driver may take to shut Ray down by itself before everything is ended."""
+TIMED_OUT = 124  # exit status of a run that was ended because its time was up, as the `timeout` command has it
+GRACE_S = 3.0  # that the driver may take to shut Ray down by itself before everything is ended
 
 RAY_DID_NOT_START = "The current node timed out during startup"
 """What Ray says when its daemons did not find each other within 30 s, which is fixed in its code: a busy machine."""
 
-ATTEMPTS = 3
-"""How often a run is started when Ray did not start."""
-
-LONGEST_RAY_DIRECTORY = 40
-"""Ray appends about 60 characters and binds a Unix socket there, whose path has to stay below 108."""
+ATTEMPTS = 3  # to start a run when Ray did not start
+LONGEST_RAY_DIRECTORY = 40  # Ray binds Unix sockets about 60 characters below it; their paths must stay below 108
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 class Session:
@@ -65,11 +60,7 @@ class Session:
 
         Ray's cluster asks for a token. Given one here, it does not leave one in the user's home directory.
         """
-        return {
-            SESSION_VARIABLE: self.tag,
-            "RAY_TMPDIR": str(self.ray_directory),
-            "RAY_AUTH_TOKEN": self._token,
-        }
+        return {SESSION_VARIABLE: self.tag, "RAY_TMPDIR": str(self.ray_directory), "RAY_AUTH_TOKEN": self._token}
 
     def processes(self) -> list[psutil.Process]:
         """Every living process with the tag in its environment, except this one."""
@@ -83,10 +74,8 @@ class Session:
         """Memory of all processes in bytes, with what they share counted once (PSS)."""
         total = 0
         for process in self.processes():
-            try:
+            with suppress(psutil.Error):
                 total += process.memory_full_info().pss
-            except psutil.Error:
-                continue
         return total
 
     def end(self) -> None:
@@ -101,8 +90,9 @@ class Session:
                 if not living:
                     break
                 for process in living:
-                    if not (spare_trackers and _is_resource_tracker(process)):
-                        _kill(process)
+                    with suppress(psutil.Error):
+                        if not (spare_trackers and any(RESOURCE_TRACKER in word for word in process.cmdline())):
+                            process.kill()
                 time.sleep(0.1)
         shutil.rmtree(self.ray_directory, ignore_errors=True)
         for socket in Path("/tmp").glob(f"rl-colocate-zmq-*-{self.tag}.sock"):
@@ -117,53 +107,33 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:
-        return False
-
-
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.Error):
-        process.kill()
-
-
 @contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as SIGINT does, so that ``finally`` blocks run. Main thread only."""
+def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals so. Main thread only: no other can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def unwind(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, unwind)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM for as long as cleaning up takes. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _unwind(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _undisturbed() -> AbstractContextManager[None]:
+    """For as long as cleaning up takes."""
+    return _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def session() -> Iterator[Session]:
     """A session that is ended on every way out: return, exception, Ctrl-C, SIGTERM."""
-    with _sigterm_as_exception():
+    with _handling(_unwind, signal.SIGTERM):  # as SIGINT does, so that `finally` blocks run
         opened = Session()
         try:
             yield opened
@@ -196,47 +166,32 @@ def run_verl(
     Returns:
         The exit status of verl, or 124 when its time was up.
     """
-    deadline = time.monotonic() + timeout_s
+    log_path, deadline = Path(log_path), time.monotonic() + timeout_s
     for attempt in range(1, ATTEMPTS + 1):
-        status = _run_once(args, env or {}, Path(log_path), deadline, on_line, on_start)
-        if attempt == ATTEMPTS or status in (0, TIMED_OUT) or not _ray_did_not_start(Path(log_path)):
+        with session() as opened, log_path.open("wb") as log:
+            driver = subprocess.Popen(
+                [sys.executable, "-m", "verl.trainer.main_ppo", *args],
+                env={**os.environ, **(env or {}), **opened.environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run in order
+            )
+            try:
+                if on_start is not None:
+                    on_start(opened)
+                status = _follow(driver, log, deadline, on_line)
+            finally:
+                with _undisturbed():
+                    _ask_to_end(driver)
+        if attempt == ATTEMPTS or status in (0, TIMED_OUT):
+            break
+        if RAY_DID_NOT_START not in log_path.read_text(errors="replace"):
             break
         logger.warning(
             "Ray did not start within 30 s: is the machine busy? Starting again (%d of %d)", attempt, ATTEMPTS
         )
     return status
-
-
-def _ray_did_not_start(log: Path) -> bool:
-    return RAY_DID_NOT_START in log.read_text(errors="replace")
-
-
-def _run_once(
-    args: Sequence[str],
-    env: Mapping[str, str],
-    log_path: Path,
-    deadline: float,
-    on_line: Callable[[str], None] | None,
-    on_start: Callable[[Session], None] | None,
-) -> int:
-    """One attempt of `run_verl`."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *args]
-    with session() as opened, log_path.open("wb") as log:
-        driver = subprocess.Popen(
-            command,
-            env={**os.environ, **env, **opened.environment()},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run in order
-        )
-        try:
-            if on_start is not None:
-                on_start(opened)
-            return _follow(driver, log, deadline, on_line)
-        finally:
-            with _undisturbed():
-                _ask_to_end(driver)
 
 
 def _follow(

@@ -30,7 +30,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
         self._socket: Any = None
 
     def prepare(self) -> str | None:
-        """Bind a receiver's socket; returns its address, None in the actor."""
+        """Bind a receiver's socket; its address, None in the actor."""
         if not self._receives:
             return None
         if self._socket is None:
@@ -48,7 +48,6 @@ class ZmqCheckpointEngine(CheckpointEngine):
         return {"addresses": [addresses, *nobody]}, {"addresses": [[] for _ in range(rollout_world_size)]}
 
     def init_process_group(self, addresses: list[str]) -> None:
-        """Remember whom to send to."""
         self._addresses = addresses
 
     def finalize(self) -> None:
@@ -71,6 +70,5 @@ class ZmqCheckpointEngine(CheckpointEngine):
                 socket.close()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield name and tensor until the actor has sent all of them."""
         while (item := await self._socket.recv_pyobj()) is not None:
             yield item
