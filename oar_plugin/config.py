@@ -9,8 +9,6 @@ against 0.52 for `oar_g`, twelve models, `benchmarks/results/fidelity_cpu.md`). 
 noise (`benchmarks/results/learning_variants.md`).
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -152,7 +150,7 @@ class OarConfig(BaseModel):
     dump_responses: int = Field(4, ge=1, description="How many responses a step to dump.")
 
     @model_validator(mode="after")
-    def _check_together(self) -> OarConfig:
+    def _check_together(self) -> "OarConfig":
         if not self.answer_patterns and self.probe != "last":
             raise ValueError(
                 f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty; "
@@ -246,7 +244,7 @@ class OarConfig(BaseModel):
             raise ValueError("; ".join(conflicts))
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> OarConfig:
+    def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
         """Validate plain settings, the content of `algorithm.oar`; `prefix` is how the user calls this group, for messages.
 
         OarConfigError: unknown key, value of the wrong type or out of range, or a combination that cannot work; one line a

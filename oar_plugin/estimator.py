@@ -1,7 +1,5 @@
 """OAR as an estimator: a group-relative advantage times the gate's weights, with the fallbacks decided and counted."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 The same code that runs under verl: a run's scores of a response are these, for the same settings and training step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

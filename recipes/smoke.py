@@ -10,8 +10,6 @@ lengths; the number of nodes and GPUs; Megatron's parallel sizes (tensor paralle
 gloo and sockets; the distributed optimizer by the ordinary one.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -30,8 +28,7 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.tiny.data import write_problems
-from benchmarks.tiny.model import build_model
-from benchmarks.tiny.random_models import Architecture
+from benchmarks.tiny.model import Architecture, build_model
 from benchmarks.tiny.tasks import Chain
 from benchmarks.tiny.warm_start import WarmStart, train
 from benchmarks.tiny.words import make_tokenizer

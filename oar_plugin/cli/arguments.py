@@ -1,7 +1,5 @@
 """Types of command-line arguments."""
 
-from __future__ import annotations
-
 import argparse
 
 

@@ -1,7 +1,5 @@
 """`oar data`: the files that recipes train on and validate with."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

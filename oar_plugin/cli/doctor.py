@@ -1,7 +1,5 @@
 """`oar doctor`: is this machine ready, and if not, what to do."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """`oar inspect`: a page that shows the responses a run dumped (`algorithm.oar.dump_dir`), shaded by weight."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`oar launch`: a recipe on this machine, on bare nodes, under SLURM or on Kubernetes."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """`oar`: the command line. Each sub-command lives in its own module and is imported when it is called."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`oar recipes`: the recipes that come with OAR."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -7,8 +7,6 @@ Answers are searched in the text and mapped back to tokens through byte offsets,
 borders rarely coincide (one token can hold ``}.`` or half of a multi-byte character).
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import logging

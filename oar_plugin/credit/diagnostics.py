@@ -1,7 +1,5 @@
 """What the weights of a batch look like: the numbers to watch in a run (arXiv 2601.07408, diagnostics)."""
 
-from __future__ import annotations
-
 import enum
 
 import torch

@@ -17,8 +17,6 @@ A gate takes `importance_BL`, finite and above -1 where the bool `reasoning_BL` 
 are 1 elsewhere.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a user brings: `python:<module>:<name>` in a setting."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 from typing import Any

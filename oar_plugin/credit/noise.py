@@ -5,8 +5,6 @@ on one process or sharded over eight, on a CPU or a GPU, and the host's random s
 the equivalence of layouts be tested exactly, and what lets each rank compute only the slice that it needs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -15,8 +15,6 @@ gate sees one scale, and units that nobody looked at closely keep their order. T
 of the importance: with a ratio of sums all others would be estimated as if they had its ratio.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Sequence
 from typing import TypeAlias

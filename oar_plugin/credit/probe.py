@@ -12,8 +12,6 @@ probes of arXiv 2601.07408 all read the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
 `last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -50,7 +48,7 @@ class AnswerRows:
     def __len__(self) -> int:
         return self.position_N.shape[0]
 
-    def select(self, keep_N: Tensor | slice) -> AnswerRows:
+    def select(self, keep_N: Tensor | slice) -> "AnswerRows":
         """The rows where `keep_N` (bool, or a slice) has them; shares stay as they are."""
         return AnswerRows(
             self.position_N[keep_N],

@@ -4,8 +4,6 @@ A vocabulary-parallel rank holds some columns of the logits. What the estimators
 the largest logit and the sum of the exponentials, so those travel and the logits do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a recipe needs of a cluster, and the script that runs it there. Raises ValueError for what cannot work."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

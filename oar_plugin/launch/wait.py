@@ -1,7 +1,5 @@
 """Return when the Ray cluster of this machine has its nodes and GPUs; say what is there whenever that changes."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -6,8 +6,6 @@ answer: in a truncated response it would be paid by chance, and importance has n
 What calls math-verify runs in the processes of a `pool`: some expressions take for ever or all memory.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any, NamedTuple

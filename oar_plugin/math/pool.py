@@ -4,8 +4,6 @@ Time limits by signal work in a process's main thread only, and verl computes re
 long is killed with its process, and a new process takes its place.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Where each data set is on the Hugging Face hub, and its rows as verl reads them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

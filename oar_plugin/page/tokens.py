@@ -4,8 +4,6 @@ One self-contained file: no script from elsewhere, no font, no request. Orange i
 common form of colour-blindness, and the weight itself is in the tooltip. A token's border tells its segment.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -66,9 +64,11 @@ class TokenRow:
 def token_row(record: Mapping[str, Any]) -> TokenRow:
     """One line of a dump. Its ``advantage`` may be one number, or one a token."""
     values = {field.name: record[field.name] for field in fields(TokenRow)}
-    if isinstance(values["advantage"], Sequence):
-        values["advantage"] = next(iter(values["advantage"]), 0.0)
-    return TokenRow(**values | {"status": values["status"].lower()})
+    advantage, status = values["advantage"], str(values["status"]).lower()
+    if isinstance(advantage, list):
+        advantage = next(iter(advantage), 0.0)
+    numbers = {"advantage": float(advantage), "reward": float(values["reward"]), "step": int(values["step"])}
+    return TokenRow(**values | numbers | {"status": status, "uid": str(values["uid"])})
 
 
 def shade(weight: float) -> str:
@@ -116,5 +116,6 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.globals |= {"Segment": Segment, "shade": shade, "visible": _visible, "zip": zip}
+_NAMES = {segment.value: segment.name.lower() for segment in Segment}
+_ENVIRONMENT.globals |= {"Segment": Segment, "NAMES": _NAMES, "shade": shade, "visible": _visible, "zip": zip}
 _HTML: Any = _ENVIRONMENT.get_template("tokens.html.j2").module

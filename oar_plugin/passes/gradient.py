@@ -6,8 +6,6 @@ Megatron's schedules run one forward of all micro-batches. Scores of a rank go i
 ranks that share the sequences, and `importance` makes one number a token of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

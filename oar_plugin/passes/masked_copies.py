@@ -8,8 +8,6 @@ Nothing here talks to other processes. Under FSDP every rank must make the same 
 a round takes, `idle` makes one that counts for nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +44,7 @@ class Candidate:
     answer_start: int
 
     @classmethod
-    def of(cls, token_T: Tensor, segments_L: Tensor) -> Candidate:
+    def of(cls, token_T: Tensor, segments_L: Tensor) -> "Candidate":
         """From the tokens of prompt and response, and the `Segment`s of the response, with an answer among them."""
         prompt_length = len(token_T) - len(segments_L)
         answer = (segments_L == Segment.ANSWER).nonzero()[:, 0]

@@ -10,8 +10,6 @@ The pipeline schedule runs forwards and backwards of many micro-batches in an or
 each forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +52,7 @@ class MegatronTaps(Taps):
         super().__init__()
         self.chunks = chunks
 
-    def __enter__(self) -> MegatronTaps:
+    def install(self) -> None:
         for chunk in self.chunks:
             config = get_model_config(chunk)  # chunks may share one: what is changed first is put back last
             for name in SCHEDULE_FUNCTIONS:
@@ -69,7 +67,6 @@ class MegatronTaps(Taps):
                 hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
                 self.callback(hook.remove)
         self.callback(setattr, self, "tap", None)
-        return self
 
     def _recompute(self, chunk: nn.Module) -> None:
         """Megatron recomputes activations in train mode only: put what decides that into it, but nothing with dropout."""

@@ -1,7 +1,5 @@
 """Importance of a batch under a HuggingFace model in one process: notebooks, benchmarks, studies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -10,8 +10,6 @@ What comes back are three nested fields of the batch, one row a response:
 | `oar_report`     | float32 `[2]`: `Status`, and the actor seconds spent on this response    |
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,7 +65,7 @@ class Request:
         importance_only: bool = False,
         replacement_token: int | None = None,
         temperature: float = 1.0,
-    ) -> Request:
+    ) -> "Request":
         """The request to the actor at training step `step` (from 1)."""
         return cls(
             importance=config.actor_importance,
@@ -94,7 +92,7 @@ class Request:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Request:
+    def from_dict(cls, values: dict[str, Any]) -> "Request":
         return cls(**values | {"answer_patterns": tuple(values["answer_patterns"])})
 
 

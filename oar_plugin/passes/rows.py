@@ -5,8 +5,6 @@ differentiate is linear in the logits once its coefficients are held fixed, and 
 rows' gradient `W^T c`, and what the graph holds is one product of it with the hidden states, `[N, H]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Can one response be scored, and which of its tokens are what?"""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import numpy as np

@@ -8,14 +8,13 @@ A forward under a `Tap`
 The gradient is delivered by the leaf itself the moment it exists: nothing is kept for micro-batches whose backward is over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from oar_plugin.passes.rows import Project
 
@@ -75,6 +74,18 @@ class Taps(ExitStack):
     """
 
     tap: Tap | None = None
+
+    def install(self) -> None:
+        """Put the hooks in place, each with a callback that takes it back."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            self.install()
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     def freeze(self, module: nn.Module) -> None:
         """Let no parameter ask for a gradient."""

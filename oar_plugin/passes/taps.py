@@ -6,8 +6,6 @@ model's own output, so that FSDP sees a differentiable output and gathers the ro
 as in training.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,7 +76,7 @@ class ModelTaps(Taps):
         self.checkpoint_activations = checkpoint_activations
         self._hidden: Tensor | None = None
 
-    def __enter__(self) -> ModelTaps:
+    def install(self) -> None:
         if any(p.grad is not None for p in self.module.parameters()):
             raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
         self.freeze(self.module)
@@ -99,7 +97,6 @@ class ModelTaps(Taps):
         ):
             self.callback(handle.remove)
         self.callback(vars(self).update, tap=None, _hidden=None)
-        return self
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return None if self.tap is None or self.tap.embedded else self.tap.leaf(output)

@@ -1,7 +1,5 @@
 """What a plan takes for granted: figures of GPUs from datasheets, and every assumption that the planner makes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 GIB = 2**30

@@ -6,8 +6,6 @@ are counted tensor by tensor. transformers' norms work in float32 and its MLP sa
 (arXiv 2205.05198, section 4). An importance pass freezes the weights, so that nothing is saved for their gradients.
 """
 
-from __future__ import annotations
-
 from oar_plugin.passes.rows import CHUNK
 from oar_plugin.plan.hardware import CONTEXT, ENGINE_OVERHEAD, TRAINER_OVERHEAD, Gpu
 from oar_plugin.plan.setup import BYTES, Setup

@@ -3,8 +3,6 @@
 The dimensions of common models are built in, so that nothing waits for a network.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A plan of a run, and what to change where it does not fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """FLOPs and seconds of a step by phase: a roofline over arithmetic, memory and links, at assumed efficiencies."""
 
-from __future__ import annotations
-
 import math
 
 from oar_plugin.plan.hardware import GATE_SECONDS_PER_TOKEN, Efficiency, Gpu

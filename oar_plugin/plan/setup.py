@@ -1,7 +1,5 @@
 """What a composed verl configuration says about work and layout, and what of it cannot run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The demo from its warm start to its summary."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

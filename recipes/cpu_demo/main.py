@@ -3,8 +3,6 @@
 Needs two cores, 6.5 GB of free memory and no GPU. Ctrl-C ends it and every process it started.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

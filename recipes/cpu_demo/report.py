@@ -1,7 +1,5 @@
 """What the demo shows at its end: a curve, a page of weighted tokens, and a summary that claims no more than it can."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

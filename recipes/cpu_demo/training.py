@@ -1,7 +1,5 @@
 """One run of verl in the demo: its settings, where it writes, and how far it is."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import threading
@@ -116,7 +114,7 @@ class Watch:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         self._thread.start()
         return self
 

@@ -4,8 +4,6 @@ To add one here: its file, a line in the table, a test. To bring one of your own
 `algorithm.oar.importance=python:my_package.my_module:MyImportance` (a class derived from `Importance`).
 """
 
-from __future__ import annotations
-
 import functools
 
 from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows

@@ -1,7 +1,5 @@
 """Can an importance that a user brings work? Found out at the start of a run, on a few small numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import get_args, get_type_hints

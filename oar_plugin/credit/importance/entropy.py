@@ -4,8 +4,6 @@ It looks at no answer: what was hard to predict counts. One forward, the one tha
 is projected to the vocabulary a second time.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from oar_plugin.credit.importance.base import Importance, Parts

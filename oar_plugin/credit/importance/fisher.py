@@ -11,8 +11,6 @@ no noise that could drown in bf16 rounding. AS-Joint is a product of one distrib
 sum over tokens, with signs of its own for each row.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from oar_plugin.credit.importance.base import Backward, Importance, Rows, squared_norm

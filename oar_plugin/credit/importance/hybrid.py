@@ -5,8 +5,6 @@ copies. Overlap with exact OAR-P's top 20 %: 0.82 at a budget of 0.3, where `fis
 (`benchmarks/results/fidelity_cpu.md`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

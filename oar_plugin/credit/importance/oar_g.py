@@ -8,8 +8,6 @@ Noise `eps ~ N(0, sigma^2)` on the embeddings of the reasoning tokens, `P` from 
 answer's mean log-probability, `dJ/dz_j = (p_j - onehot(a_j)) share_j`. Two forwards and one backward a draw.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ log-probability. Exact, and one forward a reasoning token. Which copies run, and
 in `oar_plugin.credit.perturbation`; the actor runs them (`oar_plugin.passes.masked_copies`) or the rollout engines do.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -29,8 +29,6 @@ Cost: two forwards and two backwards (FSDP1 gathers its weights for the first ba
 projection of every reasoning row to the vocabulary, a chunk of rows at a time and without a graph.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

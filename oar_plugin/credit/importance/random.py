@@ -3,8 +3,6 @@
 Hashed from (seed, training step, response, position), so the same on every layout and new in every step.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from oar_plugin.credit.importance.base import Importance, Parts

@@ -5,8 +5,6 @@ still being generated. A response is scored once it is known that it can matter:
 A group whose rewards are all equal costs nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -100,7 +98,7 @@ class ScoredOutput(AgentLoopOutput):
         return fields
 
     @classmethod
-    def of(cls, output: AgentLoopOutput) -> ScoredOutput:
+    def of(cls, output: AgentLoopOutput) -> "ScoredOutput":
         values = {name: getattr(output, name) for name in type(output).model_fields}
         return cls.model_construct(_fields_set=output.model_fields_set | {"oar_fields"}, **values)
 
@@ -227,9 +225,10 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             cached_tokens=result.cached_tokens,
             done_at=deciles([began + seconds for seconds in result.done_at]),
         )
-        if result.importance is None:
-            return np.zeros(len(segments), dtype=np.float32), record
-        return np.array(result.importance), record  # a copy: what Ray hands out cannot be written to
+        importance = np.zeros(len(segments), dtype=np.float32)
+        if result.importance is not None:
+            importance[:] = result.importance  # raises where an engine returned another length
+        return importance, record
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
         oar = self._oar

@@ -1,7 +1,5 @@
 """A few responses of every step with their weights, for people to look at (`oar inspect`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

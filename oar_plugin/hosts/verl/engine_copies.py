@@ -1,7 +1,5 @@
 """Masked copies in verl's training engines: every data-parallel rank scores its own rows, in step with the others."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ micro-batch, through verl's own `forward_step`, which knows inputs, autocast and
 of that, so what a forward is for is a function that makes its `Tap` once they are known: the engine's one attribute.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ before Ray starts. Apart from the presets, they act only when the command line m
 composes exactly what it would without the plugin.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import importlib.util

@@ -5,8 +5,6 @@ to verl's own code untouched. With one, the rows that are to be scored come firs
 backward to the input embeddings; the other rows get verl's plain no-gradient forward.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -9,8 +9,6 @@ Two of verl's methods are overridden, and act only during such a pass: `forward_
 hand the schedule the tap's scalar for a loss, and `_lm_head_logits_processor`, to skip log-probs that nobody asked for.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

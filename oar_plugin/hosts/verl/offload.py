@@ -4,8 +4,6 @@ The engines' scores have fields of their own beside the actor's, because the act
 asked for any. A further field, `oar_offload`, holds what each response's scoring was like.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -146,7 +144,7 @@ class OffloadRecord:
         return torch.tensor([*numbers, *done_at], dtype=torch.float64)
 
     @classmethod
-    def from_row(cls, row: Tensor) -> OffloadRecord:
+    def from_row(cls, row: Tensor) -> "OffloadRecord":
         status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
         return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
 

@@ -10,8 +10,6 @@ verl hides a plugin that fails to load (it logs at DEBUG). This module reports i
 there, it imports nothing but the standard library at its top.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import sys

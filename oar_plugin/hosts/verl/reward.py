@@ -8,8 +8,6 @@ Settings, under `reward.custom_reward_function.reward_kwargs`: `timeout_s` (10) 
 compare, for each of verl's `reward.num_workers` reward workers. The first call of a process fixes both.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import logging

@@ -4,8 +4,6 @@ The replica is registered in the driver of a run that offloads, under verl's own
 and starts verl's own server class for reward and teacher models.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

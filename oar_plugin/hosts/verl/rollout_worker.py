@@ -1,7 +1,5 @@
 """The vLLM worker's side of the offload: verl's worker extension, and ours beside it."""
 
-from __future__ import annotations
-
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from oar_plugin.hosts.vllm.extension import OutcomeExtension

@@ -1,7 +1,5 @@
 """Which responses of a verl batch to score, and which of their tokens are what."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Is OAR switched on in this verl configuration, and can it work? Decided once, at the start of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ advantage with the gate's weights. Everything else is the host's. The classes re
 verl's own class unless the estimator is `oar`, so that no other run goes through this file.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ prompt ends. The distributions themselves, a vocabulary long, never leave the wo
 was skipped has no hidden state. Such a request scores NaN, and whoever asked asks again without the cache.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import OrderedDict
@@ -61,7 +59,7 @@ class OutcomeSpec:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> OutcomeSpec:
+    def from_dict(cls, values: dict[str, Any]) -> "OutcomeSpec":
         """The inverse of `to_dict`. ValueError, TypeError, KeyError: it is none."""
         return cls(**{**values, "sample": tuple(values["sample"]), "seeds": tuple(values["seeds"])})
 

@@ -1,7 +1,5 @@
 """When a masked copy may run, so that generation keeps the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

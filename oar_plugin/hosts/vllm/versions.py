@@ -1,7 +1,5 @@
 """Which vLLM this package was tested with: it wraps a function of the model runner that vLLM promises nothing about."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 from packaging.version import Version

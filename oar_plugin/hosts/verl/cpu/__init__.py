@@ -9,7 +9,6 @@ The pieces, each with its reason, are listed in :data:`PATCHES`.
 
 import importlib.util
 import os
-from functools import cache
 from typing import NamedTuple
 
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment, cpu_overrides
@@ -107,9 +106,15 @@ def wanted() -> bool:
     return asked == "cpu" or not built_for_gpu
 
 
-@cache
+_installed = False
+
+
 def install() -> None:
     """Make this process a CPU one. Does nothing the second time."""
+    global _installed
+    if _installed:
+        return
+    _installed = True  # first of all: importing verl loads this plugin, which calls this again
     import wrapt
 
     from oar_plugin.hosts.verl.cpu import device, distribution

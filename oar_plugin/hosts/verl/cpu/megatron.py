@@ -23,8 +23,6 @@ tensors only. A run sets `use_distributed_optimizer=False` and `clip_grad=0`; th
 Not covered by a run with these: TransformerEngine, flash-attention, NCCL, fused kernels, Megatron-Bridge, bf16.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

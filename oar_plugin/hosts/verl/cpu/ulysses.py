@@ -9,8 +9,6 @@ The wrapper stays; under it, and without Ulysses too, attention is torch's own, 
 `install()` is called by whoever builds an engine with `attn_implementation=ATTENTION`; nothing else is changed by it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

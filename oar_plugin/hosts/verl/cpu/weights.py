@@ -4,8 +4,6 @@ A checkpoint engine of verl's (`rollout.checkpoint_engine.backend=zmq`) for the 
 need CUDA or RDMA. Chosen by `rollout.checkpoint_engine.custom_backend_module`, verl's extension point.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
