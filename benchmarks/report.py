@@ -54,24 +54,16 @@ class Report:
     """One finished study."""
 
     title: str
-    stem: str
-    """Of the files' names."""
-    tables: Sequence[Table]
-    """The result, most important first."""
-    notes: Sequence[str]
-    """What a reader must know before quoting a figure; Markdown, one point each."""
-    runs: dict[str, Any]
-    """Every single run that was measured; goes into the JSON as it is."""
-    figure: Callable[[], Figure] | None = None
-    """Draws the plot; None where there is nothing to see."""
-    extra: dict[str, str] = field(default_factory=dict)
-    """Further files, text by ending (`html`, `csv`)."""
-    failed: bool = False
-    """Whether a part could not be measured: the exit status is then 1."""
+    stem: str  # of the files' names
+    tables: Sequence[Table]  # the result, most important first
+    notes: Sequence[str]  # what a reader must know before quoting a figure; Markdown, one point each
+    runs: dict[str, Any]  # every single run that was measured; goes into the JSON as it is
+    figure: Callable[[], Figure] | None = None  # draws the plot; None where there is nothing to see
+    extra: dict[str, str] = field(default_factory=dict)  # further files, text by ending (`html`)
+    failed: bool = False  # whether a part could not be measured: the exit status is then 1
+    # What `describe_machine` does not know or says otherwise here; None where the machine is not known.
     machine: dict[str, Any] | None = field(default_factory=dict)
-    """What `describe_machine` does not know or says otherwise here; None where the machine is not known."""
-    command: str = ""
-    """That makes the page again. The command line fills it in, and the rest of `machine`."""
+    command: str = ""  # that makes the page again. The command line fills it in, and the rest of `machine`.
 
     def show(self, console: Console) -> None:
         for table in self.tables:

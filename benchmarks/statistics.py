@@ -86,8 +86,7 @@ class Ratio:
     what: str
     limit: float | None = None
     at_most: bool = True
-    stated_for: str | None = None
-    """What the limit is stated for, where this run is something else."""
+    stated_for: str | None = None  # what the limit is stated for, where this run is something else
 
     def of(self, figures: pd.DataFrame) -> list[float]:
         """One value a row; none where a letter was not measured."""

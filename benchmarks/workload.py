@@ -1,17 +1,36 @@
 """What `step`, `offload` and `scaling` measure on, and the options for it: a model with random weights and its responses."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks.tiny.random_models import CPU, SHAPES, Batch, build_batch, build_model
+from benchmarks.tiny.model import CPU, SHAPES, model_of
+from benchmarks.tiny.words import WORDS, make_tokenizer
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.importance import importance_of, without_copies
+from oar_plugin.passes.tokens import TokenBytes
 
 DEFAULT: str = OarConfig.model_fields["importance"].default
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one length: prompt, reasoning, `\\boxed{`, answer, `}` and an end-of-sequence token."""
+
+    token_BL: Tensor  # int64 ids, prompt and response
+    answer_BL: Tensor  # bool, the planted answer's tokens
+    prompt_length: int
+    token_bytes: TokenBytes
+    scored: int  # how many sequences (the first ones) are to get importance
+
+    def __len__(self) -> int:
+        return self.token_BL.shape[0]
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,7 @@ class Workload:
 
     def model(self, longest: int, device: torch.device = CPU) -> PreTrainedModel:
         """qwen2, for sequences of at most that many tokens."""
-        return build_model(SHAPES[self.size], longest, getattr(torch, self.dtype), device)
+        return model_of(SHAPES[self.size], longest, getattr(torch, self.dtype), device)
 
     def batch(
         self,
@@ -48,9 +67,28 @@ class Workload:
         device: torch.device = CPU,
         tokenizer: PreTrainedTokenizerFast | None = None,
     ) -> Batch:
-        """The responses, of which the first `scored` are to get importance (None: all). `tokenizer`: of another model."""
-        lengths = (self.prompt_length, response_length, self.answer_length)
-        return build_batch(self.responses, *lengths, scored or self.responses, device, 0, tokenizer)
+        """Synthetic responses, of which the first `scored` are to get importance (None: all).
+
+        The answer is planted as tokens, so that its length is exact. `tokenizer`: of a model that is not `model`.
+        """
+        tokenizer = tokenizer or make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        source = random.Random(0)
+        opening, closing = encode("\\boxed{"), encode("}")
+        digits = [encode(digit)[-1] for digit in "123456789"]
+        text_length = self.prompt_length + response_length - len(opening) - self.answer_length - len(closing) - 1
+        if text_length <= self.prompt_length:
+            told = f"a response of {response_length} tokens has no room for an answer of {self.answer_length}"
+            raise ValueError(told)
+        rows = []
+        for _ in range(self.responses):
+            text = encode(" ".join(source.choices(WORDS, k=text_length)))[:text_length]  # a word is at least one token
+            answer = source.choices(digits, k=self.answer_length)
+            rows.append([*text, *opening, *answer, *closing, tokenizer.eos_token_id])
+        token_BL = torch.tensor(rows, device=device)
+        answer_BL = torch.zeros_like(token_BL, dtype=torch.bool)
+        answer_BL[:, text_length + len(opening) :][:, : self.answer_length] = True
+        return Batch(token_BL, answer_BL, self.prompt_length, TokenBytes(tokenizer), scored or self.responses)
 
 
 @dataclass(frozen=True)

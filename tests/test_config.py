@@ -25,11 +25,6 @@ def test_what_a_configuration_says(given, values):
     assert {name: getattr(config, name) for name in values} == values
 
 
-def test_warm_up_goes_from_last_to_the_probe():
-    config = OarConfig.parse({"warmup_steps": 2, "probe": "answer_joint"})
-    assert [config.probe_at(step) for step in (1, 2, 3)] == ["last", "last", "answer_joint"]
-
-
 # Faults in the name of an importance, gate or fallback, and of a user's own: credit/importance/test_check.py.
 @pytest.mark.parametrize(
     ("settings", "parts"),

@@ -39,9 +39,8 @@ def attention_patching(model: nn.Module, batch: MicroBatch, directions: int = 1)
         embedding_BSH = llama.get_input_embeddings()(token_BS).detach().requires_grad_()
         inputs = {"inputs_embeds": embedding_BSH, "position_ids": position_BS, "attention_mask": seen_BSS[:, None]}
         logits_BSV = llama(**inputs, use_cache=False).logits
-    gradients = [
-        torch.autograd.grad(x, heads, retain_graph=True) for x in answer_scalars(logits_BSV, batch, directions)
-    ]
+    scalars = answer_scalars(logits_BSV, batch, directions)
+    gradients = [torch.autograd.grad(scalar, heads, retain_graph=True) for scalar in scalars]
 
     size = llama.config.head_dim
     place_1T = torch.arange(batch.token_BT.shape[1], device=token_BS.device)[None]

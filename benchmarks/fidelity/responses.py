@@ -26,19 +26,12 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Response:
-    """A response with an answer and R reasoning tokens before it, T tokens with its prompt.
+    """A response with an answer and R reasoning tokens before it, T tokens with its prompt."""
 
-    Attributes:
-        token_T: int64.
-        segments_T: int64 of `Segment`; the prompt is OUTSIDE.
-        causal_T: bool, the tokens that decide the answer.
-        right: whether the answer is.
-    """
-
-    token_T: Tensor
-    segments_T: Tensor
-    causal_T: Tensor
-    right: bool
+    token_T: Tensor  # int64
+    segments_T: Tensor  # int64 of `Segment`; the prompt is OUTSIDE
+    causal_T: Tensor  # bool, the tokens that decide the answer
+    right: bool  # whether the answer is
 
     @property
     def reasoning_R(self) -> Tensor:
@@ -48,37 +41,25 @@ class Response:
 
 @dataclass(frozen=True)
 class Source:
-    """A model (float32) and its responses. `unusable` ones had no answer or no reasoning; the shares are of right answers of
-    all that were sampled, and of faithful ones (`FAITHFUL`) of the usable."""
-
     task: str
     seed: int
-    model: nn.Module
+    model: nn.Module  # float32
     responses: list[Response]
-    unusable: int
-    right: float
-    faithful: float
+    unusable: int  # responses without an answer or without reasoning, which are not among them
+    right: float  # share of right answers of all that were sampled
+    faithful: float  # share of faithful ones (`FAITHFUL`) of the usable
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What an estimator scores: B responses of about one length, padded on the right, where causal attention does not look.
+    """What an estimator scores: B responses of about one length, padded on the right, where causal attention does not look."""
 
-    Attributes:
-        responses: B of them.
-        token_BT: int64; a masked copy holds `benchmarks.tiny.words.PAD`, as padding does.
-        segments_BT: int64 of `Segment`; prompts and padding are OUTSIDE.
-        mask_BT: bool, false at padding.
-        probe: the outcome that is watched.
-        seed: of signs, noise and draws.
-    """
-
-    responses: tuple[Response, ...]
-    token_BT: Tensor
-    segments_BT: Tensor
-    mask_BT: Tensor
-    probe: Probe
-    seed: int
+    responses: tuple[Response, ...]  # B of them
+    token_BT: Tensor  # int64; a masked copy holds `benchmarks.tiny.words.PAD`, as padding does
+    segments_BT: Tensor  # int64 of `Segment`; prompts and padding are OUTSIDE
+    mask_BT: Tensor  # bool, false at padding
+    probe: Probe  # the outcome that is watched
+    seed: int  # of signs, noise and draws
 
 
 def micro_batches(

@@ -169,13 +169,11 @@ def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
         f"`random` is the baseline; the first {curves} responses of each model.",
         "Names: `fisher 4`: mean of 4 draws; `oar_p span 2`: 2 tokens replaced at a time; `oar_p sampled`: by a drawn token; "
         "`hybrid 0.3`: exact copies of 30 %; `attention`: attention patching towards PAD (no engine has it).",
-        *(f"`{name}`: {_first_line(score)}" for name, score in findings.added.items()),
+        *(
+            f"`{name}`: " + (getattr(score, "func", score).__doc__ or "").strip().split("\n")[0]
+            for name, score in findings.added.items()
+        ),
         "Models (task, seed, share of right answers when sampled / share of answers that repeat the model's own results; "
         f"seeds below {FAITHFUL:.0%} of these were skipped): {models}.",
         *(f"LEFT OUT: {failure}" for failure in findings.failed),
     ]
-
-
-def _first_line(score: Any) -> str:
-    """Of an estimator's docstring."""
-    return str(getattr(score, "func", score).__doc__ or "").strip().split("\n")[0]

@@ -17,16 +17,8 @@ THRESHOLDS = {f"to {share:.0%}": share for share in (0.5, 0.6, 0.7, 0.8)}
 WINDOW = 5
 """Steps that the training reward is averaged over before it is held against a threshold, or drawn."""
 SIGNIFICANT = 0.05
-DIAGNOSTICS = [
-    "entropy",
-    "length",
-    "ess_ratio",
-    "top10_mass",
-    "gradient_norm",
-    "recall",
-    "weight_causal",
-    "weight_other",
-]
+DIAGNOSTICS = ["entropy", "length", "ess_ratio", "top10_mass", "gradient_norm"]
+DIAGNOSTICS += ["recall", "weight_causal", "weight_other"]
 SECONDS = ["sample_seconds", "importance_seconds", "update_seconds"]
 SHOWN = ["reward", *DIAGNOSTICS, *SECONDS]
 """What a page needs of each step."""

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from benchmarks.report import Progress, Report
 from benchmarks.tiny.tasks import TASKS
 from benchmarks.tiny.warm_start import WarmStart, learned_model
 from benchmarks.workload import DEFAULT, check_at_least_one
+from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.importance import IMPORTANCES, importance_of
 
 TOO_HARD = ("lookup", "tracking")
@@ -78,6 +79,8 @@ class Settings(Training):
                 importance_of(method)
             except ValueError as error:
                 raise ValueError(f"--methods {method}: {error}; or {', '.join(CONTROLS)}") from None
+        check_names("--methods", [*CONTROLS, *IMPORTANCES, *self.methods])
+        check_names("--gate", [*GATES, self.gate])
         if self.copies < 2 or min(self.lr) <= 0:
             raise ValueError("--copies must be at least 2, a group to compare in, and --lr above 0")
         self.grid(self.seeds)[-1].config()
@@ -91,6 +94,15 @@ class Settings(Training):
             own = scale if method == "grpo" else scale | credit
             runs.append(Run(task=task, method=method, lr=lr, seed=seed, warm_start=seed % self.warm_starts, **own))
         return runs
+
+
+def check_names(option: str, values: Iterable[str]) -> None:
+    """Raises: ValueError, where two values would be one arm: pages call each by what stands behind its last colon."""
+    known: dict[str, str] = {}
+    for value in values:
+        name = value.rpartition(":")[2]
+        if (other := known.setdefault(name, value)) != value:
+            raise ValueError(f"{option}: a page would take {other} and {value} for one, as it calls both {name}")
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
@@ -170,6 +182,8 @@ def _variants(settings: Settings) -> Report:
     if not kept:
         sizes = ", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in SCALE)
         raise ValueError(f"--variants: {settings.results} holds no run with {sizes}")
+    check_names("--results, methods", [*CONTROLS, *IMPORTANCES, *(record.run.method for record in kept)])
+    check_names("--results, gates", [*GATES, *(record.run.gate for record in kept)])
     return Report(
         "Every training that was finished",
         "learning_variants",

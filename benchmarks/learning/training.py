@@ -220,10 +220,8 @@ def credit(run: Run, model: PreTrainedModel, rollout: Rollout, step: int) -> tup
     causal_BL = rollout.causal_BL & usable_BL
     some_B = causal_BL.any(-1)
     if some_B.any():
-        recall_B = causal_recall(
-            importance_BL, usable_BL, causal_BL
-        )  # of as many of the highest scores as it has results
-        described["recall"] = recall_B[some_B].mean().item()
+        # Of as many of the highest scores as a response has results.
+        described["recall"] = causal_recall(importance_BL, usable_BL, causal_BL)[some_B].mean().item()
         described["weight_causal"] = weight_BL[causal_BL].mean().item()
         described["weight_other"] = weight_BL[usable_BL & ~causal_BL].mean().item()
     return weight_BL, described

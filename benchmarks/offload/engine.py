@@ -69,8 +69,7 @@ class Engine:
 
     engine: Any
     max_model_len: int
-    padding: int
-    """What replaces a token."""
+    padding: int  # what replaces a token
     loop: asyncio.AbstractEventLoop
     processes: Sequence[Any]
 

@@ -61,26 +61,17 @@ def made_responses(passes: Passes) -> list[Response]:
 
 @dataclass
 class Run:
-    """What one run over some responses did. The defaults are those of work that has no copies.
+    """What one run over some responses did. The defaults are those of work that has no copies."""
 
-    Attributes:
-        importance: one a response, `[L]`.
-        copies: that were scored; `all_copies` if all units had been measured.
-        tokens: that were computed, clean references included; `all_tokens` if all units had been measured.
-        retried: requests that had to be made twice.
-        seconds: that it took, of which `fixed_s` do not grow with the copies.
-        busy_s: processor seconds of an engine that was to rest meanwhile.
-    """
-
-    importance: list[Tensor] = field(default_factory=list)
-    copies: int = 0
-    all_copies: float = 0.0
-    tokens: int = 0
-    all_tokens: float = 0.0
-    retried: int = 0
-    seconds: float = 0.0
-    fixed_s: float = 0.0
-    busy_s: float = 0.0
+    importance: list[Tensor] = field(default_factory=list)  # one a response, `[L]`
+    copies: int = 0  # that were scored
+    all_copies: float = 0.0  # if all units had been measured
+    tokens: int = 0  # that were computed, clean references included
+    all_tokens: float = 0.0  # if all units had been measured
+    retried: int = 0  # requests that had to be made twice
+    seconds: float = 0.0  # that it took
+    fixed_s: float = 0.0  # of them, those that do not grow with the copies
+    busy_s: float = 0.0  # processor seconds of an engine that was to rest meanwhile
 
     def add(self, response: Response, importance_L: Tensor, scale: float, copies: int, tokens: int) -> None:
         """Account for a response that has `scale` times as many units as were measured."""
@@ -133,6 +124,7 @@ class InTorch:
         """Every unit, the published way or ours; `hybrid`: the gradient of every token, then the units with the largest."""
         run, begin, budget = Run(), time.perf_counter(), 1.0
         gradients: Sequence[Any] = [None] * len(responses)
+        request = Request("oar_p", PROBE, replacement_token=self.padding)
         if hybrid:
             scores = self.passes.importance_only(self._micro_batches(responses))
             gradients = torch.cat(scores.importance)[:, self.passes.batch.prompt_length :].tolist()
@@ -141,7 +133,11 @@ class InTorch:
         for response, gradient_L in zip(responses, gradients, strict=False):
             unit_list, scale = response.offered(span, at_most, budget)
             search = Search(unit_list, len(response.reasoning), budget, gradient_L)
-            exact, tokens = (self._published if published else self._masked)(response.candidate, search.wanted)
+            if published:
+                exact, tokens = self._published(response.candidate, search.wanted)
+            else:
+                copies = MaskedCopies(self.passes.model, request, FORWARD_TOKENS)
+                exact, tokens = copies.run(response.candidate, search.wanted), copies.tokens
             search.send(exact)
             assert search.importance is not None, "one round: all units, or those with the largest gradient"
             run.add(response, search.importance, scale, len(exact), tokens)
@@ -150,11 +146,6 @@ class InTorch:
     def _micro_batches(self, responses: Sequence[Response]) -> int | None:
         """The `limit` of `Passes`: all responses, or the first of them."""
         return None if len(responses) == len(self.passes.batch) else 1
-
-    def _masked(self, candidate: Candidate, unit_list: list[Unit]) -> tuple[list[float], int]:
-        request = Request("oar_p", PROBE, replacement_token=self.padding)
-        copies = MaskedCopies(self.passes.model, request, FORWARD_TOKENS)
-        return copies.run(candidate, unit_list), copies.tokens
 
     @torch.no_grad()
     def _published(self, candidate: Candidate, unit_list: list[Unit]) -> tuple[list[float], int]:

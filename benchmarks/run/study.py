@@ -16,7 +16,7 @@ import pandas as pd
 from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.run.assets import FINDER, METHOD, REWARD, prompt_rows
 from benchmarks.statistics import Ratio, ratio_table
-from benchmarks.tiny.random_models import SHAPES, build_model
+from benchmarks.tiny.model import SHAPES, model_of
 from benchmarks.tiny.verl_run import quoted, read_metrics, training_environment, training_overrides
 from benchmarks.tiny.words import make_tokenizer
 from benchmarks.workload import DEFAULT, check_at_least_one, check_importance, check_size, model_line
@@ -41,6 +41,9 @@ PHASES = {
 """verl's timers of what a step consists of; the second holds OAR's forward and backward, the third its gate."""
 REST, WHOLE, IMPORTANCE = "rest", "whole step", "of it importance"
 SHOWN = [*PHASES, REST, WHOLE, IMPORTANCE]
+LENGTHS = ("response_length/mean", "response_length/min", "response_length/max")
+SAME_WORK = ("prompt_length/mean", *LENGTHS, "critic/score/mean")
+"""verl's metrics that must be equal in all steps."""
 CONTROL = "control, GRPO alone"
 
 
@@ -141,7 +144,7 @@ def write_assets(folder: Path, settings: Settings) -> int:
     shape, context = SHAPES[settings.size], settings.prompt_length + settings.response_length + 1
     tokenizer = make_tokenizer(shape.vocab)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = build_model(shape, context, **ends)
+    model = model_of(shape, context, **ends)
     for saved in (tokenizer, model):
         saved.save_pretrained(folder / "model")
     return sum(parameter.numel() for parameter in model.parameters())
@@ -180,12 +183,11 @@ def overrides(settings: Settings, folder: Path, own: Path, steps: int, name: str
     batch = (settings.prompts, settings.n)
     # One more than is generated: a response as long as allowed counts as cut off, and is not scored.
     longest = (settings.prompt_length, settings.response_length + 1)
+    paths = folder / "model", folder / "prompts.parquet", own / "checkpoints"
     return [
         *cpu_overrides(),
         # Without a learning rate the update does all its work, and the model stays the same for both methods.
-        *training_overrides(
-            folder / "model", folder / "prompts.parquet", own / "checkpoints", steps, 0, 0.0, batch, longest
-        ),
+        *training_overrides(*paths, steps, 0, 0.0, batch, longest),
         *(["algorithm.adv_estimator=grpo"] if name == CONTROL else method),
         "data.shuffle=False",  # each batch has its share of prompts with a signal
         f"{rollout}.response_length={settings.response_length}",
@@ -213,13 +215,13 @@ def parse_step(metrics: dict[str, Any], run: str) -> Step:
         WHOLE: whole,
         IMPORTANCE: metrics.get("timing_s/oar", 0.0),
         "scored": metrics.get("oar/scored"),
-        "work": {name: metrics[name] for name in expected_work(Settings())},
+        "work": {name: metrics[name] for name in SAME_WORK},
     }
 
 
 def expected_work(settings: Settings) -> dict[str, float]:
-    """verl's metrics that must be equal in all steps."""
-    lengths = {f"response_length/{name}": settings.response_length for name in ("mean", "min", "max")}
+    """The values of `SAME_WORK`."""
+    lengths = dict.fromkeys(LENGTHS, settings.response_length)
     rewarded = settings.n // 2 / settings.n * settings.scored_share
     return {"prompt_length/mean": settings.prompt_length, **lengths, "critic/score/mean": rewarded}
 

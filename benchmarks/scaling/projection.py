@@ -48,7 +48,13 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
         Plan(config, GPU)
         for mode in MODES:
             rows = [planned(config, mode, gpus) for gpus in SIZES]
-            cells = [cells_of(row) for row in rows if "problem" not in row]
+            cells = [
+                [str(row[name]) for name in ("gpus", "sequences", "data")]
+                + [f"{row['seconds'].get(phase, 0.0):.3g}" for phase in PHASES]
+                + [f"{row[STEP]:.3f}", f"{row[MEASURED]:.3f}", row["memory"]]
+                for row in rows
+                if "problem" not in row
+            ]
             problems |= {f"{folder.name}, {x['gpus']} GPUs: {x['problem']}.": None for x in rows if "problem" in x}
             tables.append(Table(f"PROJECTED, not measured: {folder.name}, {GPU.name}, {mode}", columns, cells))
             made.setdefault(folder.name, []).extend(rows)
@@ -70,9 +76,3 @@ def planned(config: DictConfig, mode: str, gpus: int) -> dict[str, Any]:
         return row | {"problem": str(error).splitlines()[-1]}
     row |= {"sequences": plan.setup.sequences, "data": plan.setup.dp, "memory": plan.verdict, "seconds": plan.seconds}
     return row | {STEP: plan.to_grpo, MEASURED: 1 + plan.oar / (plan.seconds[LOG_PROB] + plan.seconds[UPDATE])}
-
-
-def cells_of(row: dict[str, Any]) -> list[str]:
-    seconds = [f"{row['seconds'].get(phase, 0.0):.3g}" for phase in PHASES]
-    sizes = [str(row[name]) for name in ("gpus", "sequences", "data")]
-    return [*sizes, *seconds, f"{row[STEP]:.3f}", f"{row[MEASURED]:.3f}", row["memory"]]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.scaling.layouts import DIVISIONS, FAILED, Kind, Launch, Layout, Work
@@ -144,14 +145,10 @@ def reason_in(log: str, status: int) -> str:
     return found[0] if found else f"exit status {status}: ...{' '.join(log.split())[-300:]}"
 
 
-def steps(found: dict[str, Any], method: str, kind: str = "seconds") -> np.ndarray:
-    """Seconds of a method's whole steps, a value a round."""
-    return np.sum(list(found[kind][method].values()), axis=0)
-
-
-def ratios(found: dict[str, Any], kind: str = "seconds") -> np.ndarray:
-    """OAR over GRPO, a value a round: both ran one right after the other."""
-    return steps(found, "oar", kind) / steps(found, "grpo", kind)
+def whole_steps(found: dict[str, Any], kind: str = "seconds") -> pd.DataFrame:
+    """Seconds of `grpo` and `oar`, and the `ratio` of OAR over GRPO, a row a round: both ran one right after the other."""
+    steps = pd.DataFrame({method: pd.DataFrame(phases).sum(axis=1) for method, phases in found[kind].items()})
+    return steps.assign(ratio=steps["oar"] / steps["grpo"])
 
 
 def label(launch: Launch, machine: dict[str, Any]) -> list[str]:
@@ -160,20 +157,20 @@ def label(launch: Launch, machine: dict[str, Any]) -> list[str]:
     return [f"{launch.layout}{'*' * shared}", str(launch.work.responses)]
 
 
-def whole_steps(series: Series, measured: Measured) -> Table:
+def compared(series: Series, measured: Measured) -> Table:
     """Medians of each launch of each series, and its ratio over that of the first."""
     rows = []
     for name, launches in series.items():
         base = measured.get(launches[0])
         for launch in filter(measured.__contains__, launches):
-            found, rounds, verdict = measured[launch], ratios(measured[launch]), ["", ""]
+            found, verdict = measured[launch], ["", ""]
+            wall, cpu = (whole_steps(found, kind) for kind in ("seconds", "cpu_seconds"))
             if base is not None and found is not base:
-                quotient = ratio_of_medians(rounds.tolist(), ratios(base).tolist())
+                quotient = ratio_of_medians(wall["ratio"].tolist(), whole_steps(base)["ratio"].tolist())
                 verdict = [str(quotient), quotient.verdict(LIMIT)]
-            seconds = [f"{np.median(steps(found, method)):.3g}" for method in ("grpo", "oar")]
-            spread, cpu = f"{min(rounds):.2f} .. {max(rounds):.2f}", np.median(ratios(found, "cpu_seconds"))
-            shown = [*seconds, f"{np.median(rounds):.3f}", spread, f"{cpu:.3f}", *verdict]
-            rows.append([name, *label(launch, found["machine"]), *shown])
+            middle, spread = wall.median(), f"{wall['ratio'].min():.2f} .. {wall['ratio'].max():.2f}"
+            shown = [f"{middle.grpo:.3g}", f"{middle.oar:.3g}", f"{middle.ratio:.3f}", spread]
+            rows.append([name, *label(launch, found["machine"]), *shown, f"{cpu['ratio'].median():.3f}", *verdict])
     columns = ("GRPO, s", "OAR, s", "OAR / GRPO", "rounds", "of CPU time", "of the first (95 %)", "verdict")
     title = f"OAR / GRPO, and over that of the first of a series: at most {LIMIT:g}"
     return Table(title, ("series", "layout", "responses", *columns), rows)
@@ -184,14 +181,14 @@ def phases(measured: Measured) -> Table:
     for launch, found in measured.items():
         grpo, oar = found["seconds"]["grpo"], found["seconds"]["oar"]
         each = [grpo["log_prob"], oar["log_prob"], oar["gate"], grpo["update"], oar["update"]]
-        each += [steps(found, method, "cpu_seconds") for method in ("grpo", "oar")]
+        each += [whole_steps(found, "cpu_seconds")[method] for method in ("grpo", "oar")]
         rows.append([*label(launch, found["machine"]), *(f"{np.median(values):.3g}" for values in each)])
     columns = ("log-probs", "with importance", "gate", "update", "OAR's update", "GRPO, CPU s", "OAR, CPU s")
     return Table("Seconds by phase", ("layout", "responses", *columns), rows)
 
 
 def report_of(settings: Settings, series: Series, measured: Measured, failed: dict[Launch, str]) -> Report:
-    tables, reasons = [whole_steps(series, measured), phases(measured)], {str(x): why for x, why in failed.items()}
+    tables, reasons = [compared(series, measured), phases(measured)], {str(x): why for x, why in failed.items()}
     if failed:
         tables.append(Table("Failed", ("launch", "reason"), list(reasons.items())))
     every, told = list(measured.values()), next(iter(measured)).told()
@@ -202,11 +199,12 @@ def report_of(settings: Settings, series: Series, measured: Measured, failed: di
     loads = [found["machine"]["load_average_before"][0] for found in every]
     update = [np.median(np.divide(f["seconds"]["oar"]["update"], f["seconds"]["grpo"]["update"])) for f in every]
     scores = np.array([found["scores"] for found in every])
+    rounds = min(len(whole_steps(found)) for found in every)
     notes = [
         f"{model if settings.path else model_line(settings.size, parameters, settings.dtype)}; every layout with "
         f"{arguments}. Nodes: {machine['nodes']}; backend {machine['backend']}. What is in a step, and how to read this page: "
         "benchmarks/SCALING.md.",
-        f"At least {min(len(ratios(found)) for found in every)} rounds after a warm-up. Seconds are medians; OAR / GRPO is the "
+        f"At least {rounds} rounds after a warm-up. Seconds are medians; OAR / GRPO is the "
         "median of the rounds' ratios, with the lowest and the highest round beside it; intervals are a bootstrap over rounds.",
         f"Load average of a minute when a launch began: {min(loads):g} to {max(loads):g}.",
         f"Control: the update is the same work in both methods; OAR's over GRPO's was {np.median(update):.3f} (median of the "

@@ -33,8 +33,9 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from benchmarks.machine import choose_device, describe_machine, load_average, synchronize
 from benchmarks.scaling.layouts import FAILED, Launch, Layout, Work
-from benchmarks.tiny.random_models import SHAPES, Batch
+from benchmarks.tiny.model import SHAPES
 from benchmarks.tiny.words import make_tokenizer
+from benchmarks.workload import Batch
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.tiny.random_models import Batch
+from benchmarks.workload import Batch
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status

@@ -63,10 +63,8 @@ class Task(ABC):
     filler: tuple[int, int]  # fewest and most filler words before a step
     error_rate: float  # share of the steps that demonstrations for the warm start get wrong
 
-    EQUALS: ClassVar[str] = "="
-    """Stands before the results of a step, and nowhere else in the reasoning."""
-    STEP_LENGTH: ClassVar[int] = 6
-    """Most tokens of a step, filler not counted."""
+    EQUALS: ClassVar[str] = "="  # stands before the results of a step, and nowhere else in the reasoning
+    STEP_LENGTH: ClassVar[int] = 6  # most tokens of a step, filler not counted
 
     @abstractmethod
     def draw(self, rng: random.Random) -> tuple[list[str], Any]:

@@ -270,14 +270,7 @@ def test_a_source_is_what_a_faithful_model_wrote(faithful, monkeypatch):
         assert row.token_T[row.causal_T][-1] == row.token_T[row.segments_T == Segment.ANSWER]
 
 
-def test_the_command_writes_a_page_and_refuses_what_cannot_work(tmp_path, capsys, monkeypatch):
-    for words, complaint in {
-        ("--seeds", "0"): "--seeds 0: must be at least 1",
-        ("--dtypes", "float32", "float32"): "--dtypes float32 float32: give float32, bfloat16, or both, each once",
-        ("--tasks", "nothing"): "--tasks nothing: allowed: parallel",
-    }.items():
-        assert main(["fidelity", *words]) == 2
-        assert complaint in " ".join(capsys.readouterr().err.split())
+def test_the_command_writes_a_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.fidelity.study.task_sources", lambda *_: [source()])
     assert main(["fidelity", "--rounds", "1", "--device", "cpu", "--dtypes", "float32", "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"fidelity_cpu.{x}" for x in ("md", "json", "html", "png")}

@@ -3,7 +3,7 @@ import json
 import math
 import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -191,27 +191,13 @@ def test_rates_are_chosen_and_judged_on_different_seeds(bench, tmp_path, monkeyp
     assert bench("--variants --steps 21") == bench(f"{same_scale} --prompts 3") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--methods magic", "--methods magic: unknown; allowed: fisher, .* or grpo, uniform, oracle"),
-        ("--methods python:oar_plugin.config:nothing", "--methods python:.*: cannot be imported"),
-        ("--methods python:oar_plugin.config:OarConfig", "derived from"),
-        ("--tasks lookup", "--tasks lookup: allowed are parallel, "),  # too hard for a warm start of two minutes
-        ("--gate magic", "gate='magic': unknown; allowed: two_level, bi_level"),
-        ("--copies 1", "--copies must be at least 2"),
-        ("--warm-starts 0", "--warm-starts 0: must be at least 1"),
-        ("--lr 1e-3 2e-3", "--lr: of several rates one is chosen on --choose-seeds"),
-        ("--lr 1e-3 2e-3 --choose-seeds 1 2 --seeds 2 3", "--choose-seeds and --seeds share 2"),
-        ("--through-verl --methods oracle", "--through-verl: uniform, oracle"),
-        ("--through-verl --positive-only", "--through-verl: .*--positive-only"),
-        ("--finished", "leave --finished out"),
-    ],
-)
-def test_what_cannot_work_is_said_before_anything_is_trained(bench, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trained"))
-    assert bench(arguments) == 2
-    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+def test_finished_runs_of_two_gates_with_one_name_are_not_taken_for_one(bench, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    run = replace(RUN, gate="python:oar_plugin.credit.gate:bi_level")
+    run.file(tmp_path / "runs").write_text(json.dumps(asdict(trained(run, None))))
+    assert bench("--variants --steps 2 --prompts 2 --copies 2 --evaluate-every 2") == 2
+    said = f"--results, gates: a page would take bi_level and {run.gate} for one"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_help_offers_every_task_and_method(capsys):
@@ -305,6 +291,16 @@ def test_candidate_gates_keep_the_mass_and_the_order(gate, scores, beta, tau):
     assert (weight > 0).all()
     assert weight.sum().item() == pytest.approx(len(scores), rel=1e-4)
     assert (weight[score.argsort()].diff() >= -1e-4).all()
+
+
+def test_one_large_score_does_not_silence_the_others():
+    scores = torch.tensor([[1e6, *map(float, range(1, 20))]]), torch.ones(1, 20, dtype=torch.bool), 0.4, 2.0, 0.1
+    assert candidates.ranked(*scores)[0, -1] > 1
+    assert candidates.winsorised(*scores)[0, -1] > 1
+    largest = GATES["bi_level"].weights(*scores).max()
+    assert candidates.bounded(*scores).max() < largest
+    for bound in (1.5, 2.0, 3.0):
+        assert candidates.bounded(*scores, largest=bound).max() <= bound < largest
 
 
 def test_the_page_of_edges_is_made(capsys):

@@ -68,11 +68,8 @@ def test_published_batch_fits_into_memory(passes, monkeypatch):
 
 def test_hybrid_runs_a_share_of_the_copies_and_says_what_it_measured(passes):
     responses, score = made_responses(passes), InTorch(passes, 0, 1).score
-    exact, hybrid, capped = (
-        score(responses, None),
-        score(responses, None, hybrid=True),
-        score(responses, 3, hybrid=True),
-    )
+    exact, hybrid = (score(responses, None, hybrid=on) for on in (False, True))
+    capped = score(responses, 3, hybrid=True)
     assert 0.3 <= hybrid.copies / exact.copies < 0.35
     assert hybrid.fixed_s > 0
     assert hybrid.all_copies == hybrid.copies
@@ -136,31 +133,17 @@ def test_nothing_is_reported_where_candidates_disagree(tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--size tiny", "--size tiny: allowed: 1m, 10m"),
-        ("--copies-at-most 0", "--copies-at-most 0: must be at least 1"),
-        ("--size 1m --response-length 8", "no room"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message, capsys):
-    assert main(["offload", *arguments.split()]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.slow
 def test_whole_study_on_an_engine(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    compared, exact = [], Engine.score
+    exact = Engine.score
 
-    def remember(self, *arguments, **options):
-        compared.append(exact(self, *arguments, **options))
+    def score(self, *arguments, **options):
         assert len(self.processes) >= 2, "engine and worker: what `rest` looks at, and what is ended"
         assert self.cpu_seconds() > 0
-        return compared[-1]
+        return exact(self, *arguments, **options)
 
-    monkeypatch.setattr(Engine, "score", remember)
+    monkeypatch.setattr(Engine, "score", score)
     before = set(psutil.Process().children(recursive=True))
     assert main([*SMALL, "--rounds", "2", "--copies-at-most", "6", "--out", str(tmp_path)]) == 0
     left = [p for p in psutil.Process().children(recursive=True) if p not in before and p.is_running()]
@@ -175,8 +158,4 @@ def test_whole_study_on_an_engine(tmp_path, monkeypatch):
     assert copies["o"] == copies["l"] == copies["p"] == [12, 12]
     assert copies["t0"] == [0, 0]
     assert min(copies["t100"]) > 0
-
-    # What the engine returned passed; the same numbers, a little off, do not.
-    importance_L = compared[0].importance[0]
-    with pytest.raises(RuntimeError, match="o and l differ"):
-        disagreements({"o": importance_L * 1.001, "l": importance_L}, 1e-4)
+    assert set(content["runs"]["disagreement"]) == {"p", "o"}, "the engine was compared before anything was timed"

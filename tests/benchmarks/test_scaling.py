@@ -84,24 +84,6 @@ def test_the_reason_is_the_workers_own_line_or_the_end_of_the_log():
     assert study.reason_in("", 137).startswith("exit status 137")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--importance", "oar_p"], "--importance oar_p: it runs masked copies"),
-        (["--layout", "ddp"], "--layout ddp: allowed are fsdp:data=N,sequence=N and megatron"),
-        (["--layout", "fsdp:tensor=2"], "--layout fsdp:tensor=2: allowed are"),
-        (["--layout", "fsdp:data=0"], "--layout fsdp:data=0: allowed are"),
-        (["--layout", "fsdp:data"], "--layout fsdp:data: allowed are"),
-        (["--layout", "fsdp:data=3"], "--responses 16: fsdp:data=3 cannot share them evenly"),
-        (["--launcher", "none"], "--launcher none: needs --runs"),
-        (["--processes", "0"], "--processes 0: must be at least 1"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused_by_name(arguments, says, capsys):
-    assert main(["scaling", *arguments]) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
-
-
 def test_print_says_what_to_start_on_every_node(capsys):
     arguments = ["--layout", "megatron:data=2,tensor=8", "--model", "/models/big", "--responses", "4"]
     assert main(["scaling", "--launcher", "print", *arguments]) == 0

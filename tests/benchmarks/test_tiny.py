@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.tiny import warm_start
 from benchmarks.tiny.data import compute_score, write_problems
 from benchmarks.tiny.model import build_model, sample
-from benchmarks.tiny.random_models import SHAPES, build_batch
 from benchmarks.tiny.tasks import TASKS, Parallel
 from benchmarks.tiny.warm_start import WarmStart, accuracy, batches, learned_model, train, warm_model
 from benchmarks.tiny.words import EOS, MARK, PAD, VOCABULARY, make_tokenizer, pieces, text
-from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
+from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.tokens import TokenBytes
 
 names = st.sampled_from(sorted(TASKS))
@@ -144,16 +143,6 @@ def test_verl_gets_the_columns_it_reads(tmp_path):
     assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
     assert row["prompt"] == [{"role": "user", "content": text(problem.prompt)}]
     assert compute_score("", text(response), row["reward_model"]["ground_truth"])["score"] == 1
-
-
-def test_planted_answers_are_where_the_finder_looks():
-    batch = build_batch(3, 8, 48, 5, 2, torch.device("cpu"), seed=1)
-    assert batch.token_BL.shape == (3, 56)
-    assert batch.token_BL.max() < SHAPES["tiny"].vocab
-    for token_L, answer_L in zip(batch.token_BL, batch.answer_BL, strict=True):
-        segments = segment_tokens(batch.token_bytes.pieces(token_L[8:]), make_finder(("boxed",)))
-        assert (segments == Segment.ANSWER).tolist() == answer_L[8:].tolist()
-    assert (batch.answer_BL.sum(-1) == 5).all()
 
 
 @pytest.fixture(scope="module")

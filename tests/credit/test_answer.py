@@ -177,17 +177,10 @@ REPEATED += ["the ", "#### ", "\\", "$ "]
 
 
 @pytest.mark.parametrize("text", ["answer" + 100_000 * " ", *(part * (150_000 // len(part)) for part in REPEATED)])
-def test_endless_repetition_is_searched_in_linear_time(text):
-    start = time.perf_counter()
-    FINDERS[NAMES](text)
+def test_endless_repetition_in_many_tokens_takes_linear_time(text):
+    pieces, start = [bytes([byte]) for byte in text.encode()], time.perf_counter()
+    segment_tokens(pieces, FINDERS[NAMES])
     assert time.perf_counter() - start < 3  # far above linear time on a busy machine, far below quadratic
-
-
-def test_a_batch_takes_milliseconds():
-    pieces, start = [b" word"] * 505 + [b"\\", b"boxed", b"{", b"4", b"2", b"}.", b""], time.perf_counter()
-    for _ in range(64):
-        segment_tokens(pieces, FINDERS[NAMES])
-    assert time.perf_counter() - start < 1  # generous: the machine may be busy
 
 
 # ---- what holds for every text, every way to cut it into tokens and every answer
@@ -238,28 +231,20 @@ def test_the_answers_bytes_are_answer_tokens_however_the_text_is_cut(data, befor
 
 
 @given(st.data(), st.one_of(NEARLY.map(str.encode), st.binary(max_size=60)), st.sampled_from(list(FINDERS)))
-@settings(max_examples=200)
-def test_any_bytes_give_segments_in_order_or_none(data, text, names):
+@settings(max_examples=300)
+def test_any_bytes_give_segments_in_order_or_none_and_exactly_tokens_of_others_are_outside(data, text, names):
     pieces = data.draw(cut(text))
-    result = segment_tokens(pieces, FINDERS[names])
+    mostly = st.sampled_from([True, True, True, False])
+    own = np.array(data.draw(st.lists(mostly, min_size=len(pieces), max_size=len(pieces))), dtype=bool)
+    result = segment_tokens(pieces, FINDERS[names], own)
     if result is None:
         return
     assert (result.dtype, result.shape) == (np.int8, (len(pieces),))
-    shown = result[[bool(piece) for piece in pieces]]
+    assert ((result == Segment.OUTSIDE) == ~own).all()
+    shown = result[own & [bool(piece) for piece in pieces]]
     assert (np.diff(shown) >= 0).all()
     assert (shown == Segment.ANSWER).any()
-    assert not (result == Segment.OUTSIDE).any()
-    before_the_answer = result[: int(np.argmax(result == Segment.ANSWER))]
-    assert set(before_the_answer.tolist()) <= {Segment.REASONING, Segment.CONCLUDE}
-
-
-@given(st.data(), NEARLY)
-def test_tokens_of_others_are_outside_and_nothing_else_is(data, text):
-    pieces = data.draw(cut(text.encode()))
-    own = np.array(data.draw(st.lists(st.booleans(), min_size=len(pieces), max_size=len(pieces))), dtype=bool)
-    result = segment_tokens(pieces, FINDERS[NAMES], own)
-    if result is not None:
-        assert ((result == Segment.OUTSIDE) == ~own).all()
+    assert (result[: int(np.argmax(result == Segment.ANSWER))] < Segment.ANSWER).all(), "reasoning or a marker"
 
 
 @given(st.one_of(st.text(), NEARLY), st.sampled_from(list(FINDERS)))

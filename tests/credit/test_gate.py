@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.credit.gate import GATES, bi_level, gate_of, relative, two_level
+from oar_plugin.credit.gate import GATES, bi_level, gate_of, kept_mass, relative, two_level
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
 
@@ -116,3 +116,11 @@ def test_relative_scores_are_multiples_of_the_mean_over_the_reasoning():
     got = relative(importance, torch.tensor([[True, True, False], [True, True, False], [False] * 3]))
     assert got[:2, :2].tolist() == [[2 / 3, 4 / 3], [0, 0]]
     assert torch.isfinite(got).all()
+
+
+def test_kept_mass():
+    nan, inf = torch.nan, torch.inf
+    kept = [[0.5, 1.5, 1], [0.5, 1.5015, 1]]
+    broken = [[0.5, 1.503, 1], [0.5, 1.6, 1], [0.5, 1.5, 1.1], [nan, 1, 1], [inf, 1, 1], [1, 1, nan]]
+    mask = torch.tensor([True, True, False]).expand(8, 3)
+    assert kept_mass(torch.tensor(kept + broken), mask).tolist() == [True] * 2 + [False] * 6

@@ -114,6 +114,8 @@ def run(monkeypatch):
     async def postprocess(self, output, validate, **kwargs):
         outputs = output if isinstance(output, list) else [output]
         await self._compute_score(outputs, kwargs=kwargs)
+        if kwargs["session_id"] == 0:
+            await asyncio.sleep(0.01)  # the first one is the last to get through
         kwargs["queue"][kwargs["session_id"]] = [one.as_dict() for one in outputs]
 
     async def score(self, outputs, kwargs):

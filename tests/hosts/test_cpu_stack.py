@@ -164,6 +164,35 @@ for kind in ("language_model", "value_model"):
             pytest.skip("this machine has an accelerator")
         assert done.returncode == 0, done.stderr
 
+    def test_before_verl_it_leaves_the_plugin_whole(self):
+        script = """
+import sys
+from oar_plugin.hosts.verl import cpu
+if not cpu.wanted(): sys.exit(77)
+cpu.install()
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+assert "oar" in ADV_ESTIMATOR_REGISTRY
+"""
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PROCESS_S)
+        if done.returncode == 77:
+            pytest.skip("this machine has an accelerator")
+        assert done.returncode == 0, done.stderr
+        assert "failed to load" not in done.stderr
+
+    def test_overrides_fit_the_configuration_of_verl(self):
+        import hydra
+
+        from oar_plugin.hosts.verl import hydra_conf
+
+        hydra_conf.register()
+        with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+            config = hydra.compose("ppo_trainer", overrides=[*cpu_overrides(workers=2), "trainer.device=cpu"])
+        assert config.trainer.n_gpus_per_node == config.ray_kwargs.ray_init.num_gpus == 2
+        assert config.actor_rollout_ref.actor.fsdp_config.dtype == "float32"
+        sampler = config.trainer.v1.sampler.custom_sampler
+        assert sampler.path.startswith("pkg://oar_plugin.")
+        assert sampler.name == "QuickReplayBuffer"
+
     def test_every_patch_names_a_function(self):
         for patch in cpu.PATCHES:
             where, _, name = patch.apply.partition(":")

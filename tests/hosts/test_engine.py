@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("verl")
 
 every_table = pytest.mark.parametrize("table", cases.TABLES)
+assert len(cases.named()) > 100, "a table lost its cases, and every test that goes through them would pass"
 each_engine = pytest.mark.parametrize("table", ["single", "megatron"])
 
 
@@ -186,7 +187,7 @@ def test_without_freezing_the_gradient_buffers_would_be_written(results):
 
 @each_engine
 def test_training_goes_on_as_if_nothing_happened(results, table):
-    """With megatron-core's own optimizer, two updates without clipping, which takes CUDA tensors only."""
+    """Two updates; with megatron-core's own optimizer without clipping, which takes CUDA tensors only."""
     after, fresh = results(f"{table} grad_norms")
     assert after == fresh
     assert min(fresh) > 0
@@ -194,7 +195,7 @@ def test_training_goes_on_as_if_nothing_happened(results, table):
 
 @each_engine
 def test_the_engine_is_inert_without_a_request(results, table):
-    """Log-probs of verl's own class, bit by bit; with FSDP also after two updates, their losses and weights."""
+    """Two updates, their weights and log-probs afterwards are those of verl's own class, bit by bit."""
     plugin, host = results(f"{table} inert")
     assert plugin.pop("class").startswith("Oar")
     assert not host.pop("class").startswith("Oar")

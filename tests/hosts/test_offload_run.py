@@ -14,10 +14,7 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from benchmarks.tiny.words import PAD
-from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.noise import step_seed
-from oar_plugin.credit.perturbation import units
-from oar_plugin.passes.masked_copies import Candidate
 from recipes.smoke import make_assets
 from tests.hosts.engine import world
 from tests.hosts.whole_run import check, dumped, smoke, whole_run, with_a_signal
@@ -57,16 +54,7 @@ def model_of(folder, checkpoint=None):
     return model
 
 
-def expected(model, row, budget=1.0, sampled=False):
-    """Importance of a dumped response."""
-    segments = torch.tensor(row["segments"])
-    candidate = Candidate.of(torch.tensor([*row["prompt_ids"], *row["token_ids"]]), segments)
-    replacement = world.drawn(model, candidate.token_T, step_seed(0, row["step"])) if sampled else PAD
-    unit_list = units((segments == Segment.REASONING).tolist())
-    return world.copies_importance(model, candidate, unit_list, len(segments), budget=budget, replacement=replacement)
-
-
-def worst(rows, model, **settings):
+def worst(rows, model, budget=1.0, replacement=PAD):
     """Largest error, relative to the response's largest score, or to a thousandth of a nat where that is smaller.
 
     A divergence of two nearly equal distributions carries the rounding of float32 logits: about 1e-6 times its square root.
@@ -74,7 +62,9 @@ def worst(rows, model, **settings):
     errors = []
     for row in rows:
         assert row["status"] == "scored"
-        want = expected(model, row, **settings)
+        ids, segments = torch.tensor([*row["prompt_ids"], *row["token_ids"]]), torch.tensor(row["segments"])
+        settings = {"budget": budget, "replacement": replacement, "seed": step_seed(0, row["step"])}
+        want = world.of_response(model, ids, segments, **settings)
         error = (torch.tensor(row["importance"], dtype=torch.float64) - want).abs().max()
         errors.append((error / want.max().clamp_min(1e-3)).item())
     assert len(errors) >= 4, "at least one group with a signal was dumped"
@@ -142,5 +132,5 @@ def test_tensor_parallel_engines_on_a_budget(folder, monkeypatch):
         f"algorithm.oar.dump_dir={folder}/parallel/dump",
     )
     check(steps, [1, 2])
-    assert worst(dumped(folder / "parallel"), model_of(folder), budget=0.5, sampled=True) < 1e-4
+    assert worst(dumped(folder / "parallel"), model_of(folder), budget=0.5, replacement=None) < 1e-4
     assert steps[0]["oar/offload/copies"] < 0.7 * steps[0]["oar/offload/responses"] * steps[0]["oar/reasoning_tokens"]

@@ -86,6 +86,11 @@ def test_trainers_are_ours_for_oar_and_verls_own_for_everything_else(mode, monke
     assert [type(build(estimator)) for estimator in ("grpo", "gae", "oar")] == [host, host, ours]
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_the_registered_engine_is_ours(backend):
+    assert EngineRegistry.get_engine_cls("language_model", backend).__name__.startswith("Oar")
+
+
 def test_the_estimator_explains_itself_outside_of_our_trainers():
     with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True"):
         get_adv_estimator_fn("oar")()

@@ -42,30 +42,23 @@ def test_the_columns_are_verls_and_the_prompt_asks_for_a_box():
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "ground_truth"),
+    ("name", "raw", "said"),
     [
         ("gsm8k", {"question": "q", "answer": "48/2 = <<48/2=24>>24\n#### 1,024"}, "1024"),
         ("math", {"problem": "q", "solution": r"First $\boxed{1}$, then $\boxed{\frac{3}{4}}$."}, r"\frac{3}{4}"),
         ("math500", {"problem": "q", "answer": r"\left( 3, \frac{\pi}{2} \right)"}, r"\left( 3, \frac{\pi}{2} \right)"),
         ("aime24", {"problem": "q", "answer": "025"}, "025"),
         ("amc23", {"question": "q", "answer": 27.0}, "27.0"),
-    ],
-)
-def test_the_ground_truth_is_read_as_the_data_set_writes_it(name, raw, ground_truth):
-    assert row_of(name, raw)["reward_model"]["ground_truth"] == ground_truth
-
-
-@pytest.mark.parametrize(
-    ("name", "raw", "reason"),
-    [
+        # Of a row that cannot be used, the reason.
         ("gsm8k", {"question": "q", "answer": "no mark"}, "no answer"),
         ("math", {"problem": "q", "solution": "The answer is 5."}, "no answer"),
         ("aime24", {"problem": "q", "answer": None}, "no answer"),
         ("aime24", {"problem": " ", "answer": "1"}, "no question"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(name, raw, reason):
-    assert row_of(name, raw) == reason
+def test_the_ground_truth_is_read_as_the_data_set_writes_it_or_it_is_said_why_not(name, raw, said):
+    row = row_of(name, raw)
+    assert (row if isinstance(row, str) else row["reward_model"]["ground_truth"]) == said
 
 
 def test_the_same_problem_is_recognised_in_other_typesetting():
@@ -99,16 +92,18 @@ def prepared(name, copy, out, limit=None, decontaminate=False):
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
-def test_every_data_set_is_written_from_a_copy(name, tmp_path):
+def test_the_command_writes_every_data_set_from_a_copy_and_says_what_it_did(name, tmp_path, capsys):
     for split in SOURCES[name].splits.values():
-        write_lines(tmp_path / "copy" / f"{split}.jsonl", [a_row(name, number) for number in range(3)])
-    done = prepared(name, tmp_path / "copy", tmp_path / "out")
-    assert {part.split for part in done} == set(SOURCES[name].splits)
-    for part in done:
-        rows = pq.read_table(part.path).to_pylist()
-        assert truths(part.path) == ["0", "1", "2"]
-        assert {(row["data_source"], row["extra_info"]["split"]) for row in rows} == {(name, part.split)}
-        assert (part.rows, part.longest_prompt) == (3, len(rows[0]["prompt"][0]["content"]))
+        write_lines(tmp_path / "copy" / f"{split}.jsonl", [a_row(name, number) for number in range(4)])
+    command = ["data", name, "--from", str(tmp_path / "copy"), "--out", str(tmp_path), "--limit", "3"]
+    assert main(command) == 0
+    said = set(capsys.readouterr().out.split())
+    for split in SOURCES[name].splits:
+        file = tmp_path / name / f"{split}.parquet"
+        rows = pq.read_table(file).to_pylist()
+        assert truths(file) == ["0", "1", "2"]
+        assert {(row["data_source"], row["extra_info"]["split"]) for row in rows} == {(name, split)}
+        assert {name, split, "3", str(len(rows[0]["prompt"][0]["content"]))} <= said
 
 
 def test_a_clone_of_the_hubs_repository_is_read_by_its_configuration(tmp_path):
@@ -171,15 +166,6 @@ def test_a_hub_that_cannot_be_reached_ends_in_advice(tmp_path, monkeypatch, caps
     said = capsys.readouterr().err
     parts = ("Couldn't reach", "HF_ENDPOINT", "HF_HUB_OFFLINE", "--from", "hf download")
     assert [part for part in parts if part not in said] == []
-
-
-def test_the_command_says_what_it_did(tmp_path, capsys):
-    for split in ("train", "test"):
-        write_lines(tmp_path / "copy" / f"{split}.jsonl", [a_row("gsm8k", number) for number in range(3)])
-    command = ["data", "gsm8k", "--from", str(tmp_path / "copy"), "--out", str(tmp_path), "--limit", "2"]
-    assert main(command) == 0
-    assert {"gsm8k", "train", "2"} <= set(capsys.readouterr().out.split())
-    assert truths(tmp_path / "gsm8k" / "train.parquet") == ["0", "1"]
 
 
 @pytest.mark.skipif(not GSM8K_TRAIN.is_file(), reason="no GSM8K rows here")

@@ -131,6 +131,13 @@ RESPONSES = {
 }
 
 
+def test_a_candidate_ends_with_its_answer():
+    token_T, segments_L, _ = RESPONSES[3]
+    candidate = Candidate.of(token_T, segments_L)
+    assert torch.equal(candidate.token_T, token_T[: 5 + 35])
+    assert (candidate.prompt_length, candidate.answer_start) == (5, 5 + 32)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 10_000])
 @pytest.mark.parametrize(
     ("budget", "span", "importance"),

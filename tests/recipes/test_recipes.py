@@ -20,12 +20,16 @@ from recipes.smoke import architecture_of, group_of
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(path.parent for path in FOLDER.glob("*/recipe.yaml"))
+assert len(RECIPES) >= 12, "the tests of every recipe would be tests of none"
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-compose = functools.cache(compose_recipe)
 
 
-def composed(recipe, variant="oar"):
-    return compose(recipe, variant)
+@functools.cache
+def composed(recipe, variant="oar", *overrides):
+    """Read-only: every test gets the same object."""
+    config = compose_recipe(recipe, variant, overrides)
+    OmegaConf.set_readonly(config, True)
+    return config
 
 
 def flat(config):
@@ -72,7 +76,7 @@ def test_verl_and_oar_accept_it_and_it_fits_the_gpus_that_it_names(recipe, varia
 @pytest.mark.parametrize("name", ["qwen2_5_7b_math", "qwen2_5_7b_oar_p"])
 def test_a_preset_and_a_key_on_top_of_it(name, preset):
     own = composed(FOLDER / name).algorithm.oar
-    oar = compose_recipe(FOLDER / name, "oar", [f"oar={preset}", "algorithm.oar.beta=1.5"]).algorithm.oar
+    oar = composed(FOLDER / name, "oar", f"oar={preset}", "algorithm.oar.beta=1.5").algorithm.oar
     assert (oar.beta, oar.answer_patterns) == (1.5, own.answer_patterns)
     # A recipe that names an importance means it.
     assert oar.importance == ("oar_p" if name.endswith("oar_p") else {"published": "oar_g"}.get(preset, preset))
@@ -94,7 +98,7 @@ def test_what_the_list_says_of_it_is_so(recipe):
 def test_smoke_group_is_there(group, monkeypatch):
     monkeypatch.setenv("OAR_SMOKE", "/nowhere")
     recipe = next(recipe for recipe in RECIPES if group_of(composed(recipe)) == group)
-    config = compose_recipe(recipe, "oar", [f"+cpu_smoke={group}"])
+    config = composed(recipe, "oar", f"+cpu_smoke={group}")
     assert (config.trainer.device, config.actor_rollout_ref.model.path) == ("cpu", "/nowhere/model")
 
 

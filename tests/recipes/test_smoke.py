@@ -8,10 +8,9 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
-from oar_plugin.hosts.verl.recipe import compose_recipe
 from oar_plugin.hosts.verl.settings import resolve
-from recipes.smoke import SmokeFailed, group_of, run_smoke
-from tests.hosts.whole_run import LIMIT_S, check, whole_run, with_a_signal
+from recipes.smoke import SmokeFailed, group_of
+from tests.hosts.whole_run import check, smoke, whole_run, with_a_signal
 from tests.recipes.test_recipes import FOLDER, RECIPES, composed, differing, flat
 
 pytestmark = whole_run
@@ -47,14 +46,13 @@ and the layout, a smoke test replaces."""
 
 @pytest.mark.parametrize("name", [*HERE, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_two_steps(name, tmp_path):
-    recipe, overrides = FOLDER / name, (HERE | NIGHTLY)[name]
-    steps = run_smoke(recipe, tmp_path, overrides=overrides, timeout_s=LIMIT_S)
+    steps = smoke(name, tmp_path, *(HERE | NIGHTLY)[name])
     check(steps, [1, 2])
     for step in steps:
         assert step["training/rollout_probs_diff_max"] < 1e-3, "the rollout has the actor's weights"
     for step in with_a_signal(steps):
         assert step["oar/answer_found"] > 0.8, "the answer that the reward looks for is the one whose tokens count"
-        assert ("oar/offload/scored" in step) == resolve(composed(recipe)).offloads
+        assert ("oar/offload/scored" in step) == resolve(composed(FOLDER / name)).offloads
     assert any(metric.startswith("val-core/") for metric in steps[-1]), "validated as the recipe would"
 
 
@@ -68,12 +66,12 @@ def test_every_recipe_is_run():
 def test_a_recipe_without_a_run_of_its_own_is_the_same_run(name):
     recipe, other = FOLDER / name, FOLDER / "qwen2_5_7b_math"
     assert group_of(composed(recipe)) == group_of(composed(other)) == "dp"
-    one = flat(compose_recipe(recipe, overrides=["+cpu_smoke=dp"]))
-    same = flat(compose_recipe(other, overrides=["+cpu_smoke=dp", *THE_SAME_RUN[name]]))
+    one = flat(composed(recipe, "oar", "+cpu_smoke=dp"))
+    same = flat(composed(other, "oar", "+cpu_smoke=dp", *THE_SAME_RUN[name]))
     assert differing(one, same) <= {"trainer.experiment_name", "trainer.total_epochs"}
 
 
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path):
     (tmp_path / "data.parquet").touch()
     with pytest.raises(SmokeFailed, match=r"(?s)status 1.*algorithm\.oar\.tau=1\.5"):
-        run_smoke(RECIPES[0], tmp_path, overrides=["algorithm.oar.tau=1.5"], timeout_s=LIMIT_S)
+        smoke(RECIPES[0].name, tmp_path, "algorithm.oar.tau=1.5")

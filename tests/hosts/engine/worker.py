@@ -7,6 +7,8 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,13 +47,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> TensorDict:
-    encoded = [world.encode()[i] for i in rows]
-    ids = [torch.cat(pair) for pair in encoded]
-    masks = [torch.ones(len(response), dtype=torch.long) for _, response in encoded]
+    prompts, responses = zip(*(world.encode()[i] for i in rows), strict=True)
+    ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    masks = [torch.ones_like(response) for response in responses]
     data = TensorDict(
         {
-            "prompts": world.nested([p for p, _ in encoded]),
-            "responses": world.nested([r for _, r in encoded]),
+            "prompts": world.nested(prompts),
+            "responses": world.nested(responses),
             "response_mask": world.nested(masks),
             "input_ids": world.nested(ids),
             "position_ids": world.nested([torch.arange(len(i)) for i in ids]),
@@ -73,64 +75,74 @@ def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> Tensor
     return data
 
 
+def start(strategy: str, host_only: bool, *config: Any) -> Any:
+    """The engine that is registered, or what it is less our mixin."""
+    cls = EngineRegistry.get_engine_cls("language_model", strategy)
+    if host_only:
+        cls = type("HostEngine", cls.__bases__[1:], {})
+    engine = cls(*config, CheckpointConfig())
+    engine.initialize()
+    return engine
+
+
 def build(
-    folder: str,
-    host_only: bool = False,
-    strategy: str = "fsdp2",
-    use_remove_padding: bool = True,
-    param_dtype: str = "fp32",
-    model: dict[str, Any] | None = None,
-    **engine: Any,
+    folder: str, host_only: bool = False, param_dtype: str = "fp32", model: dict[str, Any] | None = None, **engine: Any
 ) -> Any:
-    settings = {
-        "override_config": {"attn_implementation": "sdpa"},
-        "enable_gradient_checkpointing": False,
-        "use_remove_padding": use_remove_padding,
-        **(model or {}),
-    }
-    engine_config = FSDPEngineConfig(
-        strategy=strategy,
+    engine = {"strategy": "fsdp2", "use_remove_padding": True} | engine
+    settings = {"override_config": {"attn_implementation": "sdpa"}, "enable_gradient_checkpointing": False}
+    config = FSDPEngineConfig(
         use_dynamic_bsz=False,
         wrap_policy={"min_num_params": 0},
         mixed_precision={"param_dtype": param_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         model_dtype="fp32",
         use_torch_compile=False,
-        use_remove_padding=use_remove_padding,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=90,
         **engine,
     )
+    model_config = HFModelConfig(path=folder, use_remove_padding=config.use_remove_padding, **settings | (model or {}))
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
-    cls = EngineRegistry.get_engine_cls("language_model", strategy)
-    if host_only:
-        cls = type("HostEngine", cls.__bases__[1:], {})  # what is registered, less our mixin
-    built = cls(HFModelConfig(path=folder, **settings), engine_config, optimizer, CheckpointConfig())
-    built.initialize()
-    return built
+    return start(config.strategy, host_only, model_config, config, optimizer)
 
 
-def random_states() -> dict[str, Any]:
-    return {
-        "torch_rng": torch.get_rng_state(),
-        "numpy_rng": np.random.get_state()[1].tolist(),
-        "python_rng": random.getstate(),
-    }
+def chunks(engine: Any) -> list[torch.nn.Module]:
+    """Parts of the model that this process has: several with Megatron's virtual pipeline."""
+    return [engine.module] if isinstance(engine.module, torch.nn.Module) else list(engine.module)
+
+
+def optimizers(engine: Any) -> list[torch.optim.Optimizer]:
+    """Below megatron-core's wrappers."""
+    wrapped = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    return [getattr(one, "optimizer", one) for one in wrapped]
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return getattr(tensor, "_local_tensor", tensor).detach().clone()
 
 
 def state(engine: Any) -> dict[str, Any]:
     """Everything that the pass must leave as it was."""
-    parameters = dict(engine.module.named_parameters())
-    local = {n: getattr(p, "_local_tensor", p).detach().clone() for n, p in parameters.items()}
-    return {
-        "weights": local,
+    parts = dict(enumerate(chunks(engine)))
+    parameters = {f"{i}.{n}": p for i, chunk in parts.items() for n, p in chunk.named_parameters()}
+    modules = {f"{i}.{n}": m for i, chunk in parts.items() for n, m in chunk.named_modules()}
+    found = {
+        "weights": {n: copied(p) for n, p in parameters.items()},
         "requires_grad": {n: p.requires_grad for n, p in parameters.items()},
-        "grads": sorted(n for n, p in parameters.items() if p.grad is not None),
-        "training": {n: m.training for n, m in engine.module.named_modules()},
-        "hooks": {n: len(m._forward_hooks) + len(m._forward_pre_hooks) for n, m in engine.module.named_modules()},
-        "optimizer": {k: dict(v) for k, v in enumerate(engine.optimizer.state.values())},
-        "scaler": engine.scaler,
-        **random_states(),
+        "grads": {n: None if p.grad is None else copied(p.grad) for n, p in parameters.items()},
+        "training": {n: m.training for n, m in modules.items()},
+        "hooks": {n: len(m._forward_hooks) + len(m._forward_pre_hooks) for n, m in modules.items()},
+        "optimizer": dict(enumerate(dict(one) for each in optimizers(engine) for one in each.state.values())),
+        "torch_rng": torch.get_rng_state(),
+        "numpy_rng": np.random.get_state()[1].tolist(),
+        "python_rng": random.getstate(),
     }
+    if isinstance(engine.module, torch.nn.Module):
+        return found | {"scaler": engine.scaler}
+    buffers = [buffer for chunk in parts.values() for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    found["grad_buffers"] = dict(enumerate(buffer.grad_data.clone() for buffer in buffers))
+    found["config"] = {i: dict(vars(chunk.config)) for i, chunk in parts.items()}
+    return found
 
 
 def kinds(traces: list[str]) -> list[str]:
@@ -144,7 +156,7 @@ def run(
     packed: bool = True,
     dynamic: bool = False,
     only: bool = False,
-    look: Callable[[Any], dict[str, Any]] = state,
+    around: AbstractContextManager | None = None,
     **request: Any,
 ) -> dict[str, Any]:
     asked = Request(
@@ -157,11 +169,12 @@ def run(
     )
     with engine.eval_mode():
         plain = engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
-        before = look(engine)
+        before = state(engine)
         data = batch(rows, packed, dynamic)
         tu.assign_non_tensor_data(data, REQUEST, asked.to_dict())
-        output = engine.infer_batch(data)["model_output"]
-        traces = differences(before, look(engine))
+        with around or nullcontext():
+            output = engine.infer_batch(data)["model_output"]
+        traces = differences(before, state(engine))
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     result |= {key: [row.clone() for row in value.unbind()] for key, value in output.items()}
     for key in ("log_probs", "entropy"):
@@ -179,34 +192,24 @@ def gather(result: Any) -> list[Any]:
     return results
 
 
-def train_step(engine: Any, rows: list[int], packed: bool = True) -> float:
-    """The norm of an ordinary update's gradient; 0 on a rank that does not report."""
-
-    def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        return -model_output["log_probs"].values().mean(), {}
-
-    with engine.train_mode():
-        return float(engine.train_batch(batch(rows, packed), loss)["metrics"].get("grad_norm", 0.0))
-
-
-def disturb(module: Any, parameter: torch.nn.Parameter, optimizer: Any) -> None:
-    """Leave a trace of every kind."""
+def noticed(engine: Any) -> list[str]:
+    """Negative control: what `state` says of a pass that leaves a trace of every kind."""
+    before = state(engine)
+    module = chunks(engine)[0]
+    parameter = next(module.parameters())
     parameter.grad = torch.ones_like(parameter)
     parameter.requires_grad_(False)
     module.training = not module.training
     module.register_forward_hook(lambda *args: None)
-    optimizer.state[parameter] = {"step": 1}
+    optimizers(engine)[0].state[parameter] = {"step": 1}
     for draw in (torch.rand, np.random.rand, lambda _: random.random()):
         draw(1)
     with torch.no_grad():
         parameter.mul_(2)
-
-
-def noticed(engine: Any) -> list[str]:
-    """Negative control: what `state` says of such a pass."""
-    before = state(engine)
-    disturb(engine.module, next(iter(engine.module.parameters())), engine.optimizer)
     engine.scaler = "touched"
+    if module is not engine.module:  # Megatron
+        module.buffers[0].grad_data[0] = 1.0
+        module.config.finalize_model_grads_func = print
     return kinds(differences(before, state(engine)))
 
 
@@ -227,48 +230,57 @@ def moved(engine: Any) -> dict[str, bool]:
         mock.patch.object(fsdp, "MicroBatchPass", wraps=fsdp.MicroBatchPass) as passes,
         mock.patch.object(TensorDict, "to", copied),
     ):
-        run(engine, only=True, look=lambda engine: {})
+        run(engine, only=True)
     verls = {call.kwargs["micro_batch"]["input_ids"].values().data_ptr() for call in inputs.call_args_list}
     ours = {call.args[1].token_T.data_ptr() for call in passes.call_args_list}
     return {"some": len(ours) > 0, "same": ours <= verls}
 
 
-def losses_and_weights(engine: Any) -> dict[str, Any]:
+def updated(engine: Any) -> dict[str, Any]:
     """Two ordinary updates and a log-prob pass."""
-    norms = [train_step(engine, [0, 1]) for _ in range(2)]
+
+    def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        return -model_output["log_probs"].values().mean(), {}
+
+    with engine.train_mode():
+        metrics = [engine.train_batch(batch([0, 1]), loss)["metrics"] for _ in range(2)]
+    norms = [float(one.get("grad_norm", 0.0)) for one in metrics]  # not every rank reports one
     with engine.eval_mode():
-        log_probs = engine.infer_batch(batch([0, 1]))["model_output"]["log_probs"].values()
-    weights = {n: p.full_tensor().clone() for n, p in engine.module.named_parameters()}
+        log_probs = engine.infer_batch(batch(EVERY))["model_output"]["log_probs"].values()
+    weights = state(engine)["weights"]
     return {"class": type(engine).__name__, "norms": norms, "log_probs": log_probs, "weights": weights}
 
 
-def scored(folder: str, layout: str, asked: list[str], results: dict[str, Any]) -> Any:
-    """Add the results of these requests on every rank; returns the engine."""
-    if layout == "ulysses":
-        ulysses.install()
-    engine = build(folder, **LAYOUTS[layout])
-    split = dist.get_world_size() > 1 and layout != "ulysses"
+def afterwards(engine: Any, build: Callable[[bool], Any]) -> dict[str, Any]:
+    """Of an engine that scored: whether it goes on as a fresh one, and that one as verl's own."""
+    norms, found = updated(engine)["norms"], noticed(engine)
+    inert = [updated(build(host_only)) for host_only in (False, True)]
+    return {"inert": inert, "grad_norms": [norms, inert[0]["norms"]], "noticed": found}
+
+
+def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
+    """The results of these requests on every rank; the rows are split among them or not."""
     rows = UNEVEN[dist.get_rank()] if split else EVERY
-    for words in asked:
-        results[f"{layout} {words}"] = gather(run(engine, rows, layout != "padded", **cases.request(words)))
-    return engine
+    packed = "padded" not in layout
+    return {f"{layout} {words}": gather(run(engine, rows, packed, **cases.request(words))) for words in asked}
 
 
 def single(folder: str) -> dict[str, Any]:
+    engines = {layout: build(folder, **LAYOUTS[layout]) for layout in cases.SINGLE}
     out: dict[str, Any] = {}
-    engine, *_ = [scored(folder, layout, asked, out) for layout, asked in cases.SINGLE.items()]
-    out["one by one"] = {i: run(engine, [i, 2]) for i in world.SCORED}
-    out["moved"] = moved(engine)
-    out["grad_norms"] = [[train_step(one, [0, 1])] for one in (engine, build(folder))]
-    out["inert"] = [losses_and_weights(build(folder, host_only)) for host_only in (False, True)]
-    out["noticed"] = noticed(engine)
-    return out
+    for layout, asked in cases.SINGLE.items():
+        out |= asked_of(engines[layout], layout, asked, split=False)
+    engine = engines["packed"]
+    alone = {i: run(engine, [i, 2]) for i in world.SCORED}
+    return out | {"one by one": alone, "moved": moved(engine), **afterwards(engine, partial(build, folder))}
 
 
 def double(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for layout, asked in cases.DOUBLE.items():
-        scored(folder, layout, asked, out)
+        if layout == "ulysses":
+            ulysses.install()
+        out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split=layout != "ulysses")
     return out
 
 

@@ -172,20 +172,21 @@ def fisher_coefficients(logits_RV: Tensor, sign_RV: Tensor) -> Tensor:
 @cache
 def counterfactual(folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False) -> dict[int, Tensor]:
     """OAR-P of each scored response, in float64."""
-    model = load_model(folder)
-    result = {}
-    for row in SCORED:
-        segments = segments_of(ROWS[row][1])
-        candidate = Candidate.of(torch.cat(encode()[row]), segments)
-        unit_list = units((segments == Segment.REASONING).tolist(), span)
-        replacement = drawn(model, candidate.token_T, 0) if sampled else PAD
-        scores = copies_importance(model, candidate, unit_list, len(segments), probe, replacement=replacement)
-        result[row] = scores.float()
-    return result
+    model, settings = load_model(folder), {"probe": probe, "replacement": None if sampled else PAD}
+    rows = [(row, torch.cat(encode()[row]), segments_of(ROWS[row][1])) for row in SCORED]
+    return {row: of_response(model, ids, segments, span, **settings).float() for row, ids, segments in rows}
 
 
-def copies_importance(model, candidate, unit_list, length, probe="answer_mean", budget=1.0, replacement=PAD):
-    """OAR-P of a response of this length, float64; the other arguments are those of `one_by_one`."""
+def of_response(model, ids, segments, span=1, **settings):
+    """OAR-P of a response with these segments behind its prompt."""
+    unit_list = units((segments == Segment.REASONING).tolist(), span)
+    return copies_importance(model, Candidate.of(ids, segments), unit_list, len(segments), **settings)
+
+
+def copies_importance(model, candidate, unit_list, length, probe="answer_mean", budget=1.0, replacement=PAD, seed=0):
+    """OAR-P of a response of this length, float64. `replacement`: that of `one_by_one`; None: drawn with this seed."""
+    if replacement is None:
+        replacement = drawn(model, candidate.token_T, seed)
     search = Search(unit_list, length, budget)
     while search.wanted:
         search.send(one_by_one(model, candidate, search.wanted, probe, replacement))

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from oar_plugin.credit.perturbation import sample_replacements
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.hosts.vllm import outcomes
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, OutcomeRecorder, OutcomeSpec, Scheduled
@@ -146,10 +147,16 @@ def test_small_divergences_survive(recorder):
     assert 0 < whole(recorder, spec(), near)[0] == pytest.approx((p.exp() * (p - q)).sum().item(), rel=0.01)
 
 
-def test_nothing_is_drawn_where_a_row_was_not_computed():
-    recorder = OutcomeRecorder(project)
-    draws = spec("reference", sample=(1, 4, 5, 9), seeds=(1, 2, 3, 4))
-    assert len(whole(recorder, draws, REFERENCE)) == 2 + 4
+@pytest.mark.parametrize("cut", [0, 3, 4, 7])
+def test_replacements_are_drawn_wherever_the_prompt_is_cut_and_not_without_their_rows(monkeypatch, cut):
+    monkeypatch.setattr(outcomes, "_DRAWN_ROWS", 2)
+    at, seeds, recorder = (1, 4, 5, 9), (1, 2, 3, 4), OutcomeRecorder(project)
+    draws, token_R = spec("reference", sample=at, seeds=seeds), torch.tensor([REFERENCE.token_ids[i] for i in at])
+    want = sample_replacements(project(REFERENCE.hidden_LD)[torch.tensor(at) - 1], token_R, torch.tensor(seeds))
+    if cut:
+        assert step(recorder, ("r", draws, REFERENCE, 0, cut)) == {}
+    found = step(recorder, ("r", draws, REFERENCE, cut, LENGTH - cut))["r"]
+    assert found == [0.0, LENGTH - START, *want.tolist()]
     recorder.forget("k")
     (score, _) = step(recorder, ("r", draws, REFERENCE, 4, LENGTH - 4))["r"]
     assert math.isnan(score)

@@ -197,17 +197,13 @@ def test_nonsense_is_refused(max_in_flight, share):
         Throttle(max_in_flight, share)
 
 
-def test_copies_take_free_seats_only(loop, engine):
+@pytest.mark.parametrize(
+    ("share", "generations", "times", "timers"),
+    [(1.0, [2, 2, 5, 9], [2.0, 2.0, 3.0, 3.0], 20), pytest.param(0.5, [100], [100.0], 5, id="with credit")],
+)
+def test_copies_take_free_seats_only(loop, engine, share, generations, times, timers):
     """A full engine would leave them in its queue; they start when generation leaves a seat, and nobody polls for it."""
-    full = engine(max_in_flight=8, share=1.0, seats=4)
-    full.run(*[full.generate(seconds) for seconds in (2, 2, 5, 9)], *[full.copy(seconds=1.0) for _ in range(4)])
-    assert full.times == [2.0, 2.0, 3.0, 3.0]
-    assert loop.timers < 20
-
-
-def test_no_timer_runs_while_a_seat_is_what_is_missing(loop, engine):
-    """There is credit all the time."""
-    full = engine(max_in_flight=8, share=0.5, seats=1)
-    full.run(full.generate(100.0), full.copy())
-    assert full.times == [100.0]
-    assert loop.timers < 5
+    full = engine(max_in_flight=8, share=share, seats=len(generations))
+    full.run(*[full.generate(seconds) for seconds in generations], *[full.copy(seconds=1.0) for _ in times])
+    assert full.times == times
+    assert loop.timers < timers

@@ -1,0 +1,68 @@
+"""What the command says, before it measures anything, where an argument cannot work."""
+
+import pytest
+
+from benchmarks.__main__ import main
+
+FISHER, ALSO_FISHER = (
+    f"python:{module}:Fisher" for module in ("oar_plugin.credit.importance.fisher", "benchmarks.candidates.learning")
+)
+REFUSED = {
+    "nothing": "there is no study 'nothing'; allowed: step, run,",
+    "step --rounds 0": "--rounds 0: must be at least 1",
+    "step --size 3b": "--size 3b: allowed: tiny, 1m",
+    "step --scored-share 0": "--scored-share 0.0: must be in (0, 1]",
+    "step --importance magic": "--importance magic: unknown; allowed: fisher",
+    "step --importance oar_p": "--importance oar_p: it runs masked copies, not measured here; allowed: fisher",
+    "step --answer-length 600 --size tiny": "no room",
+    "run --rounds 0": "--rounds 0: must be at least 1",
+    "run --scored-share 0.3": "--scored-share 0.3: must be in (0, 1] and make a whole number of the 4 prompts",
+    "run --scored-share 0": "--scored-share 0.0: must be in (0, 1]",
+    "run --importance magic": "--importance magic: unknown; allowed: fisher",
+    "run --n 1": "--n 1: must be at least 2",
+    "run --size tiny": "--size tiny: allowed: 1m,",
+    "run --micro-batch 5": "--micro-batch 5: must divide the 16 responses",
+    "run --response-length 16": "--response-length 16: must be at least 32",
+    "run --prompt-length 4": "--prompt-length 4: must be at least 8",
+    "offload --size tiny": "--size tiny: allowed: 1m, 10m",
+    "offload --copies-at-most 0": "--copies-at-most 0: must be at least 1",
+    "offload --size 1m --response-length 8": "no room",
+    "scaling --processes 0": "--processes 0: must be at least 1",
+    "scaling --importance oar_p": "--importance oar_p: it runs masked copies",
+    "scaling --layout ddp": "--layout ddp: allowed are fsdp:data=N,sequence=N and megatron",
+    "scaling --layout fsdp:tensor=2": "--layout fsdp:tensor=2: allowed are",
+    "scaling --layout fsdp:data=0": "--layout fsdp:data=0: allowed are",
+    "scaling --layout fsdp:data": "--layout fsdp:data: allowed are",
+    "scaling --layout fsdp:data=3": "--responses 16: fsdp:data=3 cannot share them evenly",
+    "scaling --launcher none": "--launcher none: needs --runs",
+    "fidelity --seeds 0": "--seeds 0: must be at least 1",
+    "fidelity --dtypes float32 float32": "--dtypes float32 float32: give float32, bfloat16, or both, each once",
+    "fidelity --tasks nothing": "--tasks nothing: allowed: parallel",
+    "learning --methods magic": "--methods magic: unknown; allowed: fisher, ... or grpo, uniform, oracle",
+    "learning --methods python:oar_plugin.config:nothing": "--methods python: ... cannot be imported",
+    "learning --methods python:oar_plugin.config:OarConfig": "derived from",
+    f"learning --methods {FISHER} grpo {ALSO_FISHER}": f"--methods: a page would take {FISHER} and {ALSO_FISHER} for one",
+    "learning --gate python:oar_plugin.credit.gate:bi_level": "--gate: a page would take bi_level and python:oar_plugin.c",
+    "learning --gate magic": "gate='magic': unknown; allowed: two_level, bi_level",
+    "learning --tasks lookup": "--tasks lookup: allowed are parallel, ",  # too hard for a warm start of two minutes
+    "learning --copies 1": "--copies must be at least 2",
+    "learning --warm-starts 0": "--warm-starts 0: must be at least 1",
+    "learning --lr 1e-3 2e-3": "--lr: of several rates one is chosen on --choose-seeds",
+    "learning --lr 1e-3 2e-3 --choose-seeds 1 2 --seeds 2 3": "--choose-seeds and --seeds share 2",
+    "learning --through-verl --methods oracle": "--through-verl: uniform, oracle",
+    "learning --through-verl --positive-only": "--through-verl: ... --positive-only",
+    "learning --finished": "leave --finished out",
+}
+"""By arguments what is said; where the message has dots, something else stands between its parts."""
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_arguments_that_cannot_work_are_refused_by_name(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("benchmarks.learning.training.train", lambda *_: pytest.fail("trained"))
+    assert main(arguments.split()) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    for part in REFUSED[arguments].split(" ... "):
+        assert part in said
+        said = said.partition(part)[2]
+    assert not list(tmp_path.rglob("*.*"))
