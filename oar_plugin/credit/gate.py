@@ -117,10 +117,7 @@ class Gate:
     order_only: bool = False
 
 
-GATES: dict[str, Gate] = {
-    "two_level": Gate(two_level, 0.85, order_only=True),
-    "bi_level": Gate(bi_level, 0.4),
-}
+GATES: dict[str, Gate] = {"two_level": Gate(two_level, 0.85, order_only=True), "bi_level": Gate(bi_level, 0.4)}
 
 
 @functools.cache

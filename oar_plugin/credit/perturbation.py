@@ -109,11 +109,7 @@ class Search:
     """
 
     def __init__(
-        self,
-        unit_list: Sequence[Unit],
-        length: int,
-        budget: float = 1.0,
-        gradient_L: Sequence[float] | None = None,
+        self, unit_list: Sequence[Unit], length: int, budget: float = 1.0, gradient_L: Sequence[float] | None = None
     ) -> None:
         copies = copies_of_budget(budget, len(unit_list))
         if copies == len(unit_list):

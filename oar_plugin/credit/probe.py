@@ -28,22 +28,15 @@ class AnswerRows:
 
     A response whose rows are spread over several sequence-parallel ranks appears on each of them with the rows that
     rank holds; `share_N` is computed from the whole response, so that partial sums over ranks add up.
-
-    Attributes:
-        position_N: packed position of the logits row (one before the answer token), int64.
-        response_N: index of the response that the row belongs to, int64 in `[0, num_responses)`.
-        ordinal_N: place of the row in its answer (0 for the first answer token), int64.
-        token_N: the answer token that the row predicts, int64.
-        share_N: weight of the row in the pooled logits, float32. The shares of a response sum to 1 (over all ranks).
-        num_responses: how many responses the micro-batch has, answered or not.
     """
 
-    position_N: Tensor
-    response_N: Tensor
-    ordinal_N: Tensor
-    token_N: Tensor
+    position_N: Tensor  # packed position of the logits row (one before the answer token), int64
+    response_N: Tensor  # index of the response that the row belongs to, int64 in `[0, num_responses)`
+    ordinal_N: Tensor  # place of the row in its answer (0 for the first answer token), int64
+    token_N: Tensor  # the answer token that the row predicts, int64
+    # weight of the row in the pooled logits, float32. The shares of a response sum to 1 (over all ranks).
     share_N: Tensor
-    num_responses: int
+    num_responses: int  # how many responses the micro-batch has, answered or not
 
     def __len__(self) -> int:
         return self.position_N.shape[0]

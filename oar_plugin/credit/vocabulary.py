@@ -17,16 +17,11 @@ def _alone(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The columns of the vocabulary that this process holds; by default all of them.
+    """The columns of the vocabulary that this process holds; by default all of them."""
 
-    Attributes:
-        start: the first of them.
-        total: over all processes: sums a tensor, in place or not.
-        largest: over all processes: the element-wise maximum of a tensor, in place or not.
-    """
-
-    start: int = 0
-    total: Callable[[Tensor], Tensor] = _alone
+    start: int = 0  # the first of them
+    total: Callable[[Tensor], Tensor] = _alone  # over all processes: sums a tensor, in place or not
+    # over all processes: the element-wise maximum of a tensor, in place or not
     largest: Callable[[Tensor], Tensor] = _alone
 
     def softmax(self, logits_NV: Tensor) -> Tensor:

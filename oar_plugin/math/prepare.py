@@ -41,12 +41,7 @@ class Prepared:
 
 
 def prepare(
-    names: Sequence[str],
-    out: Path,
-    local: Path | None,
-    limit: int | None,
-    decontaminate: bool,
-    progress: Progress,
+    names: Sequence[str], out: Path, local: Path | None, limit: int | None, decontaminate: bool, progress: Progress
 ) -> list[Prepared]:
     """Write `out/NAME/train.parquet` and `out/NAME/test.parquet`, as far as a data set has these splits.
 

@@ -24,30 +24,18 @@ class TokenRow:
     """One response, with the fields of a line of what ``algorithm.oar.dump_dir`` holds.
 
     ``tokens``, ``weights``, ``importance`` and ``segments`` are equally long.
-
-    Attributes:
-        prompt: the text before the response.
-        tokens: the text of each token.
-        weights: what each token's advantage was multiplied by.
-        importance: how much each token moved the answer's distribution; 0 where not scored.
-        segments: a `Segment` each.
-        advantage: of the whole response, before reshaping.
-        reward: of the whole response.
-        status: what became of it, the name of a `Status` in small letters.
-        step: training step.
-        uid: which response; shown as it is.
     """
 
-    prompt: str
-    tokens: Sequence[str]
-    weights: Sequence[float]
-    importance: Sequence[float]
-    segments: Sequence[int]
-    advantage: float
-    reward: float
-    status: str
-    step: int
-    uid: str
+    prompt: str  # the text before the response
+    tokens: Sequence[str]  # the text of each token
+    weights: Sequence[float]  # what each token's advantage was multiplied by
+    importance: Sequence[float]  # how much each token moved the answer's distribution; 0 where not scored
+    segments: Sequence[int]  # a `Segment` each
+    advantage: float  # of the whole response, before reshaping
+    reward: float  # of the whole response
+    status: str  # what became of it, the name of a `Status` in small letters
+    step: int  # training step
+    uid: str  # which response; shown as it is
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.weights), len(self.importance), len(self.segments)}

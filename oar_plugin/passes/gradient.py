@@ -24,17 +24,11 @@ from oar_plugin.passes.tap import Tap
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences behind one another.
+    """Sequences behind one another."""
 
-    Attributes:
-        token_T: int64 `[T]`.
-        segments_T: int64 `[T]`, `Segment` of each token; OUTSIDE in prompts and in responses that are not scored.
-        offsets: int64 `[B + 1]`, where each sequence begins, and the end.
-    """
-
-    token_T: Tensor
-    segments_T: Tensor
-    offsets: Tensor
+    token_T: Tensor  # int64 `[T]`
+    segments_T: Tensor  # int64 `[T]`, `Segment` of each token; OUTSIDE in prompts and in responses that are not scored
+    offsets: Tensor  # int64 `[B + 1]`, where each sequence begins, and the end
 
     @property
     def response_T(self) -> Tensor:
@@ -56,22 +50,15 @@ class Packed:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a packed micro-batch is on this rank.
+    """Where a packed micro-batch is on this rank."""
 
-    Attributes:
-        local_T: int64 `[T]`, position of each token in this rank's flattened hidden states; -1 where another rank has it.
-        embedding_T: the same for the embeddings, of which a rank may hold fewer (Megatron's sequence parallelism).
-        num_embeddings: embeddings this rank holds, padding included.
-        vocabulary: the columns of the logits that this rank holds.
-        columns: see `Tap`.
-        sum_over_sequence_ranks: sums a tensor over the ranks that share the sequences, in place or not.
-    """
-
+    # int64 `[T]`, position of each token in this rank's flattened hidden states; -1 where another rank has it
     local_T: Tensor
-    embedding_T: Tensor
-    num_embeddings: int
-    vocabulary: VocabularyShard = WHOLE_VOCABULARY
-    columns: int | None = None
+    embedding_T: Tensor  # the same for the embeddings, of which a rank may hold fewer (Megatron's sequence parallelism)
+    num_embeddings: int  # embeddings this rank holds, padding included
+    vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits that this rank holds
+    columns: int | None = None  # see `Tap`
+    # sums a tensor over the ranks that share the sequences, in place or not
     sum_over_sequence_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 

@@ -31,17 +31,11 @@ ROW_VALUES = 2**28
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response whose reasoning is to be scored.
+    """A response whose reasoning is to be scored."""
 
-    Attributes:
-        token_T: int64 `[T]`, prompt and response up to the end of the answer.
-        prompt_length: where the response begins; units are positions after it.
-        answer_start: where the answer begins; it runs to the end.
-    """
-
-    token_T: Tensor
-    prompt_length: int
-    answer_start: int
+    token_T: Tensor  # int64 `[T]`, prompt and response up to the end of the answer
+    prompt_length: int  # where the response begins; units are positions after it
+    answer_start: int  # where the answer begins; it runs to the end
 
     @classmethod
     def of(cls, token_T: Tensor, segments_L: Tensor) -> "Candidate":

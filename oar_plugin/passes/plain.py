@@ -64,12 +64,7 @@ def gradient_importance(
 
 
 def batch_importance(
-    model: nn.Module,
-    request: Request,
-    token_BL: Tensor,
-    segments_BL: Tensor,
-    mask_BL: Tensor,
-    max_tokens: int = 2**13,
+    model: nn.Module, request: Request, token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor, max_tokens: int = 2**13
 ) -> Tensor:
     """The importance that `request` names, float32 `[B, L]`, for padding on the right.
 

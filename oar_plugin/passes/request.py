@@ -25,36 +25,23 @@ FIELDS = IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_r
 
 @dataclass(frozen=True)
 class Request:
-    """One importance pass over a batch.
+    """One importance pass over a batch."""
 
-    Attributes:
-        importance: name, for `importance_of`. Where rollout engines score, the one that the actor uses for responses they
-            failed to score (`algorithm.oar.perturbation.fallback`).
-        probe: the probe of this step (the warm-up has been applied).
-        sigma: noise scale.
-        num_draws: draws to average.
-        seed: of this training step's signs and noise.
-        temperature: that responses were sampled with.
-        answer_patterns: for `make_finder`.
-        max_response_length: a response as long as this that does not end in an end-of-sequence token is truncated.
-        importance_only: nobody needs log-probs and entropy of this pass (bypass mode).
-        budget: of masked copies, for an importance that has them; see `copies_of_budget`.
-        span: tokens that one copy masks.
-        replacement_token: what stands in for them; None: a draw from the model's prediction.
-    """
-
+    # name, for `importance_of`. Where rollout engines score, the one that the actor uses for responses they failed to
+    # score (`algorithm.oar.perturbation.fallback`).
     importance: str
-    probe: Probe = "answer_mean"
-    sigma: float = 1e-3
-    num_draws: int = 1
-    seed: int = 0
-    temperature: float = 1.0
-    answer_patterns: tuple[str, ...] = ()
+    probe: Probe = "answer_mean"  # the probe of this step (the warm-up has been applied)
+    sigma: float = 1e-3  # noise scale
+    num_draws: int = 1  # draws to average
+    seed: int = 0  # of this training step's signs and noise
+    temperature: float = 1.0  # that responses were sampled with
+    answer_patterns: tuple[str, ...] = ()  # for `make_finder`
+    # a response as long as this that does not end in an end-of-sequence token is truncated
     max_response_length: int = 0
-    importance_only: bool = False
-    budget: float = 1.0
-    span: int = 1
-    replacement_token: int | None = None
+    importance_only: bool = False  # nobody needs log-probs and entropy of this pass (bypass mode)
+    budget: float = 1.0  # of masked copies, for an importance that has them; see `copies_of_budget`
+    span: int = 1  # tokens that one copy masks
+    replacement_token: int | None = None  # what stands in for them; None: a draw from the model's prediction
 
     @classmethod
     def from_config(

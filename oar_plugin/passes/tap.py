@@ -21,29 +21,22 @@ from oar_plugin.passes.rows import Project
 
 @dataclass
 class Tap:
-    """One forward.
+    """One forward."""
 
-    Attributes:
-        row_position_N: int64 `[N]`, rows of this rank's flattened hidden states that `probe` gets; may be empty.
-        probe: given the projection to the vocabulary and those rows `[N, H]`, returns the scalar to differentiate, or None
-            where there is none.
-        rows_only: project nothing else; the model's own logits then mean nothing.
-        receive: called with gradient and embedding, of the embeddings' shape, in the backward. None: no gradient is wanted.
-        noise: given the embeddings, what to add to them after the leaf, of the same shape; None: nothing.
-        columns: of the vocabulary projection on this rank; what is beyond them is padding of the weight: outcomes that do not
-            exist. None: all.
-        scalar: set by the forward.
-        embedded: the leaf is in place; a model may embed more than once.
-    """
-
-    row_position_N: Tensor
+    row_position_N: Tensor  # int64 `[N]`, rows of this rank's flattened hidden states that `probe` gets; may be empty
+    # given the projection to the vocabulary and those rows `[N, H]`, returns the scalar to differentiate, or None
+    # where there is none
     probe: Callable[[Project, Tensor], Tensor | None]
-    rows_only: bool = True
+    rows_only: bool = True  # project nothing else; the model's own logits then mean nothing
+    # called with gradient and embedding, of the embeddings' shape, in the backward. None: no gradient is wanted.
     receive: Callable[[Tensor, Tensor], None] | None = None
+    # given the embeddings, what to add to them after the leaf, of the same shape; None: nothing
     noise: Callable[[Tensor], Tensor] | None = None
+    # of the vocabulary projection on this rank; what is beyond them is padding of the weight: outcomes that do not
+    # exist. None: all.
     columns: int | None = None
-    scalar: Tensor | None = field(default=None, init=False)
-    embedded: bool = field(default=False, init=False)
+    scalar: Tensor | None = field(default=None, init=False)  # set by the forward
+    embedded: bool = field(default=False, init=False)  # the leaf is in place; a model may embed more than once
 
     def leaf(self, embedding: Tensor) -> Tensor | None:
         """What stands in for the embeddings; None: nothing."""

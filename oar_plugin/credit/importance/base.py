@@ -52,17 +52,11 @@ class Copies:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a gradient pass: what follows it, and whether the host takes log-probs from it.
+    """One forward of a gradient pass: what follows it, and whether the host takes log-probs from it."""
 
-    Attributes:
-        backward: which of `Importance.backwards`; None: none.
-        draw: of signs or noise, from 0.
-        log_probs: the host wants log-probs and entropy of it.
-    """
-
-    backward: int | None
-    draw: int = 0
-    log_probs: bool = False
+    backward: int | None  # which of `Importance.backwards`; None: none
+    draw: int = 0  # of signs or noise, from 0
+    log_probs: bool = False  # the host wants log-probs and entropy of it
 
 
 @dataclass(frozen=True)
