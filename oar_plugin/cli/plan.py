@@ -28,7 +28,6 @@ exit status: 0 it fits (tightly too), 1 it does not, 2 the configuration or an a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `oar plan` on `parser`."""
     parser.formatter_class, parser.description = argparse.RawDescriptionHelpFormatter, _HELP
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="name of a recipe, or a folder with one")
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `oar plan`; see the exit status in its help."""
     if importlib.util.find_spec("verl") is None:
         print("oar plan: verl is not installed here, and composes the recipe: pip install verl==0.9.1", file=sys.stderr)
         return 2
