@@ -66,7 +66,6 @@ class MegatronTaps(Taps):
             if model.post_process:
                 hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
                 self.callback(hook.remove)
-        self.callback(setattr, self, "tap", None)
 
     def _recompute(self, chunk: nn.Module) -> None:
         """Megatron recomputes activations in train mode only: put what decides that into it, but nothing with dropout."""

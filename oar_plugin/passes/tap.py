@@ -78,6 +78,7 @@ class Taps(ExitStack):
         except BaseException:
             self.close()
             raise
+        self.callback(setattr, self, "tap", None)
         return self
 
     def freeze(self, module: nn.Module) -> None:

@@ -86,17 +86,17 @@ class ModelTaps(Taps):
                     self.put_into_train_mode(module)
         model: Any = unwrapped(self.module)
         head = model.get_output_embeddings()
-        for handle in (
-            model.get_input_embeddings().register_forward_hook(self._make_leaf),
-            head.register_forward_pre_hook(self._detach_hidden),
+        for register, hook, first in (
+            (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
+            (head.register_forward_pre_hook, self._detach_hidden, {}),
             # FSDP's own hooks stand between these two: it must see the scalar as an output of the head (where verl shards
             # that by itself) and of the model, to gather the weights again for their backward.
-            head.register_forward_hook(self._probe_rows, prepend=True),
-            head.register_forward_hook(self._take_scalar),
-            model.register_forward_hook(self._attach_scalar, prepend=True),
+            (head.register_forward_hook, self._probe_rows, {"prepend": True}),
+            (head.register_forward_hook, self._take_scalar, {}),
+            (model.register_forward_hook, self._attach_scalar, {"prepend": True}),
         ):
-            self.callback(handle.remove)
-        self.callback(vars(self).update, tap=None, _hidden=None)
+            self.callback(register(hook, **first).remove)
+        self.callback(setattr, self, "_hidden", None)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return None if self.tap is None or self.tap.embedded else self.tap.leaf(output)

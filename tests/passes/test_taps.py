@@ -160,23 +160,32 @@ def test_checkpointing_recomputes_the_layers_and_leaves_dropout_off(model):
     torch.testing.assert_close(*gradients)
 
 
+def state(model):
+    """What a pass changes on a model for the time being."""
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return hooks, [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_trace_is_left_even_after_an_error(model, fails):
     model.model.norm.weight.requires_grad_(False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def state():
-        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-        return hooks, [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
-
-    before = state()
+    before = state(model)
     with contextlib.suppress(ZeroDivisionError), ModelTaps(model, checkpoint_activations=True) as taps:
-        assert state() != before
+        assert state(model) != before
         Reader().run(model, taps)
         if fails:
             raise ZeroDivisionError
-    assert state() == before
+    assert state(model) == before
     assert taps.tap is None
+
+
+def test_no_trace_is_left_where_a_hook_cannot_be_installed(model, monkeypatch):
+    taps, before = ModelTaps(model), state(model)
+    monkeypatch.setattr(model.lm_head, "register_forward_hook", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError), taps:
+        pass
+    assert state(model) == before
 
 
 def test_a_pending_gradient_is_refused(model):
