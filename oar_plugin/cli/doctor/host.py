@@ -1,0 +1,106 @@
+"""verl, whether it loads the plugin, and which features fit it."""
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Collection, Iterator
+
+from oar_plugin.cli.doctor.finding import Finding
+from oar_plugin.cli.doctor.questions import Answer
+
+INSTALL = "into this environment: pip install --no-deps . in a checkout"
+FEATURES = {  # how to ask for each
+    "sync": "trainer.v1.trainer_mode=sync",
+    "colocate_async": "trainer.v1.trainer_mode=colocate_async",
+    "separate_async": "trainer.v1.trainer_mode=separate_async",
+    "fsdp": "actor_rollout_ref.actor.strategy=fsdp or fsdp2",
+    "megatron": "actor_rollout_ref.actor.strategy=megatron",
+    "offload": "algorithm.oar.perturbation.backend=rollout",
+}
+ADVICE = {"offload": "perturbation.backend=actor computes the same importance in the actor"}
+
+
+def examine_host(answer: Answer, needed: Collection[str], engine: str, blind: bool) -> Iterator[Finding]:
+    """What verl has, what the plugin needs, and what of both fits.
+
+    Args:
+        answer: to `ask("features")`.
+        needed: features that a run cannot start without.
+        engine: of the rollout.
+        blind: whether this machine lacks the GPUs of the run: what does not import here may do so there.
+    """
+    told, fault = answer
+    if "verl" not in told:
+        absent = "not installed" in (fault or "")
+        text = "not installed" if absent else f"cannot be looked at: {fault}"
+        yield Finding("verl", "missing", text, "pip install 'verl>=0.9.0'" if absent else "")
+    elif "folder" not in told:
+        yield Finding("verl", "missing", f"{told['verl']}: {fault}", 'python -c "import verl" shows the whole error')
+    else:
+        note = told.get("note")
+        yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note or "")
+    yield _requirements()
+    yield _entry_point(answer)
+    for key, found in told.items():
+        if key.startswith("feature "):
+            lacking, unseen = found
+            yield _feature(key.removeprefix("feature "), lacking, unseen, needed, blind)
+    if engine == "vllm" and (fault := told.get("rollout")):
+        yield Finding(
+            "rollout", "unchecked" if blind else "missing", f"verl's server for vLLM does not import: {fault}"
+        )
+
+
+def _feature(name: str, lacking: list[str], unseen: list[str], needed: Collection[str], blind: bool) -> Finding:
+    """`lacking`: what verl has not; `unseen`: what could not be imported to look at it."""
+    key, faults = FEATURES.get(name, name), [*lacking, *unseen]
+    if not faults:
+        return Finding(name, "ok", f"served: {key}")
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    text, advice = f"not served: {key}: {faults[0]}{more}", ADVICE.get(name, "")
+    if name not in needed:
+        return Finding(name, "note", text, advice)
+    return Finding(name, "missing" if lacking or not blind else "unchecked", text, advice)
+
+
+def _requirements() -> Finding:
+    """What the plugin itself needs: `pip install --no-deps` does not look."""
+    try:
+        version, listed = importlib.metadata.version("oar_plugin"), importlib.metadata.requires("oar_plugin") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("oar_plugin", "missing", "not installed: verl finds it by its entry point only", INSTALL)
+    wrong = [fault for line in listed if "extra ==" not in line and (fault := _unmet(line))]
+    if wrong:
+        return Finding("oar_plugin", "missing", f"{version}; it needs {', '.join(wrong)}", "pip install them")
+    return Finding("oar_plugin", "ok", f"{version}, and what it needs")
+
+
+def _unmet(requirement: str) -> str | None:
+    match = re.match(r"[\w.-]+", requirement)
+    name = match[0] if match else requirement
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{requirement} (not installed)"
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # comes with verl
+        return None
+    fits = Requirement(requirement).specifier.contains(found, prereleases=True)
+    return None if fits else f"{requirement} (this is {found})"
+
+
+def _entry_point(answer: Answer) -> Finding:
+    subject, policy = "entry point", os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if not any(entry.name == "oar" for entry in importlib.metadata.entry_points(group="verl.plugins")):
+        return Finding(subject, "missing", "not registered", INSTALL)
+    if policy != "auto" and "oar" not in [name.strip() for name in policy.split(",")]:
+        advice = "unset it, or add oar to it, on every node"
+        return Finding(subject, "missing", f"VERL_USE_EXTERNAL_PLUGINS={policy}", advice)
+    if "verl" not in answer.told:
+        return Finding(subject, "note", "registered")
+    trainer, engine, device = answer.told.get("loaded", ("", "", ""))
+    if trainer.startswith("Oar"):
+        return Finding(subject, "ok", f"loaded by verl: {trainer}, {engine} on {device}")
+    said = answer.fault or f"its trainer is {trainer}"
+    return Finding(subject, "missing", f"verl did not load it: {said}", 'python -c "import verl" shows the whole error')
