@@ -40,7 +40,6 @@ SCORED_AT_ONCE = 4
 
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one's prompt rows cannot be reached
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would not carry the session's mark,
     "SPT_NOENV": "1",  # and the title that vLLM gives its processes would overwrite it
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -21,7 +21,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gate import relative
 from oar_plugin.credit.importance import importance_of
-from oar_plugin.hosts.vllm.versions import installed, unsupported
+from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, REPORT, SEGMENTS
 
 logger = logging.getLogger("oar_plugin")
@@ -59,7 +59,7 @@ def faults(config: DictConfig) -> Iterator[str]:
         yield fault("name", "copies are scored inside vLLM's workers", "vllm")
     reason = unsupported(installed())
     if reason is not None:
-        yield f"algorithm.oar.perturbation.backend=rollout: {reason}; allowed: one of these, {_LOCAL}"
+        yield f"algorithm.oar.perturbation.backend=rollout: {reason}; allowed: a vLLM that has it, {_LOCAL}"
     if value(key := "agent.agent_loop_manager_class") not in (None, MANAGER):
         yield fault(key, "copies are scored by an agent-loop manager of our own", "null")
     if value(key := "engine_kwargs.vllm.worker_extension_cls") is not None:
@@ -81,6 +81,8 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
     """
     from oar_plugin.hosts.verl import rollout_server
 
+    if note := untried(installed()):
+        logger.warning(note)
     rollout_server.register(oar.perturbation.max_in_flight, oar.perturbation.share_while_generating)
     rollout = config.actor_rollout_ref.rollout
     with open_dict(config):

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ Role = Literal["reference", "copy"]
 NO_REFERENCE = -1.0
 """Stands in place of the number of rows where the reference is not, or no longer, known."""
 
-MAX_REFERENCES = 64
-"""References kept at most; a float64 vocabulary each, 1.2 MB at 152k tokens."""
+MAX_REFERENCES = 32
+"""References kept; a float64 vocabulary each, 1.2 MB at 152k tokens. Nobody says when one is of no more use: that would take a
+call to the workers, and an engine makes no step during one. The least recently used makes room."""
 
 # Rows projected at once, and of these drawn from at once: the hashes behind a draw take several int64 a logit.
 _ROWS = 64
@@ -38,35 +39,56 @@ _DRAWN_ROWS = 16
 
 @dataclass(frozen=True)
 class OutcomeSpec:
-    """What one request is for. Travels beside it as plain values."""
+    """A request that is there for its answer's distribution. Travels beside it as plain values."""
 
     key: str  # names the reference
     role: Role  # `reference` is kept under its key, `copy` is compared with it
     probe: Probe  # what the answer's distribution is
     start: int  # position of the answer's first token; the answer runs to the end of the prompt
-    sample: tuple[int, ...] = ()  # ascending positions before the answer where a reference draws replacements
-    seeds: tuple[int, ...] = ()  # one for each of them, see `perturbation.sample_replacements`
 
     def __post_init__(self) -> None:
-        positions = (0, *self.sample, self.start)
-        ascending = all(a < b for a, b in pairwise(positions))
-        if self.role not in get_args(Role) or self.probe not in PROBES or not ascending:
+        if self.role not in get_args(Role) or self.probe not in PROBES or self.start < 1:
             raise ValueError(f"not a request that can be scored: {self}")
-        if len(self.seeds) != len(self.sample) or (self.sample and self.role == "copy"):
-            raise ValueError(f"replacements are drawn by a reference, with a seed each: {self}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "OutcomeSpec":
-        """The inverse of `to_dict`. ValueError, TypeError, KeyError: it is none."""
-        return cls(**{**values, "sample": tuple(values["sample"]), "seeds": tuple(values["seeds"])})
+    def rows(self, length: int) -> list[int]:
+        """Positions of the logits that are read, ascending, in a prompt of `length` tokens; none where it is too short."""
+        if length <= self.start:
+            return []
+        return list(range(self.start - 1, self.start if self.probe == "last" else length - 1))
+
+
+@dataclass(frozen=True)
+class DrawSpec:
+    """A request that is there for replacements: a token for each of some positions, from the model's prediction there."""
+
+    at: tuple[int, ...]  # the positions, ascending; the prompt may end right before the last of them
+    avoid: tuple[int, ...]  # the tokens that stand there
+    seeds: tuple[int, ...]  # see `perturbation.sample_replacements`
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in pairwise((0, *self.at)))
+        if not self.at or not ascending or not len(self.at) == len(self.avoid) == len(self.seeds):
+            raise ValueError(f"not a request that tokens can be drawn by: {self}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def rows(self, length: int) -> list[int]:
-        """Positions of the logits that are read, ascending, in a prompt of `length` tokens: draws first, then the probe."""
-        last = self.start if self.probe == "last" else length - 1
-        return [p - 1 for p in self.sample] + list(range(self.start - 1, last))
+        """Positions of the logits that are read, ascending, in a prompt of `length` tokens; none where it is too short."""
+        return [p - 1 for p in self.at] if length >= self.at[-1] else []
+
+
+Spec: TypeAlias = OutcomeSpec | DrawSpec
+
+
+def read_spec(values: dict[str, Any]) -> Spec:
+    """The inverse of `to_dict`. ValueError, TypeError: it is none."""
+    if "at" in values:
+        return DrawSpec(**{name: tuple(numbers) for name, numbers in values.items()})
+    return OutcomeSpec(**values)
 
 
 @dataclass(frozen=True)
@@ -74,7 +96,7 @@ class Scheduled:
     """What one step of the engine computes of one tagged request."""
 
     request: str  # its id
-    spec: OutcomeSpec
+    spec: Spec | None  # None: its tag makes no sense
     token_ids: Sequence[int]  # the whole prompt
     first: int  # position of the first token that the step computes
     count: int  # tokens that the step computes
@@ -84,20 +106,18 @@ class Scheduled:
 class _Tally:
     """The rows of one request so far."""
 
-    def __init__(self, spec: OutcomeSpec, token_ids: Sequence[int]) -> None:
+    def __init__(self, spec: Spec, token_ids: Sequence[int]) -> None:
         self.spec = spec
         self.token_ids = token_ids
         self.rows = spec.rows(len(token_ids))
-        self.first_row = (spec.sample[0] if spec.sample else spec.start) - 1
         self.taken = 0  # of `rows`, in order; what is before it has been read or is lost
-        self.lost = len(token_ids) <= spec.start
+        self.lost = not self.rows
         self.total: Tensor | None = None  # [V] sum of logits, or scalar sum of log-probabilities
         self.drawn: list[Tensor] = []
 
-    @property
-    def probe_rows(self) -> int:
-        """How many of the probe's rows were read."""
-        return max(0, self.taken - len(self.spec.sample))
+    def starts_over(self, first: int) -> bool:
+        """Whether a step from position `first` on computes every row again."""
+        return not self.rows or first <= self.rows[0]
 
     def take(self, first: int, count: int) -> list[int]:
         """The rows to read in a step that computes positions `first .. first + count - 1`: each once."""
@@ -112,32 +132,34 @@ class _Tally:
 
     def add(self, positions: Sequence[int], logits_RV: Tensor) -> None:
         """Account for the logits of some rows, in order."""
-        draws = bisect_left(positions, self.spec.start - 1)
-        for begin in range(0, draws, _DRAWN_ROWS):
-            at = positions[begin : min(begin + _DRAWN_ROWS, draws)]
-            token_R = self._tokens_after(at, logits_RV.device)
-            seeds = dict(zip(self.spec.sample, self.spec.seeds, strict=True))
-            seed_R = torch.tensor([seeds[p + 1] for p in at], device=logits_RV.device)
-            self.drawn.append(sample_replacements(logits_RV[begin : begin + len(at)], token_R, seed_R))
-        if draws == len(positions):
+        if isinstance(self.spec, DrawSpec):
+            self._draw(self.spec, bisect_left(self.rows, positions[0]), logits_RV)
             return
-        logits_RV = logits_RV[draws:].float()
+        logits_RV = logits_RV.float()
         if self.spec.probe == "answer_joint":
-            token_R = self._tokens_after(positions[draws:], logits_RV.device)
+            token_R = _on(logits_RV.device, [self.token_ids[p + 1] for p in positions])
             summed = log_distribution(logits_RV).gather(-1, token_R[:, None]).sum()
         else:
             summed = logits_RV.sum(0)
         self.total = summed if self.total is None else self.total + summed
 
+    def _draw(self, spec: DrawSpec, begin: int, logits_RV: Tensor) -> None:
+        for chunk_RV in logits_RV.split(_DRAWN_ROWS):
+            end = begin + len(chunk_RV)
+            token_R, seed_R = (_on(chunk_RV.device, numbers[begin:end]) for numbers in (spec.avoid, spec.seeds))
+            self.drawn.append(sample_replacements(chunk_RV, token_R, seed_R))
+            begin = end
+
+    @property
+    def complete(self) -> bool:
+        return not self.lost and self.taken == len(self.rows)
+
     def outcome(self) -> Tensor | None:
         """`[V]` log-distribution, or the scalar mean log-probability; None where a row is missing."""
-        if self.lost or self.taken < len(self.rows) or self.total is None:
+        if not isinstance(self.spec, OutcomeSpec) or not self.complete or self.total is None:
             return None
-        mean = self.total / self.probe_rows
+        mean = self.total / self.taken
         return mean if self.spec.probe == "answer_joint" else log_distribution(mean)
-
-    def _tokens_after(self, positions: Iterable[int], device: torch.device) -> Tensor:
-        return torch.tensor([self.token_ids[p + 1] for p in positions], device=device)
 
 
 class OutcomeRecorder:
@@ -153,42 +175,31 @@ class OutcomeRecorder:
         self._tallies: dict[str, _Tally] = {}
         self._references: OrderedDict[str, tuple[Probe, Tensor]] = OrderedDict()
 
-    def step(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> dict[str, list[float]]:
-        """Read what one step of the engine computed.
+    def step(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> dict[str, Tensor]:
+        """Read what one step of the engine computed. Waits for nothing that the device has still to do.
 
         Args:
             hidden_TD: hidden states of the step's tokens, packed.
             items: the tagged requests in it, in an order that all ranks share.
 
         Returns:
-            For each request whose prompt ends in this step `[score, rows]` and, for a reference, its drawn tokens.
-            `rows` is how many of the probe's rows were read. The score is the divergence in nats (0 for a reference),
-            or NaN where a row was not computed in this request, the reference is not known (`rows` is then
-            `NO_REFERENCE`), or the logits are not finite.
+            For each request whose prompt ends in this step, float32 on the device, `[score, rows]` and the drawn tokens (exact
+            up to 2^24). `rows` is how many of the request's rows were read. The score is the divergence in nats (0 for a
+            reference, and where tokens were drawn), or NaN where a row was not computed in this request, the reference is
+            not known (`rows` is then `NO_REFERENCE`), or the logits are not finite.
         """
         self._read(hidden_TD, items)
         ended = [item for item in items if item.first + item.count >= len(item.token_ids)]
-        tallies = [self._tallies.pop(item.request) for item in ended]
+        tallies = {item.request: self._tallies.pop(item.request, None) for item in ended}
         # References first: a copy may end in the very step that its reference ends in.
-        for tally in tallies:
-            if tally.spec.role == "reference" and (outcome := tally.outcome()) is not None:
+        for tally in tallies.values():
+            if tally is None or (outcome := tally.outcome()) is None:
+                continue
+            if isinstance(tally.spec, OutcomeSpec) and tally.spec.role == "reference":
                 self._references[tally.spec.key] = (tally.spec.probe, outcome)
         while len(self._references) > MAX_REFERENCES:
             self._references.popitem(last=False)
-        scores = _to_list([self._score(tally) for tally in tallies])
-        found = {}
-        for item, tally, score in zip(ended, tallies, scores, strict=True):
-            known = tally.spec.key in self._references
-            drawn = torch.cat(tally.drawn).tolist() if tally.drawn and known else []
-            found[item.request] = [score, float(tally.probe_rows) if known else NO_REFERENCE, *map(float, drawn)]
-        return found
-
-    def forget(self, keys: Iterable[str]) -> None:
-        """Drop these references, and the rows of requests that name them."""
-        gone = set(keys)
-        for key in gone:
-            self._references.pop(key, None)
-        self._tallies = {request: t for request, t in self._tallies.items() if t.spec.key not in gone}
+        return {request: self._numbers(tally, hidden_TD.device) for request, tally in tallies.items()}
 
     def retain(self, requests: Container[str]) -> None:
         """Drop the rows of all requests but these: an aborted one never ends."""
@@ -202,15 +213,17 @@ class OutcomeRecorder:
         wanted: list[tuple[_Tally, int]] = []
         index: list[int] = []
         for item in items:
+            if item.spec is None:
+                continue
             tally = self._tallies.get(item.request)
             # An engine that starts over (preemption, a request id used again) computes every row again: so does this.
-            if tally is None or item.first <= tally.first_row:
+            if tally is None or tally.starts_over(item.first):
                 tally = self._tallies[item.request] = _Tally(item.spec, item.token_ids)
             for position in tally.take(item.first, item.count):
                 wanted.append((tally, position))
                 index.append(item.offset + position - item.first)
         for begin in range(0, len(index), _ROWS):
-            logits_RV = self._project(hidden_TD[torch.tensor(index[begin : begin + _ROWS], device=hidden_TD.device)])
+            logits_RV = self._project(hidden_TD[_on(hidden_TD.device, index[begin : begin + _ROWS])])
             if logits_RV is None:
                 continue
             chunk = wanted[begin : begin + _ROWS]
@@ -218,18 +231,28 @@ class OutcomeRecorder:
             for low, high in pairwise(bounds):
                 chunk[low][0].add([position for _, position in chunk[low:high]], logits_RV[low:high])
 
-    def _score(self, tally: _Tally) -> Tensor | None:
+    def _numbers(self, tally: _Tally | None, device: torch.device) -> Tensor:
+        """What `step` returns for a request that has ended; None: of one whose tag made no sense."""
+        nan = torch.full((1,), math.nan, device=device)
+        unknown = torch.full((1,), NO_REFERENCE, device=device)
+        if tally is None:
+            return torch.cat([nan, unknown])
+        rows = torch.full((1,), float(tally.taken), device=device)
+        if isinstance(tally.spec, DrawSpec):
+            drawn = [numbers.float() for numbers in tally.drawn] if tally.complete else []
+            return torch.cat([torch.zeros_like(nan) if drawn else nan, rows, *drawn])
         probe, reference = self._references.get(tally.spec.key, (None, None))
+        if reference is None:
+            return torch.cat([nan, unknown])
         outcome = tally.outcome()
-        if reference is None or outcome is None or probe != tally.spec.probe:
-            return None
+        if outcome is None or probe != tally.spec.probe:
+            return torch.cat([nan, rows])
         self._references.move_to_end(tally.spec.key)
         # Of a reference with itself: 0, or NaN where its logits are not finite.
-        return divergence(reference, outcome[None], tally.spec.probe)[0]
+        return torch.cat([divergence(reference, outcome[None], tally.spec.probe).float(), rows])
 
 
-def _to_list(values: Sequence[Tensor | None]) -> list[float]:
-    """NaN for None; one transfer from the device for all."""
-    known = [value for value in values if value is not None]
-    numbers = iter(torch.stack(known).tolist() if known else [])
-    return [math.nan if value is None else next(numbers) for value in values]
+def _on(device: torch.device, numbers: Iterable[int]) -> Tensor:
+    """int64; a copy from memory that is not pinned would wait for all that the device has still to do."""
+    values = torch.tensor(list(numbers), dtype=torch.int64)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

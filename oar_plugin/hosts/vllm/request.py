@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from typing import TYPE_CHECKING
 
-from oar_plugin.hosts.vllm.extension import TAG
-from oar_plugin.hosts.vllm.outcomes import OutcomeSpec
+from oar_plugin.hosts.vllm.outcomes import Spec
+from oar_plugin.hosts.vllm.tags import TAG
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -26,7 +26,7 @@ class Refused(Exception):
 async def tagged_request(
     engine: AsyncLLM,
     token_ids: Sequence[int],
-    spec: OutcomeSpec,
+    spec: Spec,
     salt: str,
     use_cache: bool = True,
     priority: int = 0,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds
 from oar_plugin.credit.probe import Probe
-from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, OutcomeSpec
+from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, DrawSpec, OutcomeSpec, Spec
 from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, tagged_request, was_aborted
 from oar_plugin.hosts.vllm.throttle import Throttle
 
@@ -41,7 +41,13 @@ a finite number; an error, or an outcome that could not be had twice."""
 RESPONSES_AT_ONCE = 16
 """Responses whose copies may be under way together: each keeps a reference in the worker and its prefix in the cache."""
 
-assert RESPONSES_AT_ONCE <= MAX_REFERENCES, "a reference must outlive its copies"
+# Requests wait in one queue, first come, first served: between two copies of a response each of the others stores one more
+# reference at most.
+assert 2 * RESPONSES_AT_ONCE <= MAX_REFERENCES, "a reference must outlive its copies"
+
+DRAWS_AT_ONCE = 32
+"""Replacements drawn by one request. A draw takes a hash for every token of the vocabulary, and generation waits for the step
+that it is made in: a long response's are made in as many steps. Each request finds in the cache what the last one computed."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,34 +114,20 @@ class ResponseScorer:
 
         Returns:
             A result, with a fault where importance could not be had; raises nothing but cancellation. When this returns
-            or is cancelled no request of it is left in the engine, and its workers keep nothing of it.
+            or is cancelled no request of it is left in the engine; its workers keep its reference until others need the room.
         """
         run = _Run(self, task, timeout_s)
         if len(task.token_ids) + 1 > self.max_model_len:  # a request generates a token, whether it is wanted or not
             return ScoringResult(fault="too_long")
         try:
-            run.result.importance = await self._score(run)
+            async with self._responses:
+                run.result.importance = await run.importance()
         except _Failure as failure:
             run.result.fault = failure.fault
         except Exception:
             logger.warning("a response could not be scored on the rollout engine", exc_info=True)
             run.result.fault = "failed"
         return run.result
-
-    async def _score(self, run: _Run) -> NDArray[np.float32]:
-        async with self._responses:
-            try:
-                return await run.importance()
-            finally:
-                # A task of its own: it is to happen even if this one is cancelled again meanwhile.
-                await asyncio.shield(asyncio.ensure_future(self._forget(run.key)))
-
-    async def _forget(self, key: str) -> None:
-        try:
-            await self.engine.collective_rpc("oar_forget", kwargs={"keys": [key]})
-        except Exception:
-            # Of a dead engine nothing is left to forget; with a live one the worker's bound holds.
-            logger.debug("a reference was not forgotten", exc_info=True)
 
 
 class _Failure(Exception):
@@ -176,17 +168,21 @@ class _Run:
         return importance_L
 
     async def _reference(self) -> None:
-        """Keep the response's own outcome in the worker, and find the replacement of every token."""
+        """Find the replacement of every token, and keep the response's own outcome in the worker."""
         task = self.task
         at = sorted({task.prompt_length + t for unit in task.units for t in unit})
         if task.replacement_token is not None:
             self._replacements = dict.fromkeys(at, task.replacement_token)
-            await self._attempt_twice(task.token_ids, OutcomeSpec(self.key, "reference", task.probe, task.answer_start))
-            return
-        seeds = replacement_seeds(torch.tensor(task.token_ids), torch.tensor(at), task.seed).tolist()
-        spec = OutcomeSpec(self.key, "reference", task.probe, task.answer_start, tuple(at), tuple(seeds))
-        drawn = await self._attempt_twice(task.token_ids, spec)
-        self._replacements = dict(zip(at, map(int, drawn), strict=True))
+        else:
+            seeds = replacement_seeds(torch.tensor(task.token_ids), torch.tensor(at), task.seed).tolist()
+            for begin in range(0, len(at), DRAWS_AT_ONCE):
+                part = slice(begin, begin + DRAWS_AT_ONCE)
+                here = at[part]
+                spec = DrawSpec(tuple(here), tuple(task.token_ids[p] for p in here), tuple(seeds[part]))
+                # Without the last token, whose row the next request would find in the cache if a block ended with it.
+                drawn = await self._attempt_twice(task.token_ids[: here[-1]], spec)
+                self._replacements.update(zip(here, map(int, drawn), strict=True))
+        await self._attempt_twice(task.token_ids, OutcomeSpec(self.key, "reference", task.probe, task.answer_start))
 
     async def _copy(self, unit: Unit) -> float:
         """The score of the copy in which `unit` is replaced."""
@@ -201,8 +197,8 @@ class _Run:
         self.result.done_at.append(time.monotonic() - self._began)
         return score
 
-    async def _attempt_twice(self, token_ids: Sequence[int], spec: OutcomeSpec) -> list[float]:
-        """The tokens drawn for a reference, or the score of a copy."""
+    async def _attempt_twice(self, token_ids: Sequence[int], spec: Spec) -> list[float]:
+        """The drawn tokens, or the score."""
         numbers = await self._attempt(token_ids, spec, self.key, use_cache=True)
         if numbers is None or not math.isfinite(numbers[0]):
             self.result.retried += 1
@@ -211,16 +207,10 @@ class _Run:
             raise _Failure("failed")
         score, rows, *drawn = numbers
         if not math.isfinite(score):
-            raise _Failure("non_finite" if rows == self._probe_rows else "failed")
-        return drawn if spec.role == "reference" else [score]
+            raise _Failure("non_finite" if rows == len(spec.rows(len(token_ids))) else "failed")
+        return drawn if isinstance(spec, DrawSpec) else [score]
 
-    @property
-    def _probe_rows(self) -> int:
-        return 1 if self.task.probe == "last" else len(self.task.token_ids) - self.task.answer_start
-
-    async def _attempt(
-        self, token_ids: Sequence[int], spec: OutcomeSpec, salt: str, use_cache: bool
-    ) -> list[float] | None:
+    async def _attempt(self, token_ids: Sequence[int], spec: Spec, salt: str, use_cache: bool) -> list[float] | None:
         """What the worker found, see `OutcomeRecorder.step`; None where that is not complete, or was lost on its way."""
         scorer = self.scorer
         async with scorer.throttle.slot():
@@ -238,7 +228,7 @@ class _Run:
         if was_aborted(output):
             raise _Failure("aborted")
         numbers = numbers_of(output)
-        return numbers if len(numbers) == 2 + len(spec.sample) else None
+        return numbers if len(numbers) == 2 + (len(spec.at) if isinstance(spec, DrawSpec) else 0) else None
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list[float]:

@@ -1,8 +1,10 @@
 """The extension under test, with what the tests need to know and do inside of the worker."""
 
+import math
 from typing import Any
 
 from oar_plugin.hosts.vllm.extension import OutcomeExtension
+from oar_plugin.hosts.vllm.outcomes import OutcomeSpec
 
 
 class CountingExtension(OutcomeExtension):
@@ -19,11 +21,16 @@ class CountingExtension(OutcomeExtension):
         def step(hidden_TD: Any, items: Any) -> Any:
             for item in items:
                 before = reached.get(item.request, 0)
-                runner.restarts_within_answers += item.first < before >= item.spec.start
+                answer = item.spec.start if isinstance(item.spec, OutcomeSpec) else math.inf
+                runner.restarts_within_answers += item.first < before >= answer
                 reached[item.request] = item.first + item.count
             return stock(hidden_TD, items)
 
         recorder.step = step
+
+    def oar_runner(self) -> str:
+        """The module of the model runner."""
+        return type(self.model_runner).__module__
 
     def oar_restarts_within_answers(self) -> int:
         """How often a request went back that had reached its answer by then."""
