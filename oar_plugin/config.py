@@ -110,6 +110,12 @@ class OarConfig(BaseModel):
         "the_answer_is; or 'regex:<expression>' (group 1 is the answer); or 'python:<module>:<function>'. Empty: the last "
         "token of the response (probe=last only).",
     )
+    max_answer_tokens: int = Field(
+        1024,
+        ge=1,
+        description="A response whose answer is longer keeps its plain advantage (fallback/answer_too_long): a pattern that "
+        "matched half of the response has found no answer, and a masked copy holds the logits of a whole answer.",
+    )
     gate: str = Field(
         "two_level",
         description="From importance to weights. two_level: 1 + beta above the quantile, 1 below, before mass is restored. "
@@ -145,7 +151,8 @@ class OarConfig(BaseModel):
     )
     dump_dir: str | None = Field(
         None,
-        description="Write the weights of a few responses of every step here, as JSON lines that `oar inspect` shows.",
+        description="Write the weights of a few responses of every step here, as JSON lines that `oar inspect` shows. A "
+        "relative path is below trainer.default_local_dir. On several nodes: a folder that all of them see.",
     )
     dump_responses: int = Field(4, ge=1, description="How many responses a step to dump.")
 

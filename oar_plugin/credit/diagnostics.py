@@ -24,6 +24,7 @@ class Status(enum.IntEnum):
     TOO_LONG = 9  # no room for it in the engine
     ABORTED = 10  # the engine dropped its copies, or its weights changed under them
     ENGINE_FAILED = 11
+    ANSWER_TOO_LONG = 12  # more tokens than `max_answer_tokens`
 
 
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))

@@ -18,8 +18,12 @@ from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
 from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.rows import Project, read_logits, weighted_logits
+from oar_plugin.passes.rows import Project, projected_back, read_logits, scalar_with
 from oar_plugin.passes.tap import Tap
+
+FP16_EXPONENT = 6
+"""In fp16 the gradient with respect to all rows of hidden states that are read gets a norm below 2 to this power: 10 bits
+from the largest number, for what grows on the way to the embeddings, and 20 from the smallest normal one."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class MicroBatchPass:
         )
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
         self._clean_BV: Tensor | None = None
+        self._scale: Tensor | None = None  # of the scalar of the forward under way; see `_scaled`
         # What is read is read in the first forward, which is clean, unless a clean backward starts from these rows anyway.
         noisy, backwards = self.importance.noisy, self.importance.backwards
         self._read_first = bool(self.importance.reads) and (noisy or all(b.rows != "reasoning" for b in backwards))
@@ -141,18 +146,21 @@ class MicroBatchPass:
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
             if reads:
                 read_logits(project, hidden_NH[count:], read)
-            if forward.backward is None:
+            if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
-                    clean_BV = pool(project(hidden_NH[:count]).detach(), self._answer)
-                    self._clean_BV = layout.sum_over_sequence_ranks(clean_BV)
+                    self._clean_BV = self._pooled(project, hidden_NH[:count])
                 return None
-            if rows is self._reasoning:
-                return weighted_logits(
+            if self._pools(backward):
+                gradient_NH = self._pooled_back(forward, project, hidden_NH[:count])[rows.response_N]
+            else:
+                gradient_NH = projected_back(
                     project,
-                    hidden_NH,
+                    hidden_NH[:count],
                     lambda logits_NV, chosen: self._row_coefficients(forward, rows.select(chosen), logits_NV),
                 )
-            return self._scalar(forward, project(hidden_NH[:count]))
+            if backward.rows == "probe":
+                gradient_NH *= rows.share_N[:, None]
+            return scalar_with(self._scaled(gradient_NH, hidden_NH), hidden_NH[:count])
 
         return Tap(
             layout.local_T[torch.cat(positions)],
@@ -177,21 +185,46 @@ class MicroBatchPass:
 
         return make
 
-    def _scalar(self, forward: Forward, logits_NV: Tensor) -> Tensor:
-        """float32 scalar over the answer's rows; over the ranks that share sequences the scalars add up to the whole."""
-        rows, backward = self._answer, self._backward(forward)
-        with torch.autocast(logits_NV.device.type, enabled=False):
-            if self._pools(backward):
-                pooled_BV = pool(logits_NV, rows)
-                # The sum over ranks may be in place.
-                whole_BV = self.layout.sum_over_sequence_ranks(pooled_BV.detach().clone())
-                clean_BV = self._clean_BV if backward.noise else None
-                coefficient_BV = self._coefficients(forward, whole_BV, self._seeds(forward), clean_NV=clean_BV)
-                return (coefficient_BV.to(pooled_BV.dtype) * pooled_BV).sum()
-            coefficient_NV = self._row_coefficients(forward, rows, logits_NV.detach())
-            if backward.rows == "probe":
-                coefficient_NV = coefficient_NV * rows.share_N[:, None]
-            return (coefficient_NV * logits_NV.float()).sum(dtype=torch.float32)
+    def _pooled(self, project: Project, hidden_NH: Tensor) -> Tensor:
+        """The probe's logits of each response, over the ranks that share sequences, `[B, V]` float32 or better."""
+        parts: list[Tensor] = []
+
+        def add(logits_NV: Tensor, chosen: slice) -> None:
+            part_BV = pool(logits_NV, self._answer.select(chosen))
+            parts[:] = [parts[0].add_(part_BV) if parts else part_BV]
+
+        read_logits(project, hidden_NH, add)
+        return self.layout.sum_over_sequence_ranks(parts[0])
+
+    def _pooled_back(self, forward: Forward, project: Project, hidden_NH: Tensor) -> Tensor:
+        """The gradient that a row of each response's answer gets, but for its share, `[B, H]`."""
+        pooled_BV, seed_B = self._pooled(project, hidden_NH), self._seeds(forward)
+        clean_BV = self._clean_BV if self._backward(forward).noise else None
+
+        def coefficients(_: Tensor, chosen: slice) -> Tensor:
+            with torch.autocast(pooled_BV.device.type, enabled=False):
+                clean_NV = None if clean_BV is None else clean_BV[chosen]
+                return self._coefficients(forward, pooled_BV[chosen], seed_B[chosen], clean_NV=clean_NV)
+
+        # The projection is linear: its gradient is the same at any hidden state.
+        nowhere_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
+        return projected_back(project, nowhere_BH, coefficients)
+
+    def _scaled(self, gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor:
+        """In fp16, where small gradients vanish and large ones overflow: times a power of two that `_receive` divides out.
+
+        The same on all ranks that share the sequences, since their gradients mix on the way to the embeddings.
+        """
+        kind = hidden_NH.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if torch.float16 not in (hidden_NH.dtype, autocast):
+            return gradient_NH
+        # What is not finite falls back later, and must not take the other responses with it.
+        square = gradient_NH.square().sum(-1).nan_to_num(0.0, 0.0, 0.0).sum()
+        norm = self.layout.sum_over_sequence_ranks(square).sqrt()
+        exponent = FP16_EXPONENT - torch.frexp(norm).exponent
+        self._scale = torch.ldexp(torch.ones_like(norm), exponent.clamp_max(60))
+        return gradient_NH * self._scale
 
     def _row_coefficients(self, forward: Forward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
         """Coefficients of rows that stand each by itself."""
@@ -239,6 +272,8 @@ class MicroBatchPass:
         return backward.rows == "probe" and self.request.probe != "answer_joint"
 
     def _receive(self, forward: Forward, gradient: Tensor, embedding: Tensor) -> None:
+        if self._scale is not None:
+            gradient = gradient.float() / self._scale
         score_N = self.importance.score(gradient, embedding).flatten()[self.layout.embedding_T[self._held_T]]
         self.scores.score_KT[forward.backward, self._place_T[self._held_T]] += score_N
 

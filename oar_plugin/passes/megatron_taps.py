@@ -58,8 +58,10 @@ class MegatronTaps(Taps):
             for name in SCHEDULE_FUNCTIONS:
                 self.callback(setattr, config, name, getattr(config, name))
                 setattr(config, name, None)
+            self._gather_weights(chunk)
             self.freeze(chunk)
             self._recompute(chunk)
+            self._keep_for_backward(chunk)
             model = unwrapped(chunk)
             if model.pre_process:
                 self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)
@@ -73,6 +75,24 @@ class MegatronTaps(Taps):
             return
         for module in chunk.modules():
             if isinstance(module, TransformerBlock | Attention):
+                self.put_into_train_mode(module)
+
+    def _gather_weights(self, chunk: nn.Module) -> None:
+        """With `overlap_param_gather` DDP gathers a module's weights in a hook before its forward, which refuses frozen ones.
+        As in Megatron's own evaluation: all at once, and no hooks meanwhile."""
+        if getattr(chunk, "remove_forward_pre_hook_handles", None):
+            ddp: Any = chunk
+            ddp.disable_forward_pre_hook()
+            self.callback(ddp.enable_forward_pre_hook)
+
+    def _keep_for_backward(self, chunk: nn.Module) -> None:
+        """TransformerEngine's attention keeps what a backward needs in train mode only: cuDNN's kernels always, flash-attention
+        with `cp_comm_type=a2a`. Its dropout is a number, and zero meanwhile; where dropout is a module, that stays as it is."""
+        for module in chunk.modules():
+            dropout = getattr(module, "attention_dropout", None)
+            if isinstance(dropout, int | float):
+                self.callback(setattr, module, "attention_dropout", dropout)
+                setattr(module, "attention_dropout", 0.0)  # noqa: B010  no attribute of every module, says mypy
                 self.put_into_train_mode(module)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:

@@ -38,6 +38,7 @@ class Request:
     answer_patterns: tuple[str, ...] = ()  # for `make_finder`
     # a response as long as this that does not end in an end-of-sequence token is truncated
     max_response_length: int = 0
+    max_answer_tokens: int = 1024  # a response with a longer answer is not scored
     importance_only: bool = False  # nobody needs log-probs and entropy of this pass (bypass mode)
     budget: float = 1.0  # of masked copies, for an importance that has them; see `copies_of_budget`
     span: int = 1  # tokens that one copy masks
@@ -63,6 +64,7 @@ class Request:
             temperature=temperature,
             answer_patterns=config.answer_patterns,
             max_response_length=max_response_length,
+            max_answer_tokens=config.max_answer_tokens,
             importance_only=importance_only,
             budget=config.budget,
             span=config.perturbation.span,

@@ -16,6 +16,7 @@ def segment_response(
     token_bytes: TokenBytes,
     eos_ids: Collection[int],
     max_response_length: int,
+    max_answer_tokens: int,
 ) -> tuple[np.ndarray, Status]:
     """Segments of one response, and whether it can be scored.
 
@@ -26,6 +27,7 @@ def segment_response(
         token_bytes: the model's tokenizer.
         eos_ids: tokens that end a response.
         max_response_length: a response as long as this that does not end in one of them is truncated.
+        max_answer_tokens: an answer of more tokens is none.
 
     Returns:
         int8 `[L]` (OUTSIDE everywhere unless the status is SCORED) and the status.
@@ -38,4 +40,6 @@ def segment_response(
         return nothing, Status.NO_ANSWER
     if not (found == Segment.REASONING).any():
         return nothing, Status.NO_REASONING
+    if (found == Segment.ANSWER).sum() > max_answer_tokens:
+        return nothing, Status.ANSWER_TOO_LONG
     return found, Status.SCORED

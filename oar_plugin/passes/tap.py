@@ -11,6 +11,7 @@ The gradient is delivered by the leaf itself the moment it exists: nothing is ke
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class Tap:
 
     row_position_N: Tensor  # int64 `[N]`, rows of this rank's flattened hidden states that `probe` gets; may be empty
     # given the projection to the vocabulary and those rows `[N, H]`, returns the scalar to differentiate, or None
-    # where there is none
+    # where there is none. The projection's weights may be gone when it returns: no graph through them can be left.
     probe: Callable[[Project, Tensor], Tensor | None]
     rows_only: bool = True  # project nothing else; the model's own logits then mean nothing
     # called with gradient and embedding, of the embeddings' shape, in the backward. None: no gradient is wanted.
@@ -52,7 +53,9 @@ class Tap:
             leaf.grad = None
 
         leaf.register_post_accumulate_grad_hook(deliver)
-        return leaf if self.noise is None else leaf + self.noise(leaf.detach()).to(leaf.dtype)
+        # Never the leaf itself: Megatron's recomputation, as verl patches it, frees the storage of a layer's input once its
+        # backward is over, before `receive` is called.
+        return leaf.clone() if self.noise is None else leaf + self.noise(leaf.detach()).to(leaf.dtype)
 
 
 class UnsupportedModelError(ValueError):
@@ -90,6 +93,12 @@ class Taps(ExitStack):
 
     def put_into_train_mode(self, module: nn.Module) -> None:
         """This module alone, where hosts look for it to recompute activations: its children, dropout among them, stay."""
-        if not module.training:
-            module.training = True  # not .train(), which takes the children along
-            self.callback(setattr, module, "training", False)
+        self.change(module, "training", True)  # not .train(), which takes the children along
+
+    def change(self, module: nn.Module, name: str, value: Any) -> None:
+        """Give a module's attribute another value, or a module an attribute of its own where its class has it."""
+        if name in vars(module):
+            self.callback(setattr, module, name, vars(module)[name])
+        else:
+            self.callback(delattr, module, name)
+        setattr(module, name, value)

@@ -6,9 +6,12 @@ model's own output, so that FSDP sees a differentiable output and gathers the ro
 as in training.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oar_plugin.passes.tap import Taps, UnsupportedModelError
 
@@ -61,8 +64,7 @@ class ModelTaps(Taps):
 
     Args:
         module: causal LM with `get_input_embeddings` and `get_output_embeddings`; may be wrapped by FSDP.
-        checkpoint_activations: recompute the layers that the model is set to checkpoint. Checkpointing acts only in
-            train mode, so those layers (not the dropout inside them) are put into it for the time being.
+        checkpoint_activations: recompute the model's layers in the backward instead of keeping what they compute.
 
     Raises:
         UnsupportedModelError: see `check_model`.
@@ -82,21 +84,43 @@ class ModelTaps(Taps):
         self.freeze(self.module)
         if self.checkpoint_activations:
             for module in self.module.modules():
-                if getattr(module, "gradient_checkpointing", False):
+                if isinstance(module, GradientCheckpointingLayer):
+                    self._recompute(module)
+                elif getattr(module, "gradient_checkpointing", False):  # a model that checkpoints its layers by itself
                     self.put_into_train_mode(module)
         model: Any = unwrapped(self.module)
-        head = model.get_output_embeddings()
-        for register, hook, first in (
+        # Inside FSDP1's wrapper and before FSDP2's hooks: where the head is sharded by itself, its weights are there only so
+        # long, and a call of the wrapper would gather them, which ranks with other numbers of rows do not.
+        head = unwrapped(model.get_output_embeddings())
+        hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
             (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
             (head.register_forward_pre_hook, self._detach_hidden, {}),
-            # FSDP's own hooks stand between these two: it must see the scalar as an output of the head (where verl shards
-            # that by itself) and of the model, to gather the weights again for their backward.
             (head.register_forward_hook, self._probe_rows, {"prepend": True}),
-            (head.register_forward_hook, self._take_scalar, {}),
+            # FSDP must see the scalar as an output of the model, to gather its weights again for the backward.
             (model.register_forward_hook, self._attach_scalar, {"prepend": True}),
-        ):
+        )
+        for register, hook, first in hooks:
             self.callback(register(hook, **first).remove)
         self.callback(setattr, self, "_hidden", None)
+
+    def _recompute(self, layer: GradientCheckpointingLayer) -> None:
+        """transformers checkpoints in train mode only, and a layer must not compute in it: dropout would act, and so would what
+        hosts put into layers for training (verl's activation offload, which switches checkpointing off for one of its own).
+        """
+
+        def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+            def in_eval_mode(*args: Any) -> Any:
+                layer.training = False
+                try:
+                    return function(*args)
+                finally:
+                    layer.training = True
+
+            return checkpoint(in_eval_mode, *args, use_reentrant=False)
+
+        self.put_into_train_mode(layer)
+        self.change(layer, "gradient_checkpointing", True)
+        self.change(layer, "_gradient_checkpointing_func", checkpointed)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return None if self.tap is None or self.tap.embedded else self.tap.leaf(output)
@@ -109,20 +133,11 @@ class ModelTaps(Taps):
             return (args[0].flatten(0, -2)[:1][None].detach(), *args[1:])  # something has to be projected
         return (args[0].detach(), *args[1:])
 
-    def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:
         tap, hidden, self._hidden = self.tap, self._hidden, None
-        if tap is None or hidden is None:
-            return None
-        # .forward, not the call: the hooks on the module are for the full projection.
-        tap.scalar = tap.probe(module.forward, hidden.flatten(0, -2)[tap.row_position_N])
-        return None if tap.scalar is None else (output, tap.scalar)
-
-    def _take_scalar(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
-        if self.tap is None or self.tap.scalar is None:
-            return None
-        logits: Tensor
-        logits, self.tap.scalar = output
-        return logits
+        if tap is not None and hidden is not None:
+            # .forward, not the call: the hooks on the module are for the full projection.
+            tap.scalar = tap.probe(module.forward, hidden.flatten(0, -2)[tap.row_position_N])
 
     def _attach_scalar(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.tap is not None and self.tap.scalar is not None:

@@ -13,7 +13,7 @@ SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embed
 
 def random_model(kind=LlamaConfig, **settings) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(kind(**SIZE, **settings)).eval()
+    return AutoModelForCausalLM.from_config(kind(**SIZE | settings)).eval()
 
 
 def rows_of(numbers=world.SCORED) -> list[tuple[Tensor, Tensor]]:

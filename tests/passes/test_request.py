@@ -11,7 +11,7 @@ from oar_plugin.passes.request import Request, replacement_token
 
 
 def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of_the_rollout():
-    config = OarConfig(seed=3, num_draws=2, sigma=0.01, warmup_steps=2, probe="answer_joint")
+    config = OarConfig(seed=3, num_draws=2, sigma=0.01, warmup_steps=2, probe="answer_joint", max_answer_tokens=50)
     requests = [Request.from_config(config, step, 100, temperature=0.6) for step in (1, 2, 3)]
     assert [one.seed for one in requests] == [step_seed(3, step) for step in (1, 2, 3)]
     assert len({one.seed for one in requests}) == 3
@@ -19,6 +19,7 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
     first = requests[0]
     assert Request.from_config(config, 1, 100, temperature=0.6) == first
     assert (first.temperature, first.sigma, first.num_draws, first.max_response_length) == (0.6, 0.01, 2, 100)
+    assert first.max_answer_tokens == 50
     assert first.importance_object is config.importance_object
 
 

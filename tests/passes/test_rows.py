@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oar_plugin.passes import rows
-from oar_plugin.passes.rows import read_logits, weighted_logits
+from oar_plugin.passes.rows import projected_back, read_logits, scalar_with
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 11
 
@@ -20,10 +20,14 @@ def tensors():
 def test_every_row_is_seen_once_in_chunks_and_its_gradient_is_that_of_the_sum_over_all_logits(
     monkeypatch, tensors, chunk
 ):
-    """Coefficients that depend on the logits are held fixed, and every row has its own."""
+    """Coefficients that depend on the logits are held fixed, every row has its own, and the projection has a bias."""
     monkeypatch.setattr(rows, "CHUNK", chunk)
-    (hidden_NH, weight_VH), factor_NV = tensors, torch.randn(ROWS, VOCABULARY)
-    logits_NV, seen_NV = hidden_NH @ weight_VH.T, torch.full((2, ROWS, VOCABULARY), torch.nan)
+    (hidden_NH, weight_VH), factor_NV, bias_V = tensors, torch.randn(ROWS, VOCABULARY), torch.randn(VOCABULARY)
+
+    def project(hidden_NH):
+        return hidden_NH @ weight_VH.T + bias_V
+
+    logits_NV, seen_NV = project(hidden_NH), torch.full((2, ROWS, VOCABULARY), torch.nan)
 
     def seeing(place, logits_NV, chosen):
         assert not logits_NV.requires_grad
@@ -32,20 +36,40 @@ def test_every_row_is_seen_once_in_chunks_and_its_gradient_is_that_of_the_sum_ov
         seen_NV[place, chosen] = logits_NV
         return factor_NV[chosen] * logits_NV
 
-    scalar = weighted_logits(lambda chosen: chosen @ weight_VH.T, hidden_NH, lambda *given: seeing(0, *given))
-    read_logits(lambda chosen: chosen @ weight_VH.T, hidden_NH, lambda *given: seeing(1, *given))
+    gradient_NH = projected_back(project, hidden_NH, lambda *given: seeing(0, *given))
+    read_logits(project, hidden_NH, lambda *given: seeing(1, *given))
     torch.testing.assert_close(seen_NV, logits_NV.detach().expand(2, -1, -1))
     (got,), (want,) = (
-        torch.autograd.grad(one, hidden_NH) for one in (scalar, (factor_NV * logits_NV.detach() * logits_NV).sum())
+        torch.autograd.grad(one, hidden_NH)
+        for one in (scalar_with(gradient_NH, hidden_NH), (factor_NV * logits_NV.detach() * logits_NV).sum())
     )
     torch.testing.assert_close(got, want)
+    torch.testing.assert_close(gradient_NH, want)
 
 
-def test_no_logits_stay_in_the_graph(tensors):
+def test_fp16_keeps_coefficients_of_any_size(tensors):
+    """Those of a row by themselves: 1e-9 would be 0 in fp16, 1e9 infinite."""
+    hidden_NH, weight_VH = (tensor.detach().half() for tensor in tensors)
+    coefficient_NV = torch.randn(ROWS, VOCABULARY) * 10.0 ** torch.linspace(-9, 9, ROWS)[:, None]
+    got = projected_back(lambda chosen: chosen @ weight_VH.T, hidden_NH, lambda _, chosen: coefficient_NV[chosen])
+    want = coefficient_NV @ weight_VH.float()
+    assert ((got - want).norm(dim=-1) < 2e-3 * want.norm(dim=-1)).all()
+
+
+def test_where_there_are_no_rows_the_shape_of_the_logits_is_seen_nevertheless(tensors):
+    """A rank without rows takes part in a sum over ranks."""
+    hidden_NH, weight_VH = tensors
+    shapes = []
+    read_logits(lambda chosen: chosen @ weight_VH.T, hidden_NH[:0], lambda logits, _: shapes.append(logits.shape))
+    assert shapes == [(0, VOCABULARY)]
+
+
+def test_no_logits_and_no_weights_stay_in_the_graph(tensors):
     """What autograd keeps for the backward is of the size of the hidden states."""
     hidden_NH, weight_VH = tensors
-    scalar = weighted_logits(lambda chosen: chosen @ weight_VH.T, hidden_NH, lambda logits_NV, chosen: logits_NV)
-    nodes, seen = [scalar.grad_fn], set()
+    gradient_NH = projected_back(lambda chosen: chosen @ weight_VH.T, hidden_NH, lambda logits_NV, chosen: logits_NV)
+    assert not gradient_NH.requires_grad
+    nodes, seen = [scalar_with(gradient_NH, hidden_NH).grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

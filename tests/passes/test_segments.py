@@ -10,13 +10,12 @@ from tests.hosts.engine import world
 TOKENIZER = world.make_tokenizer()
 
 
-def segment(text, others=0):
+def segment(text, others=0, max_answer_tokens=10):
     """Segments and status; the first `others` tokens are not the model's own."""
     ids = TOKENIZER(text)["input_ids"]
     finder, ends = make_finder(("hash",)), {TOKENIZER.eos_token_id}
-    return segment_response(
-        ids, np.arange(len(ids)) >= others, finder, TokenBytes(TOKENIZER), ends, world.MAX_RESPONSE_LENGTH
-    )
+    longest = world.MAX_RESPONSE_LENGTH, max_answer_tokens
+    return segment_response(ids, np.arange(len(ids)) >= others, finder, TokenBytes(TOKENIZER), ends, *longest)
 
 
 @pytest.mark.parametrize("number", range(len(world.ROWS)))
@@ -35,3 +34,10 @@ def test_what_is_not_the_models_own_is_never_reasoning():
     assert status == Status.SCORED
     assert (segments[:5] == Segment.OUTSIDE).all()
     assert (segments[5:12] == Segment.REASONING).all()
+
+
+@pytest.mark.parametrize(("most", "status"), [(3, Status.SCORED), (2, Status.ANSWER_TOO_LONG)])
+def test_a_longer_answer_than_allowed_is_none(most, status):
+    segments, found = segment("so\n#### 400<eos>", max_answer_tokens=most)
+    assert found == status
+    assert (segments != Segment.OUTSIDE).any() == (status == Status.SCORED)

@@ -29,7 +29,7 @@ class Backward:
     Attributes:
         rows: the logits that it starts from. `probe`: what `algorithm.oar.probe` says, pooled to one row a response for
             `last` and `answer_mean`, each row of the answer weighted by its share for `answer_joint`. `answer`: each of the
-            probe's rows by itself. `reasoning`: each row that predicts a reasoning token, a chunk of rows at a time.
+            probe's rows by itself. `reasoning`: each row that predicts a reasoning token.
         noise: Gaussian noise of scale `algorithm.oar.sigma` stands on the reasoning embeddings. A clean forward comes first.
     """
 
@@ -61,7 +61,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of logits as `coefficients` sees them: no graph, float32 or better.
+    """Rows of logits as `coefficients` sees them: a chunk of them at a time, no graph, float32 or better.
 
     Attributes:
         logits_NV: the rows; one a response where the probe pools them. The columns that this process holds.
@@ -131,7 +131,7 @@ class Importance:
     arbitrary_scale: ClassVar[bool] = True
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
-        """What the logits are multiplied by in the scalar of backward `number`, `[N, V]`."""
+        """What the logits are multiplied by in the scalar of backward `number`, `[N, V]`; no row's depend on another."""
         raise NotImplementedError
 
     def score(self, gradient: Tensor, embedding: Tensor) -> Tensor:

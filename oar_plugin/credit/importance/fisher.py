@@ -32,5 +32,5 @@ class Fisher(Importance):
 def fisher_coefficients(logits_NV: Tensor, sign_NV: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY) -> Tensor:
     """`sqrt(p) u - p <sqrt(p), u>` for `p = softmax(logits)`: a random root of the softmax's Fisher matrix, `[N, V]`."""
     p_NV = vocabulary.softmax(logits_NV)
-    root_NV = p_NV.sqrt() * sign_NV
-    return root_NV - p_NV * vocabulary.total(root_NV.sum(-1, keepdim=True))
+    root_NV = p_NV.sqrt().mul_(sign_NV)
+    return root_NV.sub_(p_NV.mul_(vocabulary.total(root_NV.sum(-1, keepdim=True))))

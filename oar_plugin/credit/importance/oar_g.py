@@ -44,7 +44,7 @@ def kl_coefficients(
 
     In float64: at sigma = 1e-3 the two distributions agree to four digits, and the difference is all there is.
     """
-    return vocabulary.softmax(noisy_logits_NV.double()) - vocabulary.softmax(clean_logits_NV.double())
+    return vocabulary.softmax(noisy_logits_NV.double()).sub_(vocabulary.softmax(clean_logits_NV.double()))
 
 
 def joint_coefficients(logits_NV: Tensor, token_N: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY) -> Tensor:

@@ -47,7 +47,8 @@ class OarFSDPMixin(ImportancePass):
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         micro_batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
-        checkpoint = self.model_config.enable_gradient_checkpointing
+        # verl's activation offload acts in training alone: here the activations that it saves are computed again.
+        checkpoint = self.model_config.enable_gradient_checkpointing or self.model_config.enable_activation_offload
         with ModelTaps(self.module, checkpoint_activations=checkpoint) as taps:
             outputs = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
