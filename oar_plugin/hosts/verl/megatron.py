@@ -26,7 +26,6 @@ from torch import Tensor, distributed, nn
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.workers.engine.utils import detach_tree
 
 from oar_plugin.credit.importance import Forward, of_engines, without_copies
 from oar_plugin.credit.vocabulary import VocabularyShard
@@ -150,7 +149,8 @@ class OarMegatronMixin(ImportancePass):
         # The schedule multiplies a loss by the context-parallel size and divides it by the number of micro-batches.
         scale = micro_batch["num_micro_batch"] / parallel_state.get_context_parallel_world_size()
         # 1.0: verl's, where there is no loss
-        return scalar * scale, {"loss": 1.0, "metrics": {}, "model_output": detach_tree(output)}
+        detached = {name: value.detach() for name, value in output.items()}
+        return scalar * scale, {"loss": 1.0, "metrics": {}, "model_output": detached}
 
     # ---- where things are
 
@@ -274,6 +274,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
             "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
             "hybrid_context_parallel": "its schedule replaces the forward that OAR hooks; set it to False",
             "defer_embedding_wgrad_compute": "it keeps activations of every forward; set it to False",
+            "use_mup": "it scales the logits after the projection that OAR hooks; set it to False",
             "experimental_attention_variant": "its context-parallel layout was not tested; use another model",
         }
         for name, advice in refused.items():

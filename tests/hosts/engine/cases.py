@@ -42,13 +42,17 @@ SINGLE: dict[str, list[str]] = {
         *("oar_p span", "oar_p sampled", "oar_p half", "hybrid"),
     ],
     "offload": ["fisher"],
+    "activations": ["fisher", "own"],
     **dict.fromkeys(("padded", "checkpointing", "lora", "bf16", "fsdp1"), EVERYTHING),
+    "fp16": ["fisher", "onward"],
 }
 DOUBLE: dict[str, list[str]] = {
     "fsdp2": [*EVERYTHING, "oar_p half", "hybrid"],
     "checkpointing": ["fisher"],
     "padded": ["fisher"],
     "fsdp1": ["onward"],
+    "wrapped": ["fisher", "fisher joint", "onward"],
+    "ulysses fp16": ["fisher", "onward"],
     "ulysses": [*EVERYTHING, "fisher joint", "oar_g", *OTHERS, "oar_p joint", "oar_p sampled"],
 }
 MEGATRON: dict[str, list[str]] = {
@@ -64,8 +68,9 @@ MEGATRON: dict[str, list[str]] = {
     "pp2 full": ["fisher"],
     "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward"],
     "cp2": [*_probed("fisher", "oar_g"), "fisher dynamic", "onward", *OTHERS],
-    "cp2 padded": ["fisher"],
+    **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
     "dp2": ["fisher", "fisher dynamic"],
+    "dp2 overlap": ["fisher"],
     # Last: mbridge remembers of a tied model, in its class, that it has no output layer.
     "tied tp2 sp": ["fisher"],
     "tied pp2": ["fisher", "onward"],

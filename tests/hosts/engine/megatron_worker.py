@@ -1,8 +1,10 @@
 """Run by torchrun: verl's real Megatron engine with importance, in several layouts; results go to a file.
 
-CPU stand-ins: see `oar_plugin/hosts/verl/cpu/megatron.py`.
+CPU stand-ins: see `oar_plugin/hosts/verl/cpu/megatron.py`. On GPUs, for `tests/gpu`, none.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,16 +12,26 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
+from verl.utils.device import get_device_name
 
 from oar_plugin.hosts.verl.cpu import megatron
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.worker import afterwards, asked_of, gather, kinds, main, run, start
 
-megatron.install()
+ON_CPU = get_device_name() == "cpu"
+if ON_CPU:
+    megatron.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig  # noqa: E402
 
+CPU_ENGINE = {"use_distributed_optimizer": False}  # it takes CUDA tensors only
+CPU_TRANSFORMER = {
+    "use_cpu_initialization": True,
+    "attention_backend": "auto",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+}
 LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "sp": {"sequence_parallel": True},
@@ -27,9 +39,14 @@ LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "vpp2": {"virtual_pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
     "padded": {"use_remove_padding": False},
-    "full": {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
-    "selective": {"recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
-    **{word: {} for word in ("dp2", "vocabulary", "tied")},
+    "full": {
+        "transformer": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    },
+    "selective": {"transformer": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
+    "a2a": {"transformer": {"cp_comm_type": "a2a"}},
+    "dropout": {"transformer": {"attention_dropout": 0.5}},
+    "overlap": {"override_ddp_config": {"use_distributed_optimizer": True, "overlap_param_gather": True}},
+    **{word: {} for word in ("one", "dp2", "vocabulary", "tied")},
 }
 BYTES = {"tp2": ["fisher", "oar_g", "onward"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
 
@@ -38,27 +55,25 @@ def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     words = layout.split()
-    settings = {"sequence_parallel": False, "context_parallel_size": 1, "use_remove_padding": True, "recompute": {}}
+    settings = {"sequence_parallel": False, "context_parallel_size": 1, "use_remove_padding": True, "transformer": {}}
     settings |= {name: value for word in words for name, value in LAYOUT_WORDS[word].items()}
     config = McoreEngineConfig(
-        use_distributed_optimizer=False,  # it takes CUDA tensors only
-        vanilla_mbridge=True,
+        **(CPU_ENGINE if ON_CPU else {}),
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=90 // settings["context_parallel_size"],
         override_transformer_config={
-            "use_cpu_initialization": True,
-            "attention_backend": "auto",
-            "gradient_accumulation_fusion": False,
-            "masked_softmax_fusion": False,
+            **(CPU_TRANSFORMER if ON_CPU else {}),
             "sequence_parallel": settings["sequence_parallel"],
-            **settings.pop("recompute"),
+            **settings.pop("transformer"),
         },
         **settings,
     )
-    object.__setattr__(config, "dtype", "float32")  # verl's config admits half precision only
+    if ON_CPU:
+        object.__setattr__(config, "dtype", "float32")  # verl's config admits half precision only
     # megatron-core clips tensors on CUDA only: on a CPU its optimizer steps without clipping.
-    optimizer = McoreOptimizerConfig(lr=1e-3, clip_grad=0.0, lr_decay_steps=10, total_training_steps=10)
+    clip = 0.0 if ON_CPU else 1.0
+    optimizer = McoreOptimizerConfig(lr=1e-3, clip_grad=clip, lr_decay_steps=10, total_training_steps=10)
     path = f"{folder}/tied" if "tied" in words else folder
     model = HFModelConfig(path=path, use_remove_padding=config.use_remove_padding)
     engine = start("megatron", host_only, model, config, optimizer)
@@ -83,6 +98,16 @@ def score(engine: Any, *args: Any, **request: Any) -> dict[str, Any]:
     with mock.patch.object(attention, "forward", autospec=True, side_effect=forward) as counted:
         result = run(engine, *args, **request)
     return result | {"attention": counted.call_count}
+
+
+@contextmanager
+def ungathered(engine: Any) -> Iterator[None]:
+    """As after an optimizer's step: each of the two data-parallel ranks has its own part of the weights, and DDP knows."""
+    for group in (group for chunk in engine.module for group in chunk.bucket_groups):
+        for bucket in group.buckets:
+            bucket.param_data.chunk(2)[1 - dist.get_rank()].zero_()
+        group.param_gather_dispatched = False
+    yield
 
 
 def bytes_moved(engine: Any, words: str) -> dict[str, int]:
@@ -119,13 +144,14 @@ def refusals(engine: Any) -> dict[str, str]:
         "overlap_moe_expert_parallel_comm": True,
         "defer_embedding_wgrad_compute": True,
         "cuda_graph_impl": "local",
+        "use_mup": True,  # of megatron-core 0.18
         "importance": "oar_p",
     }.items():
         try:
             if name == "importance":
                 run(engine, **cases.request(value))
             else:
-                with mock.patch.object(config, name, value):
+                with mock.patch.object(config, name, value, create=True):
                     check_chunks(engine.module)
         except ValueError as error:
             said[f"{name}={value}"] = str(error)
@@ -145,7 +171,11 @@ def two(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for layout, asked in cases.MEGATRON.items():
         engine = engine_of(folder, layout)
-        out |= asked_of(engine, layout, asked, layout == "dp2", score)
+        around = ungathered(engine) if "overlap" in layout.split() else None
+        out |= asked_of(engine, layout, asked, "dp2" in layout.split(), partial(score, around=around))
+        if layout == "cp2 dropout":
+            cores = [m for m in engine.module[0].modules() if isinstance(m, megatron.DenseCoreAttention)]
+            out["dropout"] = [core.attention_dropout for core in cores]
         out |= {f"{layout} {words} bytes": bytes_moved(engine, words) for words in BYTES.get(layout, [])}
         if layout == "tp2 sp":
             out["refusals"] = refusals(engine)

