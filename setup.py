@@ -63,15 +63,16 @@ setup(
     install_requires=[
         "torch>=2.6",
         "jinja2>=3.1,<4",
+        "packaging>=20",
         "pydantic>=2.11,<3",
         "rich>=13,<16",
         "wrapt>=1.16,<3",
     ],
     extras_require={
         "cpu": lines(CPU_REQUIREMENTS),
-        # The Megatron backend. Ranges that were tested, on a CPU; on GPUs bring TransformerEngine yourself, built for your
-        # CUDA. mbridge is the weight converter of actor_rollout_ref.actor.megatron.vanilla_mbridge=True.
-        "megatron": ["megatron-core>=0.16.1,<0.17", "mbridge>=0.15.1,<0.16"],
+        # The Megatron backend of the CPU stack. No upper end: a core that is there stays. On GPUs take verl's own extra, which
+        # brings Megatron-Bridge and TransformerEngine; mbridge is the weight converter of vanilla_mbridge=True.
+        "megatron": ["megatron-core>=0.16.1", "mbridge>=0.15.1"],
         # The recipes' reward and data. math-verify parses LaTeX with the version of antlr that Hydra needs.
         "recipes": [
             "math-verify[antlr4-9-3]>=0.9,<0.10",

@@ -7,7 +7,8 @@
 It shows that recipe, overrides and installation fit together, not how the model learns. About two minutes, in an environment
 made by oar_plugin/hosts/verl/cpu/install.sh. The config group cpu_smoke replaces the model and the data; batch and response
 lengths; the number of nodes and GPUs; Megatron's parallel sizes (tensor parallel over two processes); Ulysses (off); NCCL by
-gloo and sockets; the distributed optimizer by the ordinary one.
+gloo and sockets; the distributed optimizer by the ordinary one. Where there are GPUs only the sizes are replaced, and nodes,
+GPUs and parallel sizes are yours to override.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmarks.tiny.model import Architecture, build_model
 from benchmarks.tiny.tasks import Chain
 from benchmarks.tiny.warm_start import WarmStart, train
 from benchmarks.tiny.words import make_tokenizer
+from oar_plugin.hosts.verl.cpu import wanted
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
 from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe, entry_point, find_recipe
@@ -108,7 +110,8 @@ def run_smoke(
         make_assets(folder, architecture=architecture_of(str(config.actor_rollout_ref.model.path)))
     metrics, log = folder / "metrics.jsonl", folder / "verl.log"
     metrics.unlink(missing_ok=True)
-    arguments = [*entry_point(recipe, variant), f"+cpu_smoke={group_of(config)}", f"hydra.run.dir={folder}/hydra"]
+    group = group_of(config) if wanted() else "tiny"
+    arguments = [*entry_point(recipe, variant), f"+cpu_smoke={group}", f"hydra.run.dir={folder}/hydra"]
     environment = {**cpu_environment(), "OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics)}
     status = run_verl([*arguments, *overrides], environment, log, timeout_s)
     if status != 0:

@@ -25,7 +25,7 @@ RUN_BY = {
     "python -m benchmarks --help": ("tests/test_documents.py", 'run_module("benchmarks", run_name="__main__")'),
     "bash recipes/cpu_demo/run.sh": ("tests/recipes/test_demo.py", '["bash", str(ROOT / "recipes/cpu_demo/run.sh")'),
     "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
-    "pip install .": ("tests/test_wheel.py", '"install"'),
+    "pip install --no-deps .": ("tests/test_wheel.py", '"install", "--no-index", "--no-deps"'),
     "oar recipes": ("tests/test_wheel.py", 'oar("recipes"'),
     "oar plan qwen2_5_7b_math": ("tests/test_wheel.py", 'oar("plan", "qwen2_5_7b_math")'),
     "oar doctor": ("tests/test_wheel.py", 'oar("doctor"'),

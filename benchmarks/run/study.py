@@ -1,4 +1,4 @@
-"""Whole runs of verl on a CPU whose steps are GRPO's and OAR's in turn, and what each phase of them takes."""
+"""Whole runs of verl, on one GPU or a CPU, whose steps are GRPO's and OAR's in turn, and what each phase of them takes."""
 
 import importlib.metadata
 import importlib.util
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
+from benchmarks.machine import Device
 from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.run.assets import FINDER, METHOD, REWARD, prompt_rows
 from benchmarks.statistics import Ratio, ratio_table
@@ -24,8 +26,8 @@ from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, wanted
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
 from oar_plugin.hosts.vllm.versions import installed
 
-SIZES = ("1m", "10m", "50m", "0.1b", "0.5b")
-"""vLLM serves no smaller heads on a CPU, and larger ones take hours."""
+SIZES = ("1m", "10m", "50m", "0.1b", "0.5b", "1.5b")
+"""vLLM serves no smaller heads on a CPU, where the larger ones take hours; 80 GB hold no larger one with its optimizer."""
 LIMIT = 1.10
 """Target: a whole OAR step over a whole GRPO step, with the default importance and half of the rows without an advantage."""
 WARM_UP = 2
@@ -45,12 +47,27 @@ LENGTHS = ("response_length/mean", "response_length/min", "response_length/max")
 SAME_WORK = ("prompt_length/mean", *LENGTHS, "critic/score/mean")
 """verl's metrics that must be equal in all steps."""
 CONTROL = "control, GRPO alone"
+GPU_OVERRIDES = [
+    "trainer.nnodes=1",
+    "trainer.n_gpus_per_node=1",
+    "+ray_kwargs.ray_init.address=local",  # not a cluster that runs already
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.ref.strategy=fsdp2",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "reward.num_workers=1",  # which counts its calls, see assets.py
+    # verl polls every 2 s for a finished batch: longer than a small model's step.
+    "trainer.v1.sampler.custom_sampler.path=pkg://oar_plugin.hosts.verl.cpu.sampler",
+    "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
+]
+"""Beside verl's defaults: bf16 arithmetic, flash-attention, CUDA graphs."""
 
 
 @dataclass(frozen=True)
 class Settings:
     size: str = "10m"
-    """Parameters of the model, about: 1m, 10m, 50m, 0.1b, 0.5b."""
+    """Parameters of the model, about: 1m, 10m, 50m, 0.1b, 0.5b, 1.5b."""
     prompts: int = 4
     """Prompts a step."""
     n: int = 4
@@ -72,7 +89,7 @@ class Settings:
     control: bool = False
     """Then run GRPO alone, with verl's own trainer, to compare."""
     out: Path | None = None
-    """Write run_cpu.md and .json into this folder (default: only the terminal)."""
+    """Write run_DEVICE.md and .json into this folder (default: only the terminal)."""
 
     def check(self) -> None:
         """Raises: ValueError, with the argument, its value and what is allowed."""
@@ -91,6 +108,10 @@ class Settings:
             raise ValueError(f"--scored-share {self.scored_share}: must be in (0, 1] and {whole}")
         if self.responses % self.micro_batch:
             raise ValueError(f"--micro-batch {self.micro_batch}: must divide the {self.responses} responses of a step")
+
+    @property
+    def device(self) -> Device:
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
     def responses(self) -> int:
@@ -117,8 +138,8 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     for name in ("verl", "vllm"):
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"{name} is not installed; `oar doctor` says what is missing for whole runs on a CPU")
-    if not wanted():
-        raise ValueError("this measures verl's CPU stack, and PyTorch sees an accelerator or is not a CPU build")
+    if settings.device == "cpu" and not wanted():
+        raise ValueError("PyTorch is built for GPUs and sees none; VERL_PLATFORM=cpu measures verl's CPU stack")
     steps: list[Step] = []
     control: list[Step] = []
     with tempfile.TemporaryDirectory(prefix="oar-run-") as temporary:
@@ -185,7 +206,7 @@ def overrides(settings: Settings, folder: Path, own: Path, steps: int, name: str
     longest = (settings.prompt_length, settings.response_length + 1)
     paths = folder / "model", folder / "prompts.parquet", own / "checkpoints"
     return [
-        *cpu_overrides(),
+        *(cpu_overrides() if settings.device == "cpu" else GPU_OVERRIDES),
         # Without a learning rate the update does all its work, and the model stays the same for both methods.
         *training_overrides(*paths, steps, 0, 0.0, batch, longest),
         *(["algorithm.adv_estimator=grpo"] if name == CONTROL else method),
@@ -264,8 +285,9 @@ def report_of(settings: Settings, steps: list[Step], control: list[Step], parame
         )
     ]
     columns = ("phase", "GRPO", "of its step", "OAR", "OAR adds", "of GRPO's step")
+    precision = "float32" if settings.device == "cpu" else "float32 weights, bf16 arithmetic"
     notes = [
-        f"{model_line(settings.size, parameters, 'float32')}; {settings.prompts} prompts a step of {settings.prompt_length} "
+        f"{model_line(settings.size, parameters, precision)}; {settings.prompts} prompts a step of {settings.prompt_length} "
         f"tokens, {settings.n} responses to each of exactly {settings.response_length} tokens, of which the last 32 characters "
         f"count as the answer; {settings.micro_batch} sequences a micro-batch, activation checkpointing, FSDP2, one worker.",
         f"Neighbouring steps are a pair, in the order GRPO OAR OAR GRPO. Runs of verl: {settings.rounds}, with "
@@ -285,7 +307,7 @@ def report_of(settings: Settings, steps: list[Step], control: list[Step], parame
     batch = f"{settings.size}, {settings.responses} x {settings.response_length}, {settings.importance}"
     return Report(
         title=f"What OAR costs in whole runs of verl: {batch}, {settings.scored_share:.0%} of the rows scored",
-        stem="run_cpu",
+        stem=f"run_{settings.device}",
         tables=[
             ratio_table(f"OAR / GRPO, {len(oar)} pairs of steps", ratios, figures),
             Table("Seconds a step, medians", columns, phases),

@@ -40,6 +40,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
+from oar_plugin.hosts.verl.cpu.megatron import has_megatron_bridge
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, Request
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) 
             pipeline_model_parallel_size=layout.pipeline,
             context_parallel_size=layout.context,
             use_distributed_optimizer=not cpu,
-            vanilla_mbridge=True,
+            vanilla_mbridge=not has_megatron_bridge(),
             override_transformer_config=transformer,
             dtype=work.dtype,
             **batches,

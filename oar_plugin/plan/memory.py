@@ -134,16 +134,17 @@ def _log_prob(s: Setup, tokens: float, chunk: float = 0.0) -> Parts:
 def _importance(s: Setup) -> Parts:
     assert s.oar is not None
     importance, tokens, e = s.oar.importance_object, min(s.micro_batch(True), s.micro_batch(False)), s.element
-    # A chunk of the reasoning's rows: logits and coefficients; in float32 logits, softmax, its root and two products; hashes.
-    chunk = (2 * e + 28) * min(CHUNK, tokens) * _vocab(s) if importance.reasoning_rows else 0.0
+    answers = s.answer_rows * tokens * s.sequence_ranks / s.mean_length if importance.backwards else 0.0
+    rows = tokens if importance.reasoning_rows else answers
+    # A chunk of them: logits and coefficients; in float32 logits, at a temperature, softmax, its root, signs; bits of these.
+    chunk = (2 * e + 24) * min(CHUNK, rows) * _vocab(s)
     if not importance.backwards:
         return _log_prob(s, tokens, chunk)
     root, passing = _gathered(s, gradients=False)
     head, layer = activations(s, trained=False)
-    rows = (e + 8) * s.answer_rows * tokens * s.sequence_ranks / s.mean_length * _vocab(s)
     logits = 0.0 if importance.noisy else forward_logits(s, tokens)  # a noisy forward follows the host's
     return _most(
-        {"activations": head * tokens, "logits": logits, "OAR": max(rows, chunk), "gathered": root + passing / 3},
+        {"activations": head * tokens, "logits": logits, "OAR": chunk, "gathered": root + passing / 3},
         {"activations": layer * tokens, "OAR": e * s.model.hidden * tokens / s.outer, "gathered": root + passing},
     )
 

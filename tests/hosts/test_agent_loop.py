@@ -96,7 +96,7 @@ def output(row=0, reward=1.0):
     prompt, response = world.encode()[row]
     return AgentLoopOutput(
         prompt_ids=prompt.tolist(), response_ids=response.tolist(), response_mask=[1] * len(response),
-        metrics=AgentLoopMetrics(), reward_score=reward,
+        metrics=AgentLoopMetrics(), reward_score=reward, extra_fields={},  # verl 0.9.0 looks into them
     )  # fmt: skip
 
 
@@ -196,6 +196,7 @@ LOST = RuntimeError("lost")
         # A base that normalises over the batch.
         ({"base_estimator": "reinforce_plus_plus_baseline"}, [(0, 1.0), (1, 1.0)], [Status.SCORED] * 2),
         ({}, [(5, 0.0), (6, 0.0), (7, 1.0)], [Status.NO_ANSWER, Status.TRUNCATED, Status.NO_REASONING]),
+        ({"max_answer_tokens": 2}, [(3, 0.0), (1, 1.0)], [Status.ANSWER_TOO_LONG, Status.SCORED]),
         pytest.param({}, [(0, 1.0), LOST, (1, 1.0)], [Status.NOT_NEEDED] * 2, id="a session failed"),
         pytest.param({}, [(0, 1.0), LOST, (1, 0.0)], [Status.SCORED] * 2, id="a session failed"),
         pytest.param({}, [[(0, 1.0), (1, 1.0)], (3, 0.0)], [Status.SCORED] * 3, id="several trajectories of a session"),

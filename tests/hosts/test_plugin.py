@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import logging
 import subprocess
 import sys
 
@@ -21,20 +20,17 @@ from tests.hosts.test_settings import config
 from tests.limits import PROCESS_S
 
 
-def test_only_the_tested_verl_is_served():
-    versions = ("0.9.1", "0.9.1+local", "0.9.2", "0.10.0", "0.9")
-    assert [version for version in versions if plugin.serves(version)] == ["0.9.1", "0.9.1+local"]
+def test_a_verl_on_the_path_that_was_never_installed_is_served(monkeypatch):
+    """verl's sources on PYTHONPATH have no metadata."""
 
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
 
-def test_another_verl_is_refused_loudly_and_left_alone(monkeypatch, caplog):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.0")
+    monkeypatch.setattr(importlib.metadata, "version", version)
     hooked = []
     monkeypatch.setattr(wrapt, "register_post_import_hook", lambda hook, name: hooked.append(name))
-    with caplog.at_level(logging.WARNING):
-        plugin.load()
-    assert "verl 0.10.0" in caplog.text
-    assert "Install" in caplog.text
-    assert hooked == []
+    plugin.load()
+    assert set(plugin.HOOKS) <= set(hooked)
 
 
 @pytest.mark.parametrize("why", ["broken wheel", "wrapt"])

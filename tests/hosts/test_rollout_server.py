@@ -1,7 +1,6 @@
 """The scoring method of verl's vLLM server: its gate, its throttle, weights that change. The engine is made up here."""
 
 import asyncio
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,13 +28,7 @@ def server(monkeypatch):
     )
     for name, value in {"max_in_flight": 2, "share_while_generating": 0.5}.items():
         monkeypatch.setattr(OarVLLMHttpServer, name, value, raising=False)
-    monkeypatch.setenv(rollout_server.RUNNER, "")  # so that it is restored in the end
-    monkeypatch.delenv(rollout_server.RUNNER)
     made = OarVLLMHttpServer()
-    assert os.environ[rollout_server.RUNNER] == "0", "the first model runner is asked for"
-    made._submission_paused = made._rejecting = False
-    made._admitting = 0
-    made._resume_event = asyncio.Event()
     made.global_steps = 3
     return made
 
@@ -54,29 +47,74 @@ def test_a_score_passes_through_unless_the_weights_changed_meanwhile(server, ste
     assert (None if result.importance is None else result.importance.tolist()) == importance
 
 
-def test_no_copy_passes_a_closed_gate_and_the_exchange_waits_for_those_that_did(server):
+def exchange_begins(server, monkeypatch):
+    """verl's own part of it, made up: what it was given, and the copies that were on their way in when it began."""
+    seen = []
+
+    async def abort_all_requests(self, **kwargs):
+        seen.append((kwargs, self._submitting))
+
+    async def resume(self):
+        seen.append("resumed")
+
+    monkeypatch.setattr(vLLMHttpServer, "abort_all_requests", abort_all_requests)
+    for name in ("resume_generation", "open_submission_gate"):  # verl 0.9.1 has both, 0.9.0 the first
+        monkeypatch.setattr(vLLMHttpServer, name, resume, raising=False)
+    return seen
+
+
+def test_no_copy_passes_a_closed_gate_and_the_exchange_waits_for_those_that_did(server, monkeypatch):
+    seen = exchange_begins(server, monkeypatch)
+
     async def run():
         async with server._admit():
-            assert server._admitting == 1
-        assert server._admitting == 0
-        server._submission_paused = True
+            exchange = asyncio.ensure_future(server.abort_all_requests())
+            await asyncio.sleep(0.05)
+            assert seen == []
+        await exchange
+        assert seen == [({}, 0)]
         with pytest.raises(Refused):
             await tagged_request(None, [1], OutcomeSpec("key", "copy", "last", 1), "salt", admit=server._admit)
-        assert server._admitting == 0
+        assert server._submitting == 0
 
     asyncio.run(run())
 
 
-def test_waiting_for_the_gate_ends_when_it_opens(server):
+def test_a_copy_that_never_arrives_holds_up_no_exchange(server, monkeypatch):
+    seen = exchange_begins(server, monkeypatch)
+    monkeypatch.setattr(rollout_server, "SUBMISSION_S", 0.05)
+
+    async def run():
+        async with server._admit():
+            await server.abort_all_requests()
+        assert seen == [({}, 1)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ends", ["resume_generation", "open_submission_gate"])
+def test_waiting_for_the_gate_ends_when_it_opens(server, monkeypatch, ends):
+    exchange_begins(server, monkeypatch)
+
     async def run():
         await server.oar_wait_open()
-        server._submission_paused = True
+        await server.abort_all_requests()
         waiting = asyncio.ensure_future(server.oar_wait_open())
         await asyncio.sleep(0)
         assert not waiting.done()
-        server._submission_paused = False
-        server._resume_event.set()
+        await getattr(server, ends)()
         await waiting
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_a_server_that_leaves(server, monkeypatch):
+    seen = exchange_begins(server, monkeypatch)
+
+    async def run():
+        await server.abort_all_requests(reject_request=True)
+        await server.oar_wait_open()
+        assert seen == [({"reject_request": True}, 0)]
 
     asyncio.run(run())
 
@@ -92,12 +130,6 @@ def test_generation_is_what_the_throttle_looks_at(server, monkeypatch):
     assert asyncio.run(server.generate([1])) == "text"
     assert seen == [1]
     assert server._throttle._generating == 0
-
-
-def test_a_user_who_asks_for_the_second_runner_is_told(monkeypatch):
-    monkeypatch.setenv(rollout_server.RUNNER, "1")
-    with pytest.raises(RuntimeError, match=r"VLLM_USE_V2_MODEL_RUNNER=1.*backend=actor"):
-        OarVLLMHttpServer()
 
 
 def test_the_policys_servers_score_and_no_other(monkeypatch):

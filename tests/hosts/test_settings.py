@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from itertools import product
 
 import pytest
 from omegaconf import OmegaConf
@@ -14,12 +13,12 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl.hydra_conf import mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
+from oar_plugin.hosts.vllm import versions
 from tests.limits import PROCESS_S
 
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
 COPIES = "algorithm__oar__perturbation__"
-FALLBACK = COPIES + "fallback"
 OFFLOAD = {"algorithm__oar__importance": "oar_p", COPIES + "backend": "rollout", ROLLOUT + "name": "vllm"}
 
 
@@ -90,10 +89,13 @@ def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
     assert_refused(OFFLOAD | changes, parts)
 
 
-@pytest.mark.parametrize(("version", "said"), [("0.11.0", r"vLLM 0\.11\.0 is installed"), (None, "not installed")])
+@pytest.mark.parametrize(
+    ("version", "said"), [("0.11.0", r"vLLM 0\.11\.0 has not what .*: no such file;"), (None, "vLLM is not installed")]
+)
 def test_another_vllm_is_refused_and_the_local_backend_is_named(monkeypatch, version, said):
     monkeypatch.setattr(offload, "installed", lambda: version)
-    with pytest.raises(OarConfigError, match=rf"backend=rollout: .*{said}.*0\.28.*backend=actor"):
+    monkeypatch.setattr(versions, "missing", lambda package: ["no such file"])
+    with pytest.raises(OarConfigError, match=rf"backend=rollout: {said}.*backend=actor"):
         resolve(config(**OFFLOAD))
     assert resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).copies is not None
 
@@ -101,21 +103,6 @@ def test_another_vllm_is_refused_and_the_local_backend_is_named(monkeypatch, ver
 def test_without_the_offload_its_conditions_are_not_looked_at():
     sglang = OFFLOAD | {ROLLOUT + "name": "sglang", "algorithm__oar__importance": "fisher"}
     assert not resolve(config(**sglang)).offloads
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-@pytest.mark.parametrize("least", [0, 1_000_000])
-@pytest.mark.parametrize(
-    ("key", "importance"),
-    [*product(("algorithm__oar__importance", FALLBACK), ("fisher", "onward", "entropy")), (FALLBACK, "none")],
-)
-def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, least, key, importance):
-    changes = (OFFLOAD if key == FALLBACK else {}) | {key: importance}
-    changes |= {ACTOR + "strategy": strategy, ACTOR + "fsdp_config__wrap_policy__min_num_params": least}
-    if strategy == "fsdp" and least and importance in ("onward", "entropy"):
-        assert_refused(changes, ["min_num_params=1000000", f"the actor computing {importance}", "allowed: 0"])
-    else:
-        assert resolve(config(**changes)).actor_importance == importance
 
 
 @pytest.mark.parametrize(
@@ -126,6 +113,7 @@ def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, least, 
         ({MEGATRON + "use_megatron_fsdp": True}, ["use_megatron_fsdp=True", "allowed: False"]),
         ({MEGATRON + "override_transformer_config__fp8": "e4m3"}, ["fp8=e4m3", "allowed: None"]),
         ({MEGATRON + "qat__enable": True}, ["qat.enable=True", "allowed: False"]),
+        ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
         ({"actor_rollout_ref__model__mtp__enable": True}, ["mtp.enable=True", "allowed: False"]),
         ({"actor_rollout_ref__model__lora__rank": 8}, ["lora.rank=8", "allowed: 0"]),
         ({"algorithm__oar": {"importance": "oar_p"}}, ["importance=oar_p", "perturbation.backend=rollout"]),
@@ -135,6 +123,37 @@ def test_chunks_of_rows_need_a_projection_that_gathers_nothing(strategy, least, 
 def test_what_megatron_does_not_serve_is_refused_there_and_only_there(changes, parts):
     assert_refused({ACTOR + "strategy": "megatron"} | changes, parts)
     assert resolve(config(**changes))
+
+
+VIRTUAL = {
+    ACTOR + "strategy": "megatron",
+    MEGATRON + "pipeline_model_parallel_size": 2,
+    MEGATRON + "virtual_pipeline_model_parallel_size": 2,
+    MEGATRON + "tensor_model_parallel_size": 2,
+    "trainer__nnodes": 2,
+    "trainer__n_gpus_per_node": 8,
+    ACTOR + "ppo_mini_batch_size": 12,
+    ROLLOUT + "n": 2,
+}
+GROUP = MEGATRON + "override_transformer_config__microbatch_group_size_per_vp_stage"
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, None),  # 24 rows on 4 ranks, in groups of 2
+        ({ACTOR + "ppo_mini_batch_size": 6}, ["ppo_mini_batch_size=6", "n=2", "4 data-parallel", "multiple of 4"]),
+        ({ACTOR + "ppo_mini_batch_size": 6, MEGATRON + "virtual_pipeline_model_parallel_size": None}, None),
+        ({GROUP: 4}, ["multiple of 4 rows", "ppo_mini_batch_size a multiple of 8"]),
+        ({GROUP: 3}, None),
+        ({MEGATRON + "context_parallel_size": 2, GROUP: 4}, None),
+    ],
+)
+def test_a_virtual_pipeline_gets_rows_for_whole_groups_of_micro_batches(changes, parts):
+    if parts is None:
+        assert resolve(config(**VIRTUAL | changes))
+    else:
+        assert_refused(VIRTUAL | changes, parts)
 
 
 def test_the_command_line_decides_whether_hydra_sees_our_keys():

@@ -1,6 +1,8 @@
 """What the trainer does to a batch, with verl's own advantage functions and an in-memory stand-in for TransferQueue."""
 
 import importlib
+import json
+import socket
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
+from transfer_queue import KVBatchMeta
 
 pytest.importorskip("verl")
 
@@ -21,16 +24,20 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
+from oar_plugin.hosts.verl.dump import ResponseDump
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
 from tests.hosts.engine.world import nested
 
+PROMPT = 3  # tokens
 BASE = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
 
 
-class Batch(SimpleNamespace):
-    def __len__(self):
-        return len(self.keys)
+def picked(field, rows):
+    if isinstance(field, NonTensorStack):
+        return NonTensorStack(*(field.tolist()[row] for row in rows))
+    parts = field.unbind()
+    return nested([parts[row] for row in rows]) if field.is_nested else torch.stack([parts[row] for row in rows])
 
 
 class World:
@@ -45,29 +52,41 @@ class World:
             "uid": NonTensorStack(*self.uids),
             "response_mask": nested([torch.ones(length, dtype=torch.long) for length in self.lengths]),
             "rm_scores": self.rm_scores(),
+            NEEDED: nested([torch.tensor([1]) for _ in self.lengths]),
+            "prompts": nested([torch.arange(PROMPT) for _ in self.lengths]),
+            "responses": nested([torch.arange(length) for length in self.lengths]),
         }
-        keys = [f"{uid}_{i}_0" for i, uid in enumerate(self.uids)]
-        self.batch = Batch(keys=keys, partition_id="train", extra_info={}, tags=[{} for _ in keys])
+        self.keys = [f"{uid}_{i}_0" for i, uid in enumerate(self.uids)]  # of the rows of `fields`
+        tags = [{"seq_len": PROMPT + length} for length in self.lengths]
+        self.batch = KVBatchMeta(keys=[*self.keys], partition_id="train", extra_info={}, tags=tags)
         algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
         self.trainer = object.__new__(ours.TRAINERS[mode])
         self.trainer.config = OmegaConf.create(
             {
                 "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},
-                "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 0.6}},
+                "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 0.6}, "actor": {"ppo_mini_batch_size": 1}},
                 "data": {"max_response_length": 16},
+                "trainer": {"critic_warmup": 0},
             }
         )
         self.trainer.oar = OarConfig.parse(oar)
         self.trainer.timing_raw = {}
         self.trainer.global_steps = 1
         self.trainer._dump = None
+        self.trainer.use_critic = False
+        self.trainer.tokenizer = SimpleNamespace(eos_token_id=0, decode=str)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
-        return TensorDict({name: self.fields[name] for name in select_fields if name in self.fields}, len(keys))
+        rows = [self.keys.index(key) for key in keys]
+        return TensorDict(
+            {name: picked(self.fields[name], rows) for name in select_fields if name in self.fields}, len(rows)
+        )
 
     def kv_batch_put(self, keys, partition_id, fields):
-        self.fields.update({name: fields[name] for name in fields.keys()})  # noqa: SIM118 - a TensorDict
+        assert sorted(keys) == sorted(self.keys)
+        rows = [keys.index(key) for key in self.keys]
+        self.fields.update({name: picked(fields[name], rows) for name in fields.keys()})  # noqa: SIM118 - a TensorDict
         return self.batch
 
     def rm_scores(self):
@@ -96,6 +115,7 @@ class World:
         self.fields[OFFLOAD] = torch.stack([OffloadRecord(int(s), 1, **done).to_row() for s in statuses])
 
     def log_probs(self):
+        self.batch = self.trainer._balance_batch(self.batch, self.metrics)
         self.trainer._compute_old_log_prob(self.batch, self.metrics)
 
     def credited(self):
@@ -152,19 +172,23 @@ def test_without_std_normalisation(world):
     torch.testing.assert_close(one.credited()[:, 0], torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
 
 
-@pytest.mark.parametrize("reason", ["no_answer", "not_scored"])
-def test_a_batch_that_fell_back_or_was_never_scored_is_exactly_the_hosts(world, reason):
+def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
     one = world()
-    if reason == "no_answer":
-        one.report_from_actor(Status.NO_ANSWER)
+    one.report_from_actor(Status.NO_ANSWER)
     assert torch.equal(one.credited(), one.host_advantage())
-    assert one.metrics[f"oar/fallback/{reason}"] == 1.0
+    assert one.metrics["oar/fallback/no_answer"] == 1.0
+
+
+def test_an_actor_that_returns_no_importance_stops_the_run(world):
+    """Its workers have no plugin: plain GRPO for ever under the name of OAR."""
+    with pytest.raises(RuntimeError, match=r"step 1: .* returned none"):
+        world().credited()
 
 
 def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
     """verl does this for the estimator *named* grpo only; a name of our own must not lose it."""
     one = world(rewards=[1.0, 1.0, 0.0, 0.0], lengths=[5, 6, 4, 5], uids=["a"] * 4)
-    one.batch.keys = ["a_0_0", "a_0_1", "a_1_0", "a_2_0"]
+    one.keys = one.batch.keys = ["a_0_0", "a_0_1", "a_1_0", "a_2_0"]
     one.report_from_actor(Status.NO_ANSWER)
     got = one.credited()[:, 0]
     want = world(rewards=[1.0, 0.0, 0.0], lengths=[6, 4, 5], uids=["a"] * 3).host_advantage()[:, 0]
@@ -196,6 +220,120 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
         assert request["importance_only"] is bypass
         assert (request["temperature"], request["seed"]) == (0.6, step_seed(3, step))
         assert len(seen) == (2 if bypass else 1)
+
+
+# ---- rows dealt out to ranks
+
+
+def upsampled(one):
+    """As verl fills up a batch: with a row without a response of its own."""
+
+    def upsample(batch, multiple, eos):
+        assert (len(batch) + 1) % multiple == 0
+        one.keys.append("pad_0_0")
+        extra = {"uid": ["pad"], "response_mask": torch.zeros(1, dtype=torch.long), "rm_scores": torch.zeros(1)}
+        for name, row in extra.items():
+            rows = one.fields[name].tolist() + row if name == "uid" else [*one.fields[name].unbind(), row]
+            one.fields[name] = NonTensorStack(*rows) if name == "uid" else nested(rows)
+        tags = [*batch.tags, {"seq_len": 128, "is_padding": True}]
+        return KVBatchMeta(keys=[*batch.keys, "pad_0_0"], partition_id="train", extra_info={}, tags=tags)
+
+    return upsample
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world, monkeypatch, padded):
+    """verl's own dealing, by tokens, gives one of the two ranks all four of them."""
+    lengths = [40, 37, 30, 31, 20, 21, 10, 11]
+    rewards, uids = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [*"abacdbdc"]  # a and d have a signal
+    if padded:
+        lengths, rewards, uids = lengths[:7], rewards[:7], uids[:7]
+    one = world(lengths=lengths, rewards=rewards, uids=uids)
+    one.trainer.config.actor_rollout_ref.rollout.n = 2
+    one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 0, 1, 1]
+    if padded:
+        monkeypatch.setattr(BASE, "upsample_batch_to_divisible_size", upsampled(one))
+    batch = one.trainer._balance_batch(one.batch, one.metrics)
+    marked = dict(zip(one.keys, one.needed(), strict=True))
+    assert one.needed() == [1, 0, 1, 0, 1, 0, 1, 0]
+    places = [one.keys.index(key) for key in batch.keys]
+    assert sorted(places) == list(range(8))
+    for rank in (places[:4], places[4:]):
+        assert rank == sorted(rank)
+        assert sum(marked[one.keys[place]] for place in rank) == 2
+    tokens = [tag["seq_len"] for tag in batch.tags]
+    assert one.metrics["global_seqlen/balanced_max"] == max(sum(tokens[:4]), sum(tokens[4:]))
+    assert one.trainer.timing_raw["oar"] > 0
+
+
+@pytest.mark.parametrize("rewards", [[1.0] * 6, [1.0, 0.0] * 3])
+def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, monkeypatch, rewards):
+    one, verls = (
+        world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]),
+        [],
+    )  # there are two ways, and verl takes the other one
+    one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 1]
+    balance = BASE.PPOTrainer._balance_batch
+
+    def kept(*args, **kwargs):
+        batch = balance(*args, **kwargs)
+        verls.extend(batch.keys)
+        return batch
+
+    monkeypatch.setattr(BASE.PPOTrainer, "_balance_batch", kept)
+    assert one.trainer._balance_batch(one.batch, {}).keys == verls != one.keys
+
+
+# ---- around the steps
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(world, monkeypatch, mode):
+    one, calls = world(mode), []
+    trainer = one.trainer
+    trainer.config.actor_rollout_ref.actor.strategy = "fsdp2"
+    trainer.actor_rollout_wg.workers = ["w0", "w1"]
+
+    def manager(*servers):
+        return SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[server]) for server in servers])
+
+    trainer.llm_server_manager = manager("hybrid 0", "hybrid 1")
+    servers = ["hybrid 0", "hybrid 1"]
+    if mode == "separate_async":
+        trainer.standalone_server_manager = manager("alone")
+        servers.append("alone")
+    monkeypatch.setattr(ours, "check_nodes", lambda *asked: calls.append(asked))
+    monkeypatch.setattr(type(trainer).host, "on_init_end", lambda self: calls.append("verl"))
+    trainer.on_init_end()
+    assert calls == [(["w0", "w1"], servers, "fsdp"), "verl"]
+
+
+def test_responses_are_dumped_once_though_the_step_is_run_again(world, tmp_path):
+    lines = []
+    for _ in range(2):
+        one = world()
+        one.trainer._dump = ResponseDump(tmp_path, 2)
+        one.report_from_actor()
+        one.credited()
+        lines.append((tmp_path / "step_000001.jsonl").read_text())
+    assert lines[0] == lines[1]
+    first, second = map(json.loads, lines[0].splitlines())
+    assert (first["uid"], second["uid"]) == ("a_0_0", "a_1_0")
+    assert (first["prompt_ids"], first["token_ids"], first["reward"]) == ([0, 1, 2], [0, 1, 2, 3, 4], 1.0)
+    assert sum(first["weights"]) == pytest.approx(5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("dump_dir", "where"), [("dumps", "checkpoints/dumps"), ("{root}/own", "own")])
+def test_dumps_go_beside_the_checkpoints_unless_told_otherwise_and_the_log_says_where(
+    world, tmp_path, capsys, dump_dir, where
+):
+    """Ray runs the trainer on any node, in a folder of its own."""
+    one = world(dump_dir=dump_dir.format(root=tmp_path))
+    one.trainer.config.trainer.default_local_dir = f"{tmp_path}/checkpoints"
+    assert one.trainer._make_dump().folder == tmp_path / where
+    said = capsys.readouterr().out
+    assert str(tmp_path / where) in said
+    assert socket.gethostname() in said
 
 
 # ---- importance from the rollout engines

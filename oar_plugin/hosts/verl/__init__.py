@@ -1,4 +1,4 @@
-"""OAR in verl 0.9.1: `plugin` is the entry point, `trainer` and `fsdp` the subclasses that it registers."""
+"""OAR in verl: `plugin` is the entry point, `trainer`, `fsdp` and `megatron` the subclasses that it registers.
 
-SERVED = "0.9.1"
-"""The version of verl that the subclasses were written against."""
+`capabilities` lists what they touch of verl.
+"""

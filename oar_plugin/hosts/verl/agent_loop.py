@@ -23,6 +23,7 @@ from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.perturbation import units
+from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.segments import end_of_sequence_tokens
 from oar_plugin.hosts.verl.settings import resolve
@@ -183,9 +184,10 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if not await session.group.matters():
                 record = replace(record, status=Status.NOT_NEEDED)
             elif not output.multi_modal_data:
-                mask, longest = np.array(output.response_mask, dtype=bool), self.config.data.max_response_length
+                mask = np.array(output.response_mask, dtype=bool)
+                longest = self.config.data.max_response_length, self._oar.max_answer_tokens
                 segments, status = segment_response(
-                    output.response_ids, mask, self._finder, self._token_bytes, self._eos_ids, longest
+                    output.response_ids, mask, self._finder, self._token_bytes, self._eos_ids, *longest
                 )
                 record = replace(record, status=status)
                 if status == Status.SCORED:
@@ -255,7 +257,10 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
         server_id, call = None, None
         try:
-            server_id, server = await self.llm_client._acquire_server(request_id, prompt_ids=task.token_ids)
+            acquire = (
+                self.llm_client._acquire_server
+            )  # with what the server is chosen by, where verl's router asks for it
+            server_id, server = await acquire(request_id, **accepted(acquire, prompt_ids=task.token_ids))
             if after_exchange:
                 await server.oar_wait_open.remote()
             call = server.oar_score.remote(task, self._oar.perturbation.timeout_s)
@@ -269,7 +274,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             return ScoringResult(fault="failed")
         finally:
             if server_id is not None:
-                self.llm_client._release_server(server_id, request_id=request_id)
+                release = self.llm_client._release_server
+                release(server_id, **accepted(release, request_id=request_id))
 
 
 class OarAgentLoopManager(AgentLoopManagerTQ):

@@ -1,6 +1,8 @@
 """A few responses of every step with their weights, for people to look at (`oar inspect`)."""
 
 import json
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +10,31 @@ from torch import Tensor
 
 
 class ResponseDump:
-    """Appends JSON lines to `<folder>/step_<step>.jsonl`, of so many responses a step."""
+    """Writes `<folder>/step_<step>.jsonl`, a line each for so many responses of a step.
 
-    def __init__(self, folder: str, per_step: int) -> None:
-        self.folder = Path(folder)
+    A step that is run again, after a resume, replaces its file. A file is there as a whole or not at all.
+    """
+
+    def __init__(self, folder: Path, per_step: int) -> None:
+        self.folder = folder.absolute()
         self.per_step = per_step
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._step: int | None = None
+        self._lines: list[str] = []
 
-    def choose(self, scored_B: Tensor, needed_B: Tensor) -> list[int]:
-        """Rows to write: scored ones first, then those that fell back."""
+    def choose(self, step: int, scored_B: Tensor, needed_B: Tensor) -> list[int]:
+        """Rows to write: scored ones first, then those that fell back; of a step's second batch what the first one left."""
+        if step != self._step:
+            self._step, self._lines = step, []
         order = scored_B.nonzero()[:, 0].tolist() + (needed_B & ~scored_B).nonzero()[:, 0].tolist()
-        return order[: self.per_step]
+        return order[: self.per_step - len(self._lines)]
 
-    def write(self, step: int, **row: Any) -> None:
-        """Write one response; tensors become lists."""
-        plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in row.items()}
-        with (self.folder / f"step_{step:06d}.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **plain}) + "\n")
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write responses of the step that `choose` was asked for; tensors become lists."""
+        for row in rows:
+            plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in row.items()}
+            self._lines.append(json.dumps({"step": self._step, **plain}) + "\n")
+        file = self.folder / f"step_{self._step:06d}.jsonl"
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text("".join(self._lines))
+        os.replace(unfinished, file)

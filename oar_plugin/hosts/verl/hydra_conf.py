@@ -9,6 +9,8 @@ composes exactly what it would without the plugin.
 import argparse
 import atexit
 import importlib.util
+import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -25,7 +27,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfigError
-from oar_plugin.hosts.verl.settings import resolve, switched_on
+from oar_plugin.hosts.verl.capabilities import version_note
+from oar_plugin.hosts.verl.settings import resolve_here, switched_on
+
+logger = logging.getLogger("oar_plugin")
 
 PRIMARY = "ppo_trainer"  # verl's one trainer config; model_engine=dp|megatron selects the rest
 _PROVIDER = "oar_plugin"
@@ -75,9 +80,23 @@ class CheckAtStart(Callback):
         if not switched_on(config):
             return
         try:
-            resolve(config)
+            with _unchanged_environment():
+                resolve_here(config)
         except OarConfigError as error:
             sys.exit(f"oar: this configuration cannot work\n{error}")
+        if note := version_note():
+            logger.warning("%s", note)
+
+
+@contextmanager
+def _unchanged_environment() -> Iterator[None]:
+    """Importing vLLM sets variables (compile threads, for one), which the workers of a Ray started here would inherit."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def register() -> None:

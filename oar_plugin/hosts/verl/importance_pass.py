@@ -19,6 +19,7 @@ from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.engine_copies import engine_copies
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens, segment_batch, sequence_segments
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
@@ -92,8 +93,11 @@ class ImportancePass:
         outputs = []
         if num_ahead:
             outputs.append(self._score(tu.index_select_tensor_dict(data, order[:num_ahead]), request))
-        if num_ahead < len(order) and not request.importance_only:
-            outputs.append(self._infer_plainly(tu.index_select_tensor_dict(data, order[num_ahead:])))
+        if not request.importance_only:
+            outputs += [
+                self._infer_plainly(tu.index_select_tensor_dict(data, rows))
+                for rows in self._plain_parts(data, order[num_ahead:])
+            ]
 
         result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
         inverse = torch.argsort(order)
@@ -124,33 +128,49 @@ class ImportancePass:
         """An order of the rows with those to score in front, and how many rows take the scoring pass.
 
         Every data-parallel rank must run the same number of micro-batches, so the ranks agree on the largest number of
-        rows; a rank with fewer fills up with rows it does not score.
+        rows; a rank with fewer fills up with rows it does not score, the shortest. So does one with dynamic batches: verl makes
+        more micro-batches until every rank's fit, and stops the run where a rank has fewer rows than that.
         """
         scored_B = status_B == Status.SCORED
-        order = torch.cat([scored_B.nonzero()[:, 0], (~scored_B).nonzero()[:, 0]])
-        total, ahead = len(status_B), self.largest_count(int(scored_B.sum()))
-        step = self._micro_batches_divided_by()
-        if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
-            step *= self._scoring_micro_batch_size(data, total)
-        return order, min(total, math.ceil(ahead / step) * step)
+        ahead, divisor = self.largest_count(int(scored_B.sum())), self._micro_batches_divided_by()
+        if self._is_dynamic(data):
+            ahead = math.ceil(ahead / divisor) * divisor
+        else:  # as few micro-batches as full ones would be, of equal size
+            micro_batches = math.ceil(ahead / (divisor * self._most_scored_at_once(data))) * divisor
+            ahead = math.ceil(ahead / max(1, micro_batches)) * micro_batches
+        ahead = min(len(scored_B), ahead)
+        return scored_first(scored_B, data["input_ids"].offsets().diff().cpu(), ahead), ahead
 
-    def _scoring_micro_batch_size(self, data: TensorDict, total: int) -> int:
-        """Rows a micro-batch when batches are not dynamic: never more than the actor update takes at once."""
-        sizes = [data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu]
-        return math.gcd(min(size for size in sizes if size), total // self._micro_batches_divided_by())
+    def _is_dynamic(self, data: TensorDict) -> bool:
+        """Whether micro-batches are made by their tokens, not by their rows."""
+        return bool(tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True))
+
+    def _most_scored_at_once(self, data: TensorDict) -> int:
+        """Rows a micro-batch when batches are not dynamic: no more than the actor update takes at once."""
+        return min(
+            size for size in (data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu) if size
+        )
 
     def _limit_micro_batches(self, data: TensorDict) -> None:
         """Give the scoring pass the micro-batches of the actor update: its activations are kept for the backward too."""
-        if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        if self._is_dynamic(data):
             budgets = [data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu]
             tu.assign_non_tensor(data, max_token_len_per_gpu=min(b for b in budgets if b))
         else:
-            tu.assign_non_tensor(data, micro_batch_size_per_gpu=self._scoring_micro_batch_size(data, len(data)))
+            rows, most = len(data) // self._micro_batches_divided_by(), self._most_scored_at_once(data)
+            tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(rows, most))
+
+    def _plain_parts(self, data: TensorDict, rows: Tensor) -> list[Tensor]:
+        """Rows that are not scored, in parts that verl can split: where micro-batches have a size, full ones and the rest."""
+        whole = len(rows)
+        if not self._is_dynamic(data):
+            whole -= whole % (data["micro_batch_size_per_gpu"] * self._micro_batches_divided_by())
+        return [part for part in (rows[:whole], rows[whole:]) if len(part)]
 
     def _infer_plainly(self, data: TensorDict) -> Any:
-        if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        if not self._is_dynamic(data):
             rows = len(data) // self._micro_batches_divided_by()
-            tu.assign_non_tensor(data, micro_batch_size_per_gpu=math.gcd(data["micro_batch_size_per_gpu"], rows))
+            tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(rows, data["micro_batch_size_per_gpu"]))
         return super().infer_batch(data, None)  # type: ignore[misc]
 
     def _gradient_importance(
@@ -191,6 +211,11 @@ def score_fields(request: Request, packed: Packed, scores: Scores, seconds: floa
         IMPORTANCE: torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets),
         SECONDS: nested([torch.tensor([seconds / rows])] * rows),
     }
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of a number, not above another one."""
+    return next((size for size in range(min(number, most), 1, -1) if number % size == 0), 1)
 
 
 def hold_back_non_finite(importance: list[Tensor], status_B: Tensor) -> None:

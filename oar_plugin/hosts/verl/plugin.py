@@ -6,11 +6,14 @@ process of a cluster):
 * the FSDP and Megatron engines, replaced by subclasses that act only on a batch that carries a request;
 * an estimator named `oar`, which explains itself where no trainer of ours is at work.
 
+Where verl lacks something that a feature touches (`capabilities`), its own class stays in place, and quietly so: these hooks
+run in every process of every run, with OAR or without. A run with OAR is told by its driver (`settings.resolve_here`, and
+`oar` below).
+
 verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr; so that it gets
 there, it imports nothing but the standard library at its top.
 """
 
-import importlib.metadata
 import logging
 import sys
 import traceback
@@ -18,14 +21,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from oar_plugin.hosts.verl import SERVED
+from oar_plugin.hosts.verl import capabilities
 
 logger = logging.getLogger("oar_plugin")
-
-
-def serves(version: str) -> bool:
-    """Whether this verl is the one that the subclasses were written against."""
-    return version.split("+")[0] == SERVED
 
 
 class _WhereRootIsSilent(logging.StreamHandler[Any]):
@@ -46,12 +44,29 @@ def _be_heard() -> None:
         logger.addHandler(_WhereRootIsSilent())
 
 
+def _fits(feature: str) -> bool:
+    faults = capabilities.missing(feature)
+    if faults:
+        logger.info("oar_plugin leaves verl's own %s in place: %s", feature, "; ".join(faults))
+    return not faults
+
+
 def _register_trainers(module: ModuleType) -> None:
     # Importing it registers them: whoever imports it first, a test say, triggers this hook half-way through.
-    import oar_plugin.hosts.verl.trainer  # noqa: F401
+    if any([_fits(mode) for mode in capabilities.TRAINERS]):
+        import oar_plugin.hosts.verl.trainer  # noqa: F401
+
+
+def _register_fsdp(module: ModuleType) -> None:
+    if _fits("fsdp"):
+        from oar_plugin.hosts.verl import fsdp
+
+        fsdp.register(module)
 
 
 def _register_megatron(module: ModuleType) -> None:
+    if not _fits("megatron"):
+        return
     try:
         from oar_plugin.hosts.verl import megatron
     except ImportError as error:  # verl would take it for its own engine's, and leave out Megatron altogether
@@ -63,15 +78,17 @@ def _register_megatron(module: ModuleType) -> None:
 def _register_estimator(core_algos: Any) -> None:
     @core_algos.register_adv_est("oar")
     def oar(**kwargs: Any) -> None:
+        faults = [fault for mode in capabilities.TRAINERS for fault in capabilities.missing(mode)]
         raise RuntimeError(
             "algorithm.adv_estimator=oar was reached outside of OAR's trainers; it needs trainer.use_v1=True and "
-            "trainer.v1.trainer_mode in sync, colocate_async, separate_async"
+            f"trainer.v1.trainer_mode in {', '.join(capabilities.TRAINERS)}"
+            + "".join(f"\nthis verl: {fault}" for fault in dict.fromkeys(faults))
         )
 
 
-HOOKS: dict[str, str | Callable[[Any], None]] = {
+HOOKS: dict[str, Callable[[Any], None]] = {
     "verl.trainer.ppo.v1": _register_trainers,
-    "verl.workers.engine.fsdp.transformer_impl": "oar_plugin.hosts.verl.fsdp:register",
+    "verl.workers.engine.fsdp.transformer_impl": _register_fsdp,
     "verl.workers.engine.megatron.transformer_impl": _register_megatron,
     "verl.trainer.ppo.core_algos": _register_estimator,
 }
@@ -80,13 +97,6 @@ HOOKS: dict[str, str | Callable[[Any], None]] = {
 def load() -> None:
     """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
     _be_heard()
-    version = importlib.metadata.version("verl")
-    if not serves(version):
-        logger.warning(
-            f"oar_plugin serves verl {SERVED}, this is verl {version}: algorithm.adv_estimator=oar is not available. "
-            f"Install verl=={SERVED}, or a newer oar_plugin."
-        )
-        return
     try:
         import wrapt
 

@@ -4,7 +4,8 @@ The replica is registered in the driver of a run that offloads, under verl's own
 and starts verl's own server class for reward and teacher models.
 """
 
-import os
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +19,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+SUBMISSION_S = (
+    60.0  # that an exchange of weights waits for copies on their way into the engine, as verl does for generation
+)
 WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
 
 
@@ -33,16 +36,13 @@ class OarVLLMHttpServer(vLLMHttpServer):
     share_while_generating: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # vLLM's V2 runner hands out prompt rows differently, and needs a GPU to be tested; the first one is asked for.
-        if os.environ.get(RUNNER, "0") not in ("0", "false", "False"):
-            raise RuntimeError(
-                f"{RUNNER}={os.environ[RUNNER]}: algorithm.oar.perturbation.backend=rollout needs vLLM's first model "
-                "runner; allowed: 0, or backend=actor"
-            )
-        os.environ[RUNNER] = "0"
         super().__init__(*args, **kwargs)
         self._throttle = Throttle(self.max_in_flight, self.share_while_generating, self.config.max_num_seqs)
         self._scorer: ResponseScorer | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+        self._leaving = False
+        self._submitting = 0
 
     def _get_worker_extension_cls(self) -> str:
         return WORKER_EXTENSION
@@ -65,23 +65,46 @@ class OarVLLMHttpServer(vLLMHttpServer):
         return result
 
     async def oar_wait_open(self) -> None:
-        """Return when requests are admitted again after an exchange of weights, however long that takes."""
-        while self._submission_paused and not self._rejecting:
-            await self._resume_event.wait()
+        """Return when copies are admitted again after an exchange of weights, however long that takes.
+
+        At once where this server leaves verl's rotation, and nobody knows when it comes back.
+        """
+        if not self._leaving:
+            await self._open.wait()
+
+    # ---- a gate for copies: verl has one for generation, of its own devising in each version
+
+    async def abort_all_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's own, with which an exchange of weights begins: it finds all copies in the engine, and none may follow."""
+        self._open.clear()
+        self._leaving = kwargs.get("reject_request", False)
+        deadline = time.monotonic() + SUBMISSION_S
+        while self._submitting and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return await super().abort_all_requests(*args, **kwargs)
+
+    async def resume_generation(self) -> None:
+        """verl's own, with which an exchange of weights ends."""
+        await super().resume_generation()
+        self._open.set()
+
+    async def open_submission_gate(self) -> None:
+        """verl's own, with which an exchange of weights ends where verl has a gate."""
+        await super().open_submission_gate()
+        self._open.set()
 
     @asynccontextmanager
     async def _admit(self) -> AsyncIterator[None]:
-        """verl's gate: the exchange of weights waits for requests already past it, and none may follow.
-
-        Generation parks at a closed gate. A copy does not: it would be scored with other weights than its siblings.
+        """Around handing a copy to the engine. At a closed gate generation waits; a copy does not: it would be scored with
+        other weights than its siblings.
         """
-        if self._submission_paused:
+        if not self._open.is_set():
             raise Closed("weights are being exchanged")
-        self._admitting += 1
+        self._submitting += 1
         try:
             yield
         finally:
-            self._admitting -= 1
+            self._submitting -= 1
 
     async def _lora_request(self) -> Any:
         """The adapter that generation uses, when there is one."""

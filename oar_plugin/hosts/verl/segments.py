@@ -34,9 +34,8 @@ def segment_batch(
         found, state = np.full(len(response), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
         if bool(needed.any()):
             own = mask.cpu().numpy().astype(bool)
-            found, state = segment_response(
-                response.tolist(), own, finder, token_bytes, eos_ids, request.max_response_length
-            )
+            longest = request.max_response_length, request.max_answer_tokens
+            found, state = segment_response(response.tolist(), own, finder, token_bytes, eos_ids, *longest)
         segments.append(torch.from_numpy(found))
         status.append(int(state))
     return segments, torch.tensor(status)

@@ -1,17 +1,18 @@
 """Is OAR switched on in this verl configuration, and can it work? Decided once, at the start of a run."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.importance import importance_of, of_engines, without_copies
+from oar_plugin.credit.importance import of_engines, without_copies
+from oar_plugin.hosts.verl import capabilities
 
 ESTIMATOR = "oar"
-TRAINER_MODES = ("sync", "colocate_async", "separate_async")
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
-MEGATRON_TESTED = "0.16."  # versions of megatron-core that begin like this
+TRAINER_MODES = tuple(capabilities.TRAINERS)
+STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}  # and what of `capabilities` each needs
 
 # What the Megatron engine does not serve: key, the values that are allowed, and why the others are not.
 MEGATRON_ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -34,6 +35,11 @@ MEGATRON_ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "actor_rollout_ref.actor.megatron.override_transformer_config.fp8",
         (None, False),
         "a backward in fp8 moves its scaling history, which belongs to training",
+    ),
+    (
+        "actor_rollout_ref.actor.megatron.dtype",
+        ("bfloat16", "float32", None),
+        "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know",
     ),
     ("actor_rollout_ref.actor.megatron.qat.enable", (False, None), "quantised layers were not tested"),
     (
@@ -70,6 +76,36 @@ def resolve(config: DictConfig) -> OarConfig:
     return oar
 
 
+def resolve_here(config: DictConfig) -> OarConfig:
+    """`resolve`, and check that the verl of this process has what the configuration asks for. For drivers: it imports a lot.
+
+    OarConfigError: also names what was expected of verl, and what was found.
+    """
+    oar = resolve(config)
+    if faults := list(_unfit(config, oar)):
+        raise OarConfigError("\n".join(faults))
+    return oar
+
+
+def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
+    mode, strategy = config.trainer.v1.trainer_mode, config.actor_rollout_ref.actor.strategy
+    # Key, its value, and what each value that it may have needs.
+    choices: list[tuple[str, str, Mapping[str, str]]] = [
+        ("trainer.v1.trainer_mode", mode, {mode: mode for mode in TRAINER_MODES}),
+        ("actor_rollout_ref.actor.strategy", strategy, STRATEGIES),
+    ]
+    if oar.offloads:
+        backends = {"rollout": "offload", "actor": STRATEGIES[strategy]}
+        choices.append(("algorithm.oar.perturbation.backend", "rollout", backends))
+    for key, value, features in choices:
+        if lacking := capabilities.missing(features[value]):
+            allowed = [other for other, feature in features.items() if not capabilities.missing(feature)]
+            yield (
+                f"{key}={value}: not served on this verl ({capabilities.host_version()}), which lacks what OAR builds on "
+                f"({'; '.join(lacking)}); allowed: {', '.join(allowed) or 'nothing on this verl'}"
+            )
+
+
 def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     def value(key: str) -> Any:
         return OmegaConf.select(config, key)
@@ -86,24 +122,10 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         yield f"actor_rollout_ref.actor.strategy={strategy}: not served by OAR; allowed: {', '.join(STRATEGIES)}"
     if strategy == "megatron":
         yield from _megatron_faults(config, oar)
-    if strategy == "fsdp":
-        yield from _fsdp1_faults(config, oar)
     if value("actor_rollout_ref.model.use_fused_kernels"):
         yield (
             "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
             "the probe reads; allowed: False"
-        )
-
-
-def _fsdp1_faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
-    least = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params")
-    if least and oar.actor_importance != "none" and importance_of(oar.actor_importance).reasoning_rows:
-        # FSDP1 gathers a module's weights each time that it is called, a collective call. The reasoning's rows are projected
-        # in chunks, and another rank may have another number of them: the ranks would wait for each other for ever.
-        yield (
-            f"actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params={least} with actor_rollout_ref.actor.strategy="
-            f"fsdp and the actor computing {oar.actor_importance}: the vocabulary projection is wrapped by itself; allowed: 0, "
-            "or actor_rollout_ref.actor.strategy=fsdp2"
         )
 
 
@@ -112,9 +134,37 @@ def _megatron_faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         value = OmegaConf.select(config, key)
         if value not in allowed:
             yield f"{key}={value}: not served by OAR under Megatron ({reason}); allowed: {allowed[0]}"
+    yield from _virtual_pipeline_faults(config)
     if oar.copies is not None and not oar.offloads:
         yield (
             f"algorithm.oar.importance={oar.importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
             f"built for its actor; allowed: {without_copies()}, or {of_engines()} with "
             "algorithm.oar.perturbation.backend=rollout"
+        )
+
+
+def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
+    """An interleaved schedule takes micro-batches in groups. verl makes as many of one pass; OAR splits the rows of a rank into
+    those with an advantage and the others, and needs rows for whole groups in both parts."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+    def number(key: str) -> int:
+        return int(OmegaConf.select(config, key) or 1)
+
+    megatron = f"{actor}.megatron"
+    stages = number(f"{megatron}.pipeline_model_parallel_size")
+    if number(f"{megatron}.virtual_pipeline_model_parallel_size") == 1:
+        return
+    group_key = f"{megatron}.override_transformer_config.microbatch_group_size_per_vp_stage"
+    group = int(OmegaConf.select(config, group_key) or stages)
+    model = stages * number(f"{megatron}.tensor_model_parallel_size") * number(f"{megatron}.context_parallel_size")
+    ranks = max(1, number("trainer.nnodes") * number("trainer.n_gpus_per_node") // model)
+    # verl fills batches up to whole mini-batches.
+    prompts, responses = number(f"{actor}.ppo_mini_batch_size"), number(f"{rollout}.n")
+    if prompts * responses % (ranks * group):
+        step = math.lcm(ranks * group, responses) // responses
+        yield (
+            f"{actor}.ppo_mini_batch_size={prompts}, times {rollout}.n={responses}, on {ranks} data-parallel ranks: under a "
+            f"virtual pipeline OAR needs a multiple of {group} rows a rank ({group_key}, by default the number of pipeline "
+            f"stages); allowed: {actor}.ppo_mini_batch_size a multiple of {step}"
         )

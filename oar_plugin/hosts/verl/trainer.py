@@ -1,13 +1,17 @@
-"""verl's v1 trainers with token credit: three thin subclasses of its own three.
+"""verl's v1 trainers with token credit: a thin subclass of each of its own three that fits.
 
-A subclass adds to a step: mark the rows that matter, send the request along with the log-prob pass, multiply the host's
-advantage with the gate's weights. Everything else is the host's. The classes replace verl's in its registry, and build
-verl's own class unless the estimator is `oar`, so that no other run goes through this file.
+At the start a subclass asks whether every node has the plugin. To a step it adds: mark the rows that matter and deal them out
+evenly, send the request along with the log-prob pass, multiply the host's advantage with the gate's weights. Everything else is
+the host's. The classes replace verl's in its registry, and build verl's own class unless the estimator is `oar`, so that no
+other run goes through this file.
 """
 
+import importlib
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,19 +21,20 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import trainer_base
-from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
-from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.utils.padding import response_to_nested
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
+from oar_plugin.hosts.verl import capabilities
+from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.dump import ResponseDump
+from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
-from oar_plugin.hosts.verl.settings import resolve, switched_on
+from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
 
 logger = logging.getLogger("oar_plugin")
@@ -53,24 +58,58 @@ class OarTrainerMixin:
         return super().__new__(cls) if switched_on(config) else cls.host(config)
 
     def __init__(self, config: DictConfig) -> None:
-        self.oar = resolve(config)
+        self.oar = resolve_here(config)
         if self.oar.offloads:
             switch_on(config, self.oar)
         super().__init__(config)  # type: ignore[call-arg]
-        self._dump = ResponseDump(self.oar.dump_dir, self.oar.dump_responses) if self.oar.dump_dir else None
+        self._dump = self._make_dump() if self.oar.dump_dir else None
         logger.info("OAR is on: %s", self.oar)
+
+    def _make_dump(self) -> ResponseDump:
+        # This process is wherever Ray put it: a relative path means the folder of the checkpoints, which every node sees.
+        folder = Path(self.config.trainer.default_local_dir, Path(str(self.oar.dump_dir)).expanduser())
+        dump = ResponseDump(folder, self.oar.dump_responses)
+        print(f"algorithm.oar.dump_dir: {dump.folder}, as node {socket.gethostname()} sees it")
+        return dump
+
+    def on_init_end(self) -> None:
+        strategy = self.config.actor_rollout_ref.actor.strategy
+        managers = (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager"))
+        replicas = [replica for manager in managers if manager is not None for replica in manager.get_replicas()]
+        servers = [server for replica in replicas for server in replica.servers]
+        check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[strategy])
+        super().on_init_end()  # type: ignore[misc]
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
         if self.oar.copies is not None:
             self._replacement = replacement_token(self.oar, self.tokenizer)
 
+    # ---- the rows that matter, dealt out evenly
+
+    def _balance_batch(self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any) -> Any:
+        """verl's own, which also fills up the batch; then its rows are dealt out anew where only some are to be scored."""
+        stood = {key: place for place, key in enumerate(batch.keys)}
+        batch = super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
+        with marked_timer("oar", self.timing_raw):
+            needed = dict(zip(batch.keys, self._mark_needed_rows(batch, metrics).tolist(), strict=True))
+            if len({*needed.values()}) == 2:
+                # A rank's mini-batches are consecutive rows. As in verl these stand as they were sampled, fillers behind them.
+                batch.reorder(sorted(range(len(batch)), key=lambda row: stood.get(batch.keys[row], len(batch))))
+                lengths = [tag["seq_len"] for tag in batch.tags]
+                partitions = balanced_partitions(lengths, [needed[key] for key in batch.keys], self._ranks())
+                batch.reorder([row for partition in partitions for row in partition])
+                metrics.update(log_seqlen_unbalance(lengths, partitions, logging_prefix))
+        return batch
+
+    def _ranks(self) -> int:
+        """Data-parallel ranks of the actor."""
+        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+
     # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        with marked_timer("oar", self.timing_raw):
-            asked_B = self._mark_needed_rows(batch, metrics)
-        if self.oar.offloads and not asked_B.any():  # the rollout engines have scored everything
+        if self.oar.offloads and not _read(batch, NEEDED)[NEEDED].values().any():  # the engines have scored everything
             return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if not self._bypasses_log_probs():
             with self._requesting(batch, importance_only=False):
@@ -157,10 +196,14 @@ class OarTrainerMixin:
             data = _read(batch, "advantages", NEEDED, *FIELDS, *of_engines)
             mask = data["advantages"]
             padded = data.to_padded_tensor()
+            asked_B = padded[NEEDED][:, 0] > 0
+            if IMPORTANCE not in padded and (asked_B.any() or not self.oar.offloads):
+                raise RuntimeError(
+                    f"step {self.global_steps}: the actor was asked for token importance and returned none. Its workers do not "
+                    "run oar_plugin's engine; `oar doctor` on their nodes says what they have"
+                )
             if self.oar.offloads:
-                padded.update(merged(padded, padded[NEEDED][:, 0] > 0, _padding_rows(batch), self.oar))
-            elif IMPORTANCE not in padded:
-                padded.update(_nothing_scored(padded["advantages"]))
+                padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
             report_B2 = padded[REPORT]
             reshaped = reshape(
                 padded["advantages"],
@@ -174,8 +217,7 @@ class OarTrainerMixin:
             if self._dump is not None:
                 self._dump_responses(batch, padded, reshaped)
         if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
-            workers = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-            self.timing_raw["oar"] += report_B2[:, 1].sum().item() / workers
+            self.timing_raw["oar"] += report_B2[:, 1].sum().item() / self._ranks()
         return batch
 
     @contextmanager
@@ -189,7 +231,8 @@ class OarTrainerMixin:
 
     def _dump_responses(self, batch: Any, padded: TensorDict, reshaped: Reshaped) -> None:
         assert self._dump is not None
-        rows = self._dump.choose(reshaped.status_B == Status.SCORED, reshaped.status_B != Status.NOT_NEEDED)
+        scored_B = reshaped.status_B == Status.SCORED
+        rows = self._dump.choose(self.global_steps, scored_B, reshaped.status_B != Status.NOT_NEEDED)
         if not rows:
             return
         text = tq.kv_batch_get(
@@ -197,24 +240,26 @@ class OarTrainerMixin:
             partition_id=batch.partition_id,
             select_fields=["prompts", "responses", "rm_scores"],
         )
-        for place, row in enumerate(rows):
+
+        def dumped(place: int, row: int) -> dict[str, Any]:
             prompt, response = (text[name].unbind()[place].tolist() for name in ("prompts", "responses"))
             length = len(response)
-            self._dump.write(
-                step=self.global_steps,
-                uid=batch.keys[row],
-                prompt=self.tokenizer.decode(prompt),
-                prompt_ids=prompt,
+            return {
+                "uid": batch.keys[row],
+                "prompt": self.tokenizer.decode(prompt),
+                "prompt_ids": prompt,
                 # Text does not bring the ids back: half a character in a token reads as a replacement character.
-                token_ids=response,
-                tokens=[self.tokenizer.decode(token) for token in response],
-                segments=padded[SEGMENTS][row, :length],
-                importance=padded[IMPORTANCE][row, :length],
-                weights=reshaped.weight_BL[row, :length],
-                advantage=padded["advantages"][row, :length],
-                reward=text["rm_scores"].unbind()[place].sum().item(),
-                status=Status(int(reshaped.status_B[row])).name.lower(),
-            )
+                "token_ids": response,
+                "tokens": [self.tokenizer.decode(token) for token in response],
+                "segments": padded[SEGMENTS][row, :length],
+                "importance": padded[IMPORTANCE][row, :length],
+                "weights": reshaped.weight_BL[row, :length],
+                "advantage": padded["advantages"][row, :length],
+                "reward": text["rm_scores"].unbind()[place].sum().item(),
+                "status": Status(int(reshaped.status_B[row])).name.lower(),
+            }
+
+        self._dump.write(dumped(place, row) for place, row in enumerate(rows))
 
 
 def _read(batch: Any, *fields: str) -> TensorDict:
@@ -231,32 +276,13 @@ def _padding_rows(batch: Any) -> torch.Tensor:
     return torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
 
 
-def _nothing_scored(advantage_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The three fields for a batch that no actor scored: every row falls back, and is counted."""
-    return {
-        IMPORTANCE: torch.zeros_like(advantage_BL),
-        SEGMENTS: torch.full_like(advantage_BL, Segment.OUTSIDE, dtype=torch.int8),
-        REPORT: torch.tensor([[float(Status.NOT_SCORED), 0.0]]).repeat(len(advantage_BL), 1),
-    }
+def _subclass(mode: str) -> type[OarTrainerMixin]:
+    module, name = capabilities.TRAINERS[mode]
+    host = getattr(importlib.import_module(module), name)
+    return type(name.replace("PPO", "Oar"), (OarTrainerMixin, host), {"host": host, "__module__": __name__})
 
 
-class OarTrainerSync(OarTrainerMixin, PPOTrainerSync):
-    host = PPOTrainerSync
-
-
-class OarTrainerColocateAsync(OarTrainerMixin, PPOTrainerColocateAsync):
-    host = PPOTrainerColocateAsync
-
-
-class OarTrainerSeparateAsync(OarTrainerMixin, PPOTrainerSeparateAsync):
-    host = PPOTrainerSeparateAsync
-
-
-TRAINERS = {
-    "sync": OarTrainerSync,
-    "colocate_async": OarTrainerColocateAsync,
-    "separate_async": OarTrainerSeparateAsync,
-}
+TRAINERS = {mode: _subclass(mode) for mode in capabilities.TRAINERS if not capabilities.missing(mode)}
 
 
 def register() -> None:

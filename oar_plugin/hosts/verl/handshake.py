@@ -1,0 +1,114 @@
+"""Does every node have the driver's plugin? Asked once, before the first step.
+
+With the plugin on some of the actor's processes only, these would make collective calls that the others do not: an abort, or a
+hang. On none of them, a run would be plain GRPO for ever. Two versions may score differently.
+
+The question travels to a process by value and imports the plugin where it arrives: a node may have none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+TIME_LIMIT_S = 300.0
+"""For all answers together. A process answers at once, but for one that is still busy with something else."""
+
+
+class NodesDifferError(RuntimeError):
+    """The nodes of a run do not have the same plugin."""
+
+
+def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str) -> None:
+    """Ask verl's actor workers and rollout servers for their plugin and compare it with this process's.
+
+    Args:
+        actors: Ray handles of the actor's worker group, with their models.
+        servers: Ray handles of the rollout servers.
+        feature: the actor's engine, one of `capabilities.FEATURES`.
+
+    NodesDifferError: names each node that has another plugin or none, or does not answer in time, and what it has.
+    """
+    question = make_question()
+    here = question(None, None)
+    asked = {handle.__ray_call__.remote(question, feature): ("actor worker", i) for i, handle in enumerate(actors)}
+    asked |= {handle.__ray_call__.remote(question, None): ("rollout server", i) for i, handle in enumerate(servers)}
+    answered = set(ray.wait(list(asked), num_returns=len(asked), timeout=TIME_LIMIT_S)[0])
+    others: dict[tuple[str, str, str], list[str]] = {}
+    for reference, (kind, number) in asked.items():
+        node, fault = _unlike(here, reference, reference in answered)
+        if fault:
+            others.setdefault((node, kind, fault), []).append(str(number))
+    if others:
+        lines = [f"  {node}, {kind} {', '.join(who)}: {fault}" for (node, kind, fault), who in others.items()]
+        raise NodesDifferError(
+            f"algorithm.adv_estimator=oar needs the same oar_plugin on every node. The driver, on {here['node']}, has "
+            f"{here['plugin']} with verl {here['verl']}. These differ:\n" + "\n".join(lines) + "\nInstall the driver's "
+            "oar_plugin there, into the environment that Ray's processes run in; `oar doctor` on the node says what it has."
+        )
+
+
+def _unlike(here: Mapping[str, str], reference: Any, answered: bool) -> tuple[str, str]:
+    """The node of an answer, and how it differs from the driver: empty where it does not."""
+    if not answered:
+        return "a node that is not known", f"no answer within {TIME_LIMIT_S:.0f} s"
+    try:
+        there = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        return "a node that is not known", f"no answer: {type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+    if there["fault"]:
+        return there["node"], there["fault"]
+    differs = any(there[name] != here[name] for name in ("sources", "verl"))
+    return there["node"], f"{there['plugin']} with verl {there['verl']}" if differs else ""
+
+
+def make_question() -> Callable[[Any, str | None], dict[str, str]]:
+    """The question, as a function that is sent by value: nested, and without anything of this module."""
+
+    def ask(process: Any, feature: str | None) -> dict[str, str]:
+        """What a process has: `node`, `plugin`, `sources`, `verl`, and `fault`, why it cannot serve OAR, or empty."""
+        import hashlib
+        import importlib.metadata
+        import os
+        import socket
+        from pathlib import Path
+
+        import ray
+
+        node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
+        answer = {"node": node, "plugin": "", "sources": "", "verl": "", "fault": ""}
+        try:
+            import verl
+
+            import oar_plugin
+        except ImportError as error:
+            return answer | {"fault": f"no oar_plugin ({error})"}
+        folder = Path(str(oar_plugin.__file__)).parent
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+        names = {name for name in names if not name.startswith("recipes/")}  # only a wheel has these there
+        contents = b"".join(name.encode() + (folder / name).read_bytes() for name in sorted(names))
+        try:
+            version = importlib.metadata.version("oar_plugin")
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed but found"
+        answer |= {"sources": hashlib.sha256(contents).hexdigest()[:12], "verl": verl.__version__}
+        answer["plugin"] = f"oar_plugin {version} (its sources' digest: {answer['sources']})"
+        if feature is None:
+            return answer
+
+        roles = getattr(process, "worker_dict", {"": process}).values()
+        (engine,) = (role.actor.engine for role in roles if getattr(role, "actor", None) is not None)
+        if any(cls.__module__.startswith("oar_plugin.") for cls in type(engine).__mro__):
+            return answer
+        policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+        reasons = [f"VERL_USE_EXTERNAL_PLUGINS={policy}"] if policy != "auto" else []
+        try:
+            from oar_plugin.hosts.verl.capabilities import missing
+
+            reasons += missing(feature)
+        except Exception as error:  # an older plugin
+            reasons.append(f"{type(error).__name__}: {error}")
+        why = f": {'; '.join(reasons)}" if reasons else ", and the process's log should say why"
+        return answer | {"fault": f"{answer['plugin']}, but its engine is verl's own {type(engine).__name__}{why}"}
+
+    return ask

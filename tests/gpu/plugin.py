@@ -1,0 +1,44 @@
+"""pytest's side of the suite, loaded by tests/gpu.sh: skips what cannot run here, and keeps the report up to date."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import here
+from tests.gpu.report import Result, write
+
+OUT = Path(os.environ.get("OAR_GPU_REPORT", "gpu_report")).resolve()
+results: list[Result] = []
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "timeout: of pytest-timeout, which is not needed here: processes have limits")
+
+
+def pytest_runtest_setup(item):
+    (needs,) = item.iter_markers("needs")
+    if reason := here.missing(*needs.args, **needs.kwargs):
+        pytest.skip(reason)
+
+
+def pytest_runtest_logreport(report):
+    if report.when != "call" and report.passed:
+        return
+    why = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else report.longreprtext
+    name = report.nodeid.rpartition("/")[2].replace(".py::", ": ")
+    results.append(Result(name, report.outcome, round(report.duration, 1), why, dict(report.user_properties)))
+    write(OUT, here.describe(), results)  # each time: whatever ends this process, what was seen is there
+
+
+@pytest.fixture
+def figures(record_property):
+    """Called with a name and a value: for the report."""
+    return record_property
+
+
+@pytest.fixture
+def log(request):
+    """Where the output of a check's process goes."""
+    return OUT / "logs" / (re.sub(r"\W+", "_", request.node.name).strip("_") + ".log")
