@@ -70,9 +70,9 @@ setup(
     ],
     extras_require={
         "cpu": lines(CPU_REQUIREMENTS),
-        # The Megatron backend of the CPU stack. No upper end: a core that is there stays. On GPUs take verl's own extra, which
-        # brings Megatron-Bridge and TransformerEngine; mbridge is the weight converter of vanilla_mbridge=True.
-        "megatron": ["megatron-core>=0.16.1", "mbridge>=0.15.1"],
+        # The Megatron backend of the CPU stack. No upper end: a core that is there stays. With Python 3.12 pip would find cores
+        # that mbridge does not fit; there, and on GPUs, verl's own extra and image bring megatron-core and Megatron-Bridge.
+        "megatron": [f"{name}; python_version < '3.12'" for name in ("megatron-core>=0.16.1", "mbridge>=0.15.1")],
         # The recipes' reward and data. math-verify parses LaTeX with the version of antlr that Hydra needs.
         "recipes": [
             "math-verify[antlr4-9-3]>=0.9,<0.10",

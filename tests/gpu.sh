@@ -5,7 +5,7 @@
 #     pip install --no-deps -e . && pip install pytest
 # It installs nothing and needs no Internet: checks make their own models. Each says what it needs and is skipped with the
 # reason where that is missing. OAR_GPU_REPORT=DIR (default: gpu_report) gets report.md, report.json, the output of each check
-# and the benchmarks' pages. The exit status is 1 when a check failed. About 40 minutes on two GPUs; `-k NAME` runs a part.
+# and the benchmarks' pages. The exit status is 1 when a check failed. `-k NAME` runs a part.
 #
 # VERL_PLATFORM=cpu bash tests/gpu.sh rehearses it on a CPU, with what stands in for GPUs.
 set -euo pipefail

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu import child, here
 from tests.gpu.report import Result, write
@@ -82,7 +83,6 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path):
 
 
 def test_without_a_gpu_it_says_how_to_rehearse():
-    torch = pytest.importorskip("torch")
     pytest.importorskip("verl")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

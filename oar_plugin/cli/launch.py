@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """The exit status of what ran, or 2 when the recipe or an option cannot work."""
     try:
         if importlib.util.find_spec("verl") is None:
-            raise ValueError("verl is not installed here, and checks the recipe first: pip install verl")
+            raise ValueError("verl is not installed here, and checks the recipe first: pip install 'verl>=0.9'")
         return _launch(args)
     except (ValueError, OSError) as error:
         print(f"oar launch: {error}", file=sys.stderr)

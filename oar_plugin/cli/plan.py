@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("verl") is None:
-        print("oar plan: verl is not installed here, and composes the recipe: pip install verl", file=sys.stderr)
+        print("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", file=sys.stderr)
         return 2
     from rich import box
     from rich.console import Console

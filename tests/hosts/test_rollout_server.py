@@ -103,7 +103,7 @@ def test_waiting_for_the_gate_ends_when_it_opens(server, monkeypatch, ends):
         await asyncio.sleep(0)
         assert not waiting.done()
         await getattr(server, ends)()
-        await waiting
+        await asyncio.wait_for(waiting, timeout=10)
 
     asyncio.run(run())
 

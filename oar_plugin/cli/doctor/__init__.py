@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     findings = list(examine(recipe, args.overrides))
     levels = {finding.level for finding in findings}
-    verdict = "not ready" if "missing" in levels else "not checked" if "unchecked" in levels else "ready"
+    verdict = "not ready" if "missing" in levels else "not checked" if "not checked" in levels else "ready"
     if args.json:
         print(json.dumps({"verdict": verdict, "findings": [finding._asdict() for finding in findings]}, indent=1))
         return STATUS[verdict]
@@ -85,24 +85,24 @@ def examine(recipe: str | None = None, overrides: Sequence[str] = ()) -> Iterato
         print("oar doctor: imports what a run imports, a moment ...", file=sys.stderr)
     machine = Machine(ask("devices"))
     memory = "" if machine.memory_gib is None else str(machine.memory_gib)
-    wishes = Answer({}) if recipe is None else ask("recipe", recipe, memory, *overrides)
-    needed = packages_for(wishes.told, machine.on_cpu)
+    recipe_answer = Answer({}) if recipe is None else ask("recipe", recipe, memory, *overrides)
+    needed = packages_for(recipe_answer.told, machine.on_cpu)
     yield from _guarded("Python", lambda: [_python()])
-    yield from _guarded("packages", lambda: examine_packages(needed, machine.blind))
-    features, engine = features_for(wishes.told), wishes.told.get("engine", "vllm")
-    yield from _guarded("verl", lambda: examine_host(ask("features"), features, engine, machine.blind))
-    yield from _guarded("GPUs", lambda: machine.examine(wishes.told.get("share")))
+    yield from _guarded("packages", lambda: examine_packages(needed, machine.without_gpus))
+    features, engine = features_for(recipe_answer.told), recipe_answer.told.get("engine", "vllm")
+    yield from _guarded("verl", lambda: examine_host(ask("features"), features, engine, machine.without_gpus))
+    yield from _guarded("GPUs", lambda: machine.examine(recipe_answer.told.get("share")))
     if recipe is None:
         yield from _guarded("data", lambda: [examine_data()])
     else:
-        yield from _guarded("recipe", lambda: examine_recipe(wishes, machine))
+        yield from _guarded("recipe", lambda: examine_recipe(recipe_answer, machine))
 
 
 def _guarded(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:  # what is looked at may be broken in any way
-        yield Finding(subject, "unchecked", f"the check itself failed: {type(error).__name__}: {error}")
+        yield Finding(subject, "not checked", f"the check itself failed: {type(error).__name__}: {error}")
 
 
 def _python() -> Finding:
@@ -113,21 +113,20 @@ def _python() -> Finding:
 
 
 def _print_table(findings: Sequence[Finding]) -> None:
-    labels = {"ok": "ok", "note": "note", "unchecked": "not checked", "missing": "missing"}
     try:
         from rich.console import Console
         from rich.table import Table
     except Exception:  # one of the findings says that it is missing or broken
         for subject, level, text, advice in findings:
-            print(f"{labels[level]:12} {subject}: {text}{advice and f'  -> {advice}'}")
+            print(f"{level:12} {subject}: {text}{advice and f'  -> {advice}'}")
         return
     table = Table(title="oar doctor", title_justify="left")
     for title in ("", "what", "found", "what to do"):
         table.add_column(title, overflow="fold")  # a key that is cut short is of no use
-    colours = {"ok": "green", "note": "yellow", "unchecked": "magenta", "missing": "red"}
+    colours = {"ok": "green", "note": "yellow", "not checked": "magenta", "missing": "red"}
     for subject, level, text, advice in findings:
         cells = (text.replace("[", "\\["), advice.replace("[", "\\["))
-        table.add_row(f"[{colours[level]}]{labels[level]}[/]", subject, *cells)
+        table.add_row(f"[{colours[level]}]{level}[/]", subject, *cells)
     Console().print(table)
 
 
@@ -138,7 +137,7 @@ def _in_words(verdict: str, findings: Sequence[Finding], recipe: str | None) -> 
     if verdict == "not ready":
         return f"Not ready: {of('missing')}."
     if verdict == "not checked":
-        return f"Nothing is missing, but this could not be checked here: {of('unchecked')}."
+        return f"Nothing is missing, but this could not be checked here: {of('not checked')}."
     if recipe is not None:
         return f"Ready: oar launch {recipe}"
     return "Ready: add algorithm.adv_estimator=oar to your verl command."

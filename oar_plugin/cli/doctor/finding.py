@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-Level = Literal["ok", "note", "unchecked", "missing"]
+Level = Literal["ok", "note", "not checked", "missing"]
 """In place; worth knowing; could not be seen from here; a run would not start."""
 
 

@@ -26,7 +26,7 @@ class Machine:
         self.on_cpu = bool(self.torch) and not self.gpus and (asked == "cpu" or (not asked and self.built_for is None))
 
     @property
-    def blind(self) -> bool:
+    def without_gpus(self) -> bool:
         """Whether the run's GPUs are elsewhere, or torch cannot tell: what needs a driver may not import here."""
         return not self.gpus and not self.on_cpu
 
@@ -47,7 +47,7 @@ class Machine:
                 advice = "another process has the rest: nvidia-smi names it"
                 yield Finding("GPU memory", "missing" if full else "note", f"only {free} are free", advice)
         elif self.fault or not self.torch:
-            yield Finding("GPUs", "unchecked", f"torch did not say: {self.fault}")
+            yield Finding("GPUs", "not checked", f"torch did not say: {self.fault}")
         elif self.on_cpu:
             text = "none: the CPU stack is used (demo and tests; small models only)"
             yield Finding("GPUs", "note", text)
@@ -58,5 +58,5 @@ class Machine:
         else:
             text = "none is visible: GPUs, their memory and what is compiled for them were not checked"
             yield Finding(
-                "GPUs", "unchecked", text, "run this on a node with GPUs; VERL_PLATFORM=cpu is for the CPU stack"
+                "GPUs", "not checked", text, "run this on a node with GPUs; VERL_PLATFORM=cpu is for the CPU stack"
             )

@@ -1,11 +1,13 @@
 """Which packages a run needs, and the versions that were tested: the one table of them."""
 
+import importlib.metadata
 import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from oar_plugin.cli.doctor.finding import Finding
 from oar_plugin.cli.doctor.questions import ask
+from oar_plugin.hosts.vllm import versions
 
 
 class Package(NamedTuple):
@@ -31,7 +33,7 @@ PACKAGES = {
     "vllm": Package(
         "rollouts", "vllm._C",
         "pip install vllm, the release that goes with your torch (without a GPU: bash recipes/cpu_demo/run.sh)",
-        ("0.24", "0.31"),
+        versions.TRIED,
     ),
     "flash-attn": Package("attention of FSDP and FSDP2", "flash_attn", _WHEELS),
     "transformer-engine": Package("layers of Megatron", "transformer_engine.pytorch", _WHEELS),
@@ -49,58 +51,79 @@ PACKAGES = {
     "datasets": Package("data", "datasets", _RECIPES, ("4", "5")),
 }  # fmt: skip
 ALWAYS = ("torch", "ray", "transformers", "TransferQueue", "vllm", "datasets")
-COMPILED_FOR_GPUS = ("vllm", "flash-attn", "transformer-engine", "megatron-core", "megatron-bridge", "mbridge")
+NEED_A_DRIVER = ("vllm", "flash-attn", "transformer-engine", "megatron-core", "megatron-bridge", "mbridge")
 
 
-def examine_packages(needed: Collection[str], blind: bool) -> Iterator[Finding]:
+def examine_packages(needed: Collection[str], without_gpus: bool) -> Iterator[Finding]:
     """Each package of the table: is it there, does it import, was its version tested.
 
     Args:
         needed: what a run cannot start without.
-        blind: whether this machine lacks the GPUs of the run: packages that were compiled for GPUs may not import.
+        without_gpus: whether this machine lacks the GPUs of the run: packages that were compiled for GPUs may not import.
     """
-    state = imports(list(PACKAGES))
+    faults = imports(list(PACKAGES))
     for name, package in PACKAGES.items():
-        version, fault = state[name]
-        if version is None and fault is None:
+        version, fault = version_of(name), faults[name]
+        if fault is not None and version is None and _is_absent(package.module, fault):
             yield Finding(
                 name, "missing" if name in needed else "note", f"not installed ({package.purpose})", package.install
             )
         elif fault is not None:
-            yield _broken(name, version, fault, name in needed, blind)
-        elif package.tested is not None and not was_tested(str(version), package.tested):
-            advice = "tested with " + " to ".join(dict.fromkeys(package.tested))
-            yield Finding(name, "note", f"{version} ({package.purpose})", advice)
+            yield _broken(name, version, fault, name in needed, without_gpus)
         else:
-            yield Finding(name, "ok", f"{version} ({package.purpose})")
+            yield _working(name, version or "of unknown version")
 
 
-def imports(names: list[str]) -> dict[str, tuple[str | None, str | None]]:
-    """Version, and what is wrong with the import, of each; both None where it is not installed.
+def version_of(name: str) -> str | None:
+    """Of a package of the table; None where it is not installed, or lies on the search path as a checkout. Imports nothing."""
+    if name == "vllm":
+        return versions.installed()
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def imports(names: list[str]) -> dict[str, str | None]:
+    """What is wrong with the import of each.
 
     One that takes its process down or hangs is said to be broken, and the others are asked again.
     """
-    state: dict[str, tuple[str | None, str | None]] = {}
+    faults: dict[str, str | None] = {}
     while names:
         answer = ask("imports", *names)
-        state.update((name, tuple(answer.told[name])) for name in names if name in answer.told)
-        names = [name for name in names if name not in state]
+        faults.update((name, answer.told[name]) for name in names if name in answer.told)
+        names = [name for name in names if name not in faults]
         if names:  # in this order they are imported
-            version = answer.told.get("version", {}).get(names[0])
-            state[names[0]] = (version, answer.fault or "its import ended the process")
-            del names[0]
-    return state
+            faults[names.pop(0)] = answer.fault or "its import ended the process"
+    return faults
 
 
-def _broken(name: str, version: str | None, fault: str, needed: bool, blind: bool) -> Finding:
+def _is_absent(module: str, fault: str) -> bool:
+    """Whether what was not found is the module itself, or a package that holds it."""
+    found = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", fault)
+    return found is not None and f"{module}.".startswith(f"{found[1]}.")
+
+
+def _working(name: str, version: str) -> Finding:
+    package = PACKAGES[name]
+    text = f"{version} ({package.purpose})"
+    if package.tested is None or was_tested(version, package.tested):
+        return Finding(name, "ok", text)
+    advice = "tested with " + " to ".join(dict.fromkeys(package.tested))
+    untried = versions.untried(versions.installed()) if name == "vllm" else None
+    return Finding(name, "note", text, untried or advice)
+
+
+def _broken(name: str, version: str | None, fault: str, needed: bool, without_gpus: bool) -> Finding:
     driver = re.search(r"libcuda|libnvidia|nvidia driver|cuda driver|no cuda|cuda is not available", fault, re.I)
     text = f"{version or ''} does not import: {fault}".strip()
-    if name in COMPILED_FOR_GPUS and blind and driver:
-        return Finding(name, "unchecked", text, "it needs a GPU's driver: run this on a node that has one")
+    if name in NEED_A_DRIVER and without_gpus and driver:
+        return Finding(name, "not checked", text, "it needs a GPU's driver: run this on a node that has one")
     advice = "install it again"
     if "No module named" in fault:
         advice = "install what it lacks"
-    elif name in COMPILED_FOR_GPUS:
+    elif name in NEED_A_DRIVER:
         advice = "built for another torch or CUDA? Install it again"
     return Finding(name, "missing" if needed else "note", text, advice)
 

@@ -1,6 +1,5 @@
 """What a recipe needs, and what of it is not there; without one, the data that recipes read."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,24 +9,28 @@ from oar_plugin.cli.doctor.finding import Finding
 from oar_plugin.cli.doctor.machine import GIB, Machine
 from oar_plugin.cli.doctor.packages import ALWAYS
 from oar_plugin.cli.doctor.questions import Answer
+from oar_plugin.importable import importable
 
 LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "tracking": "wandb"}  # to the package of the table
 BUILT_IN = ("console", "file", "vemlp_wandb", "rl_insight")  # and those that verl's own packages bring
 # What a run takes where no recipe says otherwise: verl's defaults.
-PLAIN = {"mode": "sync", "strategy": "fsdp", "attention": "flash_attention_2", "loggers": ["console", "wandb"]}
+PLAIN = {
+    **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
+    **{"loggers": ["console", "wandb"], "offloads": False},
+}
 
 
 def packages_for(told: dict[str, Any], on_cpu: bool) -> set[str]:
     """Names of the table that a run cannot start without."""
     wanted = PLAIN | told
     needed = {*ALWAYS, *(LOGGERS[name] for name in wanted["loggers"] if name in LOGGERS)}
-    if wanted.get("engine", "vllm") != "vllm":
+    if wanted["engine"] != "vllm":
         needed.discard("vllm")
     if wanted["strategy"] == "megatron":
-        needed |= {"megatron-core", "mbridge" if wanted.get("vanilla_mbridge") else "megatron-bridge"}
+        needed |= {"megatron-core", "mbridge" if wanted["vanilla_mbridge"] else "megatron-bridge"}
         needed |= set() if on_cpu else {"transformer-engine"}
     # transformers downloads a kernel in place of the package where `kernels` is installed.
-    elif wanted["attention"] == "flash_attention_2" and not on_cpu and importlib.util.find_spec("kernels") is None:
+    elif wanted["attention"] == "flash_attention_2" and not on_cpu and not importable("kernels"):
         needed.add("flash-attn")
     return needed
 
@@ -36,7 +39,7 @@ def features_for(told: dict[str, Any]) -> set[str]:
     """Names of `capabilities.FEATURES` that a run cannot start without."""
     wanted = PLAIN | told
     engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
-    return {str(wanted["mode"]), engine, *(["offload"] if wanted.get("offloads") else [])}
+    return {str(wanted["mode"]), engine, *(["offload"] if wanted["offloads"] else [])}
 
 
 def examine_recipe(answer: Answer, machine: Machine) -> Iterator[Finding]:
@@ -60,7 +63,7 @@ def examine_recipe(answer: Answer, machine: Machine) -> Iterator[Finding]:
     if reward := told.get("reward"):
         yield Finding("reward", "missing", f"cannot be imported: {reward}")
     for name in told.get("loggers", []):
-        if name not in LOGGERS and name not in BUILT_IN and importlib.util.find_spec(name) is None:
+        if name not in LOGGERS and name not in BUILT_IN and not importable(name):
             yield Finding("trainer.logger", "missing", f"{name} is not installed", f"pip install {name}")
 
 
@@ -79,17 +82,17 @@ def _cluster(told: dict[str, Any], machine: Machine) -> Iterator[Finding]:
         yield Finding("cluster", "missing", f"{text}; here {seen} visible", advice)
     else:
         several = "this machine is one of them: run this on each" if nodes > 1 else ""
-        yield Finding("cluster", "ok" if machine.gpus else "unchecked", text, several)
+        yield Finding("cluster", "ok" if machine.gpus else "not checked", text, several)
 
 
 def _memory(told: dict[str, Any], machine: Machine) -> Finding:
     if "not planned" in told:
-        return Finding("memory", "unchecked", f"not planned: {told['not planned']}", "oar plan RECIPE --model DIR")
+        return Finding("memory", "not checked", f"not planned: {told['not planned']}", "oar plan RECIPE --model DIR")
     plan = told["plan"]
     left = f"{abs(plan['headroom']) / GIB:.0f} GiB {'left' if plan['headroom'] >= 0 else 'missing'} in {plan['peak']}"
     text = f"projected: {plan['verdict']}, {left}"
     if machine.memory_gib is None:
-        return Finding("memory", "unchecked", f"on GPUs of 80 GB, {text}", "oar plan RECIPE --gpu NAME for others")
+        return Finding("memory", "not checked", f"on GPUs of 80 GB, {text}", "oar plan RECIPE --gpu NAME for others")
     if plan["verdict"] == "does not fit":
         return Finding("memory", "missing", text, plan["change"] or "no known change helps; oar plan RECIPE says more")
     return Finding("memory", "ok" if plan["verdict"] == "fits" else "note", text)
@@ -119,5 +122,5 @@ def examine_data() -> Finding:
     where = f"OAR_DATA={given}" if given else f"OAR_DATA is not set: recipes read {folder}"
     there = sorted({file.parent.name for file in folder.glob("*/*.parquet")})
     if there:
-        return Finding("data", "ok", f"{where}; there are {', '.join(there)}")
+        return Finding("data", "ok", f"{where}; found: {', '.join(there)}")
     return Finding("data", "note", f"{where}; nothing is there", "oar data makes it; only recipes read it")

@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from packaging.version import Version
-
 TRIED = ("0.24", "0.31")
 """The oldest and the newest version that the tests of scoring passed with. Others are served if they have what is listed."""
 
@@ -80,6 +78,8 @@ def unsupported(version: str | None) -> str | None:
 
 def untried(version: str | None) -> str | None:
     """What there is to say of a version outside of those tried: no reason to refuse it."""
+    from packaging.version import Version  # not at the top: the doctor looks at environments that lack it
+
     oldest, newest = map(Version, TRIED)
     if version is None or oldest.release <= Version(version).release[:2] <= newest.release:
         return None

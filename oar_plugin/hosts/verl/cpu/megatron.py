@@ -28,7 +28,6 @@ Not covered by a run with these: TransformerEngine, flash-attention, NCCL, fused
 """
 
 import contextlib
-import importlib.util
 import os
 import sys
 import types
@@ -38,6 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from oar_plugin.importable import importable
 
 ABSENT = ("transformer_engine.pytorch", "modelopt.torch.quantization.utils", "modelopt.torch.distill.plugins.megatron")
 
@@ -164,7 +165,7 @@ class RMSNorm(nn.Module):
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def _layer_spec(config: Any, **_: Any) -> Any:
+def _layer_spec(config: Any) -> Any:
     """One layer, with the names of parameters that TransformerEngine's has."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -221,7 +222,7 @@ def stand_in(engine: Any) -> None:
 
 def has_megatron_bridge() -> bool:
     """Whether weights can be converted by Megatron-Bridge; else by mbridge (`vanilla_mbridge=True`)."""
-    return importlib.util.find_spec("megatron.bridge") is not None
+    return importable("megatron.bridge")
 
 
 class _Absent(types.ModuleType):
@@ -239,7 +240,7 @@ class _Absent(types.ModuleType):
 def _absent_packages() -> Iterator[None]:
     """What Megatron-Bridge imports for adapters, distillation and quantisation; no longer than it is imported, because
     others look for these packages to learn what this machine can do."""
-    absent = [name for name in ABSENT if importlib.util.find_spec(name.split(".")[0]) is None]
+    absent = [name for name in ABSENT if not importable(name.split(".")[0])]
     stubs = {".".join(name.split(".")[: i + 1]): _Absent(name) for name in absent for i in range(name.count(".") + 1)}
     sys.modules.update(stubs)
     try:
@@ -267,10 +268,13 @@ def _stand_in_for_layers() -> None:
         seen = _MegatronsTorch("torch")
         setattr(seen, "cuda", torch.cpu)  # noqa: B010  it has streams as well
         megatron.training.models.dist_utils.torch = seen
-    if importlib.util.find_spec("mbridge") is not None:
+    if importable("mbridge"):
         import mbridge.core.llm_bridge
 
-        mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, **_: _layer_spec(config)
+        # Named parameters: mbridge looks whether there is a vp_stage.
+        mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, use_transformer_engine=True, vp_stage=None: (
+            _layer_spec(config)
+        )
 
 
 def install() -> None:
