@@ -214,13 +214,6 @@ def test_a_recipe_needs_more(examined, recipe, others, subject, said):
     assert status == 1
 
 
-def test_a_run_needs_the_logger_that_it_asks_for_and_no_other(examined):
-    absent = {"wandb": ABSENT}
-    assert examined("--recipe", RECIPE, imports=absent)[0]["wandb"]["level"] == "note"
-    asked = {"loggers": ["wandb"]}
-    assert examined("--recipe", RECIPE, imports=absent, recipe=asked)[0]["wandb"]["level"] == "missing"
-
-
 def test_of_several_nodes_it_says_that_this_is_one(examined):
     findings, status, _ = examined("--recipe", RECIPE, recipe=NEEDS_32)
     assert "needs 4 nodes with 8 GPUs" in findings["cluster"]["text"]

@@ -14,7 +14,7 @@ from oar_plugin.importable import importable
 LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "tracking": "wandb"}  # to the package of the table
 BUILT_IN = ("console", "file", "vemlp_wandb", "rl_insight")  # and those that verl's own packages bring
 # What a run takes where no recipe says otherwise: verl's defaults.
-PLAIN = {
+PLAIN: dict[str, Any] = {
     **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
     **{"loggers": ["console", "wandb"], "offloads": False},
 }
