@@ -227,7 +227,13 @@ def _found_segments(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any, confi
             begin = int(own.nonzero()[0])
             # Nobody says how long a response might have been: none counts as cut off.
             segments, state = segment_response(
-                ids[begin:].tolist(), own[begin:].numpy(), finder, token_bytes, (), len(ids) + 1, config.max_answer_tokens
+                ids[begin:].tolist(),
+                own[begin:].numpy(),
+                finder,
+                token_bytes,
+                (),
+                len(ids) + 1,
+                config.max_answer_tokens,
             )
             segments_L[begin:] = torch.from_numpy(segments)
         status.append(int(state))

@@ -86,14 +86,19 @@ def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_respo
 def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
     """Mean logits per response, `[B, V]`, float32 or better: the probe's logits for `last` and `answer_mean`.
 
-    Differentiable. On one of several sequence-parallel ranks it is that rank's part of the sum.
+    Differentiable. On one of several sequence-parallel ranks it is that rank's part of the sum. A response with a row that
+    is not finite is NaN; the others are what they are without it.
     """
     # A matmul rather than index_add: that is deterministic on CUDA, and several times faster. Never in half precision.
     with torch.autocast(logits_NV.device.type, enabled=False):
         logits_NV = _at_least_float32(logits_NV)
         share_BN = logits_NV.new_zeros(rows.num_responses, len(rows))
         share_BN[rows.response_N, torch.arange(len(rows), device=share_BN.device)] = rows.share_N.to(share_BN.dtype)
-        return share_BN @ logits_NV
+        # The product adds 0 times the rows of other responses, which is NaN where these are infinite.
+        finite_N = logits_NV.isfinite().all(-1)
+        pooled_BV = share_BN @ logits_NV.where(finite_N[:, None], 0.0)
+        pooled_BV[rows.response_N[~finite_N]] = torch.nan
+        return pooled_BV
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

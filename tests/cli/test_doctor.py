@@ -67,7 +67,7 @@ def examined(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(host.importlib.metadata, "entry_points", lambda group: [EntryPoint("oar", "x", group)])
     # With this package, transformers does without flash-attn.
     monkeypatch.setattr(recipe, "importable", lambda name: name != "kernels" and importable(name))
-    for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_PLATFORM", "OAR_DATA"):
+    for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_PLATFORM", "OAR_DATA", "WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -177,6 +177,7 @@ TOO_LARGE = {"plan": {"verdict": "does not fit", "peak": "update", "headroom": -
     [
         ({}, {"imports": {"tensorboard": ABSENT}}, "tensorboard", "pip install tensorboard"),
         ({"loggers": ["no_such_logger"]}, {}, "trainer.logger", "no_such_logger is not installed"),
+        ({"loggers": ["wandb"]}, {}, "trainer.logger", "no API key"),
         (MEGATRON, {"imports": {"transformer-engine": ABSENT}}, "transformer-engine", "your torch and CUDA"),
         (MEGATRON, {"imports": {"megatron-core": ABSENT}}, "megatron-core", "docs/megatron.md"),
         (MEGATRON, {"imports": {"mbridge": ABSENT}}, "mbridge", "pip install --no-deps mbridge"),

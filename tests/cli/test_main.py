@@ -66,12 +66,13 @@ def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, mo
 
 @pytest.fixture
 def folder(tmp_path):
-    dump = ResponseDump(str(tmp_path / "dump"), per_step=2)
+    dump = ResponseDump(tmp_path / "dump", per_step=2)
     values = {"importance": [0.5, 2.0, 0.0, 0.0], "weights": [0.4, 1.6, 1.0, 1.0], "advantage": [1.0] * 4}
     row = {"segments": [1, 1, 2, 3], **{name: torch.tensor(numbers) for name, numbers in values.items()}}
     for step in (1, 2):
         tokens = ["so ", "<b>", "#### ", "2"]
-        dump.write(step=step, uid=f"u{step}", prompt="1+1?", tokens=tokens, reward=1.0, status="scored", **row)
+        dump.choose(step, torch.tensor([True]), torch.tensor([True]))
+        dump.write([{"uid": f"u{step}", "prompt": "1+1?", "tokens": tokens, "reward": 1.0, "status": "scored", **row}])
     return tmp_path / "dump"
 
 
@@ -90,12 +91,6 @@ def test_what_a_run_dumped_is_shown(words, status, said, folder, monkeypatch, ca
     captured = capsys.readouterr()
     assert said in (captured.err if status else captured.out)
     assert (folder / "tokens.html").exists() == (status == 0)
-
-
-def test_scored_responses_are_dumped_first(tmp_path):
-    dump, needed = ResponseDump(str(tmp_path), per_step=2), torch.tensor([True, True, False, True])
-    assert dump.choose(torch.tensor([False, True, False, True]), needed) == [1, 3]
-    assert dump.choose(torch.zeros(4, dtype=torch.bool), needed) == [0, 1]
 
 
 # ---- oar plan

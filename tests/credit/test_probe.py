@@ -37,3 +37,11 @@ def test_pooling_is_the_mean_per_response_and_adds_up_over_shards():
     none = answer_rows(torch.zeros_like(ANSWER), RESPONSE, TOKENS, 3, "last")
     assert len(none) == 0
     assert torch.equal(pool(torch.zeros(0, 5), none), torch.zeros(3, 5))
+
+
+def test_a_response_that_is_not_finite_is_alone_with_it():
+    rows, logits = answer_rows(ANSWER, RESPONSE, TOKENS, 3, "answer_mean"), torch.randn(3, 7)
+    logits[0, 2] = torch.inf
+    pooled = pool(logits, rows)
+    assert pooled[0].isnan().all()
+    assert torch.equal(pooled[1], logits[2])

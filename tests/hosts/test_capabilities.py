@@ -168,11 +168,16 @@ def test_the_version_is_verls_own():
     assert capabilities.host_version() == verl.__version__
 
 
-@pytest.mark.parametrize("version", ["0.9.0", "0.9.1", "0.9.2", "0.10.0.dev", "0.10.0.dev0+gabc", "0.10.0", "1.2"])
+@pytest.mark.parametrize(
+    "version", ["0.9.0", "0.9.1", "0.9.2", "0.10.0.dev", "0.10.0.dev0+gabc", "0.10.0", "1.2", "0.1-fork"]
+)
 def test_no_version_is_refused_for_its_number_but_one_without_a_v1_trainer(version, monkeypatch):
     monkeypatch.setattr(capabilities, "host_version", lambda: version)
     assert missing("sync") == []
     assert (version_note() is None) == (version in (*capabilities.TRIED, "0.9.2"))
+
+
+def test_a_version_without_a_v1_trainer_is_refused(monkeypatch):
     monkeypatch.setattr(capabilities, "host_version", lambda: "0.8.0")
     assert missing("sync") == missing("offload") == ["verl 0.8.0 has no v1 trainer; OAR needs verl 0.9.0 or newer"]
 

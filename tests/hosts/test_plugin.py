@@ -99,3 +99,14 @@ def test_an_engine_of_another_kind_of_machine_is_left_alone(monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "a device of nobody's")
     fsdp.register(fsdp)
     assert before == engines
+
+
+def test_a_check_that_fails_leaves_verls_own_in_place(monkeypatch):
+    """The hooks run in every process of every run, where an exception would come out of verl's own import."""
+
+    def fail(feature):
+        raise OSError("a folder without a version file")
+
+    monkeypatch.setattr(plugin.capabilities, "missing", fail)
+    monkeypatch.setattr(fsdp, "register", lambda module: pytest.fail("registered all the same"))
+    plugin._register_fsdp(None)

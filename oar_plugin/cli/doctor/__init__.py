@@ -7,6 +7,7 @@ Never dies of what it looks for: whatever imports a package is asked of a proces
 import argparse
 import io
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"verdict": verdict, "findings": [finding._asdict() for finding in findings]}, indent=1))
         return STATUS[verdict]
     _print_table(findings)
-    print(_in_words(verdict, findings, args.recipe))
+    print(_in_words(verdict, findings, args.recipe, args.overrides))
     return STATUS[verdict]
 
 
@@ -130,7 +131,7 @@ def _print_table(findings: Sequence[Finding]) -> None:
     Console().print(table)
 
 
-def _in_words(verdict: str, findings: Sequence[Finding], recipe: str | None) -> str:
+def _in_words(verdict: str, findings: Sequence[Finding], recipe: str | None, overrides: Sequence[str]) -> str:
     def of(level: str) -> str:
         return ", ".join(dict.fromkeys(finding.subject for finding in findings if finding.level == level))
 
@@ -139,5 +140,5 @@ def _in_words(verdict: str, findings: Sequence[Finding], recipe: str | None) -> 
     if verdict == "not checked":
         return f"Nothing is missing, but this could not be checked here: {of('not checked')}."
     if recipe is not None:
-        return f"Ready: oar launch {recipe}"
+        return f"Ready: oar launch {shlex.join([recipe, *overrides])}"
     return "Ready: add algorithm.adv_estimator=oar to your verl command."

@@ -1,5 +1,6 @@
 """What a recipe needs, and what of it is not there; without one, the data that recipes read."""
 
+import netrc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from oar_plugin.cli.doctor.questions import Answer
 from oar_plugin.importable import importable
 
 LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "tracking": "wandb"}  # to the package of the table
-BUILT_IN = ("console", "file", "vemlp_wandb", "rl_insight")  # and those that verl's own packages bring
+BUILT_IN = ("console", "file", "rl_insight")  # and those that verl's own packages bring
 # What a run takes where no recipe says otherwise: verl's defaults.
 PLAIN: dict[str, Any] = {
     **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
@@ -65,6 +66,18 @@ def examine_recipe(answer: Answer, machine: Machine) -> Iterator[Finding]:
     for name in told.get("loggers", []):
         if name not in LOGGERS and name not in BUILT_IN and not importable(name):
             yield Finding("trainer.logger", "missing", f"{name} is not installed", f"pip install {name}")
+    if "wandb" in told.get("loggers", []) and not _wandb_would_start():
+        advice = "export WANDB_API_KEY, or `wandb login`, or WANDB_MODE=offline"
+        yield Finding("trainer.logger", "missing", "wandb has no API key, and would end the run", advice)
+
+
+def _wandb_would_start() -> bool:
+    try:
+        hosts = list(netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        hosts = []
+    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    return offline or "WANDB_API_KEY" in os.environ or any("wandb" in host for host in hosts)
 
 
 def _cluster(told: dict[str, Any], machine: Machine) -> Iterator[Finding]:

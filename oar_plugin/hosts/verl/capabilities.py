@@ -9,7 +9,8 @@ import dis
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ _BALANCING = (
 
 
 def _trainer(module: str, name: str) -> tuple[Use, ...]:
-    meta = "transfer_queue"
+    queue = "transfer_queue"
     return (
         *_has("verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY"),
         *_calls("verl.trainer.ppo.v1", "get_trainer_cls", 1),
@@ -93,10 +94,10 @@ def _trainer(module: str, name: str) -> tuple[Use, ...]:
         *_has(module, f"{name}.llm_server_manager"),
         *_calls("verl.workers.rollout.llm_server", "LLMServerManager.get_replicas"),
         *_has("verl.workers.rollout.replica", "RolloutReplica.servers"),
-        *_calls(meta, "kv_batch_get", 0, "keys", "partition_id", "select_fields"),
-        *_calls(meta, "kv_batch_put", 0, "keys", "partition_id", "fields"),
-        *_calls(meta, "KVBatchMeta.reorder", 1),
-        *_has(meta, *(f"KVBatchMeta.{field}" for field in ("keys", "tags", "partition_id", "extra_info"))),
+        *_calls(queue, "kv_batch_get", 0, "keys", "partition_id", "select_fields"),
+        *_calls(queue, "kv_batch_put", 0, "keys", "partition_id", "fields"),
+        *_calls(queue, "KVBatchMeta.reorder", 1),
+        *_has(queue, *(f"KVBatchMeta.{field}" for field in ("keys", "tags", "partition_id", "extra_info"))),
     )
 
 
@@ -232,12 +233,15 @@ def host_version() -> str:
 
 
 def version_note() -> str | None:
-    """What there is to say about verl's version: None where it is among those tried. Never a reason to refuse."""
-    from packaging.version import Version
+    """What there is to say about verl's version: None from the oldest to the newest tried. Never a reason to refuse."""
+    from packaging.version import InvalidVersion, Version
 
     version = host_version()
-    if Version(TRIED[0]) <= Version(version) <= Version(TRIED[-1]):
-        return None
+    try:
+        if Version(TRIED[0]) <= Version(version) <= Version(TRIED[-1]):
+            return None
+    except InvalidVersion:  # a fork's own
+        pass
     return f"verl {version} was not tried with OAR; these were: {', '.join(TRIED)}"
 
 
@@ -247,11 +251,14 @@ def missing(feature: str) -> list[str]:
     Imports the modules of verl that the feature touches. Empty where the feature is served; a module that cannot be imported
     here for a reason that is not verl's is not counted (see `unchecked`).
     """
-    from packaging.version import Version
+    from packaging.version import InvalidVersion, Version
 
     version = host_version()
-    if Version(version).release < Version(OLDEST).release:
-        return [f"verl {version} has no v1 trainer; OAR needs verl {OLDEST} or newer"]
+    try:
+        if Version(version).release < Version(OLDEST).release:
+            return [f"verl {version} has no v1 trainer; OAR needs verl {OLDEST} or newer"]
+    except InvalidVersion:  # a fork's own: what is there decides
+        pass
     return [fault for use in dict.fromkeys(FEATURES[feature]) if (fault := _fault(use)) is not None]
 
 
@@ -267,21 +274,24 @@ def unchecked(feature: str) -> list[str]:
 
     A driver may run on a node without megatron-core, say.
     """
-    return [reason for module in _modules(feature) if (reason := _unimportable(module)) is not None]
+    modules = dict.fromkeys(use.module for use in FEATURES[feature])
+    return [reason for module in modules if (reason := _unimportable(module)) is not None]
 
 
-def _modules(feature: str) -> Iterator[str]:
-    yield from dict.fromkeys(use.module for use in FEATURES[feature])
+@cache
+def _imported(module: str) -> Any:
+    """The module, or what its first import raised: a second one may trip over what the first one left behind."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a broken CUDA library raises OSError, for example
+        return error
 
 
 def _unimportable(module: str) -> str | None:
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # a broken CUDA library raises OSError, for example
-        if isinstance(error, ModuleNotFoundError) and _is_of_host(error.name, module):
-            return None
-        return f"{module} cannot be imported here ({type(error).__name__}: {error})"
-    return None
+    error = _imported(module)
+    if not isinstance(error, Exception) or (isinstance(error, ModuleNotFoundError) and _is_of_host(error.name, module)):
+        return None
+    return f"{module} cannot be imported here ({type(error).__name__}: {error})"
 
 
 def _is_of_host(absent: str | None, wanted: str) -> bool:
@@ -291,12 +301,10 @@ def _is_of_host(absent: str | None, wanted: str) -> bool:
 
 
 def _fault(use: Use) -> str | None:
-    try:
-        found: Any = importlib.import_module(use.module)
-    except ModuleNotFoundError as error:
-        return f"{use.module} is not there" if _is_of_host(error.name, use.module) else None
-    except Exception:
-        return None  # `unchecked` says so
+    found = _imported(use.module)
+    if isinstance(found, Exception):  # `unchecked` says so, where it is not this
+        absent = isinstance(found, ModuleNotFoundError) and _is_of_host(found.name, use.module)
+        return f"{use.module} is not there" if absent else None
     owner = found
     for part in use.name.split("."):
         if not _holds(found, part):
@@ -334,9 +342,10 @@ def _sets(base: type, name: str) -> bool:
         return True
     functions = (inspect.unwrap(value) for value in vars(base).values() if isinstance(value, FunctionType))
     return any(
-        name in function.__code__.co_names
+        name in function.__code__.co_names  # asked first: disassembling takes a thousand times as long
         and any(step.opname == "STORE_ATTR" and step.argval == name for step in dis.get_instructions(function))
         for function in functions
+        if isinstance(function, FunctionType)  # what was wrapped may be a partial
     )
 
 

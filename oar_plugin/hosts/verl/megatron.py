@@ -232,7 +232,7 @@ class OarMegatronMixin(ImportancePass):
     # ---- what this engine is
 
     def _micro_batches_divided_by(self) -> int:
-        if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
+        if (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) == 1:
             return 1
         return self.tf_config.microbatch_group_size_per_vp_stage
 
