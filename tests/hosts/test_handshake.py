@@ -113,6 +113,11 @@ def test_processes_without_the_plugin_or_with_another_are_named(actors, good, tm
     assert "rollout server 1: no oar_plugin (" in server_line
 
 
+def _ask_until_it_is_dead(actor):
+    while True:  # it does not die at once
+        ray.get(actor.ready.remote())
+
+
 def test_a_process_that_does_not_answer_or_has_died_is_told(actors, monkeypatch):
     monkeypatch.setattr(handshake, "TIME_LIMIT_S", 2.0)
     busy, dead = (actors[0].remote() for _ in range(2))
@@ -120,8 +125,7 @@ def test_a_process_that_does_not_answer_or_has_died_is_told(actors, monkeypatch)
     busy.busy.remote()
     ray.kill(dead)
     with pytest.raises(ray.exceptions.RayActorError):
-        while True:  # it does not die at once
-            ray.get(dead.ready.remote())
+        _ask_until_it_is_dead(dead)
     with pytest.raises(handshake.NodesDifferError, match="actor worker 0: no answer within 2 s") as raised:
         handshake.check_nodes([busy, dead], [], "fsdp")
     assert "actor worker 1: no answer: ActorDiedError" in str(raised.value)
