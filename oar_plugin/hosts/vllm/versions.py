@@ -73,7 +73,7 @@ def unsupported(version: str | None) -> str | None:
     if version is None or spec is None or spec.origin is None:
         return "vLLM is not installed"
     faults = list(missing(Path(spec.origin).parent))
-    return f"vLLM {version} has not what scoring on the rollout engine needs: {'; '.join(faults)}" if faults else None
+    return f"vLLM {version} lacks what scoring on the rollout engine needs: {'; '.join(faults)}" if faults else None
 
 
 def untried(version: str | None) -> str | None:

@@ -59,7 +59,7 @@ def test_what_is_missing_is_named_with_what_was_found(sources, file, old, new, s
 
 def test_a_fault_says_which_vllm_it_is_of(monkeypatch):
     monkeypatch.setattr(versions, "missing", lambda package: iter(["a", "b"]))
-    assert unsupported("0.99") == "vLLM 0.99 has not what scoring on the rollout engine needs: a; b"
+    assert unsupported("0.99") == "vLLM 0.99 lacks what scoring on the rollout engine needs: a; b"
     assert unsupported(None) == "vLLM is not installed"
 
 
