@@ -187,14 +187,16 @@ class MicroBatchPass:
 
     def _pooled(self, project: Project, hidden_NH: Tensor) -> Tensor:
         """The probe's logits of each response, over the ranks that share sequences, `[B, V]` float32 or better."""
-        parts: list[Tensor] = []
+        pooled_BV: Tensor | None = None
 
         def add(logits_NV: Tensor, chosen: slice) -> None:
+            nonlocal pooled_BV
             part_BV = pool(logits_NV, self._answer.select(chosen))
-            parts[:] = [parts[0].add_(part_BV) if parts else part_BV]
+            pooled_BV = part_BV if pooled_BV is None else pooled_BV.add_(part_BV)
 
-        read_logits(project, hidden_NH, add)
-        return self.layout.sum_over_sequence_ranks(parts[0])
+        read_logits(project, hidden_NH, add)  # a rank without rows has an empty chunk: the others wait for its zeros
+        assert pooled_BV is not None
+        return self.layout.sum_over_sequence_ranks(pooled_BV)
 
     def _pooled_back(self, forward: Forward, project: Project, hidden_NH: Tensor) -> Tensor:
         """The gradient that a row of each response's answer gets, but for its share, `[B, H]`."""

@@ -257,9 +257,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
         server_id, call = None, None
         try:
-            acquire = (
-                self.llm_client._acquire_server
-            )  # with what the server is chosen by, where verl's router asks for it
+            # With what the server is chosen by, where verl's router asks for it.
+            acquire = self.llm_client._acquire_server
             server_id, server = await acquire(request_id, **accepted(acquire, prompt_ids=task.token_ids))
             if after_exchange:
                 await server.oar_wait_open.remote()

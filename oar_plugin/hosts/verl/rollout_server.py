@@ -19,9 +19,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 
-SUBMISSION_S = (
-    60.0  # that an exchange of weights waits for copies on their way into the engine, as verl does for generation
-)
+SUBMISSION_S = 60.0
+"""That an exchange of weights waits for copies on their way into the engine, as verl does for generation."""
 WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
 
 
@@ -72,7 +71,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
         if not self._leaving:
             await self._open.wait()
 
-    # ---- a gate for copies: verl has one for generation, of its own devising in each version
+    # ---- a gate for copies; verl's own gate, for generation, differs between its versions
 
     async def abort_all_requests(self, *args: Any, **kwargs: Any) -> Any:
         """verl's own, with which an exchange of weights begins: it finds all copies in the engine, and none may follow."""

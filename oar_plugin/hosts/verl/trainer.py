@@ -93,7 +93,7 @@ class OarTrainerMixin:
         batch = super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw):
             needed = dict(zip(batch.keys, self._mark_needed_rows(batch, metrics).tolist(), strict=True))
-            if len({*needed.values()}) == 2:
+            if any(needed.values()) and not all(needed.values()):
                 # A rank's mini-batches are consecutive rows. As in verl these stand as they were sampled, fillers behind them.
                 batch.reorder(sorted(range(len(batch)), key=lambda row: stood.get(batch.keys[row], len(batch))))
                 lengths = [tag["seq_len"] for tag in batch.tags]
