@@ -221,6 +221,8 @@ def test_a_bad_setting_stops_the_run_before_anything_starts_and_says_what_to_wri
 def test_another_estimator_composes_the_same_configuration_with_and_without_the_plugin():
     with_plugin = main_ppo("algorithm.adv_estimator=grpo", "--cfg", "job")
     # verl by itself knows no platform "cpu", which somebody may have set.
-    without = main_ppo("algorithm.adv_estimator=grpo", "--cfg", "job", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="")
+    without = main_ppo(
+        "algorithm.adv_estimator=grpo", "--cfg", "job", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM=""
+    )
     assert with_plugin.stdout == without.stdout
     assert "oar" not in without.stdout.split("algorithm:")[1].split("trainer:")[0]
