@@ -89,7 +89,7 @@ def test_it_says_what_it_is_and_whether_the_machine_is_ready(oar):
     (line,) = [line for line in (CHECKOUT / "setup.py").read_text().splitlines() if line.strip().startswith("version=")]
     assert oar("--version") == f"oar_plugin {line.split(chr(34))[1]}\n"
     assert "launch" in oar("--help")
-    assert "loaded by verl: OarTrainerSync" in " ".join(oar("doctor", COLUMNS="200").split())
+    assert "loaded by verl" in " ".join(oar("doctor", COLUMNS="200").split())
 
 
 def test_a_recipe_is_listed_copied_planned_and_launched(oar):
