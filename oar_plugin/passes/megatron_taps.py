@@ -89,10 +89,8 @@ class MegatronTaps(Taps):
         """TransformerEngine's attention keeps what a backward needs in train mode only: cuDNN's kernels always, flash-attention
         with `cp_comm_type=a2a`. Its dropout is a number, and zero meanwhile; where dropout is a module, that stays as it is."""
         for module in chunk.modules():
-            dropout = getattr(module, "attention_dropout", None)
-            if isinstance(dropout, int | float):
-                self.callback(setattr, module, "attention_dropout", dropout)
-                setattr(module, "attention_dropout", 0.0)  # noqa: B010  no attribute of every module, says mypy
+            if isinstance(getattr(module, "attention_dropout", None), int | float):
+                self.change(module, "attention_dropout", 0.0)
                 self.put_into_train_mode(module)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
