@@ -24,7 +24,7 @@ pytestmark = whole_run
 RECIPE = "qwen2_5_7b_oar_p"
 COPIES = "algorithm.oar.perturbation"
 LONG = [
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=16",
     "data.max_response_length=64",
     "actor_rollout_ref.rollout.max_model_len=96",
     "algorithm.oar.dump_responses=6",
@@ -97,7 +97,7 @@ def test_a_run_whose_engines_score(offloaded):
         assert not [name for name in step if "offload/fault" in name]
     for step in with_a_signal(offloaded):
         assert step["oar/offload/scored"] == 1
-        assert step["oar/offload/cached_share"] > 0, "copies share their prefix, of which few blocks are full"
+        assert step["oar/offload/cached_share"] > 0.1, "copies share their prefix"
         assert 0 <= step["oar/offload/hidden_share"] <= 1
         per_response = step["oar/offload/copies"] / step["oar/offload/responses"]
         assert per_response == pytest.approx(step["oar/reasoning_tokens"], rel=0.05)
