@@ -121,6 +121,12 @@ FULL = {**GPU, "free": 20 * GIB}
             "flash-attn",
             "another torch",
         ),
+        # A checkout on the search path has no version; what it lacks is not the package itself.
+        (
+            {"imports": {"ray": [None, "ModuleNotFoundError: No module named 'msgpack'"]}},
+            "ray",
+            "install what it lacks",
+        ),
         (
             {"features": {"verl": None, "fault": "ModuleNotFoundError: verl is not installed"}},
             "verl",
