@@ -19,7 +19,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # What every stack has beside its own pins, installed together; then what is installed without its dependencies, which name
 # builds for GPUs.
-extras=cpu,dev,recipes
+extras=cpu,dev,recipes,benchmarks
 bridge="megatron-core==0.18.0 megatron-bridge==0.5.1"
 tests="tests/credit tests/passes tests/hosts tests/test_front_door.py"
 case "${1:-}" in

@@ -27,9 +27,12 @@ def actors():
     class Worker:
         def __init__(self, hidden=False, sources=None, engine="ours"):
             import importlib
+            import os
             import sys
             from types import SimpleNamespace
 
+            if engine != "ours":
+                os.environ.pop("VERL_PLATFORM", None)  # without the plugin verl knows no platform `cpu`
             if hidden:
                 sys.modules["oar_plugin"] = None
             if sources:

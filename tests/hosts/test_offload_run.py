@@ -20,7 +20,7 @@ from benchmarks.tiny.words import PAD
 from oar_plugin.credit.noise import step_seed
 from recipes.smoke import make_assets
 from tests.hosts.engine import world
-from tests.hosts.whole_run import check, dumped, smoke, whole_run, with_a_signal
+from tests.hosts.whole_run import check, dumped, skip_where_verl_loads_no_adapter, smoke, whole_run, with_a_signal
 
 pytestmark = whole_run
 
@@ -79,6 +79,7 @@ def worst(rows, model, budget=1.0, replacement=PAD):
 @pytest.fixture(scope="module")
 def offloaded(folder):
     """The smoke test of the recipe, with every token a copy of its own, and an update that is felt."""
+    skip_where_verl_loads_no_adapter()
     return smoke(
         RECIPE,
         folder,

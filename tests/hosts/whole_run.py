@@ -18,6 +18,7 @@ import math
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -27,6 +28,15 @@ two nodes has taken seven where other work ran beside it."""
 
 whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
 """`pytestmark` of a module whose tests each wait for one run."""
+
+
+def skip_where_verl_loads_no_adapter():
+    """verl 0.9.0 hands vLLM 0.25 and newer an adapter's layers by names that it has no more, and hangs; with GRPO too."""
+    import verl
+    import vllm
+
+    if Version(verl.__version__) < Version("0.9.1") and Version(vllm.__version__) >= Version("0.25"):
+        pytest.skip(f"verl {verl.__version__} loads no adapter into vLLM {vllm.__version__}")
 
 
 def smoke(recipe, folder, *overrides):
