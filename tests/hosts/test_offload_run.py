@@ -20,7 +20,7 @@ from benchmarks.tiny.words import PAD
 from oar_plugin.credit.noise import step_seed
 from recipes.smoke import make_assets
 from tests.hosts.engine import world
-from tests.hosts.whole_run import check, dumped, skip_where_verl_loads_no_adapter, smoke, whole_run, with_a_signal
+from tests.hosts.whole_run import check, dumped, loads_adapters, smoke, whole_run, with_a_signal
 
 pytestmark = whole_run
 
@@ -44,11 +44,14 @@ def folder(tmp_path_factory):
 
 
 def model_of(folder, checkpoint=None):
-    """The model on disk; with the adapter of a checkpoint merged into it."""
+    """The model on disk, or that of a checkpoint: its weights, or its adapter merged into those on disk."""
     model = world.load_model(folder / "model")
     if checkpoint is not None:
         state = torch.load(checkpoint / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
         state = {name: getattr(value, "_local_tensor", value).double() for name, value in state.items()}
+        if not loads_adapters():
+            model.load_state_dict(state)
+            return model
         settings = json.loads((checkpoint / "actor" / "lora_train_meta.json").read_text())
         adapted = [name for name in state if "lora_A" in name]
         assert adapted
@@ -79,7 +82,7 @@ def worst(rows, model, budget=1.0, replacement=PAD):
 @pytest.fixture(scope="module")
 def offloaded(folder):
     """The smoke test of the recipe, with every token a copy of its own, and an update that is felt."""
-    skip_where_verl_loads_no_adapter()
+    adapter = ["actor_rollout_ref.model.lora_rank=4"] if loads_adapters() else []
     return smoke(
         RECIPE,
         folder,
@@ -88,14 +91,14 @@ def offloaded(folder):
         f"{COPIES}.budget=null",
         "trainer.save_freq=1",
         "trainer.max_actor_ckpt_to_keep=null",
-        "actor_rollout_ref.model.lora_rank=4",
+        *adapter,
         "actor_rollout_ref.actor.optim.lr=1e-2",
         f"algorithm.oar.dump_dir={folder}/dump",
     )
 
 
 def test_a_run_whose_engines_score(offloaded):
-    """With a LoRA adapter, which vLLM applies beside the weights; every reasoning token gets a copy."""
+    """With a LoRA adapter, which vLLM applies beside the weights, where verl can; every reasoning token gets a copy."""
     check(offloaded, [1, 2])
     for step in offloaded:
         assert step["oar/offload/left_for_actor"] == 0

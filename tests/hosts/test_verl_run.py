@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import oar_plugin
 from tests.hosts.engine import world
-from tests.hosts.whole_run import RECIPES, check, dumped, skip_where_verl_loads_no_adapter, smoke, whole_run
+from tests.hosts.whole_run import RECIPES, check, dumped, loads_adapters, smoke, whole_run
 
 pytestmark = whole_run
 
@@ -111,7 +111,8 @@ def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
 
 def test_lora_in_bypass_mode_as_published(folder):
     """Old log-probs are the rollout's, so importance has passes of its own."""
-    skip_where_verl_loads_no_adapter()
+    if not loads_adapters():
+        pytest.skip("this verl loads no adapter into this vLLM")
     steps = smoke(
         "qwen2_5_7b_lora",
         folder,
