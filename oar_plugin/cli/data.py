@@ -8,18 +8,21 @@ from pathlib import Path
 
 from oar_plugin.cli.arguments import positive
 from oar_plugin.math.sources import SOURCES
+from oar_plugin.spelling import did_you_mean
 
 _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
-with the instruction to box the final answer.
+with the instruction to box the final answer. Of equal rows one is kept.
 
-Data sets:
+Data sets, with the hub's page of each and the licence that it states; read it before you use or pass on a set:
 """
 _EXAMPLES = """\
 examples:
   oar data gsm8k math math500                                 for recipes with recipe/data: gsm8k_math
   oar data deepmath aime24 aime25 amc23 math500 --decontaminate    for recipes with recipe/data: deepmath
+  oar data math500 aime24 amc23 minerva olympiadbench         what oar eval asks by default
   oar data gsm8k --limit 64 --out /tmp/small                  a few rows to try something
+  oar data aime24 --repeat aime24=8                           verl's validation asks each problem 8 x val_kwargs.n times
   oar data deepmath --from /data/DeepMath-103K                from a copy of the hub's repository, without network
 
 Run it once, on storage that all nodes see, or on each node. Recipes look in OAR_DATA, or ~/data/oar without it.
@@ -28,9 +31,10 @@ Run it once, on storage that all nodes see, or on each node. Recipes look in OAR
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    lines = (f"  {name:9} {' and '.join(source.splits):15} {source.hub_id}" for name, source in SOURCES.items())
-    parser.description, parser.epilog = _HELP + "\n".join(lines), _EXAMPLES
-    parser.add_argument("names", nargs="+", choices=sorted(SOURCES), metavar="NAME", help="data sets, see above")
+    parser.description, parser.epilog = _HELP + _listed(), _EXAMPLES
+    parser.add_argument("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
+    text = "print the data sets: splits, page on the hub, licence, columns that are read"
+    parser.add_argument("--list", action="store_true", help=text)
     default = Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
     text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
     parser.add_argument("--out", type=Path, default=default, metavar="DIR", help=text)
@@ -44,39 +48,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; without it "
     text += "they are counted. DeepMath's authors did so by meaning, against far more benchmarks (arXiv 2504.11456)"
     parser.add_argument("--decontaminate", action="store_true", help=text)
+    text = "write each row of a set's test file N times: verl's mean@n is then that of N x n responses (best@n and maj@n stay "
+    text += "those of n); oar eval takes equal problems once"
+    parser.add_argument("--repeat", action="append", type=_repeat, default=[], metavar="NAME=N", help=text)
+
+
+def _name(text: str) -> str:
+    if text not in SOURCES:
+        known = did_you_mean(text, SOURCES) or f"; there are {', '.join(SOURCES)}"
+        raise argparse.ArgumentTypeError(f"{text}: no such data set{known}")
+    return text
+
+
+def _repeat(text: str) -> tuple[str, int]:
+    name, _, times = text.partition("=")
+    if not times.isdecimal() or int(times) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be NAME=N, N at least 1")
+    return _name(name), int(times)
+
+
+def _listed() -> str:
+    rows = [("", "splits", "page on the hub", "licence", "columns")]
+    for name, source in SOURCES.items():
+        page = source.hub_id + (f" ({source.config})" if source.config not in (None, "main", "default") else "")
+        rows.append((name, ", ".join(source.splits), page, source.licence, f"{source.question}, {source.answer}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when something cannot be had; the message says what to do."""
+    """1 when something cannot be had, 2 for wrong input; the message says what to do."""
+    if args.list:
+        print(_listed(), end="")
+        return 0
+    repeats = dict(args.repeat)
+    absent = [name for name in repeats if name not in args.names or "test" not in SOURCES[name].splits]
+    if absent or not args.names:
+        what = (
+            f"--repeat {absent[0]}: needs {absent[0]} among the names, and a test split"
+            if absent
+            else "NAME is missing"
+        )
+        print(f"oar data: {what}; oar data --list lists the data sets", file=sys.stderr)
+        return 2
     missing = [name for name in ("datasets", "math_verify", "pebble") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"oar data: {', '.join(missing)} not installed: pip install '.[recipes]' in a checkout", file=sys.stderr)
         return 1
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
 
+    from oar_plugin.cli.tables import console, table
     from oar_plugin.math.prepare import DataError, prepare
 
-    console = Console()
+    out = console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=out, transient=True) as bar:
             task = bar.add_task("load", total=None)
 
             def progress(what: str, done: int, total: int) -> None:
                 bar.update(task, description=what, completed=done, total=total)
 
-            prepared = prepare(args.names, args.out, args.local, args.limit, args.decontaminate, progress)
+            prepared = prepare(args.names, args.out, args.local, args.limit, args.decontaminate, progress, repeats)
     except DataError as error:
         print(f"oar data: {error}", file=sys.stderr)
         return 1
-    table = Table("data set", "split", "rows", "dropped", "longest prompt (characters)")
+    made = table("data set", "split", "rows", "dropped", "longest prompt (characters)")
     for part in prepared:
         dropped = ", ".join(f"{count} {reason}" for reason, count in part.dropped.items()) or "0"
-        table.add_row(part.name, part.split, str(part.rows), dropped, str(part.longest_prompt))
-    console.print(table)
+        made.add_row(part.name, part.split, str(part.rows), dropped, str(part.longest_prompt))
+    out.print(made)
     for part in prepared:
         if part.in_evaluation and not args.decontaminate:
             print(
@@ -88,5 +130,5 @@ def run(args: argparse.Namespace) -> int:
                 f"{part.name} ({part.split}): {len(part.unreadable)} answers that math-verify cannot read as "
                 f"mathematics; a response is paid when it has the same text: {shown}"
             )
-    console.print(f"written to {args.out}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"written to {args.out}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -44,6 +44,12 @@ def compare(ground_truth: str, answer: FinalAnswer) -> bool | None:
     return bool(verify(_parse_ground_truth(ground_truth), found, timeout_seconds=None))
 
 
+def canonical(answer: FinalAnswer) -> str:
+    """The same for answers that math-verify reads as the same expression; else their letters without spaces."""
+    found = _parse(answer.text, answer.boxed)
+    return next((str(part) for part in found if not isinstance(part, str)), "".join(answer.text.split()))
+
+
 def is_expression(ground_truth: str) -> bool:
     """Whether math-verify reads a ground truth as mathematics, not merely as a string to compare letter by letter."""
     return any(not isinstance(part, str) for part in _parse_ground_truth(ground_truth))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.math.sources import SOURCES, Source, problem_of, verl_row
@@ -41,7 +42,13 @@ class Prepared:
 
 
 def prepare(
-    names: Sequence[str], out: Path, local: Path | None, limit: int | None, decontaminate: bool, progress: Progress
+    names: Sequence[str],
+    out: Path,
+    local: Path | None,
+    limit: int | None,
+    decontaminate: bool,
+    progress: Progress,
+    repeats: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Prepared]:
     """Write `out/NAME/train.parquet` and `out/NAME/test.parquet`, as far as a data set has these splits.
 
@@ -49,6 +56,7 @@ def prepare(
         local: a copy to use instead of the hub: a file or folder, or for several names a folder with one for each.
         limit: rows of a split to take, from its beginning; all when None.
         decontaminate: drop training rows whose problem is in an evaluation set of `out`, not only count them.
+        repeats: how often each row of a set's test file stands there, by name; once where it is not given.
     """
     splits = [(name, split) for name in dict.fromkeys(names) for split in SOURCES[name].splits]
     splits.sort(key=lambda pair: pair[1])  # test before train: what is trained on is compared with what is tested on
@@ -69,7 +77,7 @@ def prepare(
         prepared.unreadable = _unreadable((row["reward_model"]["ground_truth"] for row in rows), name, progress)
         prepared.rows = len(rows)
         prepared.longest_prompt = max(len(row["prompt"][0]["content"]) for row in rows)
-        _write(prepared.path, rows)
+        _write(prepared.path, rows * (repeats.get(name, 1) if split == "test" else 1))
         done.append(prepared)
     return done
 
@@ -133,9 +141,11 @@ def _advice(name: str, source: Source, local: Path | None, error: Exception) -> 
 
 def _convert(prepared: Prepared, dataset: Iterable[Any], progress: Progress) -> list[dict[str, Any]]:
     source, total = SOURCES[prepared.name], len(dataset)  # type: ignore[arg-type]
-    rows = []
+    rows, known = [], set()
     for index, raw in enumerate(dataset):
-        row = verl_row(prepared.name, source, prepared.split, index, raw)
+        same = str((raw[source.question], raw[source.answer]))
+        row = "a copy of another" if same in known else verl_row(prepared.name, source, prepared.split, index, raw)
+        known.add(same)
         if isinstance(row, str):
             prepared.dropped[row] += 1
         else:

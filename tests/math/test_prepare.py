@@ -1,6 +1,7 @@
 """Data sets in the hub's schemas, read through the `datasets` library, become verl's rows in the files that recipes name."""
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -49,6 +50,11 @@ def test_the_columns_are_verls_and_the_prompt_asks_for_a_box():
         ("math500", {"problem": "q", "answer": r"\left( 3, \frac{\pi}{2} \right)"}, r"\left( 3, \frac{\pi}{2} \right)"),
         ("aime24", {"problem": "q", "answer": "025"}, "025"),
         ("amc23", {"question": "q", "answer": 27.0}, "27.0"),
+        ("minerva", {"question": "q", "answer": "4.5e33"}, "4.5e33"),
+        ("olympiadbench", {"question": "q", "final_answer": [r"$\frac{1}{2}$"]}, r"\frac{1}{2}"),
+        ("olympiadbench", {"question": "q", "final_answer": ["$2$", "-3"]}, "2, -3"),
+        ("olympiadbench", {"question": "q", "final_answer": None}, "no answer"),
+        ("dapo", {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "-3"}}, "-3"),
         # Of a row that cannot be used, the reason.
         ("gsm8k", {"question": "q", "answer": "no mark"}, "no answer"),
         ("math", {"problem": "q", "solution": "The answer is 5."}, "no answer"),
@@ -67,6 +73,20 @@ def test_the_same_problem_is_recognised_in_other_typesetting():
     assert one == same != other
 
 
+# Both forms in which DAPO's problems are on the hub: the authors' messages with their request, and the problem alone.
+ASKED = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "(without quotes) where $Answer is the answer to the problem.\n\nWhat is $x$?\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": ASKED}], "What is $x$?"])
+def test_of_dapos_prompts_the_problem_is_kept_and_asked_as_ours_are(prompt):
+    row = row_of("dapo", {"prompt": prompt, "reward_model": {"ground_truth": "1", "style": "rule"}})
+    assert row["prompt"][0]["content"] == f"What is $x$? {INSTRUCTION}"
+
+
 # ---- files
 
 
@@ -82,13 +102,19 @@ def truths(path):
 
 def a_row(name, number):
     """A row in the columns of the hub."""
-    source = SOURCES[name]
-    answer = {"gsm8k": f"so\n#### {number}", "math": rf"so $\boxed{{{number}}}$"}.get(name, str(number))
-    return {source.question: f"What is {number}?", source.answer: answer, **dict.fromkeys(source.extra, "x")}
+    source, question = SOURCES[name], f"What is {number}?"
+    answer = {
+        "gsm8k": f"so\n#### {number}",
+        "math": rf"so $\boxed{{{number}}}$",
+        "olympiadbench": [f"${number}$"],
+        "dapo": {"ground_truth": str(number), "style": "rule-lighteval/MATH_v2"},
+    }.get(name, str(number))
+    asked = [{"role": "user", "content": question}] if name == "dapo" else question
+    return {source.question: asked, source.answer: answer, **dict.fromkeys(source.extra, "x")}
 
 
-def prepared(name, copy, out, limit=None, decontaminate=False):
-    return prepare([name], out, copy, limit, decontaminate, lambda what, done, total: None)
+def prepared(name, copy, out, limit=None, decontaminate=False, repeats=()):
+    return prepare([name], out, copy, limit, decontaminate, lambda what, done, total: None, dict(repeats))
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
@@ -121,7 +147,8 @@ def test_files_stand_where_the_recipes_look_for_them(tmp_path):
     for group in (Path(oar_plugin.hosts.verl.__file__).parent / "conf" / "recipe" / "data").glob("*.yaml"):
         config = OmegaConf.load(group)
         config.oar_data = str(tmp_path)
-        assert {Path(file) for file in (*config.data.train_files, *config.data.val_files)} <= written, group.name
+        trained_on = config.data.get("train_files", [])  # a group may build on another's
+        assert {Path(file) for file in (*trained_on, *config.data.val_files)} <= written, group.name
 
 
 def test_rows_without_an_answer_are_dropped_strange_answers_reported_and_the_first_taken_on_request(tmp_path):
@@ -130,6 +157,36 @@ def test_rows_without_an_answer_are_dropped_strange_answers_reported_and_the_fir
     (done,) = prepared("aime24", file, tmp_path, limit=3)
     assert truths(done.path) == ["1", r"\frac{"]
     assert (done.rows, done.dropped, done.unreadable) == (2, {"no answer": 1}, [r"\frac{"])
+
+
+def test_equal_rows_are_kept_once_and_a_test_set_is_repeated_on_request(tmp_path):
+    copies = write_lines(tmp_path / "dapo.jsonl", [a_row("dapo", number) for number in (1, 2, 1, 1)])
+    (done,) = prepared("dapo", copies, tmp_path)
+    assert (truths(done.path), done.dropped) == (["1", "2"], {"a copy of another": 2})
+    aime = write_lines(tmp_path / "aime.jsonl", [a_row("aime24", number) for number in (1, 2)])
+    (done,) = prepared("aime24", aime, tmp_path, repeats={"aime24": 3})
+    assert (truths(done.path), done.rows) == (["1", "2"] * 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--list"], 0, "Hothan/OlympiadBench (OE_TO_maths_en_COMP)  Apache-2.0  question, final_answer"),
+        (["gsm9k"], 2, "did you mean gsm8k?"),
+        ([], 2, "NAME is missing"),
+        (["aime24", "--repeat", "amc23=2"], 2, "needs amc23 among the names"),
+        (["aime24", "--repeat", "aime24=0"], 2, "aime24=0: must be NAME=N"),
+    ],
+)
+def test_the_sets_are_listed_and_a_name_that_is_none_is_refused(words, status, said, capsys):
+    def run():
+        sys.exit(main(["data", *words]))
+
+    with pytest.raises(SystemExit) as exit_:
+        run()
+    assert exit_.value.code == status
+    captured = capsys.readouterr()
+    assert said in (captured.err if status else captured.out)
 
 
 @pytest.mark.parametrize(("decontaminate", "kept"), [(False, ["1", "2"]), (True, ["2"])])

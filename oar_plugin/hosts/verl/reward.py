@@ -61,7 +61,7 @@ def compute_score(
     if len(answer.text) > LONGEST_ANSWER:
         return _row(unparsed=1.0)
     try:
-        equal = _start(processes, timeout_s).run(compare, truth, answer)
+        equal = start_pool(processes, timeout_s).run(compare, truth, answer)
     except (TaskTimedOut, TaskCrashed) as error:
         _count(type(error).__name__, error, answer.text)
         return _row(failed=1.0)
@@ -76,7 +76,8 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _start(processes: int, timeout_s: float) -> GuardedPool:
+def start_pool(processes: int, timeout_s: float) -> GuardedPool:
+    """The pool that compares, as the first call of this process wants it."""
     global _pool
     with _lock:
         if _pool is None:

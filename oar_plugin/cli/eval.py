@@ -1,0 +1,181 @@
+"""`oar eval`: checkpoints on benchmarks, as one table with standard errors."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oar_plugin.cli.arguments import listed, positive, share, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from oar_plugin.evaluate.grade import Graded
+    from oar_plugin.evaluate.problems import ProblemSet
+    from oar_plugin.evaluate.table import Line
+
+FIVE = "math500,aime24,amc23,minerva,olympiadbench"
+MANY = 0.05
+"""Share of responses without an answer above which accuracy may say more about format and length than about the model."""
+_HELP = """\
+Generate K responses to every problem with vLLM, grade them with the recipes' reward, and print avg@K (mean accuracy), pass@K
+(is any right) and maj@K (is the most frequent answer right) with standard errors, and the differences from the baseline, paired
+over problems, with 95 % intervals.
+
+A CHECKPOINT is a folder in HuggingFace's format, a name on the hub, a checkpoint of verl (global_step_N, or its actor; shards
+are merged once, into a folder `merged` beside them), or a run's folder, of which the last checkpoint is taken. NAME=CHECKPOINT
+names a line of the table; NAME=A,B,C are the seeds of one method, and the table shows their mean.
+
+Every response is written when it is there: the same command goes on where it was stopped, and a larger --k adds to what there
+is. All visible GPUs are used, each with an engine of its own.
+"""
+_EXAMPLES = """\
+examples:
+  oar eval RUN                                                the last checkpoint of a run's folder, on five benchmarks
+  oar eval base=Qwen/Qwen2.5-7B grpo=RUN1 oar=RUN2 --data aime24,aime25 --k 64
+  oar eval grpo=G1,G2,G3 oar=O1,O2,O3 --out results           three seeds each; results/table.md
+  oar eval RUN --temperature 0 --k 1                          greedy
+  oar eval RUN --data my/problems.parquet --limit 20          a file of your own in verl's columns
+
+oar data math500 aime24 amc23 minerva olympiadbench makes the five sets. What intervals mean, and which difference a set can
+show: docs/evaluation.md.
+
+exit status: 0 done, 1 something is missing or failed, 2 wrong input, 130 interrupted (what was generated is kept)
+"""
+
+
+def _temperature(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: at least 0; 0 is greedy")
+    return float(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = _HELP, _EXAMPLES
+    add = parser.add_argument
+    add("checkpoints", nargs="+", metavar="[NAME=]CHECKPOINT", help="see above; with commas the seeds of one method")
+    text = "sets in OAR_DATA (or ~/data/oar), or parquet files in verl's columns (default: %(default)s)"
+    add("--data", type=listed, default=FIVE, metavar="NAME,...", help=text)
+    add("--k", type=positive, default=32, metavar="K", help="responses to each problem (default: %(default)s)")
+    add("--baseline", metavar="NAME", help="the line that the others are compared with (default: the first)")
+    add("--best", action="store_true", help="of a run's folder its checkpoint `best`, not the last")
+    text = "default: %(default)s, as the recipes validate; 0 is greedy"
+    add("--temperature", type=_temperature, default=0.6, metavar="T", help=text)
+    add("--top-p", type=share, default=0.95, metavar="P", help="default: %(default)s")
+    text = "of a response (default: %(default)s): data.max_response_length of the training, if that is more"
+    add("--max-tokens", type=positive, default=3072, metavar="N", help=text)
+    add("--seed", type=whole, default=0, metavar="N", help="of sampling (default: %(default)s)")
+    add("--tp", type=positive, default=1, metavar="N", help="GPUs of an engine, for a model that one does not hold")
+    add("--limit", type=positive, metavar="N", help="the first N problems of each set")
+    text = "for responses, results.json and table.md (default: ./%(default)s)"
+    add("--out", type=Path, default=Path("evaluation"), metavar="DIR", help=text)
+    add("--json", type=Path, metavar="FILE", help="write results.json there too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when something is missing or fails, 2 for wrong input; the message says what to do."""
+    from oar_plugin.evaluate.checkpoints import find, parse
+
+    try:
+        rows = parse(args.checkpoints)
+        baseline = args.baseline or next(iter(rows))
+        if baseline not in rows:
+            raise ValueError(f"--baseline={baseline}: no line has this name; allowed: {', '.join(rows)}")
+        if args.temperature == 0 and args.k > 1:
+            raise ValueError(f"--k={args.k}: with --temperature 0 all responses to a problem are the same; --k 1")
+    except ValueError as error:
+        print(f"oar eval: {error}", file=sys.stderr)
+        return 2
+    missing = [name for name in ("vllm", "math_verify", "pebble", "pyarrow") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"oar eval: {', '.join(missing)} not installed: oar doctor says how", file=sys.stderr)
+        return 1
+
+    from oar_plugin.evaluate.problems import EvaluationError, read
+    from oar_plugin.evaluate.table import as_markdown
+
+    data = Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
+    try:
+        sets = [read(name, data, args.limit) for name in dict.fromkeys(args.data)]
+        say = partial(print, file=sys.stderr)
+        methods = {name: [find(path, args.best, say) for path in paths] for name, paths in rows.items()}
+        lines = _evaluate(args, methods, sets, baseline)
+    except EvaluationError as error:
+        print(f"oar eval: {error}", file=sys.stderr)
+        return 1
+    keys = ("k", "temperature", "top_p", "max_tokens", "seed", "limit")
+    content = {
+        "settings": {key: getattr(args, key) for key in keys},
+        "models": methods,
+        "baseline": baseline,
+        "lines": [asdict(line) for line in lines],
+    }
+    for path in filter(None, (args.out / "results.json", args.json)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (args.out / "table.md").write_text(as_markdown(lines, baseline, args.k), encoding="utf-8")
+    _show(lines, baseline, args.k)
+    print(f"written to {args.out}: results.json, table.md and the responses")
+    return 0
+
+
+def _evaluate(
+    args: argparse.Namespace, methods: dict[str, list[str]], sets: Sequence[ProblemSet], baseline: str
+) -> list[Line]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from oar_plugin.evaluate.generate import ResponseFile, Sampling, generate
+    from oar_plugin.evaluate.grade import grade
+    from oar_plugin.evaluate.table import lines_of
+
+    sampling = Sampling(args.temperature, args.top_p, args.max_tokens, args.seed)
+    results: dict[str, dict[str, list[Graded]]] = {name: {each.name: [] for each in sets} for name in methods}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        for name, model in ((name, model) for name, models in methods.items() for model in models):
+            files = [ResponseFile(args.out / "responses", model, sampling, each) for each in sets]
+            generate(model, sets, files, sampling, args.k, args.tp, partial(progress, f"{name}: responses"))
+            for each, file in zip(sets, files, strict=True):
+                graded = grade(each, file.responses, args.k, partial(progress, f"{name}: answers, {each.name}"))
+                results[name][each.name].append(graded)
+                if graded.no_answer > MANY:
+                    shares = f"{graded.no_answer:.0%} of the responses give no answer, {graded.cut:.0%} reached"
+                    print(f"oar eval: {name}, {each.name}: {shares} --max-tokens {args.max_tokens}", file=sys.stderr)
+    return lines_of(results, baseline, args.k)
+
+
+def _show(lines: Sequence[Line], baseline: str, samples: int) -> None:
+    from oar_plugin.cli.tables import console, table
+    from oar_plugin.evaluate.table import covers, in_percent, interval, shown
+
+    names = shown(samples)
+    values = table("data", "problems", "", *(f"{name}, %" for name in names))
+    compared = table("data", f"minus {baseline}", *(f"{name}, points" for name in names))
+    for line in lines:
+        values.add_row(
+            line.data, str(line.problems), line.method, *(in_percent(line.estimates[name]) for name in names)
+        )
+        if line.minus_baseline:
+            differences = [line.minus_baseline[name] for name in names]
+            cells = (f"{in_percent(each, '+')} ({interval(each)})" for each in differences)
+            compared.add_row(line.data, line.method, *cells)
+    out = console()
+    out.print(values)
+    if compared.row_count:
+        out.print(compared)
+    out.print("± standard error; in brackets the 95 % interval, paired over problems.", covers(lines), highlight=False)

@@ -1,0 +1,133 @@
+"""Which model a CHECKPOINT of the command line is, as a folder in HuggingFace's format or a name on the hub."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from oar_plugin.evaluate.problems import EvaluationError
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+MERGED = "merged"
+"""The folder beside a verl checkpoint's shards that holds its merged weights."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def parse(words: Sequence[str]) -> dict[str, list[str]]:
+    """Of `[NAME=]PATH[,PATH...]` each, the paths by name; a name is made up where none is given. Raises ValueError."""
+    rows: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, rest = word.partition("=")
+        paths = (rest if equals else word).split(",")
+        if not all(paths) or not name:
+            raise ValueError(f"{word}: must be CHECKPOINT or NAME=CHECKPOINT, with commas between seeds of one method")
+        if not equals:
+            parts = [part for part in Path(paths[0]).absolute().parts if part != "actor"]
+            name = "/".join(parts[-2:]) if parts[-1].startswith("global_step_") else parts[-1]
+        if name in rows:
+            raise ValueError(f"{word}: another line is called {name}; write NAME=CHECKPOINT")
+        rows[name] = paths
+    return rows
+
+
+def find(text: str, best: bool, say: Callable[[str], None]) -> str:
+    """The model of a checkpoint, merged if it must be, once.
+
+    Args:
+        text: a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
+            checkpoints, of which the last is taken, or a name on the hub.
+        best: take `best` in a folder of checkpoints.
+        say: told before a merge, which takes minutes for a large model.
+
+    Raises EvaluationError.
+    """
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        if _HUB_NAME.fullmatch(text) and not folder.parent.is_dir():
+            return text
+        raise EvaluationError(f"{text}: neither a folder nor a name on the hub (organisation/model)")
+    if _is_model(folder):
+        return str(folder.resolve())
+    folder = _step_of(folder, best)
+    actor = (folder / "actor" if (folder / "actor").is_dir() else folder).resolve()
+    for ready in (actor / "huggingface", actor / "model" / "huggingface", actor / MERGED):
+        if _is_model(ready):
+            return str(ready)
+    if (actor / "fsdp_config.json").is_file():
+        return str(_merge(actor, "fsdp", say))
+    if (actor / "model" / "dist_ckpt").is_dir() or (actor / "dist_ckpt").is_dir():
+        return str(_merge(actor, "megatron", say))
+    raise EvaluationError(
+        f"{text}: holds no model: neither config.json with weights ({', '.join(WEIGHTS)}), nor a checkpoint of verl "
+        "(global_step_N/actor with fsdp_config.json or dist_ckpt), nor a folder of such checkpoints"
+    )
+
+
+def fingerprint(model: str) -> str:
+    """Changes when the weights in a folder do; of a model on the hub it is the name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _weights(folder)]
+    return hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()[:16]
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and bool(_weights(folder))
+
+
+def _step_of(folder: Path, best: bool) -> Path:
+    """The checkpoint in a folder of checkpoints, such as a run's; other folders as they are."""
+    place = folder / "best" if best else folder
+    steps = {step.name: step for step in place.glob("global_step_*") if step.name[12:].isdigit()}
+    if not steps and best:
+        raise EvaluationError(
+            f"--best: {folder} has no checkpoint best/global_step_N; without --best its last one is taken"
+        )
+    if not steps:
+        return folder
+    # verl writes it when a checkpoint is complete; the step that it names may have been deleted or not copied.
+    complete = place / "latest_checkpointed_iteration.txt"
+    named = f"global_step_{complete.read_text(encoding='utf-8').strip()}" if complete.is_file() else ""
+    return steps.get(named) or steps[max(steps, key=lambda name: int(name[12:]))]
+
+
+def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
+    target, partial = actor / MERGED, actor / f"{MERGED}.partial"
+    say(f"merging {actor} into {target} with verl.model_merger, once")
+    shutil.rmtree(partial, ignore_errors=True)
+    words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir", str(partial)]
+    try:
+        partial.mkdir()
+        # A process of its own: it imports verl, and gives back the memory of all shards.
+        done = subprocess.run([sys.executable, "-m", "verl.model_merger", *words], capture_output=True)
+    except OSError as error:
+        raise EvaluationError(
+            f"{actor}: cannot write {partial}: {error.strerror}; merge it elsewhere with python -m verl.model_merger "
+            f"merge --backend {backend} --local_dir {actor} --target_dir DIR, and evaluate DIR"
+        ) from error
+    if done.returncode or not _is_model(partial):
+        said = "\n".join((done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-15:])
+        raise EvaluationError(f"{actor}: verl.model_merger failed (exit status {done.returncode}):\n{said}")
+    if (partial / "lora_adapter").is_dir():
+        _fold_in_adapter(partial)
+    partial.rename(target)
+    return target
+
+
+def _fold_in_adapter(folder: Path) -> None:
+    """verl's merger leaves a LoRA adapter beside the base model's weights."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    PeftModel.from_pretrained(base, str(folder / "lora_adapter")).merge_and_unload().save_pretrained(folder)
+    shutil.rmtree(folder / "lora_adapter")

@@ -1,0 +1,76 @@
+"""Which responses are right, by the recipes' own reward, and which of them give the same answer."""
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oar_plugin.evaluate.generate import Response
+from oar_plugin.evaluate.problems import ProblemSet
+from oar_plugin.evaluate.statistics import majority
+from oar_plugin.hosts.verl.reward import LONGEST_ANSWER, compute_score, start_pool
+from oar_plugin.math.answer import FinalAnswer, canonical, final_answer
+from oar_plugin.math.pool import TaskCrashed, TaskTimedOut
+
+TIMEOUT_S = 10.0
+PROCESSES = max(2, min(16, os.cpu_count() or 2))
+
+
+@dataclass(frozen=True)
+class Graded:
+    """P problems, K responses of each."""
+
+    correct_PK: NDArray[np.bool_]
+    majority_P: NDArray[np.float64]  # maj@K
+    no_answer: float  # share of responses without a final answer
+    cut: float  # share of responses that were cut at the most tokens allowed
+
+
+def grade(
+    problems: ProblemSet,
+    responses: Mapping[tuple[int, int], Response],
+    samples: int,
+    progress: Callable[[int, int], None],
+) -> Graded:
+    """The first `samples` responses of every problem, all of which must be there; an answer that many give is graded once."""
+    table = [[responses[problem, sample] for sample in range(samples)] for problem in range(len(problems.problems))]
+    answers = [[final_answer(response.text) for response in row] for row in table]
+    # A response for each answer: the reward takes a whole one.
+    texts = {
+        (problem, answer): response.text
+        for problem, (row, said) in enumerate(zip(table, answers, strict=True))
+        for response, answer in zip(row, said, strict=True)
+        if answer is not None
+    }
+    judged = {}
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        for key, result in zip(texts, threads.map(partial(_judge, problems), texts, texts.values()), strict=True):
+            judged[key] = result
+            progress(len(judged), len(texts))
+    votes = [
+        [judged[problem, answer] if answer is not None else (False, None) for answer in said]
+        for problem, said in enumerate(answers)
+    ]
+    return Graded(
+        correct_PK=np.array([[right for right, _ in row] for row in votes]),
+        majority_P=np.array([majority([name for _, name in row], [right for right, _ in row]) for row in votes]),
+        no_answer=float(np.mean([answer is None for said in answers for answer in said])),
+        cut=float(np.mean([response.cut for row in table for response in row])),
+    )
+
+
+def _judge(problems: ProblemSet, key: tuple[int, FinalAnswer], text: str) -> tuple[bool, str]:
+    """Whether it is right, and a name that answers which mean the same share."""
+    problem, answer = key
+    truth = problems.problems[problem].ground_truth
+    right = compute_score(problems.name, text, truth, timeout_s=TIMEOUT_S, processes=PROCESSES)["acc"] == 1.0
+    name = "".join(answer.text.split())
+    if len(answer.text) <= LONGEST_ANSWER:
+        with suppress(TaskTimedOut, TaskCrashed):
+            name = start_pool(PROCESSES, TIMEOUT_S).run(canonical, answer)
+    return right, name

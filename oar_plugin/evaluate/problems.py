@@ -1,0 +1,62 @@
+"""The problems of an evaluation, from the files that `oar data` writes."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("prompt", "reward_model")
+
+
+class EvaluationError(Exception):
+    """What keeps an evaluation from going on. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: list[dict[str, str]]  # messages, as the chat template takes them
+    ground_truth: str
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    name: str
+    problems: list[Problem]
+
+    @property
+    def digest(self) -> str:
+        """The same for the same problems in the same order."""
+        text = json.dumps([(problem.prompt, problem.ground_truth) for problem in self.problems], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read(name: str, folder: Path, limit: int | None) -> ProblemSet:
+    """A data set by name, from `folder/NAME/test.parquet`, or a parquet file in verl's columns; equal prompts once.
+
+    Raises EvaluationError.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    is_file = name.endswith(".parquet")
+    path = Path(name).expanduser() if is_file else folder / name / "test.parquet"
+    if not path.is_file():
+        hint = "no such file" if is_file else f"{path} is not there: oar data {name} --out {folder} makes it"
+        raise EvaluationError(f"--data={name}: {hint}")
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path, columns=list(COLUMNS)).to_pylist()
+        found = {
+            json.dumps(row["prompt"]): Problem(row["prompt"], str(row["reward_model"]["ground_truth"])) for row in rows
+        }
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise EvaluationError(
+            f"--data={name}: cannot read {path}: {reason}; it must be a parquet file in verl's columns "
+            f"{' and '.join(COLUMNS)} (with ground_truth), as oar data writes them"
+        ) from error
+    problems = list(found.values())[:limit]
+    if not problems:
+        raise EvaluationError(f"--data={name}: {path} holds no row")
+    # verl's own name for a set is the column data_source; a file is called as it is called.
+    return ProblemSet(path.stem if is_file and path.stem != "test" else path.parent.name, problems)
