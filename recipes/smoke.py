@@ -37,6 +37,7 @@ from oar_plugin.hosts.verl.cpu import wanted
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
 from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe, entry_point, find_recipe
+from oar_plugin.launch.folder import START
 
 SHOWN = {
     "critic/score/mean": "mean reward",
@@ -111,14 +112,18 @@ def run_smoke(
     metrics, log = folder / "metrics.jsonl", folder / "verl.log"
     metrics.unlink(missing_ok=True)
     group = group_of(config) if wanted() else "tiny"
-    arguments = [*entry_point(recipe, variant), f"+cpu_smoke={group}", f"hydra.run.dir={folder}/hydra"]
-    environment = {**cpu_environment(), "OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics)}
+    arguments = [
+        *entry_point(recipe, variant),
+        f"+cpu_smoke={group}",
+        f"trainer.default_local_dir={folder}/checkpoints",
+    ]
+    environment = {"OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics), START: "fresh", **cpu_environment()}
     status = run_verl([*arguments, *overrides], environment, log, timeout_s)
     if status != 0:
         why = f"took longer than {timeout_s:.0f} s" if status == TIMED_OUT else f"ended with status {status}"
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
         raise SmokeFailed(f"{recipe.name}/{variant}.yaml {why}; its log, {log}, ends with:\n{tail}")
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [{"step": record["step"], **record["data"]} for record in records]
 
 

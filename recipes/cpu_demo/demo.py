@@ -64,7 +64,7 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
     report.draw_curve(files["curve"], before, results)
     report.write_tokens_page(files["tokens and weights"], rows)
     numbers = {"before": before.plain(), "after": {method: result.plain() for method, result in results.items()}}
-    files["numbers"].write_text(json.dumps(numbers, indent=2) + "\n")
+    files["numbers"].write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     report.print_summary(console, before, results, report.weights_by_kind(rows), time.monotonic() - started, files)
 
 

@@ -58,9 +58,9 @@ def free_memory() -> int:
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        cache = int((group / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        used = int((group / "memory.current").read_text(encoding="utf-8"))
+        cache = int((group / "memory.stat").read_text(encoding="utf-8").split("inactive_file ")[1].split()[0])
     except (OSError, ValueError, IndexError):  # no such limit ("max"), or no control groups of version 2
         return free
     return min(free, limit - used + cache)

@@ -115,7 +115,7 @@ def draw_curve(path: Path, before: Accuracy, results: Mapping[str, MethodResult]
 def load_rows(folder: Path) -> list[TokenRow]:
     """Every response that a run dumped into `algorithm.oar.dump_dir`, by step."""
     files = sorted(folder.glob("step_*.jsonl"))
-    return [token_row(json.loads(line)) for file in files for line in file.read_text().splitlines()]
+    return [token_row(json.loads(line)) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def write_tokens_page(path: Path, rows: Sequence[TokenRow]) -> None:

@@ -175,7 +175,7 @@ def run_training(run: Run, console: Console) -> dict[str, Any]:
         TrainingFailed: verl ended early.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
-    run.script_file.write_text(run.script())
+    run.script_file.write_text(run.script(), encoding="utf-8")
     run.script_file.chmod(0o755)
     log = run.folder / "verl.log"
     environment = verl_run.training_environment(run.metrics_file)
@@ -202,7 +202,7 @@ def run_training(run: Run, console: Console) -> dict[str, Any]:
 
 def diagnose(log_file: Path) -> str:
     """One line on why a run failed, from its log."""
-    text = log_file.read_text(errors="replace") if log_file.exists() else ""
+    text = log_file.read_text(encoding="utf-8", errors="replace") if log_file.exists() else ""
     for mark, advice in CAUSES.items():
         if mark in text:
             return advice

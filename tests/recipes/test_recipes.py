@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def test_verl_and_oar_accept_it_and_it_fits_the_gpus_that_it_names(recipe, varia
     made = Plan(config, choose_gpu("A100-80"))
     assert made.fits, made.verdict
     assert made.headroom >= 0
+
+
+@every_recipe
+def test_the_table_has_what_is_planned_for_it(recipe):
+    made = Plan(composed(recipe))
+    shown = f"| {made.headroom / 2**30:.0f} | {float(f'{made.step:.2g}'):.0f} | {made.to_grpo:.2f} |"
+    (row,) = re.findall(rf"^\| {recipe.name}(?: \(.*?\))? (\| \d.*)", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert row == shown
 
 
 @pytest.mark.parametrize("preset", ["published", "onward"])
