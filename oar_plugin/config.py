@@ -10,7 +10,7 @@ noise (`benchmarks/results/learning_variants.md`).
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -75,6 +75,19 @@ class PerturbationConfig(BaseModel):
         description="Share of the time that copies may be in flight on a rollout engine that is generating: generation "
         "keeps at least the rest. 1 lets them run freely, behind generation in priority.",
     )
+
+
+def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
+    """What is wrong with a key below `prefix`, and which one was meant; None where there is such a key."""
+    nested = path[0] == "perturbation" and len(path) > 1
+    group, fields = (
+        (f"{prefix}.perturbation", PerturbationConfig.model_fields) if nested else (prefix, OarConfig.model_fields)
+    )
+    if path[-1] in fields and len(path) == 1 + nested:
+        return None
+    close = difflib.get_close_matches(path[-1], fields, n=1)
+    hint = f"did you mean {group}.{close[0]}? " if close else ""
+    return f"unknown key; {hint}allowed keys: {', '.join(fields)}"
 
 
 class OarConfig(BaseModel):
@@ -271,12 +284,7 @@ class OarConfig(BaseModel):
         key = ".".join(parts[: 2 if nested else 1])
         where = f"{prefix}.{key}" if key else prefix
         if fault["type"] == "extra_forbidden":
-            group, fields = (
-                (f"{prefix}.perturbation", PerturbationConfig.model_fields) if nested else (prefix, cls.model_fields)
-            )
-            close = difflib.get_close_matches(parts[-1], fields, n=1)
-            hint = f"did you mean {group}.{close[0]}? " if close else ""
-            return f"{where}={fault['input']!r}: unknown key; {hint}allowed keys: {', '.join(fields)}"
+            return f"{where}={fault['input']!r}: {unknown_key(parts, prefix)}"
         message = fault["msg"].removeprefix("Value error, ")
         return f"{where}: {message}" if not key else f"{where}={fault['input']!r}: {message}"
 

@@ -2,9 +2,13 @@
 
 import argparse
 import importlib
+import io
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
+
+from oar_plugin.spelling import did_you_mean
 
 COMMANDS = {
     "doctor": "what is installed, what OAR serves here, and what to do about what is missing",
@@ -12,6 +16,7 @@ COMMANDS = {
     "data": "make the files that the recipes train on and validate with",
     "plan": "say what a recipe takes before it starts: memory, time, what OAR adds, and whether it fits",
     "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",
+    "eval": "grade checkpoints on benchmarks: avg@k, pass@k and maj@k with standard errors, one table for several runs",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
 }
 IN_THE_CHECKOUT = {
@@ -21,31 +26,54 @@ IN_THE_CHECKOUT = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a sub-command; returns its exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def make_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """With the arguments of these sub-commands. `shtab oar_plugin.cli.main.make_parser` makes a shell complete all of them."""
     parser = argparse.ArgumentParser(
         prog="oar",
         description="Outcome-grounded Advantage Reshaping (OAR) for verl: token credit for reasoning models.",
-        epilog="In a verl run nothing of this is needed: algorithm.adv_estimator=oar is enough.",
+        epilog="In a verl run nothing of this is needed: algorithm.adv_estimator=oar is enough. Exit status: 0 all is well; "
+        "1 it does not fit, something is missing, or what ran failed; 2 wrong input; 3 not everything could be checked; "
+        "130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"oar_plugin {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    wanted = next((a for a in arguments if a in COMMANDS), None)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if name == wanted:
+        subparser.set_defaults(parser=subparser)
+        if name in commands:
             importlib.import_module(f"oar_plugin.cli.{name}").add_arguments(subparser)
-    if arguments and arguments[0] in IN_THE_CHECKOUT:
-        parser.error(f"oar {arguments[0]} stands in the checkout: {IN_THE_CHECKOUT[arguments[0]]}")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command; returns its exit status, as `oar --help` lists them. SystemExit: argparse has said all."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale may have no letter for what is printed
+            stream.reconfigure(errors="replace")
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    parser = make_parser({command})
+    if command in IN_THE_CHECKOUT:
+        parser.error(f"oar {command} stands in the checkout: {IN_THE_CHECKOUT[command]}")
+    if command and command not in COMMANDS:
+        parser.error(f"{command}: no such command; allowed: {', '.join(COMMANDS)}{did_you_mean(command, COMMANDS)}")
     # argparse does not take up a list of positional arguments again after an option, and overrides may stand anywhere.
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parsed.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         parsed.overrides += rest
     try:
-        return int(importlib.import_module(f"oar_plugin.cli.{parsed.command}").run(parsed))
+        status = int(importlib.import_module(f"oar_plugin.cli.{command}").run(parsed))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `oar ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        place = None if error.filename is None else f"{error.filename}: {error.strerror}"
+        print(f"oar {command}: {place or error}", file=sys.stderr)
+        return 1 if place is None else 2  # a path that cannot be read or written is wrong input
     except KeyboardInterrupt:
         print("oar: interrupted", file=sys.stderr)
         return 130

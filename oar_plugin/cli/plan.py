@@ -8,6 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from oar_plugin.cli.arguments import number, positive, share
 from oar_plugin.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED
 
 if TYPE_CHECKING:
@@ -34,23 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="overrides, as on verl's command line")
     add("--variant", default="oar", choices=("oar", "grpo"), help="default: %(default)s")
     add("--model", metavar="DIR", help="folder with a config.json, instead of actor_rollout_ref.model.path")
-    add("--gpus", type=int, help="of the trainer; default: as the recipe says")
+    add("--gpus", type=positive, help="of the trainer; default: as the recipe says")
     add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; default: %(default)s")
-    add("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
-    add("--response-length", type=float, help="mean in tokens; default: half of data.max_response_length")
-    add("--prompt-length", type=float, help="mean in tokens; default: a quarter of data.max_prompt_length")
-    add("--scored-share", type=float, default=SCORED, help="of the responses; only those get importance")
+    add("--gpu-memory", type=number, metavar="GIB", help="another memory, as CUDA reports it")
+    add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
+    add("--prompt-length", type=number, help="mean in tokens; default: a quarter of data.max_prompt_length")
+    add("--scored-share", type=share, default=SCORED, help="of the responses; only those get importance")
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("verl") is None:
         print("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", file=sys.stderr)
-        return 2
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+        return 1
+    from oar_plugin.cli.tables import console, table
     from oar_plugin.hosts.verl.recipe import check_config, compose_recipe, find_recipe
     from oar_plugin.plan import Expected, Plan, choose_gpu, on_gpus, suggest
 
@@ -69,54 +67,46 @@ def run(args: argparse.Namespace) -> int:
         changes = [{"overrides": s.overrides, "reason": s.reason, "headroom": s.plan.headroom} for s in suggestions]
         print(json.dumps({**made.to_dict(), "suggestions": changes}, indent=1))
         return 0 if made.fits else 1
-    memory = Table("memory of one GPU", "GiB", "of which", box=box.SIMPLE_HEAD)
+    memory = table("memory of one GPU", "GiB", "of which")
     for phase, parts in made.memory.items():
         shown = sorted(((size / GIB, part) for part, size in parts.items() if size > GIB / 20), reverse=True)
         of_which = ", ".join(f"{part} {size:.1f}" for size, part in shown)
         memory.add_row(phase, f"{sum(parts.values()) / GIB:.1f}", of_which)
-    step = Table(f"a step on {made.setup.gpus} GPUs", "PFLOPs in all", "seconds", "share", box=box.SIMPLE_HEAD)
+    step = table(f"a step on {made.setup.gpus} GPUs", "PFLOPs in all", "seconds", "share")
     for phase, seconds in {**made.seconds, "step": made.step}.items():
         flops = made.flops.get(phase, 0.0) / 1e15
         step.add_row(phase, f"{flops:.1f}" if flops else "", f"{seconds:.1f}", f"{seconds / made.step:.1%}")
-    console = Console(highlight=False, markup=False)
-    console.print(memory, step)
-    console.print("\n".join(_summary(made)), soft_wrap=True)
+    out = console(highlight=False, markup=False)
+    out.print(memory, step)
+    out.print("\n".join(_summary(made)), soft_wrap=True)
     left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"
     cache = "" if made.cached >= 1 else "; vLLM's cache holds less than one sequence"
     colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
-    console.print(f"Verdict: {made.verdict} ({left}{cache}).", style=f"bold {colour}", soft_wrap=True)
+    out.print(f"Verdict: {made.verdict} ({left}{cache}).", style=f"bold {colour}", soft_wrap=True)
     if made.verdict != "fits":
-        console.print("Change one of these; each was planned again:" if suggestions else "No known change helps.")
+        out.print("Change one of these; each was planned again:" if suggestions else "No known change helps.")
     for s in suggestions:
         arguments = " ".join(f"{key}={value}" for key, value in s.overrides.items())
         room = f"{s.plan.verdict}, {s.plan.headroom / GIB:.1f} GiB left"
-        console.print(f"  {arguments}    ({s.reason}; {room})", soft_wrap=True)
+        out.print(f"  {arguments}    ({s.reason}; {room})", soft_wrap=True)
     return 0 if made.fits else 1
 
 
 def _summary(made: Plan) -> list[str]:
     """What the tables do not show, and what is taken for granted."""
-    s, gpus = made.setup, made.setup.gpus + (made.setup.rollout_gpus if made.setup.dedicated else 0)
+    from oar_plugin.launch.schedule import in_words
+
+    s = made.setup
     oar = "Without OAR."
     if s.oar is not None:
         oar = f"OAR ({s.oar.importance}) adds {made.oar:.1f} s to a step: {made.to_grpo:.2f} x the same step of GRPO, with "
         oar += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
-    run = "Hours are not known, as the rows of data.train_files are not: add trainer.total_training_steps=N."
-    validation = "with validation"
-    if s.validated is None:
-        validation = "without validation, as the rows of data.val_files are not known"
-    if made.hours is not None:
-        hours, least, most = made.hours
-        run = f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
-        run += (
-            f"{gpus} GPUs ({least * gpus:,.0f} to {most * gpus:,.0f}), {validation}, without rewards and checkpoints."
-        )
     return [
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
         f"{made.cached:.0f} of the longest sequences.",
         oar,
-        run,
+        in_words(made),
         f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length; the hours follow it), prompts of "
         f"{s.mean_prompt:.0f}; of the datasheet's figures {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "

@@ -5,10 +5,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from oar_plugin.hosts.verl.recipe import RecipeError, find_recipe, recipe_names, recipes_folder
 
 
@@ -23,18 +19,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.what == "copy":
         return _copy(args.name, args.folder)
-    table = Table(box=SIMPLE_HEAD)
-    for title in ("recipe", "what", "nodes and GPUs", "engine"):
-        table.add_column(title, no_wrap=title == "recipe")
+    from oar_plugin.cli.tables import console, table
+
+    listed = table("recipe", "what", "nodes and GPUs", "engine")
+    listed.columns[0].no_wrap = True
     for name in recipe_names():
-        table.add_row(name, *summary(find_recipe(name)))
-    Console().print(table)
+        listed.add_row(name, *summary(find_recipe(name)))
+    console().print(listed)
     return 0
 
 
 def summary(recipe: Path) -> tuple[str, str, str]:
     """What it trains, on which nodes, with which engine: the first line of its `recipe.yaml`, `# WHAT: NODES, ENGINE.`"""
-    line = (recipe / "recipe.yaml").read_text().splitlines()[0]
+    line = (recipe / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
     what, _, where = line.strip("# .").partition(": ")
     nodes, _, engine = where.partition(", ")
     return what, nodes, engine
@@ -43,12 +40,11 @@ def summary(recipe: Path) -> tuple[str, str, str]:
 def _copy(name: str, folder: Path) -> int:
     try:
         source = recipes_folder() / "cluster" if name == "cluster" else find_recipe(name)
-        shutil.copytree(source, folder)
-    except FileExistsError:
-        print(f"oar recipes: {folder} exists: name a folder that is not there yet", file=sys.stderr)
-        return 2
-    except (RecipeError, OSError) as error:
+        if folder.exists():
+            raise RecipeError(f"{folder} exists: name a folder that is not there yet")
+    except RecipeError as error:
         print(f"oar recipes: {error}", file=sys.stderr)
         return 2
+    shutil.copytree(source, folder)
     print(f"copied to {folder}; now: oar launch {f'RECIPE --template {folder}/FILE' if name == 'cluster' else folder}")
     return 0

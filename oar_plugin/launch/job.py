@@ -11,12 +11,15 @@ from omegaconf import DictConfig, OmegaConf
 from oar_plugin.hosts.verl.recipe import command, gpus_needed, recipes_folder
 
 # What all nodes get: folders, how to reach hubs and loggers, settings of the libraries that talk between nodes.
-PATHS = ("OAR_DATA", "OAR_CHECKPOINTS", "HF_HOME", "HF_HUB_CACHE", "TENSORBOARD_DIR", "WANDB_DIR")
-NAMES = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE")
+PATHS = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE", "HF_HOME", "HF_HUB_CACHE", "WANDB_DIR")
+NAMES = (
+    *("HF_ENDPOINT", "HF_HUB_OFFLINE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE"),
+    *("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME"),
+)
 ON_VOLUME = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
 PREFIXES = ("GLOO_", "NCCL_", "UCX_", "VERL_", "VLLM_")
 # Never written to a script, a manifest or a command line.
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
 
 def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str | None = None) -> dict[str, str]:
@@ -52,12 +55,9 @@ def facts(
             f"trainer.default_local_dir={checkpoints}: relative, and the recipe runs on {nodes} nodes, which must all see it "
             "to resume; set OAR_CHECKPOINTS to a folder on shared storage"
         )
-    # In letters that every scheduler takes, and so short that KubeRay can make names of it.
-    short = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[: 46 - len(variant)].rstrip("-")
-    name = f"{short}-{variant}"
     train = shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides]))
     train_alone = shlex.join(command(recipe, variant, overrides))  # verl starts Ray itself
-    facts = {"name": name, "train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}
+    facts = {"train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}
     return {**facts, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus}
 
 
@@ -75,6 +75,49 @@ def fill(template: Path | str, **values: Any) -> str:
     engine.filters.update(quote=shlex.quote, sbatch=sbatch)
     file = template if isinstance(template, Path) else recipes_folder() / "cluster" / template
     try:
-        return engine.from_string(file.read_text()).render(values)
+        return engine.from_string(file.read_text(encoding="utf-8")).render(values)
     except jinja2.TemplateError as error:
         raise ValueError(f"--template {file}: {error}") from error
+
+
+def by_name(train: str, recipe: Path) -> str:
+    """The command for a machine that has a recipe in its own copy of this package."""
+    find = f"from oar_plugin.hosts.verl.recipe import find_recipe; print(find_recipe({recipe.name!r}))"
+    return f"recipe=$(python -c {shlex.quote(find)})\n" + train.replace(shlex.quote(str(recipe.resolve())), '"$recipe"')
+
+
+def patched(manifest: str, file: Path) -> str:
+    """A RayJob with what a cluster wants beside it. Sections of the file, each optional, go into all that they name:
+
+    `rayjob` into the RayJob itself, `pod` into every pod's template, `container` into every pod's container. Maps are merged,
+    lists are made longer, other values are replaced. ValueError: the file cannot be used.
+    """
+    import yaml
+
+    try:
+        patch = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        unknown = sorted(set(patch) - {"rayjob", "pod", "container"})
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+        raise ValueError(f"--patch {file}: not a yaml file of sections: {error}") from error
+    if unknown:
+        raise ValueError(f"--patch {file}: {unknown[0]}: not a section; allowed: rayjob, pod, container")
+    job = _merged(yaml.safe_load(manifest), patch.get("rayjob"), "rayjob")
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())):
+        pod = _merged(group["template"], patch.get("pod"), "pod")
+        containers = pod["spec"]["containers"]
+        containers[0] = _merged(containers[0], patch.get("container"), "container")
+        group["template"] = pod
+    return str(yaml.safe_dump(job, sort_keys=False, width=10**6))
+
+
+def _merged(there: Any, patch: Any, where: str) -> Any:
+    if patch is None:
+        return there
+    if isinstance(there, dict | list) and type(there) is not type(patch):
+        raise ValueError(
+            f"--patch: {where}: {patch!r}: the RayJob has a {'map' if isinstance(there, dict) else 'list'} there"
+        )
+    if isinstance(there, dict):
+        return {**there, **{key: _merged(there.get(key), value, f"{where}.{key}") for key, value in patch.items()}}
+    return [*there, *patch] if isinstance(there, list) else patch

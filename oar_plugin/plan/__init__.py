@@ -5,9 +5,23 @@
 'fits'
 """
 
-from oar_plugin.plan.hardware import choose_gpu
-from oar_plugin.plan.models import PlanError
-from oar_plugin.plan.planning import Plan, suggest
-from oar_plugin.plan.setup import Expected, on_gpus, with_overrides
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oar_plugin.plan.hardware import choose_gpu
+    from oar_plugin.plan.models import PlanError
+    from oar_plugin.plan.planning import Plan, suggest
+    from oar_plugin.plan.setup import Expected, on_gpus, with_overrides
 
 __all__ = ["Expected", "Plan", "PlanError", "choose_gpu", "on_gpus", "suggest", "with_overrides"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: `oar plan --help` and a refused option need no torch.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = {"choose_gpu": "hardware", "PlanError": "models", "Plan": "planning", "suggest": "planning"}
+    return getattr(importlib.import_module(f"oar_plugin.plan.{home.get(name, 'setup')}"), name)

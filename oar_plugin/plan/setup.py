@@ -26,6 +26,14 @@ class Expected:
     model: str | None = None  # instead of actor_rollout_ref.model.path
 
 
+def training_steps(config: DictConfig) -> int | None:
+    """Of the whole run; None where the number of training rows is not known."""
+    if config.trainer.total_training_steps is not None:
+        return int(config.trainer.total_training_steps)
+    rows = _rows(config.data.train_files)
+    return None if rows is None else rows // config.data.train_batch_size * config.trainer.total_epochs
+
+
 class Setup:
     """What takes some reading; the rest is taken from the configuration where it is used.
 
@@ -63,9 +71,7 @@ class Setup:
         self.scored_share = expected.scored_share
         self.answer_rows = 1 if self.oar is not None and self.oar.probe == "last" else ANSWER  # that the probe reads
         # ---- the run: steps, None where the number of training rows is not known, and responses of all validations
-        self.steps: int | None = trainer.total_training_steps
-        if self.steps is None and (rows := _rows(data.train_files)) is not None:
-            self.steps = rows // self.prompts * trainer.total_epochs
+        self.steps = training_steps(config)
         validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         validations += trainer.val_before_train
         of_one = _rows(data.val_files)
@@ -131,12 +137,15 @@ def on_gpus(config: DictConfig, gpus: int) -> DictConfig:
 
 
 def _rows(files: Any) -> int | None:
-    """Rows of parquet files: counted where they are there, else as the hub has them; None with an unknown file."""
+    """Rows of parquet files: counted where they are there, else as the hub has them; None with an unknown or broken file."""
     paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
     if paths and all(path.is_file() for path in paths):
         import pyarrow.parquet
 
-        return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
+        try:
+            return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
+        except (OSError, ValueError):  # half a download, say: `oar launch` and `oar doctor` name it
+            return None
     known = [ROWS.get(f"{path.parent.name}/{path.stem}") for path in paths]
     return None if None in known else sum(rows or 0 for rows in known)
 

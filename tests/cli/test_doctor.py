@@ -31,7 +31,6 @@ GPU = {"name": "NVIDIA H100 80GB HBM3", "total": 79 * GIB, "free": 78 * GIB}
 CPU = {"torch": "2.13.0+cpu", "built for": None}
 LOGIN = {"torch": "2.11.0", "built for": "13.0", "why not": "RuntimeError: Found no NVIDIA driver"}
 LIBCUDA = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
-FITS = {"verdict": "fits", "peak": "update", "headroom": 20 * GIB, "change": ""}
 FITS_VERL: list[list[str]] = [[], []]  # what verl lacks, what could not be looked at
 TOLD = {
     "devices": {"torch": "2.11.0", "built for": "13.0", "gpus": [GPU] * 8},
@@ -45,8 +44,10 @@ TOLD = {
     "recipe": {
         **{"device": "cuda", "mode": "sync", "strategy": "fsdp2", "vanilla_mbridge": True, "offloads": False},
         **{"attention": "flash_attention_2", "share": 0.6, "engine": "vllm", "loggers": ["console", "tensorboard"]},
-        **{"files": {"/data/math/train.parquet": None}, "data sets": ["gsm8k", "math"], "model": ["ok", "Qwen"]},
-        **{"reward": None, "cluster": {"nodes": 1, "gpus_per_node": 8}, "plan": FITS},
+        **{
+            "cluster": {"nodes": 1, "gpus_per_node": 8},
+            "findings": [["memory", "ok", "fits", ""], ["data", "ok", "2", ""]],
+        },
     },
 }
 """A node with eight GPUs where everything is in place. None takes a key away; `fault` is that of the process."""
@@ -175,7 +176,6 @@ def test_what_only_other_runs_need_and_what_was_not_tested_is_a_note(examined, c
 
 MEGATRON = {"strategy": "megatron"}
 NEEDS_32 = {"cluster": {"nodes": 4, "gpus_per_node": 8}}
-TOO_LARGE = {"plan": {"verdict": "does not fit", "peak": "update", "headroom": -5 * GIB, "change": "a.b=1"}}
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,14 @@ TOO_LARGE = {"plan": {"verdict": "does not fit", "peak": "update", "headroom": -
         ({}, {"devices": {"gpus": [GPU] * 4}}, "cluster", "needs 1 node with 8 GPUs; here 4 visible"),
         ({}, {"devices": {"gpus": [GPU] * 7 + [FULL]}}, "GPU memory", "20 GiB of GPU 7"),
         ({}, {"devices": CPU | {"gpus": None}}, "cluster", "built without CUDA"),
-        (TOO_LARGE, {}, "memory", "does not fit, 5 GiB missing in update; a.b=1"),
         ({"refused": "algorithm.oar.tau=2: x"}, {}, "configuration", "algorithm.oar.tau=2"),
         ({"fault": "crashed with SIGSEGV"}, {}, "configuration", "crashed with SIGSEGV"),
-        ({"files": {"/d/math/train.parquet": "is not there"}}, {}, "data", "oar data math, or OAR_DATA="),
-        ({"model": ["missing", "Qwen is not in /cache"]}, {}, "model", "not in /cache"),
-        ({"reward": "ImportError: math_verify"}, {}, "reward", "math_verify"),
+        (
+            {"findings": [["data", "missing", "is not there", "oar data math"]]},
+            {},
+            "data",
+            "is not there; oar data math",
+        ),
     ],
 )
 def test_a_recipe_needs_more(examined, recipe, others, subject, said):
@@ -235,7 +237,7 @@ def test_a_login_node_is_told_what_was_not_checked_and_not_that_it_is_ready(exam
     login = {"devices": LOGIN | {"gpus": None}, "imports": {"vllm": ["0.24.0", LIBCUDA]}, "features": features}
     findings, status, verdict = examined(*words, **login)
     unseen = {name for name, finding in findings.items() if finding["level"] == "not checked"}
-    assert unseen == {"GPUs", "vllm", "rollout", "fsdp"} | ({"cluster", "memory"} if words else set())
+    assert unseen == {"GPUs", "vllm", "rollout", "fsdp"} | ({"cluster"} if words else set())
     assert (status, verdict) == (3, "not checked")
     assert main(["doctor", *words]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
@@ -457,19 +459,22 @@ def test_a_recipe_is_read_composed_checked_and_planned(tmp_path, monkeypatch):
     told = answer.told
     assert (told["mode"], told["strategy"], told["share"], told["loggers"]) == ("sync", "fsdp2", 0.6, ["wandb"])
     assert told["cluster"] == {"nodes": 1, "gpus_per_node": 8}
-    assert told["plan"]["verdict"] == "fits"
-    files = {f"{Path(file).parent.name}/{Path(file).stem}": fault for file, fault in told["files"].items()}
-    assert files["gsm8k/train"] is None
-    assert "no column prompt" in files["math/train"]
-    assert "cannot be read" in files["gsm8k/test"]
-    assert files["math500/test"] == "is not there"
-    assert told["model"][0] == "missing"
-    assert "no_such_module" in told["reward"]
-    small = ask(
-        "recipe", folder, "20", "algorithm.oar.importance=oar_p", "algorithm.oar.perturbation.backend=rollout"
-    ).told
-    assert (small["plan"]["verdict"], small["offloads"]) == ("does not fit", True)
-    assert small["plan"]["change"]
-    assert small["reward"] is None
+    found = {subject: (level, f"{text}; {advice}") for subject, level, text, advice in told["findings"]}
+    assert found["memory"][0] == "ok"
+    for part in (
+        "math/train.parquet has no column prompt",
+        "gsm8k/test.parquet cannot be read",
+        "math500/test.parquet is not",
+    ):
+        assert part in found["data"][1]
+    assert found["model"][0] == "missing"
+    assert "no_such_module" in found["reward"][1]
+    offloads = ("algorithm.oar.importance=oar_p", "algorithm.oar.perturbation.backend=rollout")
+    small = ask("recipe", folder, "20", *offloads).told
+    (memory,) = [finding for finding in small["findings"] if finding[0] == "memory"]
+    assert (memory[1], small["offloads"]) == ("missing", True)
+    assert "=" in memory[3]
+    unseen = ask("recipe", folder, "").told
+    assert ["memory", "not checked"] in [finding[:2] for finding in unseen["findings"]]
     wrong = ask("recipe", folder, "", "algorithm.oar.tau=2").told
     assert "algorithm.oar.tau=2" in wrong["refused"]

@@ -1,15 +1,20 @@
 """`oar launch`: from the command line to what is run."""
 
+import copy
 import os
 import shlex
+import signal
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import recipe
+from oar_plugin.launch import folder, runs
 from oar_plugin.launch.job import for_nodes
 
 pytest.importorskip("verl")
@@ -20,11 +25,17 @@ ONE, FOUR = "qwen2_5_7b_math", "qwen2_5_32b_megatron"
 PODS = "--on kubernetes --image i:1 --claim disk"
 
 
+def config(path, variant, words):
+    made = copy.deepcopy(composed(path, variant, *words))
+    OmegaConf.set_readonly(made, False)
+    return made
+
+
 @pytest.fixture(autouse=True)
 def environment(tmp_path, monkeypatch):
     """That of a user who has set one variable; what the command sets is taken back."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe, "compose_recipe", lambda path, name, words: composed(path, name, *words))
+    monkeypatch.setattr(runs, "compose_recipe", config)
     with mock.patch.dict(os.environ):
         for name in list(os.environ):
             if name.startswith(("OAR_", "NCCL_", "VLLM_", "VERL_", "HF_", "WANDB_")):
@@ -68,17 +79,19 @@ def test_a_template_of_ones_own(capsys, tmp_path):
 def test_on_this_machine_it_becomes_the_training_process(monkeypatch, capsys):
     became = []
 
-    def execv(*arguments):
+    def execvp(*arguments):
         became.extend([*arguments, os.environ["NCCL_DEBUG"]])
         raise SystemExit  # it does not return
 
-    monkeypatch.setattr(os, "execv", execv)
-    arguments = ["launch", ONE, "--variant", "grpo", "--env", "NCCL_DEBUG=INFO", "trainer.total_epochs=1"]
+    monkeypatch.setattr(os, "execvp", execvp)
+    arguments = ["launch", ONE, "--variant", "grpo", "--env", "NCCL_DEBUG=INFO", "trainer.total_epochs=1", "--no-check"]
     with pytest.raises(SystemExit):
         main(arguments)
     program, words, variable = became
     assert words[:3] == [program, "-m", "verl.trainer.main_ppo"]
-    assert words[-3:] == ["--config-name", "grpo", "trainer.total_epochs=1"]
+    assert words[6] == "grpo"
+    assert words[7].startswith("trainer.save_freq=")
+    assert words[-2:] == ["trainer.total_epochs=1", f"trainer.experiment_name={ONE}-grpo-s1"]
     assert variable == "INFO"
     assert main([*arguments, "--dry-run"]) == 0
     assert shlex.split(capsys.readouterr().out) == ["env", "NCCL_DEBUG=INFO", "OAR_CHECKPOINTS=/shared/c", *words]
@@ -86,7 +99,7 @@ def test_on_this_machine_it_becomes_the_training_process(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("program", "where", "called"),
-    [("sbatch", ["--on", "slurm"], "qwen2-5-32b-megatron-oar.sbatch"), ("kubectl", PODS.split(), "create -f -")],
+    [("sbatch", ["--on", "slurm"], "qwen2-5-32b-megatron-oar-s1.sbatch"), ("kubectl", PODS.split(), "create -f -")],
 )
 def test_it_is_submitted(program, where, called, tmp_path, environment):
     file = tmp_path / "bin" / program
@@ -95,7 +108,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
     file.write_text(f"#!/bin/bash\n{noted}; exit 4\n")
     file.chmod(0o755)
     environment["PATH"] = f"{file.parent}:{environment['PATH']}"
-    assert main(["launch", FOUR, *where, "--env", "OAR_CHECKPOINTS=/shared/checkpoints"]) == 4
+    assert main(["launch", FOUR, *where, "--env", "OAR_CHECKPOINTS=/shared/checkpoints", "--no-check"]) == 1
     assert (tmp_path / "called").read_text() == called
     assert "main_ppo" in (tmp_path / "submitted").read_text()
 
@@ -108,14 +121,18 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{FOUR} --on ray --hosts a,b,c,c", "--hosts a,b,c,c: 3 different hosts, the recipe needs 4 nodes"),
         (f"{FOUR} --on ray --hosts a,b,c,d", "there is no ssh here"),
         (f"{FOUR} --on kubernetes --image i", "--on kubernetes needs --claim"),
-        (f"{FOUR} {PODS} --env OAR_CHECKPOINTS=/sharedx", "/sharedx/oar/qwen2_5_32b_megatron_oar: not on the volume"),
+        (
+            f"{FOUR} {PODS} --env OAR_CHECKPOINTS=/sharedx",
+            "/sharedx/oar/qwen2_5_32b_megatron-oar-s1: not on the volume",
+        ),
         (f"{FOUR} --on slurm --gpus-per-node 4", "trainer.n_gpus_per_node=8 does not fit on a node"),
         (f"{FOUR} --on slurm --env OAR_CHECKPOINTS=c", "set OAR_CHECKPOINTS to a folder on shared storage"),
         (f"{FOUR} --on slurm --template no.j2", "no.j2"),
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
         (f"{Path(__file__).parent}", "has no oar.yaml"),
         ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_14b_deepmath,"),
-        (f"{ONE} data.no_such_key=1", "does not compose: Could not override 'data.no_such_key'"),
+        (f"{ONE} data.no_such_key=1", "data.no_such_key=1: verl's schema has no such key; to add one, write +data"),
+        (f"{ONE} --sweep algorithm.oar.tauu=1,2", "did you mean algorithm.oar.tau?"),
         (f"{ONE} +oar=onward", "write oar=onward"),
         (f"{ONE} trainer.use_v1=False", "trainer.use_v1=False: the legacy trainer"),
         (f"{ONE} actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
@@ -127,7 +144,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
 )
 def test_what_cannot_work_is_one_sentence_and_status_2(words, message, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("started"))
     assert main(["launch", *shlex.split(words)]) == 2
     said = capsys.readouterr()
     assert message in said.err
@@ -139,3 +156,98 @@ def test_folders_hubs_and_libraries_reach_every_node_and_secrets_are_kept_apart(
     assert for_nodes(here, []) == {"OAR_DATA": "/d", "NCCL_DEBUG": "INFO", "WANDB_MODE": "offline"}
     assert for_nodes(here, ["EDITOR", "OAR_DATA=/e=f"]).items() >= {"EDITOR": "vi", "OAR_DATA": "/e=f"}.items()
     assert for_nodes(here, [], volume="/v")["OAR_DATA"] == "/v/data/oar"
+
+
+# ---- several runs
+
+
+def test_each_seed_and_each_importance_has_a_folder_of_its_own(capsys):
+    words = "--seeds 2 --variant oar,grpo --sweep algorithm.oar.importance=fisher,oar_g"
+    assert main(["launch", ONE, *words.split(), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    commands = [shlex.split(line) for line in said.out.splitlines()]
+    names = [
+        word.partition("=")[2] for line in commands for word in line if word.startswith("trainer.experiment_name=")
+    ]
+    assert len(set(names)) == len(commands) == 6
+    for name in names:
+        assert f"checkpoints in /shared/c/oar/{name}" in said.err
+        made = recipe.compose_recipe(recipe.find_recipe(ONE), "oar", [f"trainer.experiment_name={name}"])
+        assert made.trainer.default_local_dir == f"/shared/c/oar/{name}"
+
+
+@pytest.fixture
+def started_with_another(tmp_path, environment):
+    """The folder of a run as somebody has started it, with another learning rate in the recipe, say."""
+    environment["OAR_CHECKPOINTS"] = str(tmp_path)
+    other = config(recipe.find_recipe(ONE), "oar", ())
+    other.trainer.experiment_name = f"{ONE}-oar-s1"
+    other.actor_rollout_ref.actor.optim.lr = 5.0
+    return folder.begin(other)
+
+
+def test_a_folder_of_a_run_with_other_settings_is_refused(started_with_another, capsys):
+    assert main(["launch", ONE, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert f"{started_with_another} holds a run with other settings" in said
+    assert "actor_rollout_ref.actor.optim.lr: 5.0 there, 1e-06 now" in said
+    for option, variable in (("--resume", "OAR_START=resume"), ("--fresh", "OAR_START=fresh:")):
+        assert main(["launch", ONE, "--dry-run", option]) == 0
+        assert variable in capsys.readouterr().out
+    assert main(["launch", ONE, "--dry-run", "--seed", "2"]) == 0
+
+
+@pytest.mark.parametrize("on", ["slurm", "ray", "kubernetes"])
+def test_how_to_start_reaches_the_driver_everywhere(on, capsys):
+    where = {"slurm": "--on slurm", "ray": "--on ray --hosts a,b,c,d", "kubernetes": f"{PODS} --mount /shared"}[on]
+    assert main(["launch", FOUR, *where.split(), "--fresh", "--dry-run"]) == 0
+    assert "OAR_START" in capsys.readouterr().out
+
+
+@pytest.fixture
+def child(monkeypatch, environment, tmp_path):
+    """What runs in place of verl: a line of Python, which sees the run's overrides."""
+    environment["OAR_CHECKPOINTS"] = str(tmp_path)
+
+    def make(code):
+        code = (
+            f"import sys, time, signal; name = [w for w in sys.argv if 'experiment_name' in w][0].split('=')[1]; {code}"
+        )
+        monkeypatch.setattr(recipe, "command", lambda folder, variant, words: ["python", "-c", code, *words])
+
+    return make
+
+
+def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd, tmp_path):
+    (done,) = runs.plan_runs(recipe.find_recipe(ONE), ["oar"], [2])
+    folder.end(folder.begin(done.config), "finished")
+    child("print(name); sys.exit(3 if name.endswith('s1') else 0)")
+    assert main(["launch", ONE, "--seeds", "3", "--no-check", "trainer.total_training_steps=9"]) == 2, "others"
+    assert main(["launch", ONE, "--seeds", "3", "--no-check"]) == 1
+    said = capfd.readouterr()
+    assert [line for line in said.out.splitlines() if line.startswith(ONE)] == [f"{ONE}-oar-s1", f"{ONE}-oar-s3"]
+    assert f"{ONE}-oar-s1: failed, exit status 3" in said.err
+    rows = [line.split()[:3] for line in said.out.splitlines() if line.startswith(" ") and ONE in line]
+    assert rows == [
+        [f"{ONE}-oar-s1", "not", "started"],
+        [f"{ONE}-oar-s2", "finished", "0"],
+        [f"{ONE}-oar-s3", "not", "started"],
+    ]
+    assert main(["launch", ONE, "--seeds", "3", "--status"]) == 0
+    assert "finished" in capfd.readouterr().out
+
+
+def test_ctrl_c_ends_the_run_and_starts_no_other(child, tmp_path):
+    child(
+        "signal.signal(2, lambda *_: (open(f'{name}.ended', 'w'), sys.exit(130))); open(f'{name}.up', 'w'); time.sleep(60)"
+    )
+
+    def press():
+        while not list(tmp_path.glob("*.up")):
+            threading.Event().wait(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    assert main(["launch", ONE, "--seeds", "2", "--no-check"]) == 130
+    assert sorted(file.name for file in tmp_path.glob("*.*e*d")) == [f"{ONE}-oar-s1.ended"]
+    assert not (tmp_path / f"{ONE}-oar-s2.up").exists()

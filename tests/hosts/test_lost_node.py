@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from oar_plugin.hosts.verl.cpu import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import session
 from oar_plugin.hosts.verl.recipe import entry_point
+from oar_plugin.launch.folder import START
 from recipes.smoke import make_assets
 from tests.hosts.whole_run import LIMIT_S, RECIPES
 
@@ -29,7 +30,6 @@ TWO_NODES = [
     "trainer.nnodes=2",
     "trainer.save_freq=1",
     "trainer.test_freq=-1",
-    "trainer.resume_mode=auto",
     "ray_kwargs.ray_init.num_cpus=null",
     "actor_rollout_ref.actor.ppo_epochs=10",  # the update is most of a step, so that a loss falls into it for sure
     *(f"~ray_kwargs.ray_init.{key}" for key in ("num_gpus", "object_store_memory", "include_dashboard")),
@@ -78,10 +78,11 @@ class TwoNodes:
             f"trainer.total_training_steps={steps}",
             f"hydra.run.dir={self.folder}/{name}",
             f"algorithm.oar.dump_dir={self.folder}/dumps",
+            f"trainer.default_local_dir={self.folder}/checkpoints",
         ]
         return subprocess.Popen(
             [sys.executable, "-m", "verl.trainer.main_ppo", *entry_point(RECIPE), *TWO_NODES, *overrides],
-            env=self.environment,
+            env=self.environment | {START: "resume"},  # with another number of steps
             stdin=subprocess.DEVNULL,
             stdout=(self.folder / f"{name}.log").open("w"),
             stderr=subprocess.STDOUT,

@@ -1,13 +1,14 @@
 """What tests of whole runs of verl share: how long one may take, and what a healthy one shows.
 
-Six run with every change, each for several features at once:
+Seven run with every change, each for several features at once:
 
 * `test_verl_run`, the standard recipe: an importance and a gate of one's own, validation, dumps, equality with the front door;
 * `test_verl_run`, colocate_async: dynamic batches, KL in the reward, RLOO, rollout correction, engines whose weights change;
 * `test_verl_run`, LoRA: bypass mode, the published preset with its warm-up;
 * `test_offload_run`: OAR-P on the engines with an adapter, exact before and after an update;
 * `test_megatron_run`: tensor and sequence parallelism, dumps equal to a plain backward;
-* `test_smoke`, separate_async: engines and actor apart.
+* `test_smoke`, separate_async: engines and actor apart;
+* `test_launched_run`: `oar launch`, started twice: refusing, resuming, everything in one folder.
 
 The others are `nightly`: engines on two ranks, mixtures of experts, Megatron with context parallelism and `onward`, a lost node
 and resuming, the studies that run verl.

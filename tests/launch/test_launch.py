@@ -1,6 +1,8 @@
 """Templates filled, and run with programs that stand in for those of a cluster; and waiting until all nodes are there."""
 
+import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +13,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from oar_plugin.hosts.verl.recipe import command, find_recipe
 from oar_plugin.launch import wait
-from oar_plugin.launch.job import facts, fill
+from oar_plugin.launch.job import by_name, facts, fill, patched
 from tests.limits import PROCESS_S
 
 # Everything that a shell or Kubernetes could take for something else.
@@ -25,6 +28,7 @@ def script(template, nodes=3, **changes):
     trainer = {"nnodes": nodes, "n_gpus_per_node": 8, "default_local_dir": "/shared/checkpoints/x"}
     values = facts(OmegaConf.create({"trainer": trainer}), Path("/shared/my recipes/seven"), "oar", [STRANGE], None)
     values |= {"environment": {"OAR_DATA": "/shared/my data", "NCCL_DEBUG": "it's $x"}, "setup": "", "wait_s": 60}
+    values |= {"name": "seven-oar", "job_h": 9, "restarts": 2}
     return fill(template, **values | changes)
 
 
@@ -167,7 +171,7 @@ def job(fake, tmp_path, monkeypatch):
 def test_a_job_asks_for_what_the_recipe_needs_and_the_users_options_come_last():
     lines = script("slurm.j2", **SLURM).splitlines()
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    wanted = {"--job-name=seven-oar", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=8"}
+    wanted = {"--job-name=seven-oar", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=9:00:00"}
     assert wanted | {"--exclusive", "--requeue"} <= set(directives)
     assert directives[-2:] == ["--partition=gpu", "'--comment=a b; rm *'"]
     with pytest.raises(ValueError, match="cannot hold a line break"):
@@ -195,6 +199,55 @@ def test_training_that_fails_fails_the_job_and_one_node_leaves_ray_to_verl(job, 
     assert f"--nodes={nodes}" in calls[0]
     assert STRANGE in calls[-1]
     assert (ON_CLUSTER in calls[-1]) == (nodes > 1)
+
+
+# A checkpoint, and then what the test says: this try ends by itself, or goes on until it is told to end.
+TRAIN = 'echo "$MADE" > "$TRACKER"; touch training; [ "$ENDS" = no ] || exit "$ENDS"; trap "exit 143" TERM; sleep 600 & wait'
+
+
+@pytest.mark.parametrize(
+    ("before", "made", "ends", "restarts", "state", "status", "again"),
+    [
+        ("", 20, "no", 0, "RUNNING", 0, True),  # cut off
+        (20, 40, "no", 9, "RUNNING", 0, True),  # however often
+        (20, 20, "no", 0, "RUNNING", 1, False),  # it would be cut off at the same place for ever
+        (20, 40, 0, 1, "RUNNING", 0, False),  # done
+        (20, 40, 7, 1, "RUNNING", 0, True),  # failed, and got further
+        (40, 40, 7, 1, "RUNNING", 7, False),  # failed at the same place
+        (20, 40, 7, 2, "RUNNING", 7, False),  # failed too often
+        (20, 40, 7, 1, "COMPLETING", 7, False),  # cancelled
+    ],
+)
+def test_a_job_that_is_cut_off_or_fails_goes_on_by_itself_as_long_as_it_gets_further(
+    fake, tmp_path, monkeypatch, before, made, ends, restarts, state, status, again
+):
+    """Stand-ins: an srun that hands on TERM, as SLURM's does, and USR1 sent by the test in place of SLURM."""
+    tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    tracker.write_text(f"{before}\n")
+    monkeypatch.chdir(tmp_path)
+    variables = {"SLURM_JOB_ID": 5, "SLURM_CPUS_ON_NODE": 8, "SLURM_RESTART_COUNT": restarts}
+    variables |= {"MADE": made, "ENDS": ends, "TRACKER": tracker}
+    fake("hostname", "echo 10.0.0.1")
+    fake("srun", 'while [ "$1" != bash ]; do shift; done; "$@" & trap "kill -TERM $!; wait $!; exit 143" TERM; wait $!')
+    fake("python", TRAIN)
+    fake("squeue", f"echo {state}")
+    fake("scontrol", 'echo "$@" >> requeued')
+    text = script("slurm.j2", nodes=1, **SLURM, checkpoints=str(tracker.parent))
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    process = subprocess.Popen(["bash", "-c", text], env=environment, start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "training").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        if ends == "no":
+            process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == status
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text() if requeued.exists() else "") == ("requeue 5\n" if again else "")
 
 
 # ---- Kubernetes
@@ -260,6 +313,51 @@ def test_the_head_runs_what_the_recipe_says_however_it_is_written(fake, tmp_path
     environment = os.environ | {name: value.replace("$$", "$") for name, value in written.items()}
     subprocess.run(["bash", "-c", environment["OAR_LAUNCH_SCRIPT"]], env=environment, check=True, timeout=60)
     assert {"up", "verl.trainer.main_ppo", STRANGE} <= set((tmp_path / "done").read_text().splitlines())
+
+
+PATCH = """
+rayjob: {metadata: {labels: {queue: gpus}}}
+pod: {spec: {nodeSelector: {net: rdma}, tolerations: [{key: gpu}], volumes: [{name: more}]}}
+container: {resources: {limits: {rdma/ib: 8}}, securityContext: {capabilities: {add: [IPC_LOCK]}}}
+"""
+
+
+def test_a_patch_reaches_the_job_every_pod_and_every_container(tmp_path):
+    (tmp_path / "patch.yaml").write_text(PATCH)
+    made = yaml.safe_load(patched(script("kubernetes.j2", **POD | ASKED), tmp_path / "patch.yaml"))
+    assert made["metadata"] == {"name": "seven-oar", "labels": {"queue": "gpus"}}
+    cluster = made["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        spec = group["template"]["spec"]
+        assert (spec["nodeSelector"], spec["tolerations"]) == ({"net": "rdma"}, [{"key": "gpu"}])
+        assert [volume["name"] for volume in spec["volumes"]] == ["shared", "dshm", "more"]
+        (container,) = spec["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "cpu": "64", "memory": "900Gi", "rdma/ib": 8}
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        assert variables(container)["NCCL_DEBUG"] == "it's $$x"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pods: {}", "pods: not a section; allowed: rayjob, pod, container"),
+        ("pod: [1]", r"pod: \[1\]: the RayJob has a map there"),
+        ("a: b: c", "not a yaml file"),
+        ("7", "not a yaml file"),
+    ],
+)
+def test_a_patch_that_cannot_be_merged_is_refused(tmp_path, text, said):
+    (tmp_path / "patch.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        patched(script("kubernetes.j2", **POD | ASKED), tmp_path / "patch.yaml")
+
+
+def test_pods_find_a_recipe_that_comes_with_the_package_by_its_name():
+    recipe = find_recipe("qwen2_5_7b_math")
+    train = by_name(shlex.join(command(recipe, "oar")), recipe)
+    told = f'python() {{ {sys.executable} "$@"; }}; {train.replace("python -m", "echo")}'
+    said = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.split() == ["verl.trainer.main_ppo", "--config-path", str(recipe), "--config-name", "oar"]
 
 
 # ---- waiting

@@ -5,18 +5,17 @@ Never dies of what it looks for: whatever imports a package is asked of a proces
 """
 
 import argparse
-import io
 import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from oar_plugin.cli.doctor.finding import Finding
 from oar_plugin.cli.doctor.host import examine_host
 from oar_plugin.cli.doctor.machine import Machine
 from oar_plugin.cli.doctor.packages import examine_packages
 from oar_plugin.cli.doctor.questions import Answer, ask
 from oar_plugin.cli.doctor.recipe import examine_data, examine_recipe, features_for, packages_for
+from oar_plugin.launch.finding import Finding
 
 _HELP = """\
 Say whether a run with OAR would start on this machine, and what to do where it would not: packages (do they import, was their
@@ -62,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     except RecipeError as error:
         print(f"oar doctor: {error}", file=sys.stderr)
         return 2
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what packages say when they break may be in any script
-        sys.stdout.reconfigure(errors="replace")
     findings = list(examine(recipe, args.overrides))
     levels = {finding.level for finding in findings}
     verdict = "not ready" if "missing" in levels else "not checked" if "not checked" in levels else "ready"
@@ -115,20 +112,17 @@ def _python() -> Finding:
 
 def _print_table(findings: Sequence[Finding]) -> None:
     try:
-        from rich.console import Console
-        from rich.table import Table
+        from oar_plugin.cli.tables import console, table
     except Exception:  # one of the findings says that it is missing or broken
         for subject, level, text, advice in findings:
             print(f"{level:12} {subject}: {text}{advice and f'  -> {advice}'}")
         return
-    table = Table(title="oar doctor", title_justify="left")
-    for title in ("", "what", "found", "what to do"):
-        table.add_column(title, overflow="fold")  # a key that is cut short is of no use
+    shown = table("", "what", "found", "what to do", title="oar doctor", title_justify="left")
     colours = {"ok": "green", "note": "yellow", "not checked": "magenta", "missing": "red"}
     for subject, level, text, advice in findings:
         cells = (text.replace("[", "\\["), advice.replace("[", "\\["))
-        table.add_row(f"[{colours[level]}]{level}[/]", subject, *cells)
-    Console().print(table)
+        shown.add_row(f"[{colours[level]}]{level}[/]", subject, *cells)
+    console().print(shown)
 
 
 def _in_words(verdict: str, findings: Sequence[Finding], recipe: str | None, overrides: Sequence[str]) -> str:

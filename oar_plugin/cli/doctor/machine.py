@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from oar_plugin.cli.doctor.finding import Finding
 from oar_plugin.cli.doctor.questions import Answer
+from oar_plugin.launch.finding import Finding
 
 GIB = 2**30
 DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path("/dev/kfd"))

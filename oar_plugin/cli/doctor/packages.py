@@ -5,9 +5,9 @@ import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from oar_plugin.cli.doctor.finding import Finding
 from oar_plugin.cli.doctor.questions import ask
 from oar_plugin.hosts.vllm import versions
+from oar_plugin.launch.finding import Finding
 
 
 class Package(NamedTuple):

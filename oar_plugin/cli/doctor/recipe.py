@@ -1,19 +1,17 @@
 """What a recipe needs, and what of it is not there; without one, the data that recipes read."""
 
-import netrc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from oar_plugin.cli.doctor.finding import Finding
-from oar_plugin.cli.doctor.machine import GIB, Machine
+from oar_plugin.cli.doctor.machine import Machine
 from oar_plugin.cli.doctor.packages import ALWAYS
 from oar_plugin.cli.doctor.questions import Answer
 from oar_plugin.importable import importable
+from oar_plugin.launch.finding import Finding
+from oar_plugin.launch.loggers import LOGGERS, examine_loggers
 
-LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "tracking": "wandb"}  # to the package of the table
-BUILT_IN = ("console", "file", "rl_insight")  # and those that verl's own packages bring
 # What a run takes where no recipe says otherwise: verl's defaults.
 PLAIN: dict[str, Any] = {
     **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
@@ -54,30 +52,8 @@ def examine_recipe(answer: Answer, machine: Machine) -> Iterator[Finding]:
         yield Finding("configuration", "ok", f"strategy={told['strategy']}, trainer_mode={told['mode']}")
     if "cluster" in told:
         yield from _cluster(told, machine)
-    if "plan" in told or "not planned" in told:
-        yield _memory(told, machine)
-    if "files" in told:
-        yield _data(told)
-    if "model" in told:
-        level, text = told["model"]
-        yield Finding("model", level, text)
-    if reward := told.get("reward"):
-        yield Finding("reward", "missing", f"cannot be imported: {reward}")
-    for name in told.get("loggers", []):
-        if name not in LOGGERS and name not in BUILT_IN and not importable(name):
-            yield Finding("trainer.logger", "missing", f"{name} is not installed", f"pip install {name}")
-    if "wandb" in told.get("loggers", []) and not _wandb_would_start():
-        advice = "export WANDB_API_KEY, or `wandb login`, or WANDB_MODE=offline"
-        yield Finding("trainer.logger", "missing", "wandb has no API key, and would end the run", advice)
-
-
-def _wandb_would_start() -> bool:
-    try:
-        hosts = list(netrc.netrc().hosts)
-    except (OSError, netrc.NetrcParseError):
-        hosts = []
-    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    return offline or "WANDB_API_KEY" in os.environ or any("wandb" in host for host in hosts)
+    yield from (Finding(*found) for found in told.get("findings", []))
+    yield from examine_loggers(told.get("loggers", []))
 
 
 def _cluster(told: dict[str, Any], machine: Machine) -> Iterator[Finding]:
@@ -96,36 +72,6 @@ def _cluster(told: dict[str, Any], machine: Machine) -> Iterator[Finding]:
     else:
         several = "this machine is one of them: run this on each" if nodes > 1 else ""
         yield Finding("cluster", "ok" if machine.gpus else "not checked", text, several)
-
-
-def _memory(told: dict[str, Any], machine: Machine) -> Finding:
-    if "not planned" in told:
-        return Finding("memory", "not checked", f"not planned: {told['not planned']}", "oar plan RECIPE --model DIR")
-    plan = told["plan"]
-    left = f"{abs(plan['headroom']) / GIB:.0f} GiB {'left' if plan['headroom'] >= 0 else 'missing'} in {plan['peak']}"
-    text = f"projected: {plan['verdict']}, {left}"
-    if machine.memory_gib is None:
-        return Finding("memory", "not checked", f"on GPUs of 80 GB, {text}", "oar plan RECIPE --gpu NAME for others")
-    if plan["verdict"] == "does not fit":
-        return Finding("memory", "missing", text, plan["change"] or "no known change helps; oar plan RECIPE says more")
-    return Finding("memory", "ok" if plan["verdict"] == "fits" else "note", text)
-
-
-def _data(told: dict[str, Any]) -> Finding:
-    files: dict[str, str | None] = told["files"]
-    wrong = {file: fault for file, fault in files.items() if fault}
-    if not wrong:
-        return Finding("data", "ok", f"{len(files)} files, in {', '.join(sorted({_folder(file) for file in files}))}")
-    made = " ".join(name for name in told["data sets"] if any(Path(file).parent.name == name for file in wrong))
-    advice = [f"oar data {made}"] if made else []
-    advice += [] if "OAR_DATA" in os.environ else ["OAR_DATA=the folder that has them (not set: ~/data/oar)"]
-    return Finding(
-        "data", "missing", "; ".join(f"{file} {fault}" for file, fault in wrong.items()), ", or ".join(advice)
-    )
-
-
-def _folder(file: str) -> str:
-    return str(Path(file).parent.parent)
 
 
 def examine_data() -> Finding:

@@ -229,7 +229,7 @@ def host_version() -> str:
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("verl is not installed")
-    return (Path(spec.origin).parent / "version" / "version").read_text().strip()
+    return (Path(spec.origin).parent / "version" / "version").read_text(encoding="utf-8").strip()
 
 
 def version_note() -> str | None:

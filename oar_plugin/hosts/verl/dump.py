@@ -36,5 +36,5 @@ class ResponseDump:
             self._lines.append(json.dumps({"step": self._step, **plain}) + "\n")
         file = self.folder / f"step_{self._step:06d}.jsonl"
         unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text("".join(self._lines))
+        unfinished.write_text("".join(self._lines), encoding="utf-8")
         os.replace(unfinished, file)

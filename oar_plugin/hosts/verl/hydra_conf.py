@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,11 +23,12 @@ from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.config import OarConfigError
+from oar_plugin.config import PREFIX, OarConfigError, unknown_key
 from oar_plugin.hosts.verl.capabilities import version_note
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 
@@ -51,16 +53,21 @@ def mentions_oar(arguments: Sequence[str]) -> bool:
 
 
 def misspelt(arguments: Sequence[str]) -> str | None:
-    """What is wrong with how a command line chooses a preset, and what to write."""
-    added = next((a for a in arguments if a.startswith("+oar=")), None)
-    return None if added is None else f"{added}: presets are chosen without the plus sign; write {added[1:]}"
+    """What is wrong with how a command line chooses a preset or names OAR's keys, and what to write."""
+    for word in arguments:
+        if word.startswith("+oar="):
+            return f"{word}: presets are chosen without the plus sign; write {word[1:]}"
+        key = word.partition("=")[0]
+        if key != word and key.startswith(f"{PREFIX}.") and (fault := unknown_key(key.split(".")[2:])):
+            return f"{word}: {fault}"
+    return None
 
 
 class OarSearchPath(SearchPathPlugin):
     """Adds the presets; puts the extended primary config in front when the command line asks for OAR."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """See `SearchPathPlugin`. Exits with a misspelt preset: Hydra's own message would not help."""
+        """See `SearchPathPlugin`. Exits with a misspelt preset or key: Hydra's own message would not help."""
         arguments = sys.argv[1:] if _arguments.get() is None else _arguments.get()
         assert arguments is not None
         if fault := misspelt(arguments):
@@ -86,6 +93,41 @@ class CheckAtStart(Callback):
             sys.exit(f"oar: this configuration cannot work\n{error}")
         if note := version_note():
             logger.warning("%s", note)
+
+
+class KeepRun(Callback):
+    """Opens the folder of a recipe's run, `trainer.default_local_dir`, and puts verl's loggers there.
+
+    Refuses to go on there with other settings than the run was started with (`oar_plugin.launch.folder`).
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """See `Callback`. Exits with status 2 where it refuses, with 0 where nothing is left to do."""
+        from oar_plugin.launch import folder
+
+        try:
+            opened = folder.begin(config, os.environ.get(folder.START, ""))
+        except (folder.RunRefused, OSError) as error:
+            print(f"oar: {error}", file=sys.stderr)
+            sys.exit(2)
+        except Exception:  # Hydra would go on without it
+            traceback.print_exc()
+            sys.exit(1)
+        if opened is None:
+            print(
+                f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh begins again", file=sys.stderr
+            )
+            sys.exit(0)
+        # In Ray's environment, not in this process's: the logger is in an actor, and Ray may run already.
+        variables = folder.variables(opened)
+        OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables, force_add=True)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """See `Callback`. A run that is cut off does not get here."""
+        from oar_plugin.launch import folder
+
+        state: folder.State = "finished" if job_return.status is JobStatus.COMPLETED else "failed"
+        folder.end(Path(str(config.trainer.default_local_dir)).absolute(), state)
 
 
 @contextmanager

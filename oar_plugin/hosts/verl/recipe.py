@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import oar_plugin
+from oar_plugin.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -42,17 +43,22 @@ def find_recipe(name_or_path: str | Path) -> Path:
         return given.resolve()
     if str(name_or_path) in recipe_names():
         return recipes_folder() / name_or_path
-    raise RecipeError(f"{name_or_path}: neither a folder nor a recipe; recipes: {', '.join(recipe_names())}")
+    known = recipe_names()
+    hint = did_you_mean(str(name_or_path), known)
+    raise RecipeError(f"{name_or_path}: neither a folder nor a recipe; recipes: {', '.join(known)}{hint}")
 
 
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """The configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    RecipeError: there is no such recipe, or Hydra refuses an override.
+    RecipeError: there is no such recipe, its yaml is broken, or it or an override has a key that verl does not know.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
+    from oar_plugin.hosts.verl import keys
     from oar_plugin.hosts.verl.hydra_conf import command_line, misspelt
 
     if not (folder / f"{variant}.yaml").is_file():
@@ -61,14 +67,32 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         )
     if fault := misspelt(overrides):
         raise RecipeError(fault)
-    try:
+
+    def composed(words: Sequence[str]) -> DictConfig:
         with (
-            command_line([*entry_point(folder, variant), *overrides]),
+            command_line([*entry_point(folder, variant), *words]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            return compose(config_name=variant, overrides=list(overrides))
-    except HydraException as error:
-        raise RecipeError(f"{folder.name}/{variant}.yaml does not compose: {error}") from error
+            return compose(config_name=variant, overrides=list(words))
+
+    try:
+        config = composed(overrides)
+        faults = list(keys.unknown_in_files(folder, variant, str(config.model_engine)))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        fault = (
+            f"{folder.name}/{variant}.yaml does not compose: {str(error).partition('Config search path:')[0].rstrip()}"
+        )
+        of_keys = [word for word, _ in keys.of_keys(overrides)]
+        try:
+            without = composed([word for word in overrides if word not in of_keys])
+        except (HydraException, OmegaConfBaseException, YAMLError):
+            raise RecipeError(fault) from error
+        faults = list(keys.unknown_in_overrides(overrides, without))
+        if not faults:
+            raise RecipeError(fault) from error
+    if faults:
+        raise RecipeError("\n".join(faults))
+    return config
 
 
 def gpus_needed(config: DictConfig, gpus_of_a_node: int | None = None) -> tuple[int, int, int]:

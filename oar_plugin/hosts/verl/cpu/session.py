@@ -186,7 +186,7 @@ def run_verl(
                     _ask_to_end(driver)
         if attempt == ATTEMPTS or status in (0, TIMED_OUT):
             break
-        if RAY_DID_NOT_START not in log_path.read_text(errors="replace"):
+        if RAY_DID_NOT_START not in log_path.read_text(encoding="utf-8", errors="replace"):
             break
         logger.warning(
             "Ray did not start within 30 s: is the machine busy? Starting again (%d of %d)", attempt, ATTEMPTS

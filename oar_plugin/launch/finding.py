@@ -1,4 +1,4 @@
-"""One line of `oar doctor`."""
+"""What a check has to say: a line of `oar doctor` and of `oar launch`."""
 
 from typing import Literal, NamedTuple
 
@@ -13,3 +13,10 @@ class Finding(NamedTuple):
     level: Level
     text: str
     advice: str = ""
+
+
+def cause(error: BaseException) -> str:
+    """The first line of what an error was raised from in the end: verl wraps those of a reward, say."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,183 @@
+"""What every command does with wrong input, unwritable places, narrow terminals, pipes, other locales and no network."""
+
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from oar_plugin.cli.main import main, make_parser
+from tests.limits import PROCESS_S
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "qwen2_5_7b_math"
+RESPONSE = {
+    "tokens": ["größer", "⏎"], "weights": [1.5, 1.0], "importance": [0.2, 0.0], "segments": [1, 3], "prompt": "1+1?",
+    "advantage": 1.0, "reward": 1.0, "status": "scored", "step": 3, "uid": "u",
+}  # fmt: skip
+LINE = json.dumps(RESPONSE, ensure_ascii=False)
+
+AT_ONCE = [  # words, what is said
+    ("plan X --gpus 0", "--gpus: 0: at least 1"),
+    ("plan X --gpus -1", "--gpus: -1: at least 1"),
+    ("plan X --gpu-memory 0", "--gpu-memory: 0: must be above 0"),
+    ("plan X --gpu-memory nan", "--gpu-memory: nan: must be above 0"),
+    ("plan X --scored-share 2", "--scored-share: 2: must be above 0 and at most 1"),
+    ("plan X --response-length -5", "--response-length: -5: must be above 0"),
+    ("launch X --wait 0", "--wait: 0: at least 1"),
+    ("launch X --hosts --dry-run", "--hosts: expected one argument"),
+    ("launch X --on ray --hosts a,,b", "--hosts: 'a,,b': a list"),
+    ("launch X --on ray --hosts=", "--hosts: '': a list"),
+    ("inspect DIR --steps", "--steps: expected one argument"),
+    ("inspect --steps 1,x DIR", "--steps: invalid"),
+    ("data gsm8k --limit 0", "--limit: 0: at least 1"),
+    ("data gsm8k --out --limit 3", "--out: expected one argument"),
+    *((f"{command} X --colour", "--colour") for command in ("plan", "launch", "inspect", "recipes copy Y", "doctor")),
+]
+
+
+def test_a_wrong_option_is_refused_with_the_usage_of_its_command_before_anything_is_imported():
+    code = f"""
+import contextlib, io, sys
+from oar_plugin.cli.main import main
+for words, said in {AT_ONCE!r}:
+    err, words = io.StringIO(), words.split(" ")
+    with contextlib.redirect_stderr(err):
+        try:
+            status = main(words)
+        except SystemExit as exit_:
+            status = exit_.code
+    shown = err.getvalue()
+    assert (status, shown[:len(words[0]) + 11]) == (2, "usage: oar " + words[0]) and said in shown, (words, status, shown)
+assert not {{"torch", "verl", "transformers", "datasets"}} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PROCESS_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A file where a folder should be, recipes with a broken yaml, a dump with lines that are none."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    for name, text in (("broken", "data: [1, {\n"), ("list", "- 1\n")):
+        main(["recipes", "copy", RECIPE, name])
+        (tmp_path / name / "recipe.yaml").write_text(text)
+    for name, lines in (("dump", [LINE, LINE[:50], '{"a": 1}', "5", "", "[]"]), ("foreign", ["{}"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "step_000003.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        (tmp_path / name / "step_last.jsonl").write_text(LINE, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("lunch", 2, "did you mean launch?"),
+        ("recipes copy qwen2_5_7b_mth mine", 2, "did you mean qwen2_5_7b_math?"),
+        *((f"{command} broken", 2, "recipe.yaml") for command in ("plan", "launch --dry-run")),
+        *((f"{command} list", 2, "list/oar.yaml does not compose") for command in ("plan", "launch --dry-run")),
+        (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
+        (f"recipes copy {RECIPE} dump", 2, "dump exists"),
+        ("data aime24 --from rows.jsonl --out file/data", 1, "choose another place with --out"),
+        ("inspect dump", 0, "4 of 5 lines skipped"),
+        ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
+        ("inspect dump --out file/page.html", 2, "oar inspect: file"),
+        ("inspect foreign", 2, "1 of 1 lines skipped"),
+        ("inspect nowhere", 2, "no step_*.jsonl in nowhere"),
+        ("inspect file", 2, "no step_*.jsonl in file"),
+    ],
+)
+def test_a_fault_of_the_user_is_a_message_that_names_it(words, status, said, folder, capsys):
+    try:
+        found = main(words.split())
+    except SystemExit as exit_:
+        found = exit_.code
+    err = capsys.readouterr().err
+    assert (found, said in err) == (status, True), err
+    assert (folder / "made/at/once.html").is_file() == ("made" in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        (
+            ["recipes"],
+            "qwen2_5_7b_lora Qwen2.5-7B with LoRA on GSM8K and MATH one node with 8 GPUs of 40 GB or more FSDP2",
+        ),
+        (["plan", RECIPE], "generation 59.1 KV cache 37.8, vLLM 9.6, optimizer 7.1, weights 3.5, other 1.0"),
+    ],
+    ids=["recipes", "plan"],
+)
+def test_no_cell_is_cut_off_in_a_narrow_terminal_and_a_row_is_a_line_in_a_pipe(words, row, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 0
+    narrow = capsys.readouterr().out
+    monkeypatch.delenv("COLUMNS")
+    assert main(words) == 0
+    pipe = capsys.readouterr().out
+    assert row in [" ".join(line.split()) for line in pipe.splitlines()]
+    assert max(map(len, narrow.splitlines()[:10])) <= 60
+    letters = [Counter("".join(shown.replace("─", "").split())) for shown in (narrow, pipe)]
+    assert letters[0] == letters[1]
+
+
+def test_a_locale_without_the_letters_changes_nothing_but_how_they_look(tmp_path):
+    (tmp_path / "step_3.jsonl").write_text(LINE, encoding="utf-8")
+    code = """
+from oar_plugin.cli.doctor import _print_table
+from oar_plugin.cli.main import main
+from oar_plugin.launch.finding import Finding
+assert main(["inspect", "."]) == main(["recipes"]) == 0
+_print_table([Finding("Schl\\xfcssel \\u2192 \\u9375", "missing", "\\xd7")])
+print("\\u2192")
+"""
+    locale = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, cwd=tmp_path, env={**os.environ, **locale}, timeout=PROCESS_S
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert b"Schl?ssel" in done.stdout
+    assert "größer" in (tmp_path / "tokens.html").read_text(encoding="utf-8")
+
+
+def without_encoding(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = getattr(getattr(node, "func", None), "attr", None) or getattr(getattr(node, "func", None), "id", None)
+        if name in ("read_text", "write_text", "open") and "encoding" not in {each.arg for each in node.keywords}:
+            text = {"read_text": not node.args, "write_text": True, "open": isinstance(node.func, ast.Name)}[name]
+            if text and not any("b" in str(getattr(each, "value", "")) for each in node.args[1:]):
+                yield f"{path}:{node.lineno}"
+
+
+def test_files_are_read_and_written_as_utf_8():
+    """Python would take the locale's encoding."""
+    paths = [path for top in ("oar_plugin", "recipes") for path in (ROOT / top).rglob("*.py")]
+    assert [place for path in paths for place in without_encoding(path)] == []
+
+
+def test_a_model_that_is_not_known_is_said_without_a_network(capsys, monkeypatch):
+    def connect(*args):
+        pytest.fail(f"looked for {args}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    assert main(["plan", RECIPE, "actor_rollout_ref.model.path=nobody/Model-7B"]) == 2
+    assert "--model DIR" in capsys.readouterr().err
+
+
+def test_a_shell_can_complete_every_command():
+    """shtab takes the parser that knows all options, not the lazy one of `main`."""
+    assert make_parser().parse_args(["plan", "x", "--gpus", "8"]).gpus == 8
+    assert make_parser().parse_args(["inspect", "x", "--steps", "1,2"]).steps == [1, 2]
