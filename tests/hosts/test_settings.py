@@ -70,6 +70,10 @@ def test_combinations_that_cannot_work_are_refused(changes, parts):
     assert_refused(changes, parts)
 
 
+with_a_vllm = pytest.mark.skipif(versions.installed() is None, reason="without a vLLM nothing else is looked at")
+
+
+@with_a_vllm
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -89,6 +93,7 @@ def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
     assert_refused(OFFLOAD | changes, parts)
 
 
+@with_a_vllm
 @pytest.mark.parametrize(
     ("version", "said"), [("0.11.0", r"vLLM 0\.11\.0 lacks what .*: no such file;"), (None, "vLLM is not installed")]
 )
