@@ -37,7 +37,7 @@ from oar_plugin.hosts.verl.cpu import wanted
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
 from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe, entry_point, find_recipe
-from oar_plugin.launch.folder import START
+from oar_plugin.hosts.verl.run_folder import START
 
 SHOWN = {
     "critic/score/mean": "mean reward",

@@ -139,15 +139,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    from oar_plugin.hosts.verl import run_folder
     from oar_plugin.hosts.verl.cpu.launch import cpu_environment
     from oar_plugin.hosts.verl.recipe import check_config, find_recipe
-    from oar_plugin.launch import folder, preflight
+    from oar_plugin.launch import preflight
     from oar_plugin.launch.runs import plan_runs
     from oar_plugin.launch.schedule import DAY_H
 
     options = _options(args)
     environment = _environment(args, options)
-    start = os.environ.get(folder.START, "")
+    start = os.environ.get(run_folder.START, "")
     recipe = find_recipe(args.recipe)
     seeds = [args.seed] if args.seeds is None else list(range(1, args.seeds + 1))
     runs = plan_runs(recipe, args.variant, seeds, args.sweep, args.overrides)
@@ -155,7 +156,7 @@ def _launch(args: argparse.Namespace) -> int:
         return _report(runs)
     for run in runs:
         check_config(run.config)
-        folder.check(run.config, start)
+        run_folder.check(run.config, start)
     if all(run.config.trainer.device == "cpu" for run in runs):
         _add(environment, cpu_environment())
     gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory)
@@ -171,7 +172,7 @@ def _launch(args: argparse.Namespace) -> int:
     if not args.no_check and any(finding.level == "missing" for finding in findings):
         print("oar launch: not started; --no-check starts it in spite of what is missing", file=sys.stderr)
         return 1
-    waiting = [job for job in jobs if not folder.has_finished(job.run.config, start)]
+    waiting = [job for job in jobs if not run_folder.has_finished(job.run.config, start)]
     sys.stdout.flush()
     if len(jobs) == len(waiting) == 1:
         return _start(args.on, waiting[0])
@@ -193,8 +194,8 @@ class _Job:
 
 def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, str]:
     """What every node gets. It is set here too: the recipe's paths are made of it."""
+    from oar_plugin.hosts.verl.run_folder import START
     from oar_plugin.launch import job
-    from oar_plugin.launch.folder import START
 
     for name in ("TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH"):
         if os.environ.pop(name, None) is not None:
@@ -349,7 +350,7 @@ def _submit(on: str, job: _Job) -> int:
 def _report(runs: "list[Run]") -> int:
     """The table of the runs; 1 where one has failed."""
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.launch.folder import progress
+    from oar_plugin.hosts.verl.run_folder import progress
     from oar_plugin.plan.setup import training_steps
 
     shown = table("run", "state", "steps", "validated", "best")

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe
-from oar_plugin.launch.folder import is_learned
+from oar_plugin.hosts.verl.run_folder import is_learned
 
 SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
 """What makes a run another sample: order of the prompts, sampling of the engines, order of the mini-batches. (FSDP's and

@@ -13,8 +13,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
-from oar_plugin.hosts.verl import recipe
-from oar_plugin.launch import folder, runs
+from oar_plugin.hosts.verl import recipe, run_folder
+from oar_plugin.launch import runs
 from oar_plugin.launch.job import for_nodes
 
 pytest.importorskip("verl")
@@ -183,7 +183,7 @@ def started_with_another(tmp_path, environment):
     other = config(recipe.find_recipe(ONE), "oar", ())
     other.trainer.experiment_name = f"{ONE}-oar-s1"
     other.actor_rollout_ref.actor.optim.lr = 5.0
-    return folder.begin(other)
+    return run_folder.begin(other)
 
 
 def test_a_folder_of_a_run_with_other_settings_is_refused(started_with_another, capsys):
@@ -220,7 +220,7 @@ def child(monkeypatch, environment, tmp_path):
 
 def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd, tmp_path):
     (done,) = runs.plan_runs(recipe.find_recipe(ONE), ["oar"], [2])
-    folder.end(folder.begin(done.config), "finished")
+    run_folder.end(run_folder.begin(done.config), "finished")
     child("print(name); sys.exit(3 if name.endswith('s1') else 0)")
     assert main(["launch", ONE, "--seeds", "3", "--no-check", "trainer.total_training_steps=9"]) == 2, "others"
     assert main(["launch", ONE, "--seeds", "3", "--no-check"]) == 1

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from oar_plugin.hosts.verl.cpu import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import session
 from oar_plugin.hosts.verl.recipe import entry_point
-from oar_plugin.launch.folder import START
+from oar_plugin.hosts.verl.run_folder import START
 from recipes.smoke import make_assets
 from tests.hosts.whole_run import LIMIT_S, RECIPES
 

@@ -98,16 +98,16 @@ class CheckAtStart(Callback):
 class KeepRun(Callback):
     """Opens the folder of a recipe's run, `trainer.default_local_dir`, and puts verl's loggers there.
 
-    Refuses to go on there with other settings than the run was started with (`oar_plugin.launch.folder`).
+    Refuses to go on there with other settings than the run was started with (`oar_plugin.hosts.verl.run_folder`).
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """See `Callback`. Exits with status 2 where it refuses, with 0 where nothing is left to do."""
-        from oar_plugin.launch import folder
+        from oar_plugin.hosts.verl import run_folder
 
         try:
-            opened = folder.begin(config, os.environ.get(folder.START, ""))
-        except (folder.RunRefused, OSError) as error:
+            opened = run_folder.begin(config, os.environ.get(run_folder.START, ""))
+        except (run_folder.RunRefused, OSError) as error:
             print(f"oar: {error}", file=sys.stderr)
             sys.exit(2)
         except Exception:  # Hydra would go on without it
@@ -119,15 +119,15 @@ class KeepRun(Callback):
             )
             sys.exit(0)
         # In Ray's environment, not in this process's: the logger is in an actor, and Ray may run already.
-        variables = folder.variables(opened)
+        variables = run_folder.variables(opened)
         OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables, force_add=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """See `Callback`. A run that is cut off does not get here."""
-        from oar_plugin.launch import folder
+        from oar_plugin.hosts.verl import run_folder
 
-        state: folder.State = "finished" if job_return.status is JobStatus.COMPLETED else "failed"
-        folder.end(Path(str(config.trainer.default_local_dir)).absolute(), state)
+        state: run_folder.State = "finished" if job_return.status is JobStatus.COMPLETED else "failed"
+        run_folder.end(Path(str(config.trainer.default_local_dir)).absolute(), state)
 
 
 @contextmanager

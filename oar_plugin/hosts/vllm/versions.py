@@ -104,7 +104,9 @@ def missing(package: Path) -> Iterator[str]:
 
 
 def _classes(path: Path) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)}
+    return {
+        node.name: node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    }
 
 
 def _members(name: str, classes: dict[str, ast.ClassDef]) -> dict[str, list[str] | None]:

@@ -7,7 +7,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from oar_plugin.hosts.verl.hydra_conf import KeepRun
-from oar_plugin.launch.folder import RECORD, RunRefused, begin, check, end, has_finished, progress, variables
+from oar_plugin.hosts.verl.run_folder import RECORD, RunRefused, begin, check, end, has_finished, progress, variables
 
 
 def config(folder, **changes):
