@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +19,11 @@ from oar_plugin.launch.schedule import KEEP_BEST
 class Trainer:
     """One that saves, validates and logs in verl's order, and keeps two checkpoints as verl does."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, resume_mode="auto"):
         trainer = {
             "default_local_dir": str(folder),
+            "resume_mode": resume_mode,
+            "resume_from_path": None,
             "max_actor_ckpt_to_keep": 2,
             "checkpoint_callback_class": KEEP_BEST,
         }
@@ -76,7 +77,16 @@ def test_a_restart_leaves_no_checkpoints_behind(tmp_path):
     assert sorted(file.name for file in tmp_path.glob("global_step_*")) == ["global_step_20", "global_step_30"]
 
 
-def test_files_that_are_still_written_are_not_taken_and_without_links_they_are_copied(tmp_path, monkeypatch):
+def test_what_others_put_beside_the_checkpoints_stays(tmp_path):
+    trainer = Trainer(tmp_path)
+    for name in ("global_step_5_hf", "global_step_6.bak", "global_step_backup_7"):
+        (tmp_path / name).mkdir()
+    for number in (10, 20, 30):
+        trainer.step(number, 0.5)
+    assert len(list(tmp_path.glob("global_step_[567b]*"))) == 3
+
+
+def test_files_that_are_still_written_are_not_taken_and_without_links_nothing_is(tmp_path, monkeypatch, caplog):
     trainer = Trainer(tmp_path)
     trainer.step(10, 0.9, async_save=True)
     assert not (tmp_path / "best").exists()
@@ -84,6 +94,31 @@ def test_files_that_are_still_written_are_not_taken_and_without_links_they_are_c
     def refuse(*_):
         raise OSError("no links here")
 
-    monkeypatch.setattr("os.link", refuse)
-    trainer.step(20, 0.1)
-    assert Path(tmp_path / "best" / "global_step_20" / "data.pt").read_text() == "place"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.link", refuse)
+        trainer.step(20, 0.1)
+    assert "no links here" in caplog.text
+    assert not list((tmp_path / "best").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["cut off while it linked", "record"])
+def test_a_start_that_was_cut_off_or_a_damaged_record_ends_no_training(tmp_path, damage, caplog):
+    trainer = Trainer(tmp_path)
+    if damage == "record":
+        (tmp_path / "best").mkdir()
+        (tmp_path / "best" / "best.json").write_text("{")
+    else:
+        (tmp_path / "best" / "new" / "actor").mkdir(parents=True)
+        (tmp_path / "best" / "new" / "data.pt").write_text("half")
+    trainer.step(10, 0.5)
+    if damage == "record":
+        assert "JSONDecodeError" in caplog.text
+    else:
+        assert trainer.best[0] == ["global_step_10"]
+
+
+def test_another_training_in_the_folder_does_not_write_through_the_links(tmp_path):
+    Trainer(tmp_path).step(10, 0.9)
+    Trainer(tmp_path, resume_mode="disable").step(10, 0.1)
+    assert (tmp_path / "best.1" / "global_step_10" / "actor" / "model.pt").read_text() == "weights 10"
+    assert Trainer(tmp_path).best[1]["accuracy"] == pytest.approx(0.1)

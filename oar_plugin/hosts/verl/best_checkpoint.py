@@ -2,18 +2,21 @@
 
 verl tells its callback of each save (0.9.1 and newer). From then on the callback also reads the metrics, as one more logger of
 the run: a validation that belongs to the step that was just saved, and beats all before it, has the checkpoint's files linked
-into `best/global_step_N` beside it. Links cost no disk until verl deletes its own; where the file system has none, files are
-copied. It works for every estimator, and acts only in runs that name it.
+into `best/global_step_N` beside it. Links cost no time, and no disk until verl deletes its own; where the file system has none,
+the best checkpoint is not kept. It works for every estimator, acts only in runs that name it, and never ends one.
 """
 
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+
+from oar_plugin.hosts.verl.run_folder import mean_accuracy, unused
 
 logger = logging.getLogger("oar_plugin")
 
@@ -26,47 +29,66 @@ class KeepBest(CheckpointCallback):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self._folder = Path(config.trainer.default_local_dir)
+        self._best = self._folder / FOLDER
         self._saved: Path | None = None
+        if config.trainer.resume_mode != "auto":
+            self._guarded(self._put_aside)
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **_: Any) -> None:
-        self._saved = (
-            None if async_save else Path(checkpoint_dir)
-        )  # files that are still being written cannot be linked
+        # Files that are still being written are not linked.
+        self._saved = None if async_save else Path(checkpoint_dir)
         trainer.logger.logger["oar_best_checkpoint"] = self
-        self._forget_older_tries(global_step)
+        self._guarded(self._delete_those_of_earlier_starts, global_step)
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """As verl's loggers have it: the metrics of a step."""
-        scores = [float(value) for key, value in data.items() if key.startswith("val-core/") and "/mean@" in key]
-        if not scores or self._saved is None or self._saved.name != f"global_step_{step}":
-            return
-        accuracy, record = sum(scores) / len(scores), self._folder / FOLDER / RECORD
-        before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None
-        if before is not None and before["accuracy"] >= accuracy:
-            return
+        accuracy = mean_accuracy(data)
+        if accuracy is not None and self._saved is not None and self._saved.name == f"global_step_{step}":
+            self._guarded(self._keep, self._saved, step, accuracy)
+
+    def _guarded(self, function: Any, *arguments: Any) -> None:
+        """verl would end training with what a callback raises."""
         try:
-            shutil.copytree(self._saved, record.parent / self._saved.name, copy_function=_link, dirs_exist_ok=True)
-        except (OSError, shutil.Error) as error:  # training matters more
-            logger.warning("the best checkpoint, %s, could not be kept apart: %s", self._saved, error)
+            function(*arguments)
+        except Exception as error:
+            logger.warning("the best checkpoint in %s: %s: %s", self._best, type(error).__name__, error)
+
+    def _keep(self, saved: Path, step: int, accuracy: float) -> None:
+        record, new = self._best / RECORD, self._best / "new"
+        if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["accuracy"] >= accuracy:
             return
-        fresh = record.with_suffix(".new")
-        fresh.write_text(json.dumps({"step": step, "accuracy": accuracy}), encoding="utf-8")
-        fresh.replace(record)
-        for old in record.parent.glob("global_step_*"):
-            if old.name != self._saved.name:
+        shutil.rmtree(new, ignore_errors=True)  # a start that was cut off here
+        try:
+            shutil.copytree(saved, new, copy_function=os.link)
+        except (OSError, shutil.Error):
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        shutil.rmtree(self._best / saved.name, ignore_errors=True)
+        new.rename(self._best / saved.name)
+        written = record.with_suffix(".new")
+        written.write_text(json.dumps({"step": step, "accuracy": accuracy}), encoding="utf-8")
+        written.replace(record)
+        for number, old in _steps(self._best).items():
+            if number != step:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _forget_older_tries(self, step: int) -> None:
-        """verl counts the checkpoints that it keeps from each start on: those of the tries before would stay for good."""
+    def _put_aside(self) -> None:
+        """Another training begins in this folder: verl would write over files that the best of the last one shares."""
+        for name in [path.name for path in _steps(self._best).values()]:
+            if str(self.config.trainer.resume_from_path or "").rstrip("/").split("/")[-1] != name:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        if self._best.exists():
+            self._best.rename(unused(self._best))
+
+    def _delete_those_of_earlier_starts(self, step: int) -> None:
+        """verl counts the checkpoints that it keeps from each start on: those of the starts before would stay for good."""
         kept = self.config.trainer.max_actor_ckpt_to_keep
-        steps = {int(file.name.split("_")[-1]): file for file in self._folder.glob("global_step_*")}
-        older = sorted(number for number in steps if number <= step)
-        for number in older[: -max(2, kept)] if kept else []:
-            shutil.rmtree(steps[number], ignore_errors=True)
+        older = sorted(item for item in _steps(self._folder).items() if item[0] <= step)
+        for _, folder in older[: -max(2, kept)] if kept else []:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def _steps(folder: Path) -> dict[int, Path]:
+    """verl's checkpoints in a folder, and nothing that somebody put beside them."""
+    found = {re.fullmatch(r"global_step_(\d+)", path.name): path for path in folder.glob("global_step_*")}
+    return {int(match[1]): path for match, path in found.items() if match}
