@@ -63,7 +63,7 @@ def imported(module):
 
 
 def test_every_module_of_ours_that_imports_verl_is_looked_at_here():
-    light = {"recipe"}  # before a run: verl's own check of a configuration
+    light = {"recipe", "best_checkpoint"}  # verl's own check of a configuration; named only where verl can have it
     found = {file.stem for file in FOLDER.glob("*.py") if any(imported(file.stem))}
     assert found - light == set(MODULES)
 
