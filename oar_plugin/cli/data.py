@@ -96,20 +96,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"oar data: {', '.join(missing)} not installed: pip install '.[recipes]' in a checkout", file=sys.stderr)
         return 1
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from oar_plugin.cli.tables import console, table
+    from oar_plugin.cli.tables import console, progress_bar, table
     from oar_plugin.math.prepare import DataError, prepare
 
-    out = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=out, transient=True) as bar:
-            task = bar.add_task("load", total=None)
-
-            def progress(what: str, done: int, total: int) -> None:
-                bar.update(task, description=what, completed=done, total=total)
-
+        with progress_bar() as progress:
             prepared = prepare(args.names, args.out, args.local, args.limit, args.decontaminate, progress, repeats)
     except DataError as error:
         print(f"oar data: {error}", file=sys.stderr)
@@ -118,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     for part in prepared:
         dropped = ", ".join(f"{count} {reason}" for reason, count in part.dropped.items()) or "0"
         made.add_row(part.name, part.split, str(part.rows), dropped, str(part.longest_prompt))
+    out = console()
     out.print(made)
     for part in prepared:
         if part.in_evaluation and not args.decontaminate:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive, share, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from oar_plugin.evaluate.grade import Graded
     from oar_plugin.evaluate.problems import ProblemSet
@@ -31,8 +33,8 @@ Generate K responses to every problem with vLLM, grade them with the recipes' re
 over problems, with 95 % intervals.
 
 A CHECKPOINT is a folder in HuggingFace's format, a name on the hub, a checkpoint of verl (global_step_N, or its actor; shards
-are merged once, into a folder `merged` beside them), or a run's folder, of which the last checkpoint is taken. NAME=CHECKPOINT
-names a line of the table; NAME=A,B,C are the seeds of one method, and the table shows their mean.
+are merged once, into a folder `merged` beside them), or a run's folder: its last checkpoint is taken. NAME=CHECKPOINT names a
+line of the table; NAME=A,B,C are the seeds of one method, and the table shows their mean.
 
 Every response is written when it is there: the same command goes on where it was stopped, and a larger --k adds to what there
 is. All visible GPUs are used, each with an engine of its own.
@@ -78,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=positive, metavar="N", help="the first N problems of each set")
     text = "for responses, results.json and table.md (default: ./%(default)s)"
     add("--out", type=Path, default=Path("evaluation"), metavar="DIR", help=text)
-    add("--json", type=Path, metavar="FILE", help="write results.json there too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,82 +101,91 @@ def run(args: argparse.Namespace) -> int:
         print(f"oar eval: {', '.join(missing)} not installed: oar doctor says how", file=sys.stderr)
         return 1
 
+    from rich.markdown import Markdown
+
+    from oar_plugin.cli.tables import console
     from oar_plugin.evaluate.problems import EvaluationError, read
     from oar_plugin.evaluate.table import as_markdown
 
     data = Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
     try:
         sets = [read(name, data, args.limit) for name in dict.fromkeys(args.data)]
-        say = partial(print, file=sys.stderr)
+        names = [each.name for each in sets]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            print(
+                f"oar eval: --data={','.join(args.data)}: two sets are called {twice}; rename a file", file=sys.stderr
+            )
+            return 2
+        say = partial(print, "oar eval:", file=sys.stderr)
         methods = {name: [find(path, args.best, say) for path in paths] for name, paths in rows.items()}
-        lines = _evaluate(args, methods, sets, baseline)
+        lines = _evaluate(args, methods, sets, baseline, say)
     except EvaluationError as error:
         print(f"oar eval: {error}", file=sys.stderr)
         return 1
-    keys = ("k", "temperature", "top_p", "max_tokens", "seed", "limit")
+    keys = ("data", "k", "temperature", "top_p", "max_tokens", "seed", "limit")
     content = {
         "settings": {key: getattr(args, key) for key in keys},
         "models": methods,
         "baseline": baseline,
         "lines": [asdict(line) for line in lines],
     }
-    for path in filter(None, (args.out / "results.json", args.json)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (args.out / "table.md").write_text(as_markdown(lines, baseline, args.k), encoding="utf-8")
-    _show(lines, baseline, args.k)
+    _set_aside(args.out, content)
+    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = as_markdown(lines, baseline, args.k)
+    (args.out / "table.md").write_text(text, encoding="utf-8")
+    if sys.stdout.isatty():
+        console().print(Markdown(text))
+    else:
+        print(text)
     print(f"written to {args.out}: results.json, table.md and the responses")
     return 0
 
 
 def _evaluate(
-    args: argparse.Namespace, methods: dict[str, list[str]], sets: Sequence[ProblemSet], baseline: str
+    args: argparse.Namespace,
+    methods: dict[str, list[str]],
+    sets: Sequence[ProblemSet],
+    baseline: str,
+    say: Callable[[str], None],
 ) -> list[Line]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    from oar_plugin.cli.tables import progress_bar
     from oar_plugin.evaluate.generate import ResponseFile, Sampling, generate
     from oar_plugin.evaluate.grade import grade
     from oar_plugin.evaluate.table import lines_of
 
     sampling = Sampling(args.temperature, args.top_p, args.max_tokens, args.seed)
     results: dict[str, dict[str, list[Graded]]] = {name: {each.name: [] for each in sets} for name in methods}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
+    with progress_bar() as progress:
         for name, model in ((name, model) for name, models in methods.items() for model in models):
             files = [ResponseFile(args.out / "responses", model, sampling, each) for each in sets]
-            generate(model, sets, files, sampling, args.k, args.tp, partial(progress, f"{name}: responses"))
+            generate(model, sets, files, sampling, args.k, args.tp, partial(progress, f"{name}: responses"), say)
             for each, file in zip(sets, files, strict=True):
                 graded = grade(each, file.responses, args.k, partial(progress, f"{name}: answers, {each.name}"))
                 results[name][each.name].append(graded)
                 if graded.no_answer > MANY:
                     shares = f"{graded.no_answer:.0%} of the responses give no answer, {graded.cut:.0%} reached"
-                    print(f"oar eval: {name}, {each.name}: {shares} --max-tokens {args.max_tokens}", file=sys.stderr)
+                    say(f"{name}, {each.name}: {shares} --max-tokens {args.max_tokens}")
+                if graded.failed:
+                    say(
+                        f"{name}, {each.name}: {graded.failed:.2%} of the responses count as wrong because comparing them with "
+                        "the ground truth took too long or crashed"
+                    )
     return lines_of(results, baseline, args.k)
 
 
-def _show(lines: Sequence[Line], baseline: str, samples: int) -> None:
-    from oar_plugin.cli.tables import console, table
-    from oar_plugin.evaluate.table import covers, in_percent, interval, shown
-
-    names = shown(samples)
-    values = table("data", "problems", "", *(f"{name}, %" for name in names))
-    compared = table("data", f"minus {baseline}", *(f"{name}, points" for name in names))
-    for line in lines:
-        values.add_row(
-            line.data, str(line.problems), line.method, *(in_percent(line.estimates[name]) for name in names)
-        )
-        if line.minus_baseline:
-            differences = [line.minus_baseline[name] for name in names]
-            cells = (f"{in_percent(each, '+')} ({interval(each)})" for each in differences)
-            compared.add_row(line.data, line.method, *cells)
-    out = console()
-    out.print(values)
-    if compared.row_count:
-        out.print(compared)
-    out.print("± standard error; in brackets the 95 % interval, paired over problems.", covers(lines), highlight=False)
+def _set_aside(out: Path, content: dict[str, Any]) -> None:
+    """Number the results of an evaluation of something else: results.1.json, table.1.md."""
+    old = out / "results.json"
+    if not old.is_file():
+        return
+    with suppress(ValueError, TypeError):  # not what oar eval wrote
+        if {**json.loads(old.read_text(encoding="utf-8")), "lines": None} == {**content, "lines": None}:
+            return
+    number = next(n for n in itertools.count(1) if not (out / f"results.{n}.json").exists())
+    old.rename(out / f"results.{number}.json")
+    with suppress(FileNotFoundError):
+        (out / "table.md").rename(out / f"table.{number}.md")
+    print(
+        f"oar eval: {out} held results of other settings or models: now results.{number}.json, table.{number}.md",
+        file=sys.stderr,
+    )

@@ -1,11 +1,14 @@
-"""How commands print tables: nothing is cut off, in a narrow terminal or in a pipe."""
+"""How commands print tables (nothing is cut off, in a narrow terminal or in a pipe) and progress."""
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -21,3 +24,12 @@ def table(*titles: str, **options: Any) -> Table:
     for title in titles:
         made.add_column(title, overflow="fold")
     return made
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Told what is done, how many of it, and of how many; on stderr, and gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

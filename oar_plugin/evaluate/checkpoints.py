@@ -6,12 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from oar_plugin.evaluate.problems import EvaluationError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+SETTINGS = ("*.json", "*.jinja")
+"""Of its architecture, tokenizer, chat template and end of text."""
 MERGED = "merged"
 """The folder beside a verl checkpoint's shards that holds its merged weights."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -39,7 +42,7 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
 
     Args:
         text: a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
-            checkpoints, of which the last is taken, or a name on the hub.
+            checkpoints (the last one is taken), or a name on the hub.
         best: take `best` in a folder of checkpoints.
         say: told before a merge, which takes minutes for a large model.
 
@@ -47,7 +50,8 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():
-        if _HUB_NAME.fullmatch(text) and not folder.parent.is_dir():
+        # Where there is a folder of the first part's name, the second may be mistyped.
+        if _HUB_NAME.fullmatch(text) and (not folder.parent.is_dir() or _on_hub(text)):
             return text
         raise EvaluationError(f"{text}: neither a folder nor a name on the hub (organisation/model)")
     if _is_model(folder):
@@ -68,20 +72,31 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
 
 
 def fingerprint(model: str) -> str:
-    """Changes when the weights in a folder do; of a model on the hub it is the name."""
+    """Changes when a folder's weights, tokenizer or settings do; of a model on the hub it is the name."""
     folder = Path(model)
     if not folder.is_dir():
         return model
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _weights(folder)]
-    return hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()[:16]
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _files(folder, WEIGHTS)]
+    settings = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in _files(folder, SETTINGS)]
+    return hashlib.sha256(json.dumps([weights, settings]).encode()).hexdigest()[:16]
 
 
-def _weights(folder: Path) -> list[Path]:
-    return [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and bool(_weights(folder))
+    return (folder / "config.json").is_file() and bool(_files(folder, WEIGHTS))
+
+
+def _on_hub(name: str) -> bool:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(name, "config.json")
+    except (OSError, ValueError):  # of the network too; without it, what was loaded before is found
+        return False
+    return True
 
 
 def _step_of(folder: Path, best: bool) -> Path:
@@ -101,25 +116,34 @@ def _step_of(folder: Path, best: bool) -> Path:
 
 
 def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
-    target, partial = actor / MERGED, actor / f"{MERGED}.partial"
+    target = actor / MERGED
     say(f"merging {actor} into {target} with verl.model_merger, once")
-    shutil.rmtree(partial, ignore_errors=True)
-    words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir", str(partial)]
+    words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir"]
     try:
-        partial.mkdir()
-        # A process of its own: it imports verl, and gives back the memory of all shards.
-        done = subprocess.run([sys.executable, "-m", "verl.model_merger", *words], capture_output=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f"{MERGED}.", dir=actor
+        ) as place:  # another evaluation may merge it too
+            partial = Path(place) / MERGED
+            partial.mkdir()
+            # A process of its own: it imports verl, and gives back the memory of all shards.
+            done = subprocess.run(
+                [sys.executable, "-m", "verl.model_merger", *words, str(partial)], capture_output=True
+            )
+            if done.returncode or not _is_model(partial):
+                said = "\n".join((done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-15:])
+                raise EvaluationError(f"{actor}: verl.model_merger failed (exit status {done.returncode}):\n{said}")
+            if (partial / "lora_adapter").is_dir():
+                _fold_in_adapter(partial)
+            try:
+                partial.rename(target)
+            except OSError:
+                if not _is_model(target):  # else the other one was first
+                    raise
     except OSError as error:
         raise EvaluationError(
-            f"{actor}: cannot write {partial}: {error.strerror}; merge it elsewhere with python -m verl.model_merger "
-            f"merge --backend {backend} --local_dir {actor} --target_dir DIR, and evaluate DIR"
+            f"{actor}: cannot write {target}: {error.strerror or error}; merge it elsewhere with python -m "
+            f"verl.model_merger merge --backend {backend} --local_dir {actor} --target_dir DIR, and evaluate DIR"
         ) from error
-    if done.returncode or not _is_model(partial):
-        said = "\n".join((done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-15:])
-        raise EvaluationError(f"{actor}: verl.model_merger failed (exit status {done.returncode}):\n{said}")
-    if (partial / "lora_adapter").is_dir():
-        _fold_in_adapter(partial)
-    partial.rename(target)
     return target
 
 

@@ -1,5 +1,6 @@
 """Responses of one model to several problem sets: vLLM, one engine a GPU, every response on disk as soon as it is there."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -7,20 +8,23 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from oar_plugin.evaluate.checkpoints import fingerprint
-from oar_plugin.evaluate.problems import EvaluationError, Problem, ProblemSet
+from oar_plugin.evaluate.problems import EvaluationError, Problem, ProblemSet, reason
 
 IN_FLIGHT = 1024
 """Requests that an engine holds at a time: more than it runs at once, so that it never waits for the next."""
 _LOOK_AGAIN_S = 1.0
 _GRACE_S = 15.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class ResponseFile:
             raise EvaluationError(
                 f"{self.path}: another oar eval writes it; wait for it, or choose another --out"
             ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # some file systems of clusters have none
+                raise
         self._file.seek(0)
         good = 0
         for number, line in enumerate(self._file, start=1):
@@ -111,6 +118,7 @@ class Job:
     model: str  # a folder or a name on the hub
     sampling: Sampling
     prompts: list[list[list[int]]]  # ids of each set's problems
+    context: int  # tokens of a prompt with its response
     at_a_time: int  # requests that an engine holds
 
 
@@ -122,12 +130,14 @@ def generate(
     samples: int,
     tensor_parallel: int,
     progress: Callable[[int, int], None],
+    say: Callable[[str], None],
 ) -> None:
     """Bring each file, one for each of `sets`, to `samples` responses a problem; what is there already is not made again.
 
     Args:
         tensor_parallel: GPUs of an engine. All visible GPUs are used; where there is none, one engine on the CPU.
         progress: called with responses that are there, and those that there shall be.
+        say: told when the model's context is too short for the longest prompt and `max_tokens`.
 
     Raises EvaluationError.
     """
@@ -147,7 +157,7 @@ def generate(
             return
         groups = _gpu_groups(tensor_parallel)[: len(missing)]
         at_a_time = min(IN_FLIGHT, -(-len(missing) // len(groups)))  # no engine takes the others' share
-        job = Job(model, sampling, _tokenized(model, sets), at_a_time)
+        job = Job(model, sampling, *_prompts(model, sets, sampling.max_tokens, say), at_a_time)
         with closing(_answered(job, groups, missing)) as answered:
             for done, (of, response) in enumerate(answered, start=1):
                 files[of].add(response)
@@ -159,17 +169,39 @@ def _seed_of(seed: int, problem: Problem, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {problem.prompt} {sample}".encode()).digest()[:4], "big")
 
 
-def _tokenized(model: str, sets: Sequence[ProblemSet]) -> list[list[list[int]]]:
-    """As verl makes prompts: the tokenizer's chat template, asked for a response."""
-    from transformers import AutoTokenizer
+def _prompts(
+    model: str, sets: Sequence[ProblemSet], max_tokens: int, say: Callable[[str], None]
+) -> tuple[list[list[list[int]]], int]:
+    """Ids of each set's problems, and the tokens that the longest takes with its response: no more than the model's context.
+
+    As verl makes prompts: the tokenizer's chat template, asked for a response. Raises EvaluationError.
+    """
+    from jinja2 import TemplateError
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
+        context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
         tokenizer = AutoTokenizer.from_pretrained(model)
         make = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
-        return [[make(problem.prompt) for problem in each.problems] for each in sets]
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise EvaluationError(f"{model}: its tokenizer cannot be loaded or has no chat template: {reason}") from error
+        prompts = [[make(problem.prompt) for problem in each.problems] for each in sets]
+    except (OSError, ValueError, TypeError, TemplateError) as error:
+        raise EvaluationError(
+            f"{model}: its configuration or tokenizer cannot be loaded, or it has no chat template that takes these prompts: "
+            f"{reason(error)}"
+        ) from error
+    longest = max(len(ids) for of in prompts for ids in of)
+    if context is None or longest + max_tokens <= context:
+        return prompts, longest + max_tokens
+    for each, of in zip(sets, prompts, strict=True):
+        for number, ids in enumerate(of, start=1):
+            if len(ids) >= context:
+                raise EvaluationError(
+                    f"{model}: problem {number} of {each.name} has {len(ids)} tokens, which leaves none of the model's context "
+                    f"({context}) to a response; take the problem or the set out of --data"
+                )
+    left = context - longest
+    say(f"{model}: its context of {context} tokens leaves {left} to a response of the longest prompt, not {max_tokens}")
+    return prompts, context
 
 
 def _gpu_groups(tensor_parallel: int) -> list[str]:
@@ -227,8 +259,17 @@ def _next(model: str, engines: Sequence[Any], results: Any) -> tuple[int, Respon
                 )
 
 
+def _end_with_parent() -> None:
+    """A parent that is killed ends nobody, and an engine holds a whole GPU."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
 def _serve(job: Job, gpus: str, work: Any, results: Any) -> None:
     """The process of an engine: takes requests until it meets None."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches this process too; its parent ends it
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
@@ -241,23 +282,20 @@ def _serve(job: Job, gpus: str, work: Any, results: Any) -> None:
     ):
         os.environ.setdefault(name, value)
 
-    from transformers import AutoConfig
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
     from vllm.usage.usage_lib import UsageContext
 
-    wanted = max(len(ids) for prompts in job.prompts for ids in prompts) + job.sampling.max_tokens
-    context = getattr(AutoConfig.from_pretrained(job.model), "max_position_embeddings", None) or wanted
     arguments = EngineArgs(
         model=job.model,
-        max_model_len=min(wanted, context),
+        max_model_len=job.context,
         tensor_parallel_size=gpus.count(",") + 1,
         seed=job.sampling.seed,
         enforce_eager=not gpus,  # compiling for a CPU takes longer than it saves
         use_tqdm_on_load=False,  # there is one progress bar already
     )
-    # Of this context vLLM runs as many sequences at a time as it does offline.
+    # By this vLLM chooses how many sequences run at a time: as many as for offline use.
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
     under_way: dict[str, Request] = {}
     more = True
@@ -281,4 +319,4 @@ def _serve(job: Job, gpus: str, work: Any, results: Any) -> None:
             request, made = under_way.pop(output.request_id), output.outputs[0]
             response = Response(request.problem, request.sample, made.text, made.finish_reason == "length")
             results.put((request.of, response))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # at their end vLLM's libraries give account of their leaks
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM's libraries print warnings when they end

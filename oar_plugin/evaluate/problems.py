@@ -13,6 +13,11 @@ class EvaluationError(Exception):
     """What keeps an evaluation from going on. The message says what to do."""
 
 
+def reason(error: Exception) -> str:
+    """The first line of its message, or its name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 @dataclass(frozen=True)
 class Problem:
     prompt: list[dict[str, str]]  # messages, as the chat template takes them
@@ -50,9 +55,8 @@ def read(name: str, folder: Path, limit: int | None) -> ProblemSet:
             json.dumps(row["prompt"]): Problem(row["prompt"], str(row["reward_model"]["ground_truth"])) for row in rows
         }
     except (pa.ArrowException, OSError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0][:200]
         raise EvaluationError(
-            f"--data={name}: cannot read {path}: {reason}; it must be a parquet file in verl's columns "
+            f"--data={name}: cannot read {path}: {reason(error)}; it must be a parquet file in verl's columns "
             f"{' and '.join(COLUMNS)} (with ground_truth), as oar data writes them"
         ) from error
     problems = list(found.values())[:limit]

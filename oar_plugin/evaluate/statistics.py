@@ -28,7 +28,8 @@ class Estimate:
 
     @property
     def leaves_out_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
+        # An error of 0 is no certainty: all problems merely had the same value.
+        return self.se > 0 and (self.low > 0 or self.high < 0)
 
 
 def average(correct_PK: NDArray[np.bool_]) -> Values:

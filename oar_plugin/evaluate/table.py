@@ -85,13 +85,12 @@ def interval(value: Estimate) -> str:
 
 
 def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
-    """For each shown metric a table with a row a method and a column a data set."""
-    names, methods = (
-        [*dict.fromkeys(each)] for each in zip(*((line.data, line.method) for line in lines), strict=True)
-    )
+    """For each shown metric a table with a row a method and a column a data set with its number of problems."""
+    problems = {line.data: line.problems for line in lines}
+    methods = dict.fromkeys(line.method for line in lines)
     parts = []
     for metric in shown(samples):
-        rows = [["", *names], ["---"] * (len(names) + 1)]
+        rows = [["", *(f"{name} ({count})" for name, count in problems.items())], ["---"] * (len(problems) + 1)]
         for method in methods:
             own = [line for line in lines if line.method == method]
             rows.append([method, *(in_percent(line.estimates[metric]) for line in own)])
@@ -102,10 +101,10 @@ def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
                 rows.append([f"{method} - {baseline}", *marked])
         parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
     note = "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval leaves out zero."
-    return "\n".join(parts) + f"\n{note} {covers(lines)}\n"
+    return "\n".join(parts) + f"\n{note} {_covers(lines)}\n"
 
 
-def covers(lines: Sequence[Line]) -> str:
+def _covers(lines: Sequence[Line]) -> str:
     """What the intervals take in."""
     alone = ", ".join(dict.fromkeys(line.method for line in lines if line.seeds == 1))
     seeds = f"but no other training seeds: there is one of {alone}" if alone else "and other training seeds"

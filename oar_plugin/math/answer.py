@@ -45,9 +45,17 @@ def compare(ground_truth: str, answer: FinalAnswer) -> bool | None:
 
 
 def canonical(answer: FinalAnswer) -> str:
-    """The same for answers that math-verify reads as the same expression; else their letters without spaces."""
-    found = _parse(answer.text, answer.boxed)
-    return next((str(part) for part in found if not isinstance(part, str)), "".join(answer.text.split()))
+    """The same for answers that math-verify reads as the same expression; else their letters without spaces.
+
+    As when it compares, `x = 5` is 5; and 5.0 is 5.
+    """
+    from math_verify.grader import unwrap_eq
+    from sympy import nsimplify
+
+    for part in _parse(answer.text, answer.boxed):
+        if not isinstance(part, str):
+            return str(nsimplify(unwrap_eq(part), rational=True))
+    return "".join(answer.text.split())
 
 
 def is_expression(ground_truth: str) -> bool:

@@ -82,6 +82,29 @@ def test_seeds_of_both_methods_are_in_the_difference_and_one_seed_has_no_such_pa
         assert estimate([one], [other]).se > 0.2 > estimate([one[:1]], [other[:1]]).se
 
 
+@pytest.mark.parametrize(
+    ("problems", "seeds", "of_seed"), [(30, 1, 0.0), (30, 3, 0.02), (300, 1, 0.0), (300, 3, 0.0), (300, 3, 0.02)]
+)
+def test_about_as_many_intervals_hold_the_true_difference_as_they_say(problems, seeds, of_seed):
+    """Of two equally good methods with 32 responses a problem."""
+    rng = np.random.default_rng(0)
+
+    def runs(chance):
+        own = chance + rng.normal(0, of_seed, (seeds, 1)) + rng.normal(0, 0.03, (seeds, problems))
+        return rng.binomial(32, own.clip(0, 1)) / 32
+
+    held = []
+    for _ in range(250):
+        chance = 0.2 + 0.6 * rng.beta(1.5, 1.5, problems)
+        found = estimate([runs(chance)], [runs(chance)])
+        held.append(found.low <= 0 <= found.high)
+    assert 0.90 <= np.mean(held) <= 0.99
+
+
+def test_an_error_of_zero_is_no_certainty():
+    assert not estimate([np.full((1, 9), 0.5)], [np.zeros((1, 9))]).leaves_out_zero
+
+
 def most(problems, samples):
     """docs/evaluation.md: errors in points of one checkpoint, and of two that are equally good at each problem."""
     return 50 / math.sqrt(problems), 100 / math.sqrt(2 * samples * problems)

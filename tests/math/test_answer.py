@@ -2,7 +2,7 @@
 
 import pytest
 
-from oar_plugin.math.answer import FinalAnswer, compare, final_answer, is_expression, warm_up
+from oar_plugin.math.answer import FinalAnswer, canonical, compare, final_answer, is_expression, warm_up
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,26 @@ def test_the_last_complete_answer_counts_and_a_box_before_everything_else(respon
 def test_what_is_equal(truth, answer, boxed, verdict):
     warm_up()  # else math-verify warns that it has no time limits
     assert compare(truth, FinalAnswer(answer, boxed)) is verdict
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("5", "x=5", "5.0", "5.00", "x = y = 5"),
+        (r"\frac{1}{2}", "1/2", "0.5", ".5"),
+        ("(1, 0.5)", r"\left(1.0,\frac12\right)"),
+        (r"\text{East}", r"\text{ East }"),
+        ("y = 2x+1", "2x + 1.0"),
+    ],
+)
+def test_equal_answers_have_one_name(texts):
+    warm_up()
+    assert len({canonical(FinalAnswer(text, True)) for text in texts}) == 1
+
+
+def test_an_equation_of_a_curve_is_not_its_right_side():
+    warm_up()
+    assert canonical(FinalAnswer("x^2+y^2=4", True)) != canonical(FinalAnswer("4", True))
 
 
 def test_what_is_an_expression():
