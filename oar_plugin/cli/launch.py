@@ -18,7 +18,7 @@ from oar_plugin.cli.arguments import listed, positive, whole
 
 if TYPE_CHECKING:
     from oar_plugin.launch.finding import Finding
-    from oar_plugin.launch.preflight import Outlook
+    from oar_plugin.launch.preflight import Forecast
     from oar_plugin.launch.runs import Run
 
 _HELP = """\
@@ -111,7 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder there (default: as here)")
     add("--gpus-per-node", type=positive, metavar="N", help="of a machine (default: what the recipe takes of one)")
     add("--no-check", action="store_true", help="start in spite of what is missing")
-    add("--gpu", metavar="NAME", help="that the run has, as in oar plan (default: the one here, else H100-80)")
+    text = "that the run has, as in oar plan (default: with --on local the one here, else H100-80)"
+    add("--gpu", metavar="NAME", help=text)
     add("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
     add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
     for launcher, options in OPTIONS.items():
@@ -157,16 +158,18 @@ def _launch(args: argparse.Namespace) -> int:
     for run in runs:
         check_config(run.config)
         run_folder.check(run.config, start)
+    _refuse_to_resume_nothing(runs, start)
     if all(run.config.trainer.device == "cpu" for run in runs):
         _add(environment, cpu_environment())
-    gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory)
-    outlooks = [preflight.look_ahead(run.config, run.overrides, gpu, args.max_time or DAY_H) for run in runs]
-    jobs = [_job(args, run, recipe, options, environment, ahead) for run, ahead in zip(runs, outlooks, strict=True)]
-    files_seen = args.on != "kubernetes" and args.recipe_on_nodes is None
-    findings = preflight.examine(outlooks, files_seen, local=args.on == "local")
+    local = args.on == "local"
+    gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory, local)
+    forecasts = [preflight.forecast(run.config, run.overrides, gpu, args.max_time or DAY_H) for run in runs]
+    jobs = [_job(args, run, recipe, options, environment, ahead) for run, ahead in zip(runs, forecasts, strict=True)]
+    files_seen = args.recipe_on_nodes is None and not _in_container(args.on, options)
+    findings = preflight.examine(forecasts, files_seen, local)
     _say(findings, jobs)
     if args.dry_run:
-        print(("---\n" if args.on == "kubernetes" else "").join(job.shown for job in jobs), end="")
+        print(("---\n" if args.on == "kubernetes" else "").join(job.text for job in jobs), end="")
         return 0
     _need_program(args.on)
     if not args.no_check and any(finding.level == "missing" for finding in findings):
@@ -181,15 +184,23 @@ def _launch(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _refuse_to_resume_nothing(runs: "list[Run]", start: str) -> None:
+    """ValueError: none of the runs is there, as far as can be seen: a changed override has changed their names, say."""
+    from oar_plugin.hosts.verl.run_folder import is_begun
+
+    folder = runs[0].folder
+    if start == "resume" and folder.absolute().parent.is_dir() and not any(is_begun(run.folder) for run in runs):
+        raise ValueError(f"--resume: {folder}: no run there; name it with trainer.experiment_name=...")
+
+
 @dataclass(frozen=True)
 class _Job:
-    """What starts a run: the words of a command here (`local`, `ray`), or the text of a script or manifest."""
+    """What starts a run: the words of a command here, and the text of the command, script or manifest."""
 
     run: "Run"
     needs: str  # said before it starts
-    shown: str  # by --dry-run
+    text: str
     words: list[str]
-    text: str = ""
 
 
 def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, str]:
@@ -228,7 +239,7 @@ def _job(
     recipe: Path,
     options: dict[str, Any],
     environment: dict[str, str],
-    ahead: "Outlook",
+    ahead: "Forecast",
 ) -> _Job:
     """What starts a run where the options say. ValueError: it cannot run there."""
     from oar_plugin.hosts.verl.recipe import command, recipes_folder
@@ -257,11 +268,11 @@ def _job(
     if args.on == "ray":
         return _Job(run, needs, text, ["bash", "-c", text])
     if args.on == "slurm":
-        return _Job(run, needs, text, ["sbatch", f"{run.job}.sbatch"], text)
+        return _Job(run, needs, text, ["sbatch", f"{run.job}.sbatch"])
     if args.patch:
         text = job.patched(text, args.patch)
     # Not apply: of a RayJob that is there already it would say that all is well.
-    return _Job(run, needs, text, ["kubectl", "create", "-f", "-"], text)
+    return _Job(run, needs, text, ["kubectl", "create", "-f", "-"])
 
 
 def _check_place(args: argparse.Namespace, options: dict[str, Any], facts: dict[str, Any], needed: str) -> None:
@@ -282,10 +293,14 @@ def _setup(args: argparse.Namespace, options: dict[str, Any]) -> str:
     """What makes python and ray the right ones on a node."""
     if args.setup is not None:
         return str(args.setup)
-    in_container = args.on == "kubernetes" or "--container" in " ".join(options.get("srun", []))
-    return (
-        "" if in_container or sys.prefix == sys.base_prefix else f"source {shlex.quote(f'{sys.prefix}/bin/activate')}"
-    )
+    if _in_container(args.on, options) or sys.prefix == sys.base_prefix:
+        return ""
+    return f"source {shlex.quote(f'{sys.prefix}/bin/activate')}"
+
+
+def _in_container(on: str, options: dict[str, Any]) -> bool:
+    """Whether it runs in an image of its own, with files that are not those of this machine."""
+    return on == "kubernetes" or any(word.startswith("--container") for word in options.get("srun", ()))
 
 
 def _need_program(on: str) -> None:

@@ -26,7 +26,7 @@ from oar_plugin.plan.models import load_model
 UNSEEN = "on the nodes, and not looked at from here"
 
 
-class Outlook(NamedTuple):
+class Forecast(NamedTuple):
     """What the planner says of a run; `made` is None where it does not know the model, or the layout cannot run."""
 
     config: DictConfig
@@ -47,31 +47,34 @@ class Outlook(NamedTuple):
         )
 
 
-def look_ahead(config: DictConfig, given: Sequence[str], gpu: Gpu, limit_h: int) -> Outlook:
+def forecast(config: DictConfig, given: Sequence[str], gpu: Gpu, limit_h: int) -> Forecast:
     """`given`: the overrides of the command line; `limit_h`: the longest job, in hours."""
     made, memory = examine_plan(config, gpu)
     planned = schedule(made, limit_h)
-    return Outlook(config, made, memory, planned, added_overrides(config, given, planned.save_freq))
+    return Forecast(config, made, memory, planned, added_overrides(config, given, planned.save_freq))
 
 
-def examine(outlooks: Sequence[Outlook], files_seen: bool, local: bool) -> list[Finding]:
+def examine(forecasts: Sequence[Forecast], files_seen: bool, local: bool) -> list[Finding]:
     """The findings of `oar launch` for several runs, each once.
 
     Args:
-        outlooks: of the runs.
+        forecasts: of the runs.
         files_seen: whether they see the files that this machine sees.
         local: whether they run on this machine.
     """
-    each = (finding for outlook in outlooks for finding in _examine(outlook, files_seen, local))
-    disk = _examine_disk(outlooks) if files_seen else Finding("disk", "not checked", UNSEEN)
+    each = (finding for of_run in forecasts for finding in _examine(of_run, files_seen, local))
+    disk = _examine_disk(forecasts) if files_seen else Finding("disk", "not checked", UNSEEN)
     return [*dict.fromkeys(each), disk]
 
 
-def _examine(outlook: Outlook, files_seen: bool, local: bool) -> Iterator[Finding]:
-    config = outlook.config
-    yield outlook.memory
+def _examine(of_run: Forecast, files_seen: bool, local: bool) -> Iterator[Finding]:
+    config, memory = of_run.config, of_run.memory
     if local:
+        yield memory
         yield from _examine_machine(config)
+    else:
+        other = "--gpu NAME if the nodes have others"
+        yield memory._replace(advice=f"{memory.advice}, or {other}") if memory.level == "missing" else memory
     if not files_seen:
         yield from (Finding(subject, "not checked", UNSEEN) for subject in ("data", "model", "reward"))
         return
@@ -131,9 +134,12 @@ def gpus_here() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def gpu_of_run(name: str | None, memory_gib: float | None) -> Gpu:
-    """The one that is named, else the smallest here, else the planner's usual one. ValueError: there is no such GPU."""
-    if name is None and memory_gib is None and gpus_here():
+def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
+    """The one that is named, else of a local run the smallest here, else the planner's usual one.
+
+    ValueError: there is no such GPU.
+    """
+    if local and name is None and memory_gib is None and gpus_here():
         return min(gpus_here(), key=lambda gpu: gpu.memory)
     return choose_gpu(name or "H100-80", memory_gib)
 
@@ -224,16 +230,16 @@ def examine_reward(config: DictConfig) -> Finding:
     return Finding("reward", "ok", f"{path}: {name}")
 
 
-def _examine_disk(outlooks: Sequence[Outlook]) -> Finding:
+def _examine_disk(forecasts: Sequence[Forecast]) -> Finding:
     """Room for the checkpoints of all runs that are not written yet. A quota is not seen."""
-    needed, there, folder = 0.0, 0, Path(outlooks[0].config.trainer.default_local_dir)
-    for config, made, *_ in outlooks:
+    needed, there, folder = 0.0, 0, Path(forecasts[0].config.trainer.default_local_dir)
+    for config, made, *_ in forecasts:
         if config.trainer.save_freq <= 0:
             continue
         if made is None:
             return Finding("disk", "not checked", "how large a checkpoint is, the planner does not know")
         needed += disk_bytes(made.setup, config)
-        files = Path(config.trainer.default_local_dir).rglob("*")
+        files = Path(config.trainer.default_local_dir).glob("global_step_*/**/*")
         there += sum(file.stat().st_size for file in files if file.is_file())
     parent = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if parent == Path(parent.anchor):

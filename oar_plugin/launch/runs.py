@@ -9,23 +9,30 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe
-from oar_plugin.hosts.verl.run_folder import is_learned
+from oar_plugin.hosts.verl.run_folder import counts
 
 SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
 """What makes a run another sample: order of the prompts, sampling of the engines, order of the mini-batches. (FSDP's and
 Megatron's own seeds count where everything is deterministic, and for weights that are made new.)"""
 OARS_SEED = "algorithm.oar.seed"
 
-HOW_LONG = ("trainer.total_epochs", "trainer.total_training_steps")
-"""They do not name a run either, so that `--resume` finds the one that goes on for longer; but they are settings of it."""
+UNNAMED = (
+    *("trainer.total_epochs", "trainer.total_training_steps"),
+    *("*.gpu_memory_utilization", "*.max_num_seqs", "*.max_num_batched_tokens", "*.enforce_eager"),
+    *("*_max_token_len_per_gpu", "*micro_batch_size_per_gpu", "*offload*", "*.enable_gradient_checkpointing"),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+)
+"""How long, and what memory and speed depend on. They do not name a run either, so that `--resume` finds the one that goes on
+for longer, or that ran out of memory; but they are settings of it."""
 
 LONGEST_LABELS = 60
 LONGEST_JOB = 46  # KubeRay makes names of it, which may have 63 letters
@@ -99,7 +106,7 @@ def name_of(recipe: str, variant: str, seed: int | None, overrides: Sequence[str
     named = {
         key: override
         for key, override in sorted(_parsed(overrides).items())
-        if key not in ("data.seed", *HOW_LONG) and is_learned(key)
+        if key != "data.seed" and not any(fnmatch(key, pattern) for pattern in UNNAMED) and counts(key)
     }
     if named:
         labels = list(map(_label, named.values()))
@@ -141,6 +148,10 @@ def _values(sweep: str) -> list[str]:
     ((_, override),) = _parsed([sweep]).items()
     if not override.is_sweep_override():
         return [sweep]
+    if not override.is_discrete_sweep() or isinstance(override.value(), Glob):
+        raise RecipeError(
+            f"--sweep {sweep}: not a list of values; write them out: {sweep.partition('=')[0]}=VALUE,VALUE,..."
+        )
     return [f"{sweep.partition('=')[0]}={value}" for value in override.sweep_string_iterator()]
 
 

@@ -44,12 +44,13 @@ def schedule(made: Plan | None, limit_h: int = DAY_H) -> Schedule:
 def added_overrides(config: DictConfig, given: Sequence[str], every: int | None) -> list[str]:
     """How often a run saves, and that its best checkpoint is kept, unless recipe or command line (`given`) say it."""
     keys = {word.lstrip("+~").partition("=")[0] for word in given}
-    added: dict[str, int | str] = {}
+    added: dict[str, str] = {}
     if every is not None and config.trainer.save_freq == SAVE_FREQ:
-        added["trainer.save_freq"] = every
+        added["trainer.save_freq"] = f"trainer.save_freq={every}"
     if config.trainer.save_freq > 0 and importable(CALLBACK) and not config.trainer.checkpoint_callback_class:
-        added["trainer.checkpoint_callback_class"] = KEEP_BEST
-    return [f"{key}={value}" for key, value in added.items() if key not in keys]
+        # ++ because the node may have a verl that does not know the key, and then ignores it.
+        added["trainer.checkpoint_callback_class"] = f"++trainer.checkpoint_callback_class={KEEP_BEST}"
+    return [word for key, word in added.items() if key not in keys]
 
 
 def checkpoint_bytes(s: Setup) -> float:

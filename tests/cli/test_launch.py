@@ -70,6 +70,13 @@ def test_a_dry_run_on_kubernetes_prints_a_manifest_with_folders_on_the_volume(ca
     assert "--secret NAME" in said.err
 
 
+def test_files_of_this_machine_are_not_looked_for_in_a_container(capsys):
+    assert main(["launch", FOUR, "--on", "slurm", "--srun=--container-image=i.sqsh", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "data: not checked" in said
+    assert "memory: not checked" not in said
+
+
 def test_a_template_of_ones_own(capsys, tmp_path):
     (tmp_path / "mine.j2").write_text("{{ nodes }} nodes\n")
     assert main(["launch", FOUR, *PODS.split(), "--template", "mine.j2", "--dry-run"]) == 0
@@ -195,6 +202,15 @@ def test_a_folder_of_a_run_with_other_settings_is_refused(started_with_another, 
         assert main(["launch", ONE, "--dry-run", option]) == 0
         assert variable in capsys.readouterr().out
     assert main(["launch", ONE, "--dry-run", "--seed", "2"]) == 0
+
+
+def test_a_run_that_ran_out_of_memory_is_found_and_what_was_never_started_not_resumed(started_with_another, capsys):
+    less = "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"
+    assert main(["launch", ONE, "--dry-run", "--resume", less]) == 0
+    assert f"checkpoints in {started_with_another}" in capsys.readouterr().err
+    assert main(["launch", ONE, "--dry-run", "--resume", "data.train_batch_size=64"]) == 2
+    assert "batch_size64" in (said := capsys.readouterr().err)
+    assert "no run there; name it with trainer.experiment_name=..." in said
 
 
 @pytest.mark.parametrize("on", ["slurm", "ray", "kubernetes"])

@@ -1,13 +1,28 @@
 """What a run's folder keeps, and whom it lets in. In a real run: tests/hosts/test_launched_run.py."""
 
+import errno
+import fcntl
 import json
+import subprocess
+import sys
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from oar_plugin.hosts.verl.hydra_conf import KeepRun
-from oar_plugin.hosts.verl.run_folder import RECORD, RunRefused, begin, check, end, has_finished, progress, variables
+from oar_plugin.hosts.verl.run_folder import (
+    LOCK,
+    RECORD,
+    TRACKER,
+    RunRefused,
+    begin,
+    check,
+    end,
+    has_finished,
+    progress,
+    variables,
+)
 
 
 def config(folder, **changes):
@@ -42,6 +57,7 @@ def folder(tmp_path):
         {},
         {"trainer__logger": ["wandb"], "trainer__save_freq": 1},
         {"ray_kwargs": {"ray_init": {"address": "auto"}}},
+        {"actor_rollout_ref__actor": {"profiler": {"enable": True}}},
         {"actor_rollout_ref__rollout__seed": 1},  # what the interpolation says
     ],
 )
@@ -53,6 +69,7 @@ def test_the_same_settings_resume(folder, changes, monkeypatch):
 
 def test_other_settings_are_refused_with_both_values_and_what_to_do(folder):
     other = config(folder, data__seed=2, trainer__total_epochs=3, algorithm={"oar": {"tau": 0.5}})
+    other.trainer.resume_mode = "resume_path"
     with pytest.raises(RunRefused) as refused:
         begin(other)
     lines = str(refused.value).splitlines()
@@ -60,6 +77,7 @@ def test_other_settings_are_refused_with_both_values_and_what_to_do(folder):
         "  actor_rollout_ref.rollout.seed: 1 there, 2 now",
         "  algorithm.oar.tau: null there, 0.5 now",
         "  data.seed: 1 there, 2 now",
+        '  trainer.resume_mode: "auto" there, "resume_path" now',
         "  trainer.total_epochs: 1 there, 3 now",
     ]
     assert all(word in lines[-1] for word in ("--resume", "--fresh", "OAR_START"))
@@ -101,6 +119,61 @@ def test_a_run_that_has_finished_has_nothing_left_to_do(folder):
     assert progress(folder).state == "unfinished"
 
 
+def test_where_a_process_trains_no_other_one_enters_or_moves_the_folder(tmp_path, monkeypatch):
+    """Stand-in for the other process: another open file of this one, which is as much another to flock."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (folder / LOCK).open("w") as other:
+        print("host n1, pid 7", end="", file=other, flush=True)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for start in ("", "resume", "fresh:1"):
+            with pytest.raises(RunRefused, match="another process trains there: host n1, pid 7"):
+                begin(config(folder), start)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    take = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    for start in ("", "fresh:1"):  # the folder that was moved is free
+        begin(config(folder), start)
+        held = subprocess.run([sys.executable, "-c", take, folder / LOCK], stderr=subprocess.PIPE, check=False)
+        assert b"BlockingIOError" in held.stderr
+
+    def without(*_):
+        raise OSError(errno.ENOLCK, "")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    assert begin(config(folder)) == folder
+
+
+def test_checkpoints_that_nothing_is_known_of_are_not_trained_further_unasked(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert begin(config(tmp_path / "new"), "resume")
+    assert "no run is there; it begins at step 0" in capsys.readouterr().err
+    folder.mkdir()
+    (folder / TRACKER).write_text("20")
+    with pytest.raises(RunRefused, match=r"no run\.yaml says with which settings") as refused:
+        begin(config(folder))
+    assert "--resume" in str(refused.value)
+    check(config(folder, trainer__resume_mode="resume_path"))
+    check(config(folder), "fresh:1")
+    assert begin(config(folder), "resume") == folder
+    assert capsys.readouterr().err == ""
+
+
+def test_a_key_that_another_version_has_added_is_noted_and_one_that_changed_refused(folder, capsys):
+    added = {"data": {**config(folder).data, "new": 1}}
+    end(folder, "finished")
+    with pytest.raises(RunRefused, match=r"data\.new: null there, 1 now"):
+        check(config(folder, **added))
+    record = (folder / RECORD).read_text()
+    (folder / RECORD).write_text(record.replace("versions: verl ", "versions: verl 0.0."))
+    assert has_finished(config(folder, **added))
+    check(config(folder, **added))
+    said = capsys.readouterr().err
+    assert "started with verl 0.0." in said
+    assert said.endswith("no such key: data.new\n")
+    with pytest.raises(RunRefused, match=r"data\.seed: 1 there, 2 now"):
+        check(config(folder, data__seed=2))
+
+
 def test_a_record_that_is_none_is_refused(folder):
     (folder / RECORD).write_text("state: [")
     with pytest.raises(RunRefused, match="move it away"):
@@ -115,6 +188,7 @@ def test_the_driver_opens_the_folder_before_ray_starts_and_notes_how_the_run_end
     KeepRun().on_run_start(run)
     places = {"VERL_FILE_LOGGER_PATH": f"{folder}/metrics/start.jsonl", "TENSORBOARD_DIR": f"{folder}/tensorboard"}
     assert run.ray_kwargs.ray_init.runtime_env.env_vars == places
+    run.ray_kwargs.ray_init.runtime_env["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"  # as verl 0.9.0 does
     for status, state in ((JobStatus.FAILED, "failed"), (JobStatus.COMPLETED, "finished")):
         KeepRun().on_job_end(run, _ended(status))
         assert progress(folder).state == state

@@ -172,7 +172,7 @@ def test_a_job_asks_for_what_the_recipe_needs_and_the_users_options_come_last():
     lines = script("slurm.j2", **SLURM).splitlines()
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     wanted = {"--job-name=seven-oar", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=9:00:00"}
-    assert wanted | {"--exclusive", "--requeue"} <= set(directives)
+    assert wanted | {"--exclusive", "--requeue", "--dependency=singleton"} <= set(directives)
     assert directives[-2:] == ["--partition=gpu", "'--comment=a b; rm *'"]
     with pytest.raises(ValueError, match="cannot hold a line break"):
         script("slurm.j2", sbatch=["--comment=a\nrm *"], srun=[])
@@ -202,38 +202,48 @@ def test_training_that_fails_fails_the_job_and_one_node_leaves_ray_to_verl(job, 
 
 
 # A checkpoint, and then what the test says: this try ends by itself, or goes on until it is told to end.
-TRAIN = 'echo "$MADE" > "$TRACKER"; touch training; [ "$ENDS" = no ] || exit "$ENDS"; trap "exit 143" TERM; sleep 600 & wait'
+TRAIN = (
+    'echo "$OAR_START" > start; echo "$MADE" > "$TRACKER"; touch training; '
+    '[ "$ENDS" = no ] || exit "$ENDS"; trap "exit 143" TERM; sleep 600 & wait'
+)
 
 
 @pytest.mark.parametrize(
-    ("before", "made", "ends", "restarts", "state", "status", "again"),
+    ("before", "made", "ends", "restarts", "state", "status", "again", "start"),
     [
-        ("", 20, "no", 0, "RUNNING", 0, True),  # cut off
-        (20, 40, "no", 9, "RUNNING", 0, True),  # however often
-        (20, 20, "no", 0, "RUNNING", 1, False),  # it would be cut off at the same place for ever
-        (20, 40, 0, 1, "RUNNING", 0, False),  # done
-        (20, 40, 7, 1, "RUNNING", 0, True),  # failed, and got further
-        (40, 40, 7, 1, "RUNNING", 7, False),  # failed at the same place
-        (20, 40, 7, 2, "RUNNING", 7, False),  # failed too often
-        (20, 40, 7, 1, "COMPLETING", 7, False),  # cancelled
+        ("", 20, "no", 0, "RUNNING", 0, True, ""),  # cut off
+        (20, 40, "no", 9, "RUNNING", 0, True, ""),  # however often
+        (20, 20, "no", 0, "RUNNING", 1, False, ""),  # it would be cut off at the same place for ever
+        (20, 40, 0, 1, "RUNNING", 0, False, ""),  # done
+        (20, 40, 7, 1, "RUNNING", 0, True, ""),  # failed, and got further
+        (40, 40, 7, 1, "RUNNING", 7, False, ""),  # failed at the same place
+        (20, 40, 7, 2, "RUNNING", 7, False, ""),  # failed too often
+        (20, 40, 7, 1, "COMPLETING", 7, False, ""),  # cancelled
+        # Begun again: at step 40 it is as far as the run that was moved aside; but not at its second start.
+        (40, 40, "no", 0, "RUNNING", 0, True, "fresh"),
+        (40, 40, "no", 1, "RUNNING", 1, False, "fresh"),
+        # A container has the folder at another place.
+        (None, 20, "no", 1, "RUNNING", 0, True, ""),
+        (None, 20, "no", 2, "RUNNING", 1, False, ""),
     ],
 )
 def test_a_job_that_is_cut_off_or_fails_goes_on_by_itself_as_long_as_it_gets_further(
-    fake, tmp_path, monkeypatch, before, made, ends, restarts, state, status, again
+    fake, tmp_path, monkeypatch, before, made, ends, restarts, state, status, again, start
 ):
     """Stand-ins: an srun that hands on TERM, as SLURM's does, and USR1 sent by the test in place of SLURM."""
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     tracker.parent.mkdir()
     tracker.write_text(f"{before}\n")
+    checkpoints = tracker.parent if before is not None else "/not/on/this/machine"
     monkeypatch.chdir(tmp_path)
     variables = {"SLURM_JOB_ID": 5, "SLURM_CPUS_ON_NODE": 8, "SLURM_RESTART_COUNT": restarts}
-    variables |= {"MADE": made, "ENDS": ends, "TRACKER": tracker}
+    variables |= {"MADE": made, "ENDS": ends, "TRACKER": tracker, "OAR_START": start}
     fake("hostname", "echo 10.0.0.1")
     fake("srun", 'while [ "$1" != bash ]; do shift; done; "$@" & trap "kill -TERM $!; wait $!; exit 143" TERM; wait $!')
     fake("python", TRAIN)
     fake("squeue", f"echo {state}")
     fake("scontrol", 'echo "$@" >> requeued')
-    text = script("slurm.j2", nodes=1, **SLURM, checkpoints=str(tracker.parent))
+    text = script("slurm.j2", nodes=1, **SLURM, checkpoints=str(checkpoints))
     environment = os.environ | {name: str(value) for name, value in variables.items()}
     process = subprocess.Popen(["bash", "-c", text], env=environment, start_new_session=True)
     try:
@@ -246,6 +256,7 @@ def test_a_job_that_is_cut_off_or_fails_goes_on_by_itself_as_long_as_it_gets_fur
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / "start").read_text().strip() == (start and "fresh:5")
     requeued = tmp_path / "requeued"
     assert (requeued.read_text() if requeued.exists() else "") == ("requeue 5\n" if again else "")
 

@@ -49,8 +49,8 @@ def ready(tmp_path, monkeypatch):
 
 def examined(changes, gpu=H100, files_seen=True, local=True):
     """Findings of two such runs, by subject."""
-    outlook = preflight.look_ahead(changed(changes), [], gpu, 24)
-    findings = preflight.examine([outlook, outlook], files_seen, local)
+    forecast = preflight.forecast(changed(changes), [], gpu, 24)
+    findings = preflight.examine([forecast, forecast], files_seen, local)
     by_subject = {finding.subject: finding for finding in findings}
     assert len(by_subject) == len(findings)
     return by_subject
@@ -109,6 +109,8 @@ def test_a_run_that_does_not_fit_is_told_the_margin_and_the_first_change(ready):
     assert "for GPUs of 20 GiB: does not fit, " in finding.text
     assert "GiB missing in " in finding.text
     change = dict(word.split("=") for word in finding.advice.split())
+    elsewhere = examined(ready, choose_gpu(memory_gib=20), local=False)["memory"]
+    assert elsewhere.advice == f"{finding.advice}, or --gpu NAME if the nodes have others"
     relieved = changed({key: OmegaConf.create(f"v: {v}").v for key, v in change.items()})
     assert Plan(relieved, choose_gpu(memory_gib=20)).fits
 
@@ -136,6 +138,20 @@ def test_what_a_run_has_written_already_is_not_asked_for_again(ready, tmp_path):
     with (tmp_path / "c" / "global_step_20" / "model.pt").open("wb") as file:
         file.truncate(300 * 10**9)  # takes no room: nothing was written
     assert examined(ready | {"trainer.max_actor_ckpt_to_keep": 12})["disk"].level == "ok"
+
+
+def test_links_to_the_best_checkpoint_are_not_counted_again(ready, tmp_path):
+    (tmp_path / "c" / "best" / "global_step_20").mkdir(parents=True)
+    with (tmp_path / "c" / "best" / "global_step_20" / "model.pt").open("wb") as file:
+        file.truncate(300 * 10**9)
+    assert examined(ready | {"trainer.max_actor_ckpt_to_keep": 12})["disk"].level == "missing"
+
+
+def test_the_gpu_of_a_login_node_says_nothing_of_the_cluster(monkeypatch):
+    small = choose_gpu(memory_gib=20)
+    monkeypatch.setattr(preflight, "gpus_here", lambda: (H100, small))
+    assert preflight.gpu_of_run(None, None, local=True) == small
+    assert preflight.gpu_of_run(None, None, local=False) == H100
 
 
 def test_a_ray_that_training_would_join_is_named(ready, monkeypatch):
@@ -200,7 +216,7 @@ def test_a_checkpoint_holds_what_verl_writes():
 def test_a_choice_of_the_user_or_of_the_recipe_stays():
     base = OmegaConf.load(Path(schedule.__file__).parents[1] / "hosts/verl/conf/recipe/base.yaml")
     assert base.trainer.save_freq == schedule.SAVE_FREQ
-    both = ["trainer.save_freq=40", f"trainer.checkpoint_callback_class={schedule.KEEP_BEST}"]
+    both = ["trainer.save_freq=40", f"++trainer.checkpoint_callback_class={schedule.KEEP_BEST}"]
     plain = composed(RECIPE)
     assert schedule.added_overrides(plain, [], 40) == both
     assert schedule.added_overrides(plain, [], None) == both[1:]

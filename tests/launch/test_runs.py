@@ -41,6 +41,9 @@ def without_hydra(monkeypatch):
         ([], "r-oar-s1"),
         (["trainer.save_freq=1", "trainer.logger=[wandb]", "+ray_kwargs.ray_init.address=auto"], "r-oar-s1"),
         (["trainer.total_epochs=9", "trainer.total_training_steps=9", "data.seed=1"], "r-oar-s1"),
+        (["actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "critic.megatron.param_offload=True"], "r-oar-s1"),
+        (["actor_rollout_ref.actor.profiler.enable=True", "critic.ppo_micro_batch_size_per_gpu=1"], "r-oar-s1"),
+        (["trainer.resume_from_path=c/global_step_9"], "r-oar-s1-global_step_9-af24cd"),
         (["algorithm.oar.tau=0.5"], "r-oar-s1-tau0.5-edc5da"),
         (["algorithm.oar.tau=0.3", "algorithm.oar.tau=0.5"], "r-oar-s1-tau0.5-edc5da"),
         (["algorithm.oar.importance=oar_g", "algorithm.oar.beta=1"], None),
@@ -104,6 +107,8 @@ def test_a_sweep_is_every_combination_once(without_hydra, variants, sweeps, name
         (["grpo"], "algorithm.oar.tau=0.3,0.5", "--sweep algorithm.oar.tau=0.3,0.5: GRPO has no such key"),
         (["oar"], "trainer.total_epochs=1,2", "two of these runs would write there"),
         (["oar"], "algorithm.oar.tau=0.3,", "algorithm.oar.tau=0.3,"),
+        (["oar"], "oar=glob(*)", "--sweep oar=glob(*): not a list of values; write them out: oar=VALUE,VALUE,..."),
+        (["oar"], "algorithm.oar.tau=interval(0,1)", "not a list of values"),
     ],
 )
 def test_a_sweep_that_cannot_work(without_hydra, variants, sweep, message):

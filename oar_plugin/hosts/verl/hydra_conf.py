@@ -121,6 +121,7 @@ class KeepRun(Callback):
         # In Ray's environment, not in this process's: the logger is in an actor, and Ray may run already.
         variables = run_folder.variables(opened)
         OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables, force_add=True)
+        OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds a variable there itself
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """See `Callback`. A run that is cut off does not get here."""

@@ -4,32 +4,41 @@ The driver opens it before Ray starts (`hydra_conf.KeepRun`), so that this holds
 Kubernetes, from verl's own command line. `oar launch` looks into it earlier, where it can see it.
 """
 
+import errno
+import fcntl
+import importlib.metadata
 import itertools
 import json
 import os
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 from unittest import mock
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from oar_plugin.hosts.verl.capabilities import host_version
+
 START = "OAR_START"
 """The environment variable that says how to start: `resume`, or `fresh`, or `fresh:ID`, which is fresh once however often the
 driver is started, or nothing."""
-RECORD = "run.yaml"
+RECORD, LOCK = "run.yaml", "run.lock"
+TRACKER = "latest_checkpointed_iteration.txt"
+"""verl's: names the last complete checkpoint."""
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Where files lie on a machine says nothing about what is in them."""
 SHOWN = 12
-NOT_LEARNED = (
+IGNORED = (
     # Where a run writes, and what it reports.
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_*_dir", "trainer.*_data_dir", "hydra.*"),
-    *("trainer.logger", "trainer.log_*", "algorithm.oar.dump_*", "global_profiler*"),
+    *("trainer.logger", "trainer.log_*", "algorithm.oar.dump_*", "global_profiler*", "*.profiler.*"),
     # When it saves and validates.
-    *("trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "trainer.resume_*", "trainer.esi_*"),
+    *("trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "trainer.esi_*"),
     *("trainer.max_*_ckpt_to_keep", "trainer.checkpoint_*", "actor_rollout_ref.actor.checkpoint.*"),
     # Which processes work for it.
     *("ray_kwargs*", "transfer_queue*", "*.num_workers", "*.dataloader_num_workers", "actor_rollout_ref.nccl_timeout"),
@@ -41,13 +50,17 @@ NOT_LEARNED = (
 State = Literal["not started", "unfinished", "failed", "finished"]
 
 
+_locks: dict[Path, IO[str]] = {}
+"""Open files of the folders that this process trains in: they are locked for as long as it lives."""
+
+
 class RunRefused(ValueError):
-    """The folder holds a run with other settings. The message says which, and what to do."""
+    """The folder holds a run with other settings, or one that is training. The message says what to do."""
 
 
-def is_learned(key: str) -> bool:
-    """Whether what a run learns, or what is measured of it, depends on this key."""
-    return not any(fnmatch(key, pattern) for pattern in NOT_LEARNED)
+def counts(key: str) -> bool:
+    """Whether what a run learns, how it is computed, or what is measured of it depends on this key."""
+    return not any(fnmatch(key, pattern) for pattern in IGNORED)
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
@@ -56,7 +69,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
         plain = OmegaConf.to_container(run, resolve=True)
     assert isinstance(plain, dict)
-    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in _flat(plain) if is_learned(key)}))
+    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in _flat(plain) if counts(key)}))
     return kept
 
 
@@ -69,48 +82,70 @@ def _flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def check(config: DictConfig, start: str = "") -> None:
-    """RunRefused: this run would go on in a folder of one with other settings."""
+    """RunRefused: this run would go on in a folder of one with other settings, or with settings that nothing says."""
     folder, record = _folder(config), _record(_folder(config))
-    if not record or _begins_again(record, start) or start == "resume":
+    if start == "resume" or _is_first_start_of_fresh(record, start):
         return
-    old, new = record["settings"], settings_of(config)
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    if not keys:
-        return
-    lines = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in keys[:SHOWN]]
-    more = [f"  and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
     advice = (
         f"--resume (or {START}=resume) goes on from its last checkpoint with the new settings; --fresh (or {START}=fresh) "
         "moves the folder aside and begins again; another trainer.experiment_name is another run"
     )
+    if not record:
+        if config.trainer.resume_mode == "auto" and (folder / TRACKER).is_file():
+            raise RunRefused(
+                f"{folder} holds checkpoints, and no {RECORD} says with which settings they were made:\n{advice}"
+            )
+        return
+    old, new = record["settings"], settings_of(config)
+    if unmatched := _unmatched(record, new):
+        names = ", ".join(unmatched[:SHOWN]) + (f" and {len(unmatched) - SHOWN} more" if len(unmatched) > SHOWN else "")
+        versions = f"{record['versions'] or 'other versions'}, now {_versions()}"
+        print(
+            f"oar: {folder}: started with {versions}; not compared, as one of them has no such key: {names}",
+            file=sys.stderr,
+        )
+    if not (keys := _differing(record, new)):
+        return
+    lines = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in keys[:SHOWN]]
+    more = [f"  and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
     raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *lines, *more, advice]))
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
-    """Open the folder of a run that starts; None where the run has finished already.
+    """Open the folder of a run that starts, and lock it for the life of this process; None where the run has finished already.
 
-    RunRefused: it holds a run with other settings. With `fresh` what is there is moved aside; with `resume` its record is kept
-    under another name.
+    RunRefused: it holds a run with other settings, or another process trains there. With `fresh` what is there is moved aside;
+    with `resume` its record is kept under another name.
     """
     check(config, start)
     folder = _folder(config)
     record, settings = _record(folder), settings_of(config)
-    if folder.exists() and _begins_again(record, start):
-        folder.rename(_free(folder))
-        record = {}
-    if _has_finished(record, settings, config):
+    moves = folder.exists() and _is_first_start_of_fresh(record, start)
+    if not moves and _has_finished(record, settings, config):
         return None
+    if start == "resume" and not is_begun(folder):
+        print(f"oar: {folder}: {START}=resume, but no run is there; it begins at step 0", file=sys.stderr)
+    _lock(folder)
+    if moves:
+        folder.rename(unused(folder))
+        _lock(folder)
+        record = {}
     if record and record["settings"] != settings:
-        (folder / RECORD).rename(_free(folder / RECORD))
+        (folder / RECORD).rename(unused(folder / RECORD))
     began = start if start.startswith("fresh") else record.get("start", "")
-    _write(folder, {"state": "unfinished", "start": began, "settings": settings})
+    _write(folder, {"state": "unfinished", "start": began, "versions": _versions(), "settings": settings})
     return folder
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether there is a run to go on with."""
+    return any((folder / name).is_file() for name in (RECORD, TRACKER))
 
 
 def has_finished(config: DictConfig, start: str = "") -> bool:
     """Whether nothing is left to do of this run."""
     record = _record(_folder(config))
-    return not _begins_again(record, start) and _has_finished(record, settings_of(config), config)
+    return not _is_first_start_of_fresh(record, start) and _has_finished(record, settings_of(config), config)
 
 
 def end(folder: Path, state: State) -> None:
@@ -122,7 +157,10 @@ def variables(folder: Path) -> dict[str, str]:
     """Where verl's loggers write. Each start has a file of its own, because verl writes it anew."""
     files = folder / "metrics"
     files.mkdir(parents=True, exist_ok=True)
-    place = {"VERL_FILE_LOGGER_PATH": str(_free(files / "start.jsonl")), "TENSORBOARD_DIR": str(folder / "tensorboard")}
+    place = {
+        "VERL_FILE_LOGGER_PATH": str(unused(files / "start.jsonl")),
+        "TENSORBOARD_DIR": str(folder / "tensorboard"),
+    }
     return {name: value for name, value in place.items() if name not in os.environ}
 
 
@@ -145,11 +183,14 @@ def progress(folder: Path) -> Progress:
         steps = {step: data for step, data in steps.items() if not rows or step <= rows[0]["step"]}
         for row in rows:
             steps[row["step"]] = steps.get(row["step"], {}) | row["data"]
-    accuracy = {}
-    for step, data in steps.items():
-        if found := [value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name]:
-            accuracy[step] = sum(found) / len(found)
-    return Progress(record.get("state", "not started"), max(steps, default=0), accuracy)
+    validated = {step: accuracy for step, data in steps.items() if (accuracy := mean_accuracy(data)) is not None}
+    return Progress(record.get("state", "not started"), max(steps, default=0), validated)
+
+
+def mean_accuracy(metrics: Mapping[str, Any]) -> float | None:
+    """Of a step's validation, over its sets: verl's `val-core/SET/acc/mean@K` (or `reward`). None where it had none."""
+    found = [float(value) for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
+    return sum(found) / len(found) if found else None
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -169,7 +210,8 @@ def _record(folder: Path) -> dict[str, Any]:
     file = folder / RECORD
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return {"state": str(record["state"]), "start": str(record["start"]), "settings": dict(record["settings"])}
+        texts = {name: str(record[name]) for name in ("state", "start")}
+        return {**texts, "versions": str(record.get("versions", "")), "settings": dict(record["settings"])}
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
@@ -183,17 +225,58 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
     os.replace(unfinished, folder / RECORD)
 
 
-def _begins_again(record: Mapping[str, Any], start: str) -> bool:
-    """Whether this start is the first one of a `fresh`."""
+def _lock(folder: Path) -> None:
+    """Keep other processes out, on other machines too where the file system has such locks; RunRefused: one is in there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder in _locks:
+        _locks.pop(folder).close()
+    file = (folder / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with file:
+            file.seek(0)
+            advice = f"wait, or end it; if its machine is gone, and its lock is not, delete {file.name}"
+            raise RunRefused(f"{folder}: another process trains there: {file.read()}; {advice}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    file.truncate(0)
+    print(f"host {socket.gethostname()}, pid {os.getpid()}", end="", file=file, flush=True)
+    _locks[folder] = file
+
+
+def _versions() -> str:
+    """Of what gives a configuration its keys."""
+    try:
+        ours = importlib.metadata.version("oar_plugin")
+    except importlib.metadata.PackageNotFoundError:
+        ours = "not installed"  # found by PYTHONPATH
+    return f"verl {host_version()}, oar_plugin {ours}"
+
+
+def _differing(record: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Keys whose values are not those of the record; of other versions only keys that both have."""
+    old = record["settings"]
+    keys = (old.keys() | settings.keys()) - set(_unmatched(record, settings))
+    return sorted(key for key in keys if old.get(key) != settings.get(key))
+
+
+def _unmatched(record: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Keys that another version has added or taken away."""
+    return [] if record["versions"] == _versions() else sorted(record["settings"].keys() ^ settings.keys())
+
+
+def _is_first_start_of_fresh(record: Mapping[str, Any], start: str) -> bool:
     return start.startswith("fresh") and (start == "fresh" or record.get("start") != start)
 
 
 def _has_finished(record: Mapping[str, Any], settings: Mapping[str, Any], config: DictConfig) -> bool:
     resumes = config.trainer.resume_mode == "auto"
-    return resumes and record.get("state") == "finished" and record["settings"] == settings
+    return resumes and record.get("state") == "finished" and not _differing(record, settings)
 
 
-def _free(path: Path) -> Path:
+def unused(path: Path) -> Path:
     """`path`, or with the first number that makes it one that is not there: `folder.1`, `file.1.suffix`."""
     stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     numbered = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
