@@ -83,9 +83,7 @@ def worst(rows, model, budget=1.0, replacement=PAD):
 def offloaded(folder):
     """The smoke test of the recipe, with every token a copy of its own, and an update that is felt."""
     adapter = ["actor_rollout_ref.model.lora_rank=4"] if loads_adapters() else []
-    rate = (
-        1e-2 if adapter else 1e-3
-    )  # all weights feel more of it: not so much that the model says the same to everything
+    rate = 1e-2 if adapter else 1e-3  # with more, a model that learns as a whole says the same to everything
     return smoke(
         RECIPE,
         folder,
