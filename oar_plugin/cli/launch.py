@@ -255,7 +255,8 @@ def _job(
                 "name it there with --recipe-on-nodes"
             )
         facts["train"] = job.by_name(facts["train"], recipe)
-    needed = f"{facts['nodes']} node{'s' if facts['nodes'] > 1 else ''} with {facts['gpus_per_node']} GPUs"
+    nodes, gpus = facts["nodes"], facts["gpus_per_node"]
+    needed = f"{nodes} node{'s' if nodes > 1 else ''} with {gpus} GPU{'s' if gpus > 1 else ''}"
     needs = f"{run.name}: {needed}, checkpoints in {facts['checkpoints']}. {ahead.in_words()}"
     _check_place(args, options, facts, needed)
     if args.on == "local":
