@@ -27,7 +27,7 @@ pytestmark = whole_run
 RECIPE = "qwen2_5_7b_oar_p"
 COPIES = "algorithm.oar.perturbation"
 # Of the prefix cache: the smallest that vLLM's CPU build takes. The smaller, the more of their prefix copies share.
-BLOCK = 16 if Version(vllm.__version__) < Version("0.31") else 32
+BLOCK, SHARED = (16, 0.1) if Version(vllm.__version__) < Version("0.31") else (32, 0.02)
 LONG = [
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}",
     "data.max_response_length=64",
@@ -107,7 +107,7 @@ def test_a_run_whose_engines_score(offloaded):
         assert not [name for name in step if "offload/fault" in name]
     for step in with_a_signal(offloaded):
         assert step["oar/offload/scored"] == 1
-        assert step["oar/offload/cached_share"] > 1.6 / BLOCK, "copies share their prefix"
+        assert step["oar/offload/cached_share"] > SHARED, "copies share their prefix"
         assert 0 <= step["oar/offload/hidden_share"] <= 1
         per_response = step["oar/offload/copies"] / step["oar/offload/responses"]
         assert per_response == pytest.approx(step["oar/reasoning_tokens"], rel=0.05)
