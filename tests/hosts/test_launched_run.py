@@ -45,6 +45,7 @@ def test_a_run_is_kept_apart_refused_resumed_and_not_done_twice(tmp_path):
         places = {"OAR_SMOKE": str(tmp_path), "OAR_CHECKPOINTS": str(tmp_path / "made")}
         environment = {**os.environ, **cpu_environment(), **opened.environment(), **places}
         environment["PYTHONPATH"] = str(RECIPES.parent)
+        environment["COLUMNS"] = "200"  # what else runs in this process may have set a narrow one
 
         status, said = launch("trainer.total_training_steps=1")
         assert status == 0, said[-4000:]

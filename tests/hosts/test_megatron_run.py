@@ -46,5 +46,7 @@ def test_importance_of_the_first_step_equals_a_plain_backward(two_steps, folder)
     assert rows
     for row in rows:
         ids = torch.tensor([*row["prompt_ids"], *row["token_ids"]])
-        want = world.gradient_importance(model, ids, torch.tensor(row["segments"]), seed=step_seed(0, 1))
+        want = world.gradient_importance(
+            model, ids, torch.tensor(row["segments"]), seed=step_seed(1, 1)
+        )  # the recipes' seed
         assert error(torch.tensor(row["importance"]), want) < 1e-4

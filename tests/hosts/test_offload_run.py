@@ -71,7 +71,7 @@ def worst(rows, model, budget=1.0, replacement=PAD):
     for row in rows:
         assert row["status"] == "scored"
         ids, segments = torch.tensor([*row["prompt_ids"], *row["token_ids"]]), torch.tensor(row["segments"])
-        settings = {"budget": budget, "replacement": replacement, "seed": step_seed(0, row["step"])}
+        settings = {"budget": budget, "replacement": replacement, "seed": step_seed(1, row["step"])}
         want = world.of_response(model, ids, segments, **settings)
         error = (torch.tensor(row["importance"], dtype=torch.float64) - want).abs().max()
         errors.append((error / want.max().clamp_min(1e-3)).item())
