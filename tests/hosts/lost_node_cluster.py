@@ -12,6 +12,7 @@ from ray.cluster_utils import Cluster
 
 from oar_plugin.hosts.verl.cpu.session import ATTEMPTS, RAY_DID_NOT_START
 
+KNOWN_S = 300.0
 NODE = {"num_cpus": 16, "num_gpus": 1, "object_store_memory": 200_000_000}
 
 
@@ -44,5 +45,6 @@ for line in sys.stdin:
         case "kill":
             cluster.remove_node(lost, allow_graceful=False)
         case "add":
+            cluster.wait_for_nodes(KNOWN_S)  # until Ray knows of the loss: it would start actors there
             lost = persistently(lambda: cluster.add_node(**NODE))
     print(line.strip(), "done", flush=True)
