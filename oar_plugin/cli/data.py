@@ -2,12 +2,11 @@
 
 import argparse
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
 from oar_plugin.cli.arguments import positive
-from oar_plugin.math.sources import SOURCES
+from oar_plugin.math.sources import SOURCES, data_folder
 from oar_plugin.spelling import did_you_mean
 
 _HELP = """\
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
     text = "print the data sets: splits, page on the hub, licence, columns that are read"
     parser.add_argument("--list", action="store_true", help=text)
-    default = Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
+    default = data_folder()
     text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
     parser.add_argument("--out", type=Path, default=default, metavar="DIR", help=text)
     text = (

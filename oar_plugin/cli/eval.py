@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -106,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
     from oar_plugin.cli.tables import console
     from oar_plugin.evaluate.problems import EvaluationError, read
     from oar_plugin.evaluate.table import as_markdown
+    from oar_plugin.math.sources import data_folder
 
-    data = Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
+    data = data_folder()
     try:
         sets = [read(name, data, args.limit) for name in dict.fromkeys(args.data)]
         names = [each.name for each in sets]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from oar_plugin.cli.doctor.machine import Machine
@@ -11,6 +10,7 @@ from oar_plugin.cli.doctor.questions import Answer
 from oar_plugin.importable import importable
 from oar_plugin.launch.finding import Finding
 from oar_plugin.launch.loggers import LOGGERS, examine_loggers
+from oar_plugin.math.sources import data_folder
 
 # What a run takes where no recipe says otherwise: verl's defaults.
 PLAIN: dict[str, Any] = {
@@ -77,7 +77,7 @@ def _cluster(told: dict[str, Any], machine: Machine) -> Iterator[Finding]:
 def examine_data() -> Finding:
     """Which data sets are in OAR_DATA."""
     given = os.environ.get("OAR_DATA")
-    folder = Path(given or Path.home() / "data" / "oar")
+    folder = data_folder()
     where = f"OAR_DATA={given}" if given else f"OAR_DATA is not set: recipes read {folder}"
     there = sorted({file.parent.name for file in folder.glob("*/*.parquet")})
     if there:
