@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from oar_plugin.cli.arguments import positive
-from oar_plugin.math.sources import SOURCES, data_folder
+from oar_plugin.math.folder import data_folder
+from oar_plugin.math.sources import SOURCES
 from oar_plugin.spelling import did_you_mean
 
 _HELP = """\

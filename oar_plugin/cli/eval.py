@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     from oar_plugin.cli.tables import console
     from oar_plugin.evaluate.problems import EvaluationError, read
     from oar_plugin.evaluate.table import as_markdown
-    from oar_plugin.math.sources import data_folder
+    from oar_plugin.math.folder import data_folder
 
     data = data_folder()
     try:

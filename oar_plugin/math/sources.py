@@ -1,21 +1,14 @@
 """Where each data set is on the Hugging Face hub, and its rows as verl reads them."""
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from oar_plugin.math.answer import final_answer
 
 # What every prompt ends with; the reward and importance look for the box.
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
-
-
-def data_folder() -> Path:
-    """Where the recipes look for their files: OAR_DATA, or ~/data/oar without it."""
-    return Path(os.environ.get("OAR_DATA") or Path.home() / "data" / "oar")
 
 
 _NOT_TEXT = re.compile(r"[\W_]+")

@@ -10,7 +10,7 @@ from oar_plugin.cli.doctor.questions import Answer
 from oar_plugin.importable import importable
 from oar_plugin.launch.finding import Finding
 from oar_plugin.launch.loggers import LOGGERS, examine_loggers
-from oar_plugin.math.sources import data_folder
+from oar_plugin.math.folder import data_folder
 
 # What a run takes where no recipe says otherwise: verl's defaults.
 PLAIN: dict[str, Any] = {
