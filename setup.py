@@ -95,6 +95,8 @@ setup(
             "hypothesis>=6.100,<7",
             "ruff>=0.14,<1",
             "mypy>=1.18,<3",
+            "mlflow-skinny>=3,<4",
+            "playwright>=1.45,<2",
         ],
     },
     entry_points={
