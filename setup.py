@@ -53,7 +53,7 @@ setup(
     packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes"],
     package_dir={"oar_plugin.recipes": "recipes"},
     package_data={
-        "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml", "page/*.j2"],
+        "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml", "page/*.j2", "page/*.js", "page/*.css"],
         "oar_plugin.recipes": [
             "*.md",
             "cluster/*",
@@ -79,7 +79,9 @@ setup(
             "pebble>=5.1,<6",
             "datasets>=4,<6",
         ],
-        # What benchmarks/ and the demo's page are made with; both stand in the checkout.
+        # What `oar report` draws with.
+        "report": ["matplotlib>=3.9,<4", "pandas>=2.2,<4"],
+        # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
             "matplotlib>=3.9,<4",
             "pandas>=2.2,<4",

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from oar_plugin.credit.gate import two_level
-from oar_plugin.page.tokens import shade
+from oar_plugin.page.shade import shade
 
 HERE = Path(__file__).parent
 TOKEN = re.compile(r'data-tip="\s*(.*?)\n(.*?)\nweight (.*?)\n(?:importance )?(.*?)"')

@@ -77,17 +77,42 @@ class PerturbationConfig(BaseModel):
     )
 
 
+class DumpConfig(BaseModel):
+    """The settings of `algorithm.oar.dump`: responses for people to look at."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    dir: str | None = Field(
+        None,
+        description="Folder for a file of JSON lines a step, which `oar inspect` shows; null: none. A relative path is below "
+        "trainer.default_local_dir. On several nodes: a folder that all of them see.",
+    )
+    every: int = Field(
+        10,
+        ge=1,
+        description="Steps from one to the next; step 1 has them too. Of files, and of what wandb, TensorBoard or MLflow get "
+        "if they log the run: histograms of weights and importance, and a page of one group.",
+    )
+    groups: int = Field(
+        2, ge=1, description="How many prompts, each with all its responses; those with right and wrong ones first."
+    )
+
+
+GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "dump": DumpConfig}
+"""Keys of `algorithm.oar` that are groups of keys."""
+
+
 def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
     """What is wrong with a key below `prefix`, and which one was meant; None where there is such a key."""
-    nested = path[0] == "perturbation" and len(path) > 1
-    group, fields = (
-        (f"{prefix}.perturbation", PerturbationConfig.model_fields) if nested else (prefix, OarConfig.model_fields)
-    )
-    if path[-1] in fields and len(path) == 1 + nested:
+    keys = list(OarConfig.model_fields)
+    keys += [f"{group}.{key}" for group, model in GROUPS.items() for key in model.model_fields]
+    if ".".join(path) in keys:
         return None
-    close = difflib.get_close_matches(path[-1], fields, n=1)
-    hint = f"did you mean {group}.{close[0]}? " if close else ""
-    return f"unknown key; {hint}allowed keys: {', '.join(fields)}"
+    inside = f"{path[0]}." if path[0] in GROUPS else ""
+    known = [key.removeprefix(inside) for key in keys if key.startswith(inside) and key not in GROUPS]
+    close = difflib.get_close_matches(".".join(path).removeprefix(inside), known, n=1)
+    hint = f"did you mean {prefix}.{inside}{close[0]}? " if close else ""
+    return f"unknown key; {hint}allowed keys: {', '.join(known)}"
 
 
 class OarConfig(BaseModel):
@@ -162,12 +187,9 @@ class OarConfig(BaseModel):
     perturbation: PerturbationConfig = Field(
         default_factory=PerturbationConfig, description="Counterfactual importance: masked copies."
     )
-    dump_dir: str | None = Field(
-        None,
-        description="Write the weights of a few responses of every step here, as JSON lines that `oar inspect` shows. A "
-        "relative path is below trainer.default_local_dir. On several nodes: a folder that all of them see.",
+    dump: DumpConfig = Field(
+        default_factory=DumpConfig, description="Groups of responses with their weights, for people to look at."
     )
-    dump_responses: int = Field(4, ge=1, description="How many responses a step to dump.")
 
     @model_validator(mode="after")
     def _check_together(self) -> "OarConfig":
@@ -279,7 +301,7 @@ class OarConfig(BaseModel):
     @classmethod
     def _explain(cls, fault: Any, prefix: str) -> str:
         parts = [str(part) for part in fault["loc"]]
-        nested = parts[:1] == ["perturbation"]
+        nested = parts[0] in GROUPS if parts else False
         # Of a union, pydantic names the branch that failed as well.
         key = ".".join(parts[: 2 if nested else 1])
         where = f"{prefix}.{key}" if key else prefix

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from oar_plugin.config import OarConfig, PerturbationConfig
+from oar_plugin.config import GROUPS, OarConfig
 from oar_plugin.hosts.verl import conf
 
 FILE = Path(conf.__file__).parent / "oar" / "default.yaml"
@@ -28,8 +28,7 @@ def keys(group, indent=""):
     blocks = []
     for name, field in group.model_fields.items():
         comment = textwrap.fill(field.description, 104, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        nested = field.annotation is PerturbationConfig
-        value = f"\n{keys(PerturbationConfig, indent + '  ')}" if nested else f" {shown(field.default)}\n"
+        value = f"\n{keys(GROUPS[name], indent + '  ')}" if name in GROUPS else f" {shown(field.default)}\n"
         blocks.append(f"{comment}\n{indent}{name}:{value}")
     return "\n".join(blocks)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oar_plugin.config import OarConfig, PerturbationConfig
+from oar_plugin.config import GROUPS, OarConfig
 from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.importance import IMPORTANCES, Parts, Rows
 from oar_plugin.credit.importance.check import problems
@@ -49,10 +49,11 @@ def test_default_yaml_is_made_from_the_configuration():
 
 
 def test_tables_of_settings_have_every_key_with_its_default():
-    own = {name: shown(field.default) for name, field in OarConfig.model_fields.items() if name != "perturbation"}
-    nested = {name: shown(field.default) for name, field in PerturbationConfig.model_fields.items()}
-    assert table("docs/settings.md", "| key | default | meaning |") == own | {"perturbation.*": ""}
-    assert table("docs/settings.md", "| `algorithm.oar.perturbation.` | default | meaning |") == nested
+    own = {name: shown(field.default) for name, field in OarConfig.model_fields.items() if name not in GROUPS}
+    assert table("docs/settings.md", "| key | default | meaning |") == own | {f"{name}.*": "" for name in GROUPS}
+    for name, group in GROUPS.items():
+        nested = {name: shown(field.default) for name, field in group.model_fields.items()}
+        assert table("docs/settings.md", f"| `algorithm.oar.{name}.` | default | meaning |") == nested
     four = table("README.md", "| key | default | |")
     assert len(four) == 4
     assert four.items() <= own.items()

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"credit", "importable", "spelling"},
+    {"credit", "importable", "spelling", "student"},
     {"config"},
     {"passes", "math", "page"},
     {"estimator"},

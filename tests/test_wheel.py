@@ -1,6 +1,5 @@
 """The wheel, built from a copy of the checkout and installed where nothing of the checkout can be imported."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.limits import PROCESS_S
+from tests.page.dumped import write_dump
 
 pytest.importorskip("build")
 pytest.importorskip("verl")
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).parents[1]
-TOKEN = {"tokens": ["a", "b"], "weights": [1.5, 1.0], "importance": [0.2, 0.0], "segments": [1, 3]}
-RESPONSE = {**TOKEN, "prompt": "1+1?", "advantage": 1.0, "reward": 1.0, "status": "scored", "step": 3, "uid": "u"}
 
 
 def run(command, folder, **variables):
@@ -103,6 +101,6 @@ def test_a_recipe_is_listed_copied_planned_and_launched(oar):
 
 
 def test_responses_are_shown(oar):
-    (oar.folder / "step_3.jsonl").write_text(json.dumps(RESPONSE) + "\n")
+    write_dump(oar.folder, 3)
     assert "1 responses of steps 3" in oar("inspect", ".")
-    assert "weight 1.500" in (oar.folder / "tokens.html").read_text()
+    assert (oar.folder / "inspect.html").read_text(encoding="utf-8").startswith("<!doctype html>")

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 import torch
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -16,7 +20,7 @@ from benchmarks.report import COLOURS, subplots
 from benchmarks.tiny.words import VOCABULARY, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
-from oar_plugin.page.tokens import page, shaded
+from oar_plugin.page.shade import shade
 
 LEAD = (
     "Responses as each estimator of importance weights them. Exact OAR-P replaces every token and looks what happens to the "
@@ -55,17 +59,17 @@ def draw(findings: Findings) -> Figure:
 def page_of(findings: Findings) -> str:
     """The HTML file, which docs/shaded_tokens.py reads."""
     articles = [_article(*example, findings.shown()) for example in findings.examples]
-    return page("Fidelity of importance estimators", LEAD, "".join(articles))
+    return str(_HTML.page("Fidelity of importance estimators", LEAD, Markup("".join(articles))))
 
 
 def _article(task: str, response: Response, scores: Mapping[str, Tensor], names: Sequence[str]) -> str:
     own_T = response.segments_T != Segment.OUTSIDE
     segments_L, token_L = response.segments_T[own_T], response.token_T[own_T]
     reasoning_L = segments_L == Segment.REASONING
-    words = [f" {VOCABULARY[token]}" for token in token_L]
+    words = [VOCABULARY[token] for token in token_L]
 
     def line(name: str, weight_L: Tensor, importance_L: Tensor) -> str:
-        tokens = shaded(words, weight_L.tolist(), importance_L.tolist(), segments_L.tolist())
+        tokens = _HTML.shaded(zip(words, weight_L.tolist(), importance_L.tolist(), segments_L.tolist(), strict=True))
         return f'<span class="who">{escape(name)}</span>{tokens}'
 
     causal_L = response.causal_T[own_T].double()
@@ -77,3 +81,15 @@ def _article(task: str, response: Response, scores: Mapping[str, Tensor], names:
     chip = f"{escape(task)}, {'right' if response.right else 'wrong'} answer"
     prompt = escape(text(response.token_T[~own_T].tolist()))
     return f'<article><header><span class="chip">{chip}</span></header><pre>{prompt}</pre>{"".join(lines)}</article>'
+
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_NAMES = {segment.value: segment.name.lower() for segment in Segment}
+_ENVIRONMENT.globals |= {"Segment": Segment, "NAMES": _NAMES, "shade": shade}
+_HTML: Any = _ENVIRONMENT.get_template("pictures.html.j2").module

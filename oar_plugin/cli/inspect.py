@@ -1,13 +1,46 @@
-"""`oar inspect`: a page that shows the responses a run dumped (`algorithm.oar.dump_dir`), shaded by weight."""
+"""`oar inspect`: responses token by token, with what each token was paid."""
+
+from __future__ import annotations
 
 import argparse
+import io
 import json
-import re
+import os
 import sys
+import time
+import webbrowser
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from oar_plugin.cli.arguments import listed
-from oar_plugin.page.tokens import TokenRow, token_row, tokens_page
+from oar_plugin.cli.arguments import listed, positive
+from oar_plugin.cli.tables import console, table
+from oar_plugin.page.record import Header, Response
+from oar_plugin.page.sources import TOKENS, SourceError, Text, files, read, unscored
+from oar_plugin.page.sources import listed as listed_steps
+from oar_plugin.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from oar_plugin.config import OarConfig
+
+LOOK_AGAIN_S = 3.0
+_HELP = """\
+Show responses token by token, with what each token was paid: one page that needs no network.
+
+A SOURCE is a folder that a run dumped into (algorithm.oar.dump.dir), or the run's folder around it; a folder of verl's own dump
+(trainer.rollout_data_dir, trainer.validation_data_dir); or a file of JSON lines with prompt (a text, or the messages of a chat)
+and response, and if you like truth, reward, source, group and step. The last two have credit only with --model. verl's dump
+lacks special tokens: what a model says of it is near what the run saw, not equal.
+"""
+_EXAMPLES = """\
+examples:
+  oar inspect RUN --open                                      the newest steps that a run dumped
+  oar inspect rollouts --steps 10,200                         verl's own dump: right and wrong side by side, without credit
+  oar inspect mine.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --importance fisher,oar_g tau=0.9
+
+key=value are settings below algorithm.oar (docs/settings.md). Exit status: 0 done, 1 something is missing or failed, 2 wrong
+input; --follow ends with Ctrl-C, or with the run.
+"""
 
 
 def _steps(text: str) -> list[int]:
@@ -15,46 +48,172 @@ def _steps(text: str) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="algorithm.oar.dump_dir; a run's log says where that is")
-    text = "training steps to show (default: the last five dumped)"
-    parser.add_argument("--steps", type=_steps, metavar="N,...", help=text)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write (default: FOLDER/tokens.html)")
-    parser.epilog = "A run writes them with algorithm.oar.dump_dir=DIR, algorithm.oar.dump_responses=N a step."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = _HELP, _EXAMPLES
+    parser.set_defaults(overrides=[])
+    add = parser.add_argument
+    add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
+    text = f"training steps to show (default: the newest, up to {TOKENS:,} tokens)"
+    add("--steps", type=_steps, metavar="N,...", help=text)
+    add("--limit", type=positive, metavar="N", help="at most so many responses of the newest steps, in whole groups")
+    text = "what to write (default: inspect.html in the folder or beside the file; json and text: the terminal)"
+    add("--out", type=Path, metavar="FILE", help=text)
+    add("--format", choices=("html", "json", "text"), default="html", help="default: %(default)s")
+    add("--open", action="store_true", help="open the page in a browser")
+    add("--follow", action="store_true", help="write the page again when a step is dumped; reload it to see it")
+    add("--model", metavar="NAME", help="folder in HuggingFace's format, checkpoint of verl, or name on the hub")
+    text = "with --model (default: that of algorithm.oar); the first makes the weights"
+    add("--importance", type=listed, metavar="NAME,...", help=text)
+    add("--device", metavar="NAME", help="of the model: cpu, cuda, cuda:1 (default: a GPU if there is one)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 2 when there is nothing to show."""
-    found = ((re.fullmatch(r"step_(\d+)", path.stem), path) for path in args.folder.glob("step_*.jsonl"))
-    files = {int(match[1]): path for match, path in found if match}
-    steps = args.steps or sorted(files)[-5:]
-    lines = [line for step in steps if step in files for line in _lines(files[step])]
-    rows = [row for row in map(_row, lines) if row is not None]
-    skipped = f"{len(lines) - len(rows)} of {len(lines)} lines skipped: half-written, or not of a dump"
+    """2 for wrong input and where nothing is to show, 1 when a model cannot be had; the message says what to do."""
+    words = [*args.words, *args.overrides]
+    settings = [word for word in words if "=" in word and not Path(word).exists()]
+    places = [Path(word) for word in words if word not in settings]
+    of_models = [*settings, *(f"--{name}" for name in ("importance", "device") if getattr(args, name))]
+    of_pages = [f"--{name}" for name in ("open", "follow") if getattr(args, name)]
     problem = None
-    if not files:
-        problem = f"no step_*.jsonl in {args.folder}; did the run set algorithm.oar.dump_dir?"
-    elif unknown := [step for step in steps if step not in files]:
-        problem = f"--steps: no dump of step {unknown}; there are {sorted(files)}"
-    elif not rows:
-        problem = f"{args.folder}: {skipped}"
-    if problem:
-        print(f"oar inspect: {problem}", file=sys.stderr)
+    if not places:
+        problem = "SOURCE is missing: a folder or a file with responses"
+    elif of_models and not args.model:
+        problem = f"{of_models[0]}: is for scoring; add --model"
+    elif args.follow and args.model:
+        problem = "--follow: is for a run's dump, which is scored already; leave out --model"
+    elif of_pages and args.format != "html":
+        problem = f"{of_pages[0]}: is for pages; leave out --format {args.format}"
+    try:
+        if problem:
+            raise SourceError(problem)
+        configs = _configs(args.importance, settings) if args.model else {}
+        return _follow(args, places) if args.follow else _show(args, places, configs)
+    except SourceError as error:
+        print(f"oar inspect: {error}", file=sys.stderr)
         return 2
-    if len(rows) < len(lines):
-        print(f"oar inspect: {skipped}", file=sys.stderr)
-    shown, target = ", ".join(map(str, steps)), args.out or args.folder / "tokens.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(tokens_page(rows, f"Token weights, steps {shown}"), encoding="utf-8")
-    print(f"{len(rows)} responses of steps {shown}: {target}")
+
+
+def _configs(names: list[str] | None, settings: list[str]) -> dict[str, OarConfig]:
+    """The settings of each importance. Raises SourceError."""
+    import yaml
+
+    from oar_plugin.config import OarConfig, OarConfigError
+    from oar_plugin.credit.importance import IMPORTANCES
+
+    given: dict[str, Any] = {}
+    for key, _, text in (word.partition("=") for word in settings):
+        group, _, name = key.removeprefix("algorithm.oar.").rpartition(".")
+        try:
+            (given.setdefault(group, {}) if group else given)[name] = yaml.safe_load(text)
+        except (yaml.YAMLError, TypeError):
+            raise SourceError(f"{key}={text}: not a value as on verl's command line") from None
+    names = names or [str(given.get("importance", OarConfig().importance))]
+    for name in names:
+        if name not in IMPORTANCES and not name.startswith("python:"):
+            allowed = f"{', '.join(IMPORTANCES)}, or python:<module>:<class>{did_you_mean(name, IMPORTANCES)}"
+            raise SourceError(f"--importance={name}: no such importance; allowed: {allowed}")
+    try:
+        configs = [OarConfig.parse({**given, "importance": name}) for name in names]
+    except OarConfigError as error:
+        raise SourceError(str(error)) from None
+    return {config.importance_object.name: config for config in configs}
+
+
+def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarConfig]) -> int:
+    found = read(places, args.steps, args.limit)
+    responses = [item for item in found.items if isinstance(item, Response)]
+    texts, header = [item for item in found.items if isinstance(item, Text)], found.header
+    if responses and configs:
+        raise SourceError(f"--model={args.model}: a run's dump is scored already; leave it out")
+    if texts:
+        from oar_plugin.cli import score
+        from oar_plugin.evaluate.problems import EvaluationError
+
+        texts = score.graded(texts)
+        try:
+            responses += score.scored(args.model, args.device, texts, configs) if configs else unscored(texts)
+        except EvaluationError as error:
+            print(f"oar inspect: --model={args.model}: {error}", file=sys.stderr)
+            return 1
+        header = header or score.header_of(configs)
+    assert header is not None
+    for note in found.notes():
+        print(f"oar inspect: {note}", file=sys.stderr)
+    steps = listed_steps(sorted({response.step for response in responses}))
+    if args.format == "html":
+        from oar_plugin.page.inspector import inspector_page
+
+        target = args.out or (places[0] / "inspect.html" if places[0].is_dir() else places[0].with_suffix(".html"))
+        _write(target, inspector_page(responses, header, ", ".join(place.resolve().name for place in places)))
+        print(f"{len(responses)} responses of steps {steps}: {target} ({target.stat().st_size / 1e6:.1f} MB)")
+        if args.open and not webbrowser.open(target.resolve().as_uri()):
+            print(f"oar inspect: --open: no browser here; open {target} yourself", file=sys.stderr)
+            return 1
+        return 0
+    text = (
+        _json(header, responses)
+        if args.format == "json"
+        else _text(responses, None if args.out is None else io.StringIO())
+    )
+    if args.out:
+        _write(args.out, text)
+    else:
+        print(text, end="")
     return 0
 
 
-def _lines(file: Path) -> list[str]:
-    return [line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+def _json(header: Header, responses: list[Response]) -> str:
+    document = {"header": asdict(header), "responses": [asdict(response) for response in responses]}
+    # JSON has no word for what is no number.
+    return json.dumps(json.loads(json.dumps(document, default=str), parse_constant=lambda _: None)) + "\n"
 
 
-def _row(line: str) -> TokenRow | None:
+def _text(responses: list[Response], file: io.StringIO | None) -> str:
+    from oar_plugin.page.terminal import print_responses
+
+    shown = console(file=file)
+    with shown.capture() as capture:
+        print_responses(responses, shown, table())
+    return capture.get()
+
+
+def _write(target: Path, text: str) -> None:
+    """As a whole or not at all: a browser may be reading it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(unfinished, target)
+
+
+def _follow(args: argparse.Namespace, places: list[Path]) -> int:
+    """Until the reader ends it, or the run has ended."""
+    said: object = None
     try:
-        return token_row(json.loads(line))
-    except (ValueError, KeyError, TypeError):  # a run may be writing it, or have been killed while it did
-        return None
+        while True:
+            ended = _ended(places)  # before the files are looked for: the last step is shown as well
+            try:
+                now: object = [(file, file.stat().st_mtime_ns) for place in places for _, file in files(place)]
+                if now != said:
+                    _show(args, places, {})
+                    args.open = False
+            except SourceError as nothing:
+                if not all(place.exists() for place in places):
+                    raise
+                now = f"oar inspect: {nothing}; waiting for more"
+                if now != said:
+                    print(now, file=sys.stderr)
+            said = now
+            if ended:
+                print("the run has ended")
+                return 0
+            time.sleep(LOOK_AGAIN_S)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _ended(places: list[Path]) -> bool:
+    """Whether the records of these runs say so; false where there is none."""
+    from oar_plugin.hosts.verl.run_folder import is_begun, progress
+
+    folders = [folder for place in places for folder in (place.resolve(), place.resolve().parent) if is_begun(folder)]
+    return bool(folders) and all(progress(folder).state in ("failed", "finished") for folder in folders)

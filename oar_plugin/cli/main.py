@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",
     "eval": "grade checkpoints on benchmarks: avg@k, pass@k and maj@k with standard errors, one table for several runs",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
+    "report": "make a page of runs from their logs: curves, differences from a baseline, what went wrong and when",
 }
 IN_THE_CHECKOUT = {
     "bench": "python -m benchmarks",
@@ -27,13 +28,14 @@ IN_THE_CHECKOUT = {
 
 
 def make_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """With the arguments of these sub-commands. `shtab oar_plugin.cli.main.make_parser` makes a shell complete all of them."""
+    """With the arguments of these sub-commands."""
     parser = argparse.ArgumentParser(
         prog="oar",
         description="Outcome-grounded Advantage Reshaping (OAR) for verl: token credit for reasoning models.",
         epilog="In a verl run nothing of this is needed: algorithm.adv_estimator=oar is enough. Exit status: 0 all is well; "
         "1 it does not fit, something is missing, or what ran failed; 2 wrong input; 3 not everything could be checked; "
-        "130 interrupted.",
+        "130 interrupted. For completion: pip install shtab; shtab --shell=bash oar_plugin.cli.main.make_parser > "
+        "~/.local/share/bash-completion/completions/oar",
     )
     parser.add_argument("--version", action="version", version=f"oar_plugin {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)

@@ -28,8 +28,9 @@ def table(*titles: str, **options: Any) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Told what is done, how many of it, and of how many; on stderr, and gone at the end."""
+    """Told what is done, how many of it, and of how many; on stderr if that is a terminal, and gone at the end."""
+    shown = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

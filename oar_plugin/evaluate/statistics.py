@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Values = NDArray[np.float64]
+from oar_plugin.student import t_975
 
-# Student's t at 97.5 % for 1, 2, ... 10 degrees of freedom; beyond, its expansion is right to two digits.
-_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) ->
     variance = sum(part for part, _ in parts)
     # Welch and Satterthwaite: the degrees of freedom of a sum of variances, each known from so many values.
     spread = sum(part**2 / freedom for part, freedom in parts if freedom > 0)
-    half = _t_975(variance**2 / spread if spread > 0 else math.inf) * math.sqrt(variance)
+    half = t_975(variance**2 / spread if spread > 0 else math.inf) * math.sqrt(variance)
     return Estimate(mean, math.sqrt(variance), mean - half, mean + half)
 
 
@@ -106,11 +105,3 @@ def _between_seeds(blocks: Sequence[Values]) -> float:
 
 def _variance(values: Values) -> float:
     return float(values.var(ddof=1)) if len(values) > 1 else 0.0
-
-
-def _t_975(freedom: float) -> float:
-    if freedom <= len(_T_975):
-        low = max(1, math.floor(freedom))
-        at, following = _T_975[low - 1], _T_975[min(low, len(_T_975) - 1)]
-        return at + (following - at) * max(0.0, freedom - low)
-    return 1.96 + 2.372 / freedom + 2.823 / freedom**2

@@ -5,9 +5,8 @@ other line is a `Response`.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 FORMAT = 1
@@ -24,7 +23,7 @@ class Header:
     oar_dump: int = FORMAT
 
     def line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps(vars(self)) + "\n"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Response:
 
     def line(self) -> str:
         """A line of a dump. Numbers that JSON does not have (`nan`, `inf`) are written as Python's json reads them."""
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps(vars(self)) + "\n"
 
 
 def response(line: str) -> Response:
@@ -108,8 +107,3 @@ def header(line: str) -> Header:
 def printable(pieces: list[bytes]) -> list[str]:
     """Texts of tokens from their bytes. Whole characters as they are; bytes of one that two tokens share as `\\xe2`."""
     return [piece.decode("utf-8", errors="backslashreplace") for piece in pieces]
-
-
-def finite(values: list[float]) -> list[float | None]:
-    """For JSON that a browser reads: it has no word for what is no number."""
-    return [value if math.isfinite(value) else None for value in values]

@@ -17,6 +17,11 @@ from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.warm_start import LEARNED, WarmStart, accuracy, train
 from benchmarks.tiny.words import make_tokenizer, text
+from oar_plugin.page import sources
+from oar_plugin.page.inspector import inspector_page
+from oar_plugin.page.logs import read_run
+from oar_plugin.page.record import Response
+from oar_plugin.page.report import Side, write_report
 from recipes.cpu_demo import report
 from recipes.cpu_demo.report import Accuracy, MethodResult, Share
 from recipes.cpu_demo.training import PROMPTS, TASK, Method, Run, TrainingFailed, run_training
@@ -53,19 +58,22 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
         results[method] = MethodResult(measure(console, trained, f"after {steps} steps of {method.upper()}"), **cost)
 
     run = Run(folder, "oar", steps, seed)
-    rows = report.load_rows(run.weights_folder)
+    dumped = sources.read([run.weights_folder])
+    responses = [item for item in dumped.items if isinstance(item, Response)]
+    sides = [Side(method, [read_run(Run(folder, method, steps, seed).folder)]) for method in methods]
     files = {
-        "curve": folder / "curve.png",
+        "curves": write_report(sides, folder / "report"),
         "tokens and weights": folder / "tokens.html",
         "the command, to repeat": run.script_file,
         "numbers": folder / "results.json",
         "the trained model": run.trained_model,
     }
-    report.draw_curve(files["curve"], before, results)
-    report.write_tokens_page(files["tokens and weights"], rows)
+    assert dumped.header is not None
+    page = inspector_page(responses, dumped.header, "Where OAR put the weight")
+    files["tokens and weights"].write_text(page, encoding="utf-8")
     numbers = {"before": before.plain(), "after": {method: result.plain() for method, result in results.items()}}
     files["numbers"].write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    report.print_summary(console, before, results, report.weights_by_kind(rows), time.monotonic() - started, files)
+    report.print_summary(console, before, results, report.weights_by_kind(responses), time.monotonic() - started, files)
 
 
 def warm_start(console: Console, seed: int) -> tuple[PreTrainedModel, Accuracy]:

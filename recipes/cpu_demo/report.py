@@ -1,6 +1,5 @@
-"""What the demo shows at its end: a curve, a page of weighted tokens, and a summary that claims no more than it can."""
+"""The summary at the end of the demo, which claims no more than it can."""
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import binomtest
 
-from benchmarks.tiny.verl_run import REWARD
 from benchmarks.tiny.words import WORDS
 from oar_plugin.credit.answer import Segment
-from oar_plugin.page.tokens import TokenRow, token_row, tokens_page
-
-STYLES = {"oar": ("OAR", "#0072B2", "-", "o"), "grpo": ("GRPO", "#D55E00", "--", "s")}
-"""Label, colour (of Okabe and Ito's palette), line and marker of each method."""
+from oar_plugin.page.record import Response
 
 CAVEAT = (
     "One seed, a model of a third of a million parameters, one made-up task: this shows that the whole path works and where "
@@ -76,67 +71,12 @@ class MethodResult:
         return {**self.accuracy.plain(), **cost}
 
 
-def draw_curve(path: Path, before: Accuracy, results: Mapping[str, MethodResult]) -> None:
-    """Reward of each training step, and held-out accuracy before and after with its 95 % interval."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.6), dpi=140, layout="constrained")
-
-    def point(x: float, share: Share, marker: str, colour: str, label: str) -> None:
-        low, high = share.interval()
-        errors = [[share.value - low], [high - share.value]]
-        axes.errorbar([x], [share.value], errors, fmt=marker, color=colour, capsize=4, markersize=7, label=label)
-
-    for place, (method, result) in enumerate(results.items()):
-        label, colour, line, marker = STYLES[method]
-        steps, rewards = [row["step"] for row in result.metrics], [row[REWARD] for row in result.metrics]
-        smooth = [fmean(rewards[max(0, end - 5) : end]) for end in range(1, len(rewards) + 1)]
-        axes.plot(steps, rewards, color=colour, alpha=0.25, linewidth=1)
-        axes.plot(steps, smooth, line, color=colour, linewidth=2.2, label=f"{label}: reward in training")
-        at = max(steps) + 1 + 0.6 * place
-        point(at, result.accuracy.sampled, marker, colour, f"{label}: held-out, sampled")
-    point(0, before.sampled, "D", "#333333", "before training, held-out, sampled")
-    axes.set(
-        xlabel="training step",
-        ylabel="share of right answers",
-        ylim=(0, 1),
-        title="Four sums modulo 10, one seed (thin: each batch, bold: mean of five)",
-    )
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="best", frameon=False, fontsize=9)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def load_rows(folder: Path) -> list[TokenRow]:
-    """Every response that a run dumped into `algorithm.oar.dump_dir`, by step."""
-    files = sorted(folder.glob("step_*.jsonl"))
-    return [token_row(json.loads(line)) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def write_tokens_page(path: Path, rows: Sequence[TokenRow]) -> None:
-    """The page of the first, the middle and the last step: of each two raised and two lowered responses, where there are."""
-    known = sorted({row.step for row in rows})
-    shown: list[TokenRow] = []
-    for step in sorted({known[0], known[len(known) // 2], known[-1]} if known else ()):
-        here = [row for row in rows if row.step == step]
-        raised = [row for row in here if row.advantage > 0]
-        lowered = [row for row in here if row.advantage <= 0]
-        first = raised[: max(2, 4 - len(lowered))]
-        shown += [*first, *lowered[: 4 - len(first)]]
-    path.write_text(tokens_page(shown, "Where OAR put the weight"), encoding="utf-8")
-
-
-def weights_by_kind(rows: Sequence[TokenRow]) -> dict[str, float]:
+def weights_by_kind(responses: Sequence[Response]) -> dict[str, float]:
     """Mean weight of the reasoning tokens by what they are in the demo's task."""
     weights: dict[str, list[float]] = defaultdict(list)
-    for row in (row for row in rows if row.status == "scored"):
+    for row in (row for row in responses if row.status == "scored"):
         words = [token.strip() for token in row.tokens]
-        for before, word, weight, segment in zip(["", *words], words, row.weights, row.segments, strict=False):
+        for before, word, weight, segment in zip(["", *words], words, row.weights or (), row.segments, strict=False):
             if segment == Segment.REASONING:
                 is_result = word.isdigit() and before == "="
                 weights["results" if is_result else "filler words" if word in WORDS else "sums"].append(weight)
@@ -158,11 +98,11 @@ def print_summary(
     table.add_column("greedy", justify="right")
     table.add_row("before", str(before.sampled), str(before.greedy))
     for method, result in results.items():
-        after = f"after {len(result.metrics)} steps of {STYLES[method][0]}"
+        after = f"after {len(result.metrics)} steps of {method.upper()}"
         style = "bold" if method == "oar" else ""
         table.add_row(after, str(result.accuracy.sampled), str(result.accuracy.greedy), style=style)
     lines = [
-        f"{STYLES[method][0]}: {median(row['timing_s/step'] for row in result.metrics):.1f} s a step, "
+        f"{method.upper()}: {median(row['timing_s/step'] for row in result.metrics):.1f} s a step, "
         f"{result.start_up_seconds:.0f} s for verl to start, {result.peak_bytes / 1024**3:.1f} GB of memory at most"
         for method, result in results.items()
     ]
@@ -179,5 +119,6 @@ def print_summary(
         "\nNext\n"
         "  the same line in your own verl command   [bold]algorithm.adv_estimator=oar[/]\n"
         "  is my machine ready?                     [bold]oar doctor[/]\n"
-        "  token weights of your own run            [bold]algorithm.oar.dump_dir=DIR[/], then [bold]oar inspect DIR[/]"
+        "  token weights of your own run            [bold]algorithm.oar.dump.dir=DIR[/], then [bold]oar inspect DIR[/]\n"
+        "  a page of your own runs                  [bold]oar report RUN --baseline RUN[/]"
     )

@@ -79,8 +79,8 @@ class Run:
 
     def arguments(self) -> list[str]:
         """Hydra overrides. The two methods differ in `algorithm.*` and the folder they write to."""
-        dump = verl_run.quoted(self.weights_folder)
-        oar = [f"algorithm.oar.dump_dir={dump}", f"algorithm.oar.dump_responses={RESPONSES}"]
+        dump = {"dir": verl_run.quoted(self.weights_folder), "every": 5, "groups": 4}
+        oar = [f"algorithm.oar.dump.{key}={value}" for key, value in dump.items()]
         model, problems = self.parent / "model", self.parent / "problems.parquet"
         sizes = (PROMPTS, RESPONSES), (TASK.prompt_length, TASK.max_response_length)
         return [

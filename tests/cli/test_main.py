@@ -1,13 +1,11 @@
-"""The command line as a whole, and `oar recipes`, `oar inspect` and `oar plan`."""
+"""The command line as a whole, and `oar recipes` and `oar plan`."""
 
 import json
 from importlib.metadata import version
 
 import pytest
-import torch
 
 from oar_plugin.cli.main import COMMANDS, IN_THE_CHECKOUT, main
-from oar_plugin.hosts.verl.dump import ResponseDump
 from oar_plugin.hosts.verl.recipe import find_recipe, recipe_names
 
 RECIPE = "qwen2_5_7b_math"
@@ -59,38 +57,6 @@ def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, mo
     assert contents(tmp_path / "mine") == contents(find_recipe("qwen2_5_7b_math"))
     assert main(["recipes", "copy", "cluster", "cluster"]) == 0
     assert contents(tmp_path / "cluster").keys() == {"ray.j2", "slurm.j2", "kubernetes.j2"}
-
-
-# ---- oar inspect
-
-
-@pytest.fixture
-def folder(tmp_path):
-    dump = ResponseDump(tmp_path / "dump", per_step=2)
-    values = {"importance": [0.5, 2.0, 0.0, 0.0], "weights": [0.4, 1.6, 1.0, 1.0], "advantage": [1.0] * 4}
-    row = {"segments": [1, 1, 2, 3], **{name: torch.tensor(numbers) for name, numbers in values.items()}}
-    for step in (1, 2):
-        tokens = ["so ", "<b>", "#### ", "2"]
-        dump.choose(step, torch.tensor([True]), torch.tensor([True]))
-        dump.write([{"uid": f"u{step}", "prompt": "1+1?", "tokens": tokens, "reward": 1.0, "status": "scored", **row}])
-    return tmp_path / "dump"
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        (["dump"], 0, "2 responses of steps 1, 2"),
-        (["dump", "--steps", "2", "--out", "dump/tokens.html"], 0, "1 responses of steps 2"),
-        (["dump", "--steps", "7"], 2, "[7]"),
-        (["."], 2, "algorithm.oar.dump_dir"),  # nothing there
-    ],
-)
-def test_what_a_run_dumped_is_shown(words, status, said, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder.parent)
-    assert main(["inspect", *words]) == status
-    captured = capsys.readouterr()
-    assert said in (captured.err if status else captured.out)
-    assert (folder / "tokens.html").exists() == (status == 0)
 
 
 # ---- oar plan

@@ -7,20 +7,21 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from oar_plugin.cli.main import main, make_parser
 from tests.limits import PROCESS_S
+from tests.page.dumped import HEADER, RESPONSE
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "qwen2_5_7b_math"
-RESPONSE = {
-    "tokens": ["größer", "⏎"], "weights": [1.5, 1.0], "importance": [0.2, 0.0], "segments": [1, 3], "prompt": "1+1?",
-    "advantage": 1.0, "reward": 1.0, "status": "scored", "step": 3, "uid": "u",
-}  # fmt: skip
-LINE = json.dumps(RESPONSE, ensure_ascii=False)
+DUMP = [
+    HEADER.line().strip(),
+    json.dumps(asdict(replace(RESPONSE, tokens=["größer", "⏎", "", ""])), ensure_ascii=False),
+]
 
 AT_ONCE = [  # words, what is said
     ("plan X --gpus 0", "--gpus: 0: at least 1"),
@@ -68,10 +69,10 @@ def folder(tmp_path, monkeypatch):
     for name, text in (("broken", "data: [1, {\n"), ("list", "- 1\n")):
         main(["recipes", "copy", RECIPE, name])
         (tmp_path / name / "recipe.yaml").write_text(text)
-    for name, lines in (("dump", [LINE, LINE[:50], '{"a": 1}', "5", "", "[]"]), ("foreign", ["{}"])):
+    for name, lines in (("dump", [*DUMP, DUMP[1][:50], '{"a": 1}', "5", "", "[]"]), ("foreign", ["{}"])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "step_000003.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        (tmp_path / name / "step_last.jsonl").write_text(LINE, encoding="utf-8")
+        (tmp_path / name / "step_last.jsonl").write_text(DUMP[1], encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
     return tmp_path
 
@@ -90,8 +91,8 @@ def folder(tmp_path, monkeypatch):
         ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),
         ("inspect foreign", 2, "1 of 1 lines skipped"),
-        ("inspect nowhere", 2, "no step_*.jsonl in nowhere"),
-        ("inspect file", 2, "no step_*.jsonl in file"),
+        ("inspect nowhere", 2, "nowhere: no such file or folder"),
+        ("inspect file", 2, "file: nothing to show: 0 of 0 lines skipped"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message_that_names_it(words, status, said, folder, capsys):
@@ -129,12 +130,12 @@ def test_no_cell_is_cut_off_in_a_narrow_terminal_and_a_row_is_a_line_in_a_pipe(w
 
 
 def test_a_locale_without_the_letters_changes_nothing_but_how_they_look(tmp_path):
-    (tmp_path / "step_3.jsonl").write_text(LINE, encoding="utf-8")
+    (tmp_path / "step_3.jsonl").write_text("\n".join(DUMP), encoding="utf-8")
     code = """
 from oar_plugin.cli.doctor import _print_table
 from oar_plugin.cli.main import main
 from oar_plugin.launch.finding import Finding
-assert main(["inspect", "."]) == main(["recipes"]) == 0
+assert main(["inspect", "."]) == main(["inspect", ".", "--format", "text"]) == main(["recipes"]) == 0
 _print_table([Finding("Schl\\xfcssel \\u2192 \\u9375", "missing", "\\xd7")])
 print("\\u2192")
 """
@@ -150,7 +151,8 @@ print("\\u2192")
     )
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     assert b"Schl?ssel" in done.stdout
-    assert "größer" in (tmp_path / "tokens.html").read_text(encoding="utf-8")
+    assert b"gr??er" in done.stdout
+    assert (tmp_path / "inspect.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def without_encoding(path):

@@ -1,55 +1,186 @@
-"""Files of dumped responses: each step once, each file as a whole."""
+"""What a dump holds and when, and that nothing that goes wrong with it reaches the run. The queue is a stand-in."""
 
-import json
+import errno
+import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
 
-from oar_plugin.hosts.verl.dump import ResponseDump
+from benchmarks.tiny.words import make_tokenizer
+from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.estimator import reshape
+from oar_plugin.hosts.verl.dump import Credited, choose
+from oar_plugin.hosts.verl.viewer import Viewer
+from oar_plugin.page.record import header, response
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
+from tests.hosts.engine.world import nested
 
-SCORED, NEEDED = torch.tensor([0, 1, 0, 1]).bool(), torch.tensor([1, 1, 0, 1]).bool()
-
-
-def dump(folder, step, per_step=2, batches=1):
-    """As one process of a run does; returns the lines of the step's file."""
-    one = ResponseDump(folder, per_step)
-    for batch in range(batches):
-        rows = one.choose(step, SCORED, NEEDED)
-        one.write({"uid": f"{batch}_{row}", "weights": torch.ones(2)} for row in rows)
-    return [json.loads(line) for line in (folder / f"step_{step:06d}.jsonl").read_text().splitlines()]
-
-
-def test_scored_rows_come_first_and_then_those_that_fell_back(tmp_path):
-    assert [line["uid"] for line in dump(tmp_path / "new" / "folder", step=3, per_step=5)] == ["0_1", "0_3", "0_0"]
-
-
-def test_a_step_that_is_run_again_is_written_anew(tmp_path):
-    first = dump(tmp_path, step=3)
-    assert dump(tmp_path, step=3) == first == [{"step": 3, "uid": f"0_{row}", "weights": [1.0, 1.0]} for row in (1, 3)]
+TOKENIZER = make_tokenizer(384)
+IDS = TOKENIZER.encode(" 3 so 4 then 7", add_special_tokens=False)
+SCORED, NOT_NEEDED, NO_ANSWER = Status.SCORED, Status.NOT_NEEDED, Status.NO_ANSWER
 
 
-def test_the_batches_of_one_step_share_its_file_and_its_number(tmp_path):
-    """`parameter_sync_step` of verl's separate trainer."""
-    assert [line["uid"] for line in dump(tmp_path, step=3, per_step=4, batches=2)] == ["0_1", "0_3", "0_0", "1_1"]
+@pytest.mark.parametrize(
+    ("rewards", "statuses", "groups", "chosen"),
+    [
+        # Three groups of two: the one with both outcomes, then the one that was scored, then the one that fell back.
+        ([1, 1, 1, 0, 1, 0], [SCORED, SCORED, SCORED, SCORED, NO_ANSWER, NO_ANSWER], 3, [[2, 3], [0, 1], [4, 5]]),
+        ([1, 0, 1, 0, 1, 0], [NO_ANSWER, NO_ANSWER, SCORED, NO_ANSWER, SCORED, SCORED], 2, [[2, 3], [4, 5]]),
+        # A reward for the form alone is no right answer.
+        ([0.1, 0, 1, 0.1, 0, 0], [SCORED] * 6, 1, [[2, 3]]),
+        # Siblings come whole, and where nothing matters nothing is shown.
+        ([1, 0, 1, 1, 0, 0], [SCORED, NOT_NEEDED, *[NOT_NEEDED] * 4], 3, [[0, 1]]),
+        ([1, 1, 1, 1, 1, 1], [NOT_NEEDED] * 6, 3, []),
+    ],
+)
+def test_groups_with_both_outcomes_are_chosen_first(rewards, statuses, groups, chosen):
+    keys = [f"{uid}_x_{session}_0" for uid in "abc" for session in (0, 1)]
+    rewards, statuses = torch.tensor(rewards, dtype=torch.float), torch.tensor(statuses)
+    own = torch.ones(6).bool()
+    assert choose(keys, own, rewards, statuses, groups) == chosen
+    turned = choose(keys[::-1], own, rewards.flip(0), statuses.flip(0), groups)
+    assert all(a > b for a, b in turned), "siblings as they were sampled"
+    assert choose(keys, ~own, rewards, statuses, groups) == [], "rows that fill up a batch"
 
 
-def test_each_step_has_a_file_of_its_own(tmp_path):
-    one = ResponseDump(tmp_path, 1)
-    for step in (1, 2):
-        one.write({"uid": row} for row in one.choose(step, SCORED, NEEDED))
-    assert [path.read_text().count("\n") for path in sorted(tmp_path.glob("step_*.jsonl"))] == [1, 1]
+class World:
+    """Three groups of two, each right and wrong, the rows as long as `lengths`."""
+
+    lengths = (6, 4, 5, 5, 3, 6)
+
+    def __init__(self, folder, without=(), **dump):
+        self.oar = OarConfig.parse({"dump": {"dir": "dump", "every": 3} | dump})
+        self.folder, self.asked = folder / "dump", []
+        self.keys = [f"{uid}_{session}_0" for uid in "abc" for session in (0, 1)]
+        ids = [torch.tensor([*IDS[: length - 1], TOKENIZER.eos_token_id]) for length in self.lengths]
+        self.fields = {
+            "rm_scores": nested([torch.eye(length)[-1] * (row % 2 == 0) for row, length in enumerate(self.lengths)]),
+            "prompts": nested([torch.tensor(IDS[:2])] * 6),
+            "responses": nested(ids),
+            "old_log_probs": nested([-torch.arange(length) / 8 for length in self.lengths]),
+            "entropy": nested([torch.arange(length) / 4 for length in self.lengths]),
+            "reward_model": NonTensorStack(*[{"ground_truth": 7}] * 6),
+            "data_source": NonTensorStack(*["sums"] * 6),
+        }
+        for name in without:
+            del self.fields[name]
+        self.restart()
+
+    def restart(self):
+        self.viewer = Viewer(self.oar, TOKENIZER, str(self.folder.parent))
+
+    def read(self, keys, select_fields):
+        self.asked.append((len(keys), tuple(select_fields)))
+        rows = [self.keys.index(key) for key in keys]
+        found = {name: [self.fields[name][row] for row in rows] for name in select_fields if name in self.fields}
+        plain = ("reward_model", "data_source")
+        stacks = {n: NonTensorStack(*values) if n in plain else nested(values) for n, values in found.items()}
+        return TensorDict(stacks, len(keys))
+
+    def show(self, step, loggers=()):
+        generator = torch.Generator().manual_seed(step)
+        mask = torch.arange(6) < torch.tensor(self.lengths)[:, None]
+        segments = torch.where(mask, int(Segment.REASONING), 0)
+        segments[torch.arange(6), torch.tensor(self.lengths) - 1] = int(Segment.ANSWER)
+        importance = torch.rand(6, 6, generator=generator) * mask
+        advantage = torch.tensor([1.0, -1.0] * 3)[:, None] * mask
+        fields = {"advantages": advantage, IMPORTANCE: importance, SEGMENTS: segments, NEEDED: torch.ones(6, 1)}
+        done = reshape(advantage, importance, segments == Segment.REASONING, torch.zeros(6).long(), self.oar)
+        batch = Credited(step, self.keys, torch.ones(6).bool(), TensorDict(fields, 6), done, self.read)
+        return self.viewer.show(batch, dict(loggers))
+
+    def lines(self, step):
+        first, *others = (self.folder / f"step_{step:06d}.jsonl").read_text().splitlines()
+        return header(first), [response(line) for line in others]
+
+    def files(self):
+        return sorted(path.name for path in self.folder.iterdir())
 
 
-def test_a_crash_leaves_no_half_file(tmp_path, monkeypatch):
-    before = dump(tmp_path, step=3)
+def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_path):
+    world = World(tmp_path)
+    metrics = world.show(1)
+    assert metrics["oar/dump_failed"] == 0
+    assert metrics["timing_s/oar_dump"] > 0
+    head, rows = world.lines(1)
+    assert head.versions.keys() >= {"verl", "torch", "transformers"}
+    assert (head.config["tau"], head.config["dump"]["every"], head.arbitrary_scale) == (0.85, 3, {"fisher": True})
+    assert [(row.group, row.uid, row.right) for row in rows[:2]] == [("a", "a_0_0", True), ("a", "a_1_0", False)]
+    assert [row.group for row in rows] == [*"aabb"]
+    row = rows[1]
+    assert (row.tokens, row.token_ids) == ([" 3", " so", " 4", "<eos>"], [*IDS[:3], TOKENIZER.eos_token_id])
+    assert (row.prompt, row.truth, row.source, row.status, row.step) == (" 3 so", "7", "sums", "scored", 1)
+    assert (row.advantage, row.reward, row.log_probs[2], row.entropies[3]) == (-1.0, 0.0, -0.25, 0.75)
+    assert sum(row.weights) == pytest.approx(4, rel=1e-5)
+    assert max(row.importance["fisher"]) > 0
+    assert world.asked == [(6, ("rm_scores",)), (4, world.asked[1][1])], "text of the chosen rows only"
 
-    def crash(*paths):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", crash)
-    for step in (3, 4):
-        with pytest.raises(KeyboardInterrupt):
-            dump(tmp_path, step=step)
-    (file,) = tmp_path.glob("step_*.jsonl")
-    assert [json.loads(line) for line in file.read_text().splitlines()] == before
+def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):
+    world = World(tmp_path, groups=1)
+    metrics = [world.show(step) for step in range(1, 8)]
+    assert world.files() == [f"step_00000{step}.jsonl" for step in (1, 3, 6)]
+    assert len(world.asked) == 2 * 3
+    assert [one["oar/dump_failed"] for one in metrics] == [0] * 7
+    assert ["timing_s/oar_dump" in one for one in metrics] == [step in (1, 3, 6) for step in range(1, 8)]
+    assert World(tmp_path, dir=None).show(3) == {}, "nothing is asked for"
+
+
+def test_the_batches_of_one_step_share_its_file_and_a_resume_replaces_it(tmp_path):
+    world = World(tmp_path, groups=4)
+    for _ in range(2):  # twice the same run
+        world.restart()
+        world.show(3)
+        world.keys = [
+            f"{key[0] * 2}{key[1:]}" for key in world.keys
+        ]  # `parameter_sync_step` of verl's separate trainer
+        world.show(3)
+        assert [row.group for row in world.lines(3)[1][::2]] == ["a", "b", "c", "aa"]
+        world.keys = [key[1:] for key in world.keys]
+    assert world.files() == ["step_000003.jsonl"]
+
+
+def test_what_nobody_computed_is_none(tmp_path):
+    """In bypass mode there is no entropy; other data has no truth."""
+    world = World(tmp_path, without=("entropy", "reward_model", "data_source"))
+    world.show(1)
+    row = world.lines(1)[1][0]
+    assert (row.entropies, row.truth, row.source, row.log_probs[0]) == (None, None, "", 0)
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["write_text", "replace", "no folder", "decode", "no prompts"])
+def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monkeypatch, caplog, where):
+    world = World(tmp_path, without=("prompts",) if where == "no prompts" else ())
+    if where == "no folder":
+        world.folder.rmdir()
+    broken = {"write_text": (Path, full), "replace": (os, full), "decode": (TOKENIZER, lambda ids: 1 / 0)}
+    if where in broken:
+        monkeypatch.setattr(broken[where][0], where, broken[where][1])
+    with caplog.at_level(logging.WARNING, "oar_plugin"):
+        assert [world.show(step)["oar/dump_failed"] for step in (1, 2, 3)] == [1, 0, 1]
+    (said,) = caplog.records
+    assert "step 1" in said.getMessage()
+    assert bool(said.exc_info) == (where in ("decode", "no prompts"))
+    assert not world.folder.exists() or world.files() == []
+    monkeypatch.undo()
+    world.folder.mkdir(exist_ok=True)
+    assert world.show(6)["oar/dump_failed"] == (where == "no prompts"), "it goes on where it can"
+
+
+@pytest.mark.parametrize(("given", "where"), [("dump", "dump"), ("{root}/own/one", "own/one")])
+def test_files_are_beside_the_checkpoints_unless_told_otherwise_and_the_log_says_where(tmp_path, capsys, given, where):
+    assert World(tmp_path, dir=given.format(root=tmp_path)).viewer.folder == tmp_path / where
+    assert str(tmp_path / where) in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OarConfigError, match=r"algorithm.oar.dump.dir=file/in: .*; allowed: a folder"):
+        World(tmp_path, dir="file/in")

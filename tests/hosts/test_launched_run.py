@@ -20,7 +20,7 @@ from tests.hosts.whole_run import LIMIT_S, RECIPES, whole_run
 pytestmark = whole_run
 
 RECIPE = "qwen2_5_7b_math"
-OVERRIDES = ["+cpu_smoke=dp", "trainer.save_freq=1", "algorithm.oar.dump_dir=dump"]
+OVERRIDES = ["+cpu_smoke=dp", "trainer.save_freq=1", "algorithm.oar.dump.dir=dump"]
 NAME = f"{RECIPE}-oar-s2-dp-34198c"
 
 

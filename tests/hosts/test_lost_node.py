@@ -77,7 +77,8 @@ class TwoNodes:
             f"ray_kwargs.ray_init.address={self.address}",
             f"trainer.total_training_steps={steps}",
             f"hydra.run.dir={self.folder}/{name}",
-            f"algorithm.oar.dump_dir={self.folder}/dumps",
+            f"algorithm.oar.dump.dir={self.folder}/dumps",
+            "algorithm.oar.dump.every=1",
             f"trainer.default_local_dir={self.folder}/checkpoints",
         ]
         return subprocess.Popen(

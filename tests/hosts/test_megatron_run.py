@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 from oar_plugin.credit.noise import step_seed
 from tests.hosts.engine import world
 from tests.hosts.engine.launch import error
-from tests.hosts.whole_run import check, dumped, smoke, whole_run
+from tests.hosts.whole_run import check, dumped, prompt_ids, smoke, whole_run
 
 pytestmark = whole_run
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_steps(folder):
     """The recipe's smoke test: two actor processes with tensor and sequence parallelism."""
-    more = ("actor_rollout_ref.actor.optim.lr=1e-4", f"algorithm.oar.dump_dir={folder}/dump")
+    more = ("actor_rollout_ref.actor.optim.lr=1e-4", f"algorithm.oar.dump.dir={folder}/dump")
     return smoke("qwen2_5_32b_megatron", folder, *more)
 
 
@@ -45,8 +45,8 @@ def test_importance_of_the_first_step_equals_a_plain_backward(two_steps, folder)
     rows = dumped(folder)
     assert rows
     for row in rows:
-        ids = torch.tensor([*row["prompt_ids"], *row["token_ids"]])
+        ids = torch.tensor([*prompt_ids(folder, row), *row.token_ids])
         want = world.gradient_importance(
-            model, ids, torch.tensor(row["segments"]), seed=step_seed(1, 1)
+            model, ids, torch.tensor(row.segments), seed=step_seed(1, 1)
         )  # the recipes' seed
-        assert error(torch.tensor(row["importance"]), want) < 1e-4
+        assert error(torch.tensor(row.importance["fisher"]), want) < 1e-4

@@ -20,7 +20,7 @@ from benchmarks.tiny.words import PAD
 from oar_plugin.credit.noise import step_seed
 from recipes.smoke import make_assets
 from tests.hosts.engine import world
-from tests.hosts.whole_run import check, dumped, loads_adapters, smoke, whole_run, with_a_signal
+from tests.hosts.whole_run import check, dumped, loads_adapters, prompt_ids, smoke, whole_run, with_a_signal
 
 pytestmark = whole_run
 
@@ -32,7 +32,7 @@ LONG = [
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}",
     "data.max_response_length=64",
     "actor_rollout_ref.rollout.max_model_len=96",
-    "algorithm.oar.dump_responses=6",
+    "algorithm.oar.dump.every=1",
 ]
 
 
@@ -62,18 +62,17 @@ def model_of(folder, checkpoint=None):
     return model
 
 
-def worst(rows, model, budget=1.0, replacement=PAD):
+def worst(folder, rows, model, budget=1.0, replacement=PAD):
     """Largest error, relative to the response's largest score, or to a thousandth of a nat where that is smaller.
 
     A divergence of two nearly equal distributions carries the rounding of float32 logits: about 1e-6 times its square root.
     """
     errors = []
     for row in rows:
-        assert row["status"] == "scored"
-        ids, segments = torch.tensor([*row["prompt_ids"], *row["token_ids"]]), torch.tensor(row["segments"])
-        settings = {"budget": budget, "replacement": replacement, "seed": step_seed(1, row["step"])}
+        ids, segments = torch.tensor([*prompt_ids(folder, row), *row.token_ids]), torch.tensor(row.segments)
+        settings = {"budget": budget, "replacement": replacement, "seed": step_seed(1, row.step)}
         want = world.of_response(model, ids, segments, **settings)
-        error = (torch.tensor(row["importance"], dtype=torch.float64) - want).abs().max()
+        error = (torch.tensor(row.importance["oar_p"], dtype=torch.float64) - want).abs().max()
         errors.append((error / want.max().clamp_min(1e-3)).item())
     assert len(errors) >= 4, "at least one group with a signal was dumped"
     return max(errors)
@@ -94,7 +93,7 @@ def offloaded(folder):
         "trainer.max_actor_ckpt_to_keep=null",
         *adapter,
         f"actor_rollout_ref.actor.optim.lr={rate}",
-        f"algorithm.oar.dump_dir={folder}/dump",
+        f"algorithm.oar.dump.dir={folder}/dump",
     )
 
 
@@ -114,13 +113,13 @@ def test_a_run_whose_engines_score(offloaded):
 
 
 def test_offloaded_scores_equal_single_copies_of_the_same_weights(offloaded, folder):
-    assert worst(dumped(folder), model_of(folder)) < 1e-4
+    assert worst(folder, dumped(folder), model_of(folder)) < 1e-4
 
 
 def test_after_an_update_the_engines_score_with_the_new_weights(offloaded, folder):
     rows = dumped(folder, 2)
-    assert worst(rows, model_of(folder, folder / "checkpoints" / "global_step_1")) < 1e-4
-    assert worst(rows, model_of(folder)) > 1e-2, "the old weights would not be told from the new ones"
+    assert worst(folder, rows, model_of(folder, folder / "checkpoints" / "global_step_1")) < 1e-4
+    assert worst(folder, rows, model_of(folder)) > 1e-2, "the old weights would not be told from the new ones"
 
 
 @pytest.mark.nightly
@@ -139,8 +138,8 @@ def test_tensor_parallel_engines_on_a_budget(folder, monkeypatch):
         f"{COPIES}.budget=0.5",
         f"{COPIES}.replacement=sampled",
         f"{COPIES}.share_while_generating=1",
-        f"algorithm.oar.dump_dir={folder}/parallel/dump",
+        f"algorithm.oar.dump.dir={folder}/parallel/dump",
     )
     check(steps, [1, 2])
-    assert worst(dumped(folder / "parallel"), model_of(folder), budget=0.5, replacement=None) < 1e-4
+    assert worst(folder, dumped(folder / "parallel"), model_of(folder), budget=0.5, replacement=None) < 1e-4
     assert steps[0]["oar/offload/copies"] < 0.7 * steps[0]["oar/offload/responses"] * steps[0]["oar/reasoning_tokens"]

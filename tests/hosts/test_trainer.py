@@ -1,8 +1,6 @@
 """What the trainer does to a batch, with verl's own advantage functions and an in-memory stand-in for TransferQueue."""
 
 import importlib
-import json
-import socket
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,14 +16,16 @@ pytest.importorskip("verl")
 import verl  # noqa: F401
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
+from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
-from oar_plugin.hosts.verl.dump import ResponseDump
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
+from oar_plugin.hosts.verl.viewer import Viewer
+from oar_plugin.page.record import response
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
 from tests.hosts.engine.world import nested
 
@@ -72,7 +72,8 @@ class World:
         self.trainer.oar = OarConfig.parse(oar)
         self.trainer.timing_raw = {}
         self.trainer.global_steps = 1
-        self.trainer._dump = None
+        self.trainer._viewer = SimpleNamespace(show=lambda batch, loggers: {})
+        self.trainer.logger = SimpleNamespace(logger={})
         self.trainer.use_critic = False
         self.trainer.tokenizer = SimpleNamespace(eos_token_id=0, decode=str)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
@@ -308,32 +309,19 @@ def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(wo
     assert calls == [(["w0", "w1"], servers, "fsdp"), "verl"]
 
 
-def test_responses_are_dumped_once_though_the_step_is_run_again(world, tmp_path):
-    lines = []
-    for _ in range(2):
-        one = world()
-        one.trainer._dump = ResponseDump(tmp_path, 2)
-        one.report_from_actor()
-        one.credited()
-        lines.append((tmp_path / "step_000001.jsonl").read_text())
-    assert lines[0] == lines[1]
-    first, second = map(json.loads, lines[0].splitlines())
-    assert (first["uid"], second["uid"]) == ("a_0_0", "a_1_0")
-    assert (first["prompt_ids"], first["token_ids"], first["reward"]) == ([0, 1, 2], [0, 1, 2, 3, 4], 1.0)
-    assert sum(first["weights"]) == pytest.approx(5, rel=1e-4)
-
-
-@pytest.mark.parametrize(("dump_dir", "where"), [("dumps", "checkpoints/dumps"), ("{root}/own", "own")])
-def test_dumps_go_beside_the_checkpoints_unless_told_otherwise_and_the_log_says_where(
-    world, tmp_path, capsys, dump_dir, where
-):
-    """Ray runs the trainer on any node, in a folder of its own."""
-    one = world(dump_dir=dump_dir.format(root=tmp_path))
-    one.trainer.config.trainer.default_local_dir = f"{tmp_path}/checkpoints"
-    assert one.trainer._make_dump().folder == tmp_path / where
-    said = capsys.readouterr().out
-    assert str(tmp_path / where) in said
-    assert socket.gethostname() in said
+def test_groups_are_dumped_with_the_advantage_before_reshaping(world, tmp_path):
+    one = world(dump={"dir": "dump"})
+    one.trainer.tokenizer = make_tokenizer(384)
+    one.trainer._viewer = Viewer(one.trainer.oar, one.trainer.tokenizer, str(tmp_path))
+    one.batch.tags[2]["is_padding"] = True
+    one.report_from_actor()
+    plain = one.host_advantage()
+    one.credited()
+    assert one.metrics["oar/dump_failed"] == 0
+    rows = [response(line) for line in (tmp_path / "dump" / "step_000001.jsonl").read_text().splitlines()[1:]]
+    assert [row.uid for row in rows] == ["a_0_0", "a_1_0", *(f"b_{row}_0" for row in (3, 4, 5))]
+    assert (rows[1].token_ids, rows[1].reward, rows[1].advantage) == ([*range(7)], 0.0, plain[1, 0].item())
+    assert sum(rows[0].weights) == pytest.approx(5, rel=1e-4)
 
 
 # ---- importance from the rollout engines

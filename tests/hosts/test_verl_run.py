@@ -1,16 +1,22 @@
 """Real verl, real Ray, real vLLM on a CPU, with OAR. Minutes, not seconds."""
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoTokenizer
 
 import oar_plugin
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.gate import gate_of
+from recipes.smoke import VOCABULARY
 from tests.hosts.engine import world
-from tests.hosts.whole_run import RECIPES, check, dumped, loads_adapters, smoke, whole_run
+from tests.hosts.whole_run import RECIPES, check, dumped, loads_adapters, prompt_ids, smoke, whole_run
 
 pytestmark = whole_run
 
@@ -32,6 +38,7 @@ def three_steps(folder):
     """The smoke test of the standard recipe, a step longer, with an importance and a gate of one's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(RECIPES.parent))
+        patch.setenv("TENSORBOARD_DIR", str(folder / "board"))
         return smoke(
             "qwen2_5_7b_math",
             folder,
@@ -39,8 +46,9 @@ def three_steps(folder):
             "trainer.test_freq=3",
             f"algorithm.oar.importance={OWN['importance']}",
             f"algorithm.oar.gate={OWN['gate']}",
-            f"algorithm.oar.dump_dir={folder}/dump",
-            "algorithm.oar.dump_responses=2",
+            f"algorithm.oar.dump.dir={folder}/dump",
+            "algorithm.oar.dump.every=2",
+            "trainer.logger=[console,file,tensorboard]",
         )
 
 
@@ -60,15 +68,35 @@ def test_only_rows_with_an_advantage_are_scored(three_steps):
     assert min(step["oar/scored"] for step in three_steps) < 1
 
 
-def test_responses_are_dumped_for_people_to_look_at(three_steps, folder):
+def test_whole_groups_are_dumped_with_all_that_is_known_of_them(three_steps, folder):
+    """At the steps that were asked for, and weights are what the gate makes of importance."""
+    assert sorted(path.name for path in (folder / "dump").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
     rows = dumped(folder)
-    assert len(rows) == 2
+    groups = [[row for row in rows if row.group == group] for group in dict.fromkeys(row.group for row in rows)]
+    assert len(groups) == 2
+    for group in groups:
+        assert {row.right for row in group} == {True, False}, "of eight groups two have right and wrong responses"
+        assert len({row.prompt for row in group}) == len({row.truth for row in group}) == 1
     for row in rows:
-        length = len(row["tokens"])
-        assert all(len(row[key]) == length for key in ("token_ids", "segments", "importance", "weights", "advantage"))
-        assert sum(row["weights"]) == pytest.approx(length, rel=1e-4)
-        assert row["status"] == "scored"
-        assert "####" in "".join(row["tokens"])
+        assert "####" in "".join(row.tokens)
+        assert all(value < 0 for value in row.log_probs)
+        assert all(0 <= value < math.log(VOCABULARY) for value in row.entropies)
+        gate = gate_of(OWN["gate"])
+        importance, segments = torch.tensor([row.importance["saliency"]]), torch.tensor([row.segments])
+        weights = gate.weights(importance, segments == Segment.REASONING, gate.tau, 2.0, 0.1)
+        torch.testing.assert_close(weights[0], torch.tensor(row.weights), rtol=0, atol=1e-6)
+    for step in three_steps:
+        assert step["oar/dump_failed"] == step["oar/dashboard_failed"] == 0
+        assert ("timing_s/oar_dump" in step) == (step["step"] < 3)
+
+
+def test_tensorboard_has_histograms_and_responses_beside_verls_scalars(three_steps, folder):
+    board = EventAccumulator(str(folder / "board"), {"histograms": 0, "tensors": 0}).Reload()
+    assert [event.step for event in board.Histograms("oar/weights")] == [1, 2]
+    assert [event.step for event in board.Tensors("oar/responses/text_summary")] == [1, 2]
+    counted = board.Histograms("oar/weights")[0].histogram_value
+    assert counted.sum / counted.num == pytest.approx(1, abs=1e-3), "weights average 1"
+    assert {"oar/ess_ratio", "actor/grad_norm", "oar/dump_failed"} <= set(board.Tags()["scalars"])
 
 
 def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
@@ -76,20 +104,16 @@ def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
     model = world.load_model(folder / "model", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rows = dumped(folder)
-    credit = oar_plugin.importance(
-        model,
-        prompts=[row["prompt_ids"] for row in rows],
-        responses=[row["token_ids"] for row in rows],
-        tokenizer=tokenizer,
-        **OWN,
-    )
-    for place, row in enumerate(rows):
-        here = slice(len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["token_ids"]))
-        want = torch.tensor(row["importance"])
+    prompts = [prompt_ids(folder, row) for row in rows]
+    responses = [row.token_ids for row in rows]
+    credit = oar_plugin.importance(model, prompts=prompts, responses=responses, tokenizer=tokenizer, **OWN)
+    for place, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        here = slice(len(prompt), len(prompt) + len(row.token_ids))
+        want = torch.tensor(row.importance["saliency"])
         # 1e-3: the model is sure of its answers, and onehot - p of a sure prediction keeps few of float32's digits.
         assert (credit.importance[place, here] - want).abs().max() < 1e-3 * want.max()
-        assert credit.segments[place, here].tolist() == row["segments"]
-        torch.testing.assert_close(credit.weights[place, here], torch.tensor(row["weights"]))
+        assert credit.segments[place, here].tolist() == row.segments
+        torch.testing.assert_close(credit.weights[place, here], torch.tensor(row.weights))
 
 
 def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):

@@ -14,12 +14,14 @@ The others are `nightly`: engines on two ranks, mixtures of experts, Megatron wi
 and resuming, the studies that run verl.
 """
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from transformers import AutoTokenizer
+
+from oar_plugin.page.record import response
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -53,8 +55,14 @@ def smoke(recipe, folder, *overrides):
 
 
 def dumped(folder, step=1):
-    """The responses that a step left in `folder/dump`."""
-    return [json.loads(line) for line in (folder / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    """The responses that a step left in `folder/dump`, those that were scored."""
+    _, *lines = (folder / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [row for row in map(response, lines) if row.status == "scored"]
+
+
+def prompt_ids(folder, row):
+    """Of the run's tokenizer. A dump has the prompt's text."""
+    return AutoTokenizer.from_pretrained(folder / "model").encode(row.prompt, add_special_tokens=False)
 
 
 def with_a_signal(steps):

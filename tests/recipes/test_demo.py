@@ -3,9 +3,9 @@
 import io
 import json
 import os
-import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from benchmarks.tiny.verl_run import read_metrics
 from recipes.cpu_demo import demo, main, report
 from recipes.cpu_demo.report import CAVEAT, Accuracy, MethodResult, Share
 from recipes.cpu_demo.training import STAGES, Run, TrainingFailed, Watch, diagnose
-from tests.page.test_tokens import RECORD
+from tests.page.dumped import RESPONSE
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ def test_hydra_reads_every_override_once_and_paths_as_they_are(run):
     assert len(values) == len(overrides)
     assert values["actor_rollout_ref.model.path"] == str(run.parent / "model")
     assert values["trainer.default_local_dir"] == str(run.folder / "checkpoint")
-    assert values["algorithm.oar.dump_dir"] == str(run.weights_folder)
+    assert values["algorithm.oar.dump.dir"] == str(run.weights_folder)
 
 
 def test_the_command_is_a_script_that_a_shell_accepts(run):
@@ -159,29 +159,16 @@ def result():
     return MethodResult(accuracy(180), metrics, seconds=100.0, start_up_seconds=60.0, peak_bytes=3 * 1024**3)
 
 
-def test_the_page_shows_first_middle_and_last_step_with_both_signs_and_weights_are_averaged_by_kind(tmp_path):
-    for step in range(1, 8):
-        lines = [json.dumps({**RECORD, "step": step, "advantage": sign * 0.5}) for sign in (1, 1, 1, -1, -1)]
-        (tmp_path / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
-    rows = report.load_rows(tmp_path)
-    assert len(rows) == 35
-    report.write_tokens_page(tmp_path / "tokens.html", rows)
-    page = (tmp_path / "tokens.html").read_text(encoding="utf-8")
-    assert re.findall(r"<h2>Step (\d+)", page) == ["1", "4", "7"]
-    assert page.count("▲") == page.count("▼") == 6
-    assert report.weights_by_kind(rows) == pytest.approx({"results": 2.3, "sums": 0.65, "filler words": 0.4})
-
-
-@pytest.mark.parametrize("methods", [("oar",), ("oar", "grpo")])
-def test_it_draws_a_curve(tmp_path, methods, result):
-    report.draw_curve(tmp_path / "curve.png", accuracy(70), dict.fromkeys(methods, result))
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+def test_weights_are_averaged_by_kind_over_the_scored():
+    row = replace(RESPONSE, tokens=["so", " 3", " =", " 7"], weights=[0.4, 0.6, 0.7, 2.3], segments=[1] * 4)
+    kinds = report.weights_by_kind([row, replace(row, status="no_answer", weights=[9.0] * 4)])
+    assert kinds == pytest.approx({"results": 2.3, "sums": 0.65, "filler words": 0.4})
 
 
 def test_the_summary_has_the_numbers_the_files_and_the_caveat(tmp_path, result):
     console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
-    files = {"curve": tmp_path / "curve.png"}
+    files = {"curves": tmp_path / "report.html"}
     report.print_summary(console, accuracy(70), {"oar": result}, {"results": 2.3}, 321.0, files)
     said = console.file.getvalue()
     numbers = ("27 %  [22, 33]", "70 %  [64, 76]", "after 6 steps of OAR", "2.0 s", "3.0 GB", "done in 5:21")
-    assert [part for part in (*numbers, CAVEAT, str(files["curve"])) if part not in said] == []
+    assert [part for part in (*numbers, CAVEAT, str(files["curves"])) if part not in said] == []

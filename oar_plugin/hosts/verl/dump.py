@@ -1,40 +1,146 @@
-"""A few responses of every step with their weights, for people to look at (`oar inspect`)."""
+"""Whole groups of a batch with their credit as records for people to look at, and the files that hold them (`oar inspect`)."""
 
-import json
+import importlib.metadata
 import os
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.importance import importance_of
+from oar_plugin.estimator import Reshaped
+from oar_plugin.hosts.verl.capabilities import host_version
+from oar_plugin.page.record import RIGHT_FROM, Header, Response, printable
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
+from oar_plugin.passes.tokens import TokenBytes
 
-class ResponseDump:
-    """Writes `<folder>/step_<step>.jsonl`, a line each for so many responses of a step.
+QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "reward_model", "data_source"]
+"""What only the queue has of a response. There is no entropy where old log-probs are the rollout's."""
 
-    A step that is run again, after a resume, replaces its file. A file is there as a whole or not at all.
+
+@dataclass(frozen=True)
+class Credited:
+    """A batch after reshaping.
+
+    Attributes:
+        step: training step.
+        keys: of the rows, verl's `{uid of the prompt}_{session}_{index}`.
+        own_B: bool `[B]`, false for rows that verl added to fill up the batch.
+        padded: `advantages` before reshaping, importance and segments, `[B, L]`, and `NEEDED`, `[B, 1]`.
+        reshaped: what became of them.
+        read: gives fields of some rows, `read(keys=..., select_fields=...)`, without those that nobody wrote.
     """
 
-    def __init__(self, folder: Path, per_step: int) -> None:
-        self.folder = folder.absolute()
-        self.per_step = per_step
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._step: int | None = None
-        self._lines: list[str] = []
+    step: int
+    keys: Sequence[str]
+    own_B: Tensor
+    padded: TensorDict
+    reshaped: Reshaped
+    read: Callable[..., TensorDict]
 
-    def choose(self, step: int, scored_B: Tensor, needed_B: Tensor) -> list[int]:
-        """Rows to write: scored ones first, then those that fell back; of a step's second batch what the first one left."""
-        if step != self._step:
-            self._step, self._lines = step, []
-        order = scored_B.nonzero()[:, 0].tolist() + (needed_B & ~scored_B).nonzero()[:, 0].tolist()
-        return order[: self.per_step - len(self._lines)]
 
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write responses of the step that `choose` was asked for; tensors become lists."""
-        for row in rows:
-            plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in row.items()}
-            self._lines.append(json.dumps({"step": self._step, **plain}) + "\n")
-        file = self.folder / f"step_{self._step:06d}.jsonl"
-        unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text("".join(self._lines), encoding="utf-8")
+def choose(keys: Sequence[str], own_B: Tensor, reward_B: Tensor, status_B: Tensor, groups: int) -> list[list[int]]:
+    """Rows of the groups to look at, at most so many; siblings in the order of sampling.
+
+    First groups with right and wrong responses of which one was scored, then others with a response that matters.
+    """
+    rows_of = defaultdict(list)
+    for row in own_B.nonzero()[:, 0].tolist():
+        uid, session, index = keys[row].rsplit("_", 2)
+        rows_of[uid].append((int(session), int(index), row))
+    found = [[row for *_, row in sorted(places)] for places in rows_of.values()]
+
+    def comes_later(rows: list[int]) -> tuple[bool, bool]:
+        scored = bool((status_B[rows] == Status.SCORED).any())
+        return not (scored and len((reward_B[rows] >= RIGHT_FROM).unique()) > 1), not scored
+
+    found = [rows for rows in found if (status_B[rows] != Status.NOT_NEEDED).any()]
+    return sorted(found, key=comes_later)[:groups]
+
+
+class Reader:
+    """Makes records of a run's responses."""
+
+    def __init__(self, oar: OarConfig, tokenizer: Any) -> None:
+        self._oar, self._tokenizer = oar, tokenizer
+        self._bytes = TokenBytes(tokenizer)
+        fallback = oar.importance if oar.actor_importance == "none" else oar.actor_importance
+        # Of the engines where they score, and of the actor.
+        self._names = importance_of(oar.importance).name, importance_of(fallback).name
+
+    def header(self) -> Header:
+        """What the responses have in common."""
+        versions = {"verl": host_version()}
+        for package in ("oar_plugin", "torch", "transformers", "vllm"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        # A fallback's importance is on the scale of the one it stands in for.
+        arbitrary = dict.fromkeys(self._names, self._oar.importance_object.arbitrary_scale)
+        return Header(versions, self._oar.model_dump(mode="json") | {"tau": self._oar.quantile}, arbitrary)
+
+    def groups(self, batch: Credited, most: int) -> list[list[Response]]:
+        """The groups of a batch to look at, at most so many. Of rows that are not chosen only the reward is read."""
+        scores = batch.read(keys=list(batch.keys), select_fields=["rm_scores"])["rm_scores"]
+        reward_B = torch.stack([row.sum() for row in scores.unbind()])
+        chosen = choose(batch.keys, batch.own_B, reward_B, batch.reshaped.status_B, most)
+        rows = [row for group in chosen for row in group]
+        if not rows:
+            return []
+        queued = batch.read(keys=[batch.keys[row] for row in rows], select_fields=QUEUED)
+        columns = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in queued.items()}
+        has = {row: {name: column[place] for name, column in columns.items()} for place, row in enumerate(rows)}
+        return [[self._response(batch, row, has[row], reward_B[row].item()) for row in group] for group in chosen]
+
+    def _response(self, batch: Credited, row: int, has: Mapping[str, Any], reward: float) -> Response:
+        ids = has["responses"].tolist()
+        advantage_L = batch.padded["advantages"][row]
+        by_actor = not self._oar.offloads or bool(batch.padded[NEEDED][row] > 0)
+        asked = has.get("reward_model")
+        truth = asked.get("ground_truth") if isinstance(asked, Mapping) else None
+
+        def numbers(values: Tensor | None) -> Any:
+            return None if values is None else values[: len(ids)].tolist()
+
+        return Response(
+            step=batch.step,
+            group=batch.keys[row].rsplit("_", 2)[0],
+            uid=batch.keys[row],
+            source=str(has.get("data_source", "")),
+            prompt=self._tokenizer.decode(has["prompts"]),
+            truth=None if truth is None else str(truth),
+            token_ids=ids,
+            tokens=self._texts(ids),
+            segments=numbers(batch.padded[SEGMENTS][row]),
+            importance={self._names[by_actor]: numbers(batch.padded[IMPORTANCE][row])},
+            weights=numbers(batch.reshaped.weight_BL[row]),
+            log_probs=numbers(has.get("old_log_probs")),
+            entropies=numbers(has.get("entropy")),
+            # The same at each token that was sampled, and 0 at those that a tool wrote.
+            advantage=advantage_L[advantage_L.abs().argmax()].item(),
+            reward=reward,
+            status=Status(int(batch.reshaped.status_B[row])).name.lower(),
+        )
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        names = self._tokenizer.convert_ids_to_tokens(ids)
+        texts = printable(self._bytes.pieces(ids))
+        return [text or str(name) for text, name in zip(texts, names, strict=True)]
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all; an older one is replaced. OSError: it could not be written."""
+    unfinished = file.with_suffix(".unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, file)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)

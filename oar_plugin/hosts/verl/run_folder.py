@@ -36,7 +36,7 @@ SHOWN = 12
 IGNORED = (
     # Where a run writes, and what it reports.
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_*_dir", "trainer.*_data_dir", "hydra.*"),
-    *("trainer.logger", "trainer.log_*", "algorithm.oar.dump_*", "global_profiler*", "*.profiler.*"),
+    *("trainer.logger", "trainer.log_*", "algorithm.oar.dump.*", "global_profiler*", "*.profiler.*"),
     # When it saves and validates.
     *("trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "trainer.esi_*"),
     *("trainer.max_*_ckpt_to_keep", "trainer.checkpoint_*", "actor_rollout_ref.actor.checkpoint.*"),

@@ -8,10 +8,9 @@ other run goes through this file.
 
 import importlib
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,14 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.utils.padding import response_to_nested
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status
-from oar_plugin.estimator import Reshaped, reshape
+from oar_plugin.estimator import reshape
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.balancing import balanced_partitions
-from oar_plugin.hosts.verl.dump import ResponseDump
+from oar_plugin.hosts.verl.dump import Credited
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
+from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
 
 logger = logging.getLogger("oar_plugin")
@@ -51,6 +50,7 @@ class OarTrainerMixin:
     timing_raw: dict[str, float]
     actor_rollout_wg: Any
     tokenizer: Any
+    logger: Any
 
     _replacement: int | None = None
 
@@ -62,15 +62,7 @@ class OarTrainerMixin:
         if self.oar.offloads:
             switch_on(config, self.oar)
         super().__init__(config)  # type: ignore[call-arg]
-        self._dump = self._make_dump() if self.oar.dump_dir else None
         logger.info("OAR is on: %s", self.oar)
-
-    def _make_dump(self) -> ResponseDump:
-        # This process is wherever Ray put it: a relative path means the folder of the checkpoints, which every node sees.
-        folder = Path(self.config.trainer.default_local_dir, Path(str(self.oar.dump_dir)).expanduser())
-        dump = ResponseDump(folder, self.oar.dump_responses)
-        print(f"algorithm.oar.dump_dir: {dump.folder}, as node {socket.gethostname()} sees it")
-        return dump
 
     def on_init_end(self) -> None:
         strategy = self.config.actor_rollout_ref.actor.strategy
@@ -84,6 +76,7 @@ class OarTrainerMixin:
         super()._init_tokenizer()  # type: ignore[misc]
         if self.oar.copies is not None:
             self._replacement = replacement_token(self.oar, self.tokenizer)
+        self._viewer = Viewer(self.oar, self.tokenizer, self.config.trainer.default_local_dir)
 
     # ---- the rows that matter, dealt out evenly
 
@@ -214,10 +207,11 @@ class OarTrainerMixin:
             )
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
-            if self._dump is not None:
-                self._dump_responses(batch, padded, reshaped)
         if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
             self.timing_raw["oar"] += report_B2[:, 1].sum().item() / self._ranks()
+        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        credited = Credited(self.global_steps, batch.keys, ~_padding_rows(batch), padded, reshaped, read)
+        metrics.update(self._viewer.show(credited, self.logger.logger))
         return batch
 
     @contextmanager
@@ -228,38 +222,6 @@ class OarTrainerMixin:
             yield
         finally:
             self.config.algorithm.adv_estimator = "oar"
-
-    def _dump_responses(self, batch: Any, padded: TensorDict, reshaped: Reshaped) -> None:
-        assert self._dump is not None
-        scored_B = reshaped.status_B == Status.SCORED
-        rows = self._dump.choose(self.global_steps, scored_B, reshaped.status_B != Status.NOT_NEEDED)
-        if not rows:
-            return
-        text = tq.kv_batch_get(
-            keys=[batch.keys[i] for i in rows],
-            partition_id=batch.partition_id,
-            select_fields=["prompts", "responses", "rm_scores"],
-        )
-
-        def dumped(place: int, row: int) -> dict[str, Any]:
-            prompt, response = (text[name].unbind()[place].tolist() for name in ("prompts", "responses"))
-            length = len(response)
-            return {
-                "uid": batch.keys[row],
-                "prompt": self.tokenizer.decode(prompt),
-                "prompt_ids": prompt,
-                # Text does not bring the ids back: half a character in a token reads as a replacement character.
-                "token_ids": response,
-                "tokens": [self.tokenizer.decode(token) for token in response],
-                "segments": padded[SEGMENTS][row, :length],
-                "importance": padded[IMPORTANCE][row, :length],
-                "weights": reshaped.weight_BL[row, :length],
-                "advantage": padded["advantages"][row, :length],
-                "reward": text["rm_scores"].unbind()[place].sum().item(),
-                "status": Status(int(reshaped.status_B[row])).name.lower(),
-            }
-
-        self._dump.write(dumped(place, row) for place, row in enumerate(rows))
 
 
 def _read(batch: Any, *fields: str) -> TensorDict:

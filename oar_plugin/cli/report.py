@@ -1,0 +1,77 @@
+"""`oar report`: a page about runs, from the logs that verl wrote."""
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+PIP = {"yaml": "pyyaml", "google": "protobuf"}
+"""Packages that have another name than what is imported."""
+_EXAMPLES = """\
+examples:
+  oar report RUN                                     a run's folder; the page goes to RUN/report
+  oar report O1 O2 O3 --baseline G1 G2 G3            three seeds each, compared in every figure
+  oar report metrics.jsonl --baseline tensorboard/   what verl's loggers wrote: file, tensorboard, wandb (offline)
+
+exit status: 0 done, 1 a package is missing, 2 wrong input, 130 interrupted
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    text = "folders of runs that differ in their seeds, or what a logger of verl wrote"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    parser.add_argument(
+        "--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with"
+    )
+    parser.add_argument(
+        "--name", metavar="LABEL", help="of the runs (default: their estimator, or the first one's name)"
+    )
+    text = "of the page and its pictures (default: report/ in the first run's folder; for bare logs in the current one)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--open", action="store_true", help="show the page in a browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when a package is missing or no browser is there, 2 for what is no log of verl."""
+    try:
+        return _report(args)
+    except ModuleNotFoundError as error:
+        name = str(error.name).split(".")[0]
+        print(f"oar report: {name} is not installed here; pip install {PIP.get(name, name)}", file=sys.stderr)
+        return 1
+
+
+def _report(args: argparse.Namespace) -> int:
+    from oar_plugin.cli.tables import console, progress_bar, table
+    from oar_plugin.page.findings import findings
+    from oar_plugin.page.logs import NoLogs, read_run
+    from oar_plugin.page.report import Side, comparison, write_report
+
+    paths, logs = [*args.runs, *args.baseline], []
+    out = args.out or (args.runs[0] if (args.runs[0] / "run.yaml").is_file() else Path()) / "report"
+    try:
+        with progress_bar() as progress:
+            for place, path in enumerate(paths):
+                progress(f"reading {path.name}", place, len(paths))
+                logs.append(read_run(path))
+            ours, theirs = logs[: len(args.runs)], logs[len(args.runs) :]
+            names = [str(log.settings.get("algorithm.adv_estimator", log.name)) for log in (ours[0], *theirs[:1])]
+            names[0] = args.name or names[0]
+            names[1:] = ["baseline" if name == names[0] else name for name in names[1:]]
+            sides = [Side(name, runs) for name, runs in zip(names, (ours, theirs), strict=False)]
+            page = write_report(sides, out, progress)
+    except NoLogs as error:
+        print(f"oar report: {error}", file=sys.stderr)
+        return 2
+    titles, *rows = comparison(sides)
+    shown = table(*titles)
+    for row in rows:
+        shown.add_row(*row)
+    console().print(shown)
+    print(f"What went wrong, and when: {sum(len(findings(log)) for log in logs)} findings\n{page}")
+    if args.open and not webbrowser.open(page.absolute().as_uri()):
+        print(f"oar report: --open: no browser here; open {page} yourself", file=sys.stderr)
+        return 1
+    return 0

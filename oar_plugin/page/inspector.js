@@ -1,0 +1,518 @@
+"use strict";
+// Reads what inspector.py wrote, computes weights as oar_plugin/credit/gate.py does, and draws what is near the window.
+// Whatever comes from a model reaches the page as text (`textContent`), never as HTML.
+
+const TINY = 2.2250738585072014e-308;  // smallest normal float64
+const NEAR = "1500px";  // how far from the window responses are drawn
+const byId = id => document.getElementById(id);
+const form = byId("controls"), {elements} = form;
+let data, responses, steps;
+let cards = [], pin = null, waiting = 0;
+
+// ---- data
+
+function unpack(text, size) {  // base 91: two characters for 13 bits
+  const digit = new Uint8Array(128), bytes = new Uint8Array(size);
+  for (let code = 33, next = 0; code < 127; code++) if (!"&<\\".includes(String.fromCharCode(code))) digit[code] = next++;
+  for (let i = 0, at = 0, bits = 0, held = 0; i < text.length; i += 2) {
+    bits = (bits << 13) | (digit[text.charCodeAt(i)] * 91 + digit[text.charCodeAt(i + 1)]);
+    for (held += 13; held >= 8; held -= 8) bytes[at++] = bits >> (held - 8);
+    bits &= (1 << held) - 1;
+  }
+  return bytes;
+}
+
+async function load() {
+  const packed = new Blob([unpack(byId("data").textContent, +byId("data").dataset.size)]).stream();
+  const block = new Uint8Array(await new Response(packed.pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
+  let at = block.indexOf(10), id = 0, start = 0;
+  data = JSON.parse(new TextDecoder().decode(block.subarray(0, at++)));
+  const column = Type => {
+    const size = Type.BYTES_PER_ELEMENT, bytes = new Uint8Array(size * data.count);
+    for (let plane = 0; plane < size; plane++) for (let i = plane; i < bytes.length; i += size) bytes[i] = block[at++];
+    return new Type(bytes.buffer);
+  };
+  const rounded = sign => Float32Array.from(column(Uint16Array), x => x === 65535 ? NaN : sign * Math.expm1(x / 200) / 5);
+  const columns = {token: column(Uint32Array), logProb: rounded(-1), entropy: rounded(1)};
+  const importance = Object.keys(data.importances).map(name => [name, column(Float32Array)]);
+  columns.recorded = data.recorded ? column(Float32Array) : new Float32Array();
+  data.tokens.id = data.tokens.idAfterLast.map(more => id += more);
+  responses = data.responses.step.map((_, i) => {
+    const r = Object.fromEntries(Object.entries(data.responses).map(([name, values]) => [name, values[i]]));
+    const own = pairs => Object.fromEntries(pairs.map(([name, values]) => [name, values.subarray(start, start + r.length)]));
+    Object.assign(r, own(Object.entries(columns)), {importance: own(importance), scores: {}, credit: {}, segment: []});
+    for (let k = 0; k < r.segments.length; k += 2) {
+      for (let n = r.segments[k + 1]; n > 0; n--) r.segment.push(data.segmentNames[r.segments[k]]);
+    }
+    r.reasoning = Uint32Array.from(r.segment.keys()).filter(place => r.segment[place] === "reasoning");
+    start += r.length;
+    return r;
+  });
+  steps = [...new Set(data.responses.step)].sort((a, b) => a - b);
+}
+
+// Nothing acts on the page: no direction, no invisible character, no half of one.
+const visible = text => text.replaceAll("\t", "⇥").replace(
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]|\p{Cs}/gu,
+  c => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+const textOf = (r, i) => data.tokens.text[r.token[i]];
+const shownText = text => text.trim() ? visible(text).replaceAll("\n", "⏎\n")
+  : visible(text).replaceAll(" ", "␣").replaceAll("\n", "⏎\n") || "∅";
+
+// ---- weights: gate.py and estimator.py, in float64
+
+function quantile(sorted, tau) {
+  const last = sorted.length - 1, rank = tau * last, lower = Math.floor(rank), share = rank - lower;
+  const below = sorted[lower], above = sorted[Math.min(lower + 1, last)];
+  return share < 0.5 ? below + share * (above - below) : above - (above - below) * (1 - share);
+}
+
+const GATES = {
+  two_level(score, sorted, {tau, beta}) {
+    const limit = quantile(sorted, tau);
+    return score.map(x => x >= limit && x > sorted[0] ? 1 + beta : 1);
+  },
+  bi_level(score, sorted, {tau, beta, floor}) {
+    const low = Math.log1p(sorted[0]), span = Math.log1p(sorted.at(-1)) - low, level = x => (Math.log1p(x) - low) / span;
+    const limit = quantile(sorted.map(level), tau);
+    return score.map(level).map(s => s < limit ? Math.max(s / Math.max(limit, TINY), floor)
+      : 1 + beta * (s - limit) / Math.max(1 - limit, TINY));
+  },
+};
+
+const sum = values => values.reduce((total, x) => total + x, 0);
+const gateNow = () => elements.gate.value === "run" ? data.run  // the run's exactly, or the controls'
+  : {gate: elements.gate.value, tau: +elements.tau.value, beta: +elements.beta.value, floor: +elements.floor.value};
+
+function scoresOf(r, name) {  // of the reasoning tokens; `sorted` is null where one is not finite
+  const score = r.scores[name]?.score ?? Float64Array.from(r.reasoning, i => r.importance[name][i]);
+  return r.scores[name] ??= {score, sorted: score.length && score.every(Number.isFinite) ? score.slice().sort() : null};
+}
+
+// {weights: one a token, or null where there is no credit; status: what became of the response}
+const credit = (r, name) => r.credit[name] ??= weigh(r, name, gateNow());
+
+function weigh(r, name, gate) {
+  if (!r.weighted) return {weights: null, status: r.status};
+  if (!(gate.gate in GATES) || !name) return {weights: name === data.runImportance ? r.recorded : null, status: r.status};
+  const weights = new Float32Array(r.length).fill(1);
+  if (r.status !== "scored" && r.status !== "constant") return {weights, status: r.status};
+  let {score, sorted} = scoresOf(r, name);
+  if (!sorted) return {weights, status: "non_finite"};
+  if (!(sorted.at(-1) > sorted[0])) return {weights, status: "constant"};
+  const mean = sum(score) / score.length;
+  if (data.importances[name].arbitraryScale && !data.gates[gate.gate].orderOnly && mean > 0) {
+    [score, sorted] = [score, sorted].map(values => values.map(x => x / mean));
+  }
+  const raw = GATES[gate.gate](score, sorted, gate), scale = raw.length / Math.max(sum(raw), TINY);
+  r.reasoning.forEach((place, i) => { weights[place] = raw[i] * scale; });
+  return {weights, status: "scored"};
+}
+
+// oar/ess_ratio and oar/top10_mass of one response (credit/diagnostics.py); null where nothing was weighted.
+function diagnostics(r, name) {
+  const {weights, status} = credit(r, name), n = r.reasoning.length;
+  if (!weights || status !== "scored" || !n) return null;
+  const w = Float64Array.from(r.reasoning, i => Math.abs(weights[i])).sort();
+  const tenth = Math.fround(n * Math.fround(0.1));
+  const take = Math.round(tenth) - (tenth % 1 === 0.5 && Math.round(tenth) % 2);  // torch rounds halves to even
+  return {ess: sum(w) ** 2 / (n * sum(w.map(x => x * x))), top: sum(w.subarray(n - Math.max(1, take))) / sum(w)};
+}
+
+function rank(r, name, i) {  // 1: the largest; equals share the better place; NaN where not scored
+  const scores = scoresOf(r, name);
+  scores.ranks ??= new Map(Array.from(scores.sorted ?? [], (x, k) => [x, r.reasoning.length - k]));
+  return r.segment[i] === "reasoning" ? scores.ranks.get(r.importance[name][i]) ?? NaN : NaN;
+}
+
+// ---- colours
+
+const hue = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+const [BLUE, ORANGE, PURPLE, GREEN, ROSE] = ["blue", "orange", "purple", "green", "rose"].map(hue);
+const tint = (hue, strength) => [hue, Math.max(0, Math.min(1, strength)) || 0];
+const css = ([hue, strength]) => `rgb(${hue} / ${(0.72 * strength).toFixed(2)})`;
+const format = x => Number.isFinite(x) ? String(+x.toPrecision(3)) : "–";
+const signed = x => (x > 0 ? "+" : "") + format(x);
+
+// The strongest push in a group; plain GRPO, where every token has weight 1, is not shown as if all were boosted.
+const strongest = (r, name) => Math.max(TINY, ...r.siblings.map(s =>
+  Math.abs(s.advantage) * (credit(s, name).weights?.reduce((top, w) => Math.max(top, Math.abs(w)), 2) ?? 0)));
+
+// Of a response and an importance. value: a token's number, which histograms count; tint: its colour; null: there is none.
+const weightOf = (r, name) => { const {weights} = credit(r, name); return weights && (i => weights[i]); };
+const logImportance = (r, name) => name && (i => Math.log10(r.importance[name][i]));
+const COLOURS = {
+  paid: {
+    value(r, name) { const weight = weightOf(r, name); return weight && (i => weight(i) * r.advantage); },
+    tint(r, name) {
+      const top = strongest(r, name), value = this.value(r, name);
+      return value && (i => tint(value(i) < 0 ? ORANGE : BLUE, Math.abs(value(i)) / top));
+    },
+  },
+  weight: {
+    value: weightOf,
+    tint(r, name) {
+      const weight = weightOf(r, name);
+      return weight && (i => weight(i) < 1 ? tint(GREEN, 0.6 * (1 - weight(i))) : tint(PURPLE, (weight(i) - 1) / 2));
+    },
+  },
+  rank: {value: logImportance, tint: (r, name) => name && (i => tint(PURPLE, 1 - (rank(r, name, i) - 1) / r.reasoning.length))},
+  importance: {
+    value: logImportance,
+    tint(r, name) {
+      const sorted = name && scoresOf(r, name).sorted, log = x => Math.log(Math.max(TINY, x));
+      if (!sorted) return null;
+      const low = log(sorted[Math.floor(0.05 * sorted.length)]), high = log(sorted.at(-1));
+      return i => tint(PURPLE, (log(r.importance[name][i]) - low) / (high - low));
+    },
+  },
+  logProb: {value: r => i => r.logProb[i], tint: r => i => tint(ROSE, 1 - Math.exp(r.logProb[i]))},
+  entropy: {value: r => i => r.entropy[i], tint: r => i => tint(GREEN, 1 - Math.exp(-r.entropy[i]))},
+};
+
+// ---- what is chosen
+
+const colourNow = () => COLOURS[elements.colour.value];
+const names = () => elements.importance.value === "*" ? Object.keys(data.importances) : [elements.importance.value];
+const nameNow = () => names().length > 1 ? data.runImportance : names()[0];
+const lower = text => text.toLowerCase().length === text.length ? text.toLowerCase() : text;
+
+function make(tag, properties, ...inside) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...inside);
+  return node;
+}
+
+function setUp() {
+  const known = name => responses.some(r => r[name].some(Number.isFinite));
+  const offered = {source: new Set(data.responses.source), status: new Set(data.responses.status)};
+  elements.source.append(...[...offered.source].sort().map(value => make("option", {value, textContent: visible(value)})));
+  for (const option of elements.status.options) option.hidden = option.value !== "" && !offered.status.has(option.value);
+  elements.step.max = steps.length;
+  form.querySelector(".steps").hidden = steps.length < 2;
+  if (!data.responses.weighted.includes(true)) elements.colour.value = known("logProb") ? "logProb" : "entropy";
+  else if (!data.responses.advantage.some(Number.isFinite)) elements.colour.value = "weight";
+}
+
+function passes(r) {
+  const [outcome, status, source, step] = ["outcome", "status", "source", "step"].map(name => elements[name].value);
+  return (!outcome || r.right === (outcome === "right")) && (!source || r.source === source)
+    && (!status || credit(r, nameNow()).status === status) && (+step === 0 || r.step === steps[step - 1])
+    && (!elements.search.value || found(r).length > 0 || lower(r.prompt).includes(lower(elements.search.value)));
+}
+
+// Places of the tokens that a hit of the search touches.
+function found(r) {
+  const query = lower(elements.search.value), places = [];
+  r.text ??= lower(Array.from(r.token, t => data.tokens.text[t]).join(""));
+  const next = from => query ? r.text.indexOf(query, from) : -1;
+  for (let hit = next(0), from = 0, i = 0; hit >= 0; hit = next(hit + query.length)) {
+    for (; i < r.length && from < hit + query.length; from += textOf(r, i++).length) {
+      if (from + textOf(r, i).length > hit) places.push(i);
+    }
+  }
+  return places;
+}
+
+// Where a response first differs from the most similar sibling of the other outcome.
+function difference(r) {
+  let best = {place: -1};
+  for (const other of r.siblings.filter(s => s.right !== r.right && s.right !== null && r.right !== null)) {
+    let place = 0;
+    while (place < r.length && r.token[place] === other.token[place]) place++;
+    if (place < r.length && place > best.place) best = {place, other};
+  }
+  return best;
+}
+
+// ---- drawing
+
+function histogram(list, name, bins) {
+  const unknown = () => NaN, counts = new Uint32Array(bins);
+  const values = list.flatMap(r => Array.from(r.reasoning, colourNow().value(r, name) || unknown)).filter(Number.isFinite);
+  if (!values.length) return "no numbers";
+  const [low, high] = values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+  for (const value of values) counts[Math.min(bins - 1, Math.floor((value - low) / (high - low || 1) * bins))]++;
+  const unit = 19 / counts.reduce((a, b) => Math.max(a, b)), ends = [low, high].map(x => make("span", {textContent: format(x)}));
+  const bars = Array.from(counts, (count, i) => count ? `M${i + 0.1} 20v${-(1 + unit * count)}h.8V20z` : "").join("");
+  const made = make("span", {className: "histogram", role: "img", ariaLabel: `${values.length} tokens by their number`});
+  made.innerHTML = `<svg viewBox="0 0 ${bins} 20" preserveAspectRatio="none"><path d="${bars}"/></svg>`;
+  made.append(make("span", {className: "ends"}, ...ends));
+  return made;
+}
+
+const statusText = name => [...elements.status].find(option => option.value === name)?.text;
+const figuresText = figures => `ESS ${figures.ess.toFixed(2)} · top 10 % has ${(100 * figures.top).toFixed(0)} %`;
+const outcomeText = right => right === null ? "no reward" : right ? "✓ right" : "✗ wrong";
+
+function head(card) {
+  const {r} = card, name = nameNow(), {status, weights} = credit(r, name), figures = diagnostics(r, name);
+  const chip = (textContent, className = "", title = "") => make("span", {className: `chip ${className}`, textContent, title});
+  const [arrow, way] = r.advantage > 0 ? ["▲", "up"] : r.advantage < 0 ? ["▼", "down"] : ["●", ""];
+  const said = weights || status !== "scored" ? statusText(status) ?? status : "no weights recorded";
+  const parts = [chip(outcomeText(r.right), r.right === false ? "wrong" : "right"),
+    chip(`${arrow} advantage ${r.advantage === null ? "–" : signed(r.advantage)}`, way), chip(`reward ${format(r.reward)}`),
+    chip(visible(said), status === "scored" ? "" : "fallback", status)];
+  if (figures) parts.push(chip(figuresText(figures), "", "effective sample size: 1 when the credit is even"));
+  parts.push(chip(`${r.length} tokens`), make("span", {className: "uid", textContent: visible(`${r.source} · ${r.uid}`)}));
+  const {place, other} = card.differs = difference(r);
+  if (other) {
+    const textContent = `◆ differs from a ${other.right ? "right" : "wrong"} sibling after ${place} tokens`;
+    const title = `the most similar one: ${visible(other.uid)}`;
+    parts.push(make("button", {type: "button", textContent, title, onclick: () => pinAt(card, place, "center")}));
+  }
+  card.head.replaceChildren(...parts, histogram([r], name, 24));
+}
+
+// The whole response as one line: of the tokens that share a pixel the strongest is seen.
+function strip({r, strip: canvas, differs}) {
+  const pen = canvas.getContext("2d"), shade = colourNow().tint(r, nameNow());
+  canvas.width = Math.max(1, canvas.clientWidth);
+  const wide = canvas.width / r.length, seen = new Float32Array(canvas.width);
+  const fill = (colour, i, y, high, width = Math.ceil(wide)) => {
+    pen.fillStyle = colour;
+    pen.fillRect(Math.floor(i * wide), y, width, high);
+  };
+  for (let i = 0; i < r.length; i++) {
+    const colour = shade ? shade(i) : [BLUE, 0], at = Math.floor(i * wide);
+    if (r.segment[i] === "answer") fill("gray", i, 11, 3, Math.max(2, wide));
+    if (colour[1] <= seen[at]) continue;
+    seen[at] = colour[1];
+    pen.clearRect(at, 0, Math.ceil(wide), 10);
+    fill(css(colour), i, 0, 10);
+  }
+  if (differs.other) fill("gray", differs.place, 0, 14, 3);
+}
+
+function row(card, name) {
+  const tokens = make("div", {className: "tokens", tabIndex: 0, role: "group", ariaLabel: "tokens; Enter pins one"});
+  const label = make("div", {className: "who"}), spans = [];
+  for (let i = 0; i < card.r.length; i++) {
+    // A space before a word stands between the boxes: lines break there.
+    const text = textOf(card.r, i), gap = text.startsWith(" ") && text.trim() ? " " : "";
+    const className = `t ${card.r.segment[i]}${i === card.differs.place ? " differs" : ""}`;
+    spans.push(make("span", {className, textContent: shownText(text.slice(gap.length)), place: i, name}));
+    tokens.append(gap, spans[i]);
+  }
+  card.rows.append(make("div", {}, label, tokens));
+  return {name, spans, label};
+}
+
+function paint(card) {
+  head(card);
+  strip(card);
+  card.shown ??= names().map(name => row(card, name));
+  const hits = new Set(found(card.r));
+  for (const {name, spans, label} of card.shown) {
+    const shade = colourNow().tint(card.r, name), figures = diagnostics(card.r, name);
+    label.textContent = card.shown.length > 1 ? `${visible(name)}${figures ? ` · ${figuresText(figures)}` : ""}` : "";
+    spans.forEach((span, i) => {
+      span.style.backgroundColor = shade ? css(shade(i)) : "";
+      span.classList.toggle("hit", hits.has(i));
+    });
+  }
+  card.rows.style.minHeight = "";
+}
+
+// Far from the window, only its height is left of a response.
+function clear(card) {
+  card.rows.style.minHeight = `${card.rows.offsetHeight || 200}px`;
+  card.rows.replaceChildren();
+  card.shown = null;
+}
+
+const watch = new IntersectionObserver(entries => entries.forEach(({target: {card}, isIntersecting}) => {
+  card.near = isIntersecting;
+  if (card.near && !card.shown) paint(card);
+  else if (!card.near && card.shown && pin?.card !== card) clear(card);
+}), {rootMargin: `${NEAR} 0px`});
+
+function build() {
+  const groups = new Map();
+  for (const r of responses) {
+    const key = JSON.stringify([r.step, r.group]);
+    r.siblings = groups.get(key) ?? [];
+    r.siblings.push(r);
+    groups.set(key, r.siblings);
+  }
+  for (const group of groups.values()) {
+    const [{step, source, group: name, truth, prompt}] = group;
+    const columns = [true, false, null].map(right => [right, group.filter(r => r.right === right)]);
+    const made = columns.filter(([, own]) => own.length).map(([right, own]) => make("div", {className: "column"},
+      make("h3", {textContent: `${outcomeText(right)} (${own.length})`}), ...own.map(r => {
+        const card = {r, head: make("header"), strip: make("canvas", {className: "strip", height: 14})};
+        card.rows = make("div", {className: "rows"});
+        card.rows.style.minHeight = `${24 * Math.ceil(r.length / 14)}px`;  // until it is drawn
+        cards.push(card);
+        return card.node = make("article", {card}, card.head, card.strip, card.rows);
+      })));
+    const about = make("p", {className: "about"}, `Step ${step} · ${visible(source)} · group ${visible(name)}`,
+      ...(truth === null ? [] : [" · right answer ", make("bdi", {textContent: visible(truth)})]));
+    byId("groups").append(make("section", {className: "group"}, about, make("details", {className: "prompt"},
+      make("summary", {textContent: visible(prompt.replace(/\s+/g, " "))}), make("pre", {textContent: visible(prompt)})),
+    make("div", {className: "columns"}, ...made)));
+  }
+  cards.forEach(card => watch.observe(card.node));
+}
+
+function summarize() {
+  const shown = cards.filter(card => !card.node.hidden).map(card => card.r), name = nameNow();
+  const scored = shown.filter(r => diagnostics(r, name)), all = scored.map(r => diagnostics(r, name));
+  const mean = key => format(sum(all.map(figures => figures[key])) / all.length);
+  const number = colourNow().value === logImportance ? "log10 of importance" : elements.colour.selectedOptions[0].text;
+  const say = (id, text) => { byId(id).textContent = text; };
+  say("histogramTitle", `${number}, reasoning tokens`);
+  say("figures", `${all.length} responses with weights: mean ESS ratio ${mean("ess")}, mean top-10 % mass ${mean("top")}`);
+  say("shown", `${shown.length} of ${responses.length} responses`);
+  byId("histogram").replaceChildren(histogram(shown, name, 60));
+  types(scored, name);
+}
+
+function types(list, name) {
+  const none = [0, 0, 0, 0, 0, 0, 0];  // weight and count in right, in wrong and in other responses; mass
+  const kinds = data.kinds.map(() => ({all: [...none]}));
+  for (const r of list) {
+    const {weights} = credit(r, name), at = r.right === null ? 4 : r.right ? 0 : 2;
+    for (const i of r.reasoning) {
+      const kind = kinds[data.tokens.kind[r.token[i]]];
+      for (const sums of [kind.all, kind[r.step] ??= [...none]]) {
+        sums[at] += weights[i];
+        sums[at + 1]++;
+        sums[6] += Math.abs(weights[i] * r.advantage);
+      }
+    }
+  }
+  const mass = sum(kinds.map(({all}) => all[6])), own = steps.filter(step => list.some(r => r.step === step));
+  const columns = own.length > 1 ? own : [], share = all => `${format(Math.round(100 * all[6] / mass))} %`;
+  const means = sums => [sums[0] / sums[1], sums[2] / sums[3]].map(x => Number.isNaN(x) ? "–" : x.toFixed(2));
+  const line = (tag, texts) => make("tr", {}, ...texts.map((textContent, i) => make(i ? tag : "th", {textContent})));
+  byId("types").replaceChildren(
+    make("caption", {textContent: "mean weight in right and in wrong responses; share of all |weight × advantage|"}),
+    line("th", ["", "tokens", "right", "wrong", "share", ...columns.map(step => `step ${step}`)]),
+    ...kinds.map(({all, ...of}, i) => line("td", [data.kinds[i], all[1] + all[3] + all[5], ...means(all), share(all),
+      ...columns.map(step => of[step] ? means(of[step]).join(" · ") : "–")])));
+}
+
+// ---- the token under the pointer, and the one that is pinned
+
+function tell(span) {
+  const {r} = span.closest("article").card, i = span.place, box = span.getBoundingClientRect(), tip = byId("tip"), lines = [];
+  const say = (key, value) => lines.push(make("dt", {textContent: key}), make("dd", {textContent: value}));
+  say("token", `id ${data.tokens.id[r.token[i]]}, ${i + 1} of ${r.length}, ${r.segment[i]}`);
+  for (const name of names()[0] ? Object.keys(data.importances) : [""]) {
+    const {weights} = credit(r, name), place = name && rank(r, name, i), value = name && r.importance[name][i];
+    if (name) say(visible(name), place ? `${value.toPrecision(4)}, rank ${place} of ${r.reasoning.length}` : "not scored");
+    const push = r.advantage === null ? "" : `, × advantage ${signed(weights?.[i] * r.advantage)}`;
+    if (weights) say("weight", weights[i].toFixed(3) + push);
+  }
+  if (r.logProb[i] <= 0) say("log-prob", `${format(r.logProb[i])}, probability ${format(Math.exp(r.logProb[i]))}`);
+  if (r.entropy[i] >= 0) say("entropy", `${format(r.entropy[i])} nats`);
+  tip.replaceChildren(make("bdi", {textContent: shownText(textOf(r, i))}), make("dl", {}, ...lines));
+  tip.style.display = "block";
+  const below = box.bottom + 6, fits = below + tip.offsetHeight + 8 < innerHeight;
+  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${fits ? below : Math.max(4, box.top - tip.offsetHeight - 6)}px`;
+}
+
+const mark = (card, i, className, on) => card.shown?.forEach(({spans}) => spans[i].classList.toggle(className, on));
+const pinned = () => pin.card.shown[pin.row].spans[pin.i];
+
+function unpin() {
+  if (pin) mark(pin.card, pin.i, "pinned", false);
+  if (pin?.card.shown && !pin.card.near) clear(pin.card);
+  pin = null;
+  byId("tip").style.display = "none";
+}
+
+function pinAt(card, i, block = "nearest", row = 0) {
+  unpin();
+  if (!card.shown) paint(card);
+  pin = {card, i, row};
+  mark(card, i, "pinned", true);
+  pinned().scrollIntoView({block});
+  tell(pinned());
+}
+
+function movePin(by, boosted) {
+  const {card, row} = pin, {weights} = credit(card.r, card.shown[row].name);
+  let i = pin.i + by;
+  while (boosted && i in card.r.token && !(weights?.[i] > 1)) i += by;
+  if (i in card.r.token) pinAt(card, i, "nearest", row);
+}
+
+// ---- controls
+
+function update(name) {
+  const gate = elements.gate, numbers = ["tau", "beta", "floor"];
+  if (numbers.includes(name) && gate.value === "run") gate.value = data.run.gate;
+  const other = gate.value !== data.run.gate && data.gates[gate.value];
+  if (name === "gate") elements.tau.value = (other || data.run).tau;
+  for (const key of numbers) {
+    if (name === "gate" && gate.value === "run") elements[key].value = data.run[key];
+    elements[key].disabled = !(gateNow().gate in GATES) || (key === "floor" && gateNow().gate !== "bi_level");
+    elements[key].previousElementSibling.textContent = (+elements[key].value).toFixed(2);
+  }
+  elements.step.previousElementSibling.textContent = +elements.step.value ? steps[elements.step.value - 1] : "all";
+  if (name === "gate" || numbers.includes(name)) for (const r of responses) r.credit = {};
+  if (name === "importance") {
+    unpin();
+    cards.filter(card => card.shown).forEach(clear);
+  }
+  document.body.classList.toggle("compare", names().length > 1);
+  for (const card of cards) card.node.hidden = !passes(card.r);
+  for (const node of document.querySelectorAll(".column, .group")) node.hidden = !node.querySelector("article:not([hidden])");
+  for (const card of cards) if (card.near && !card.node.hidden) paint(card);
+  if (pin?.card.node.hidden) unpin(); else if (pin) tell(pinned());
+  for (const node of document.querySelectorAll("[data-colour]")) node.hidden = node.dataset.colour !== elements.colour.value;
+  clearTimeout(waiting);
+  waiting = setTimeout(summarize, 100);
+}
+
+function goTo(by) {
+  const shown = cards.filter(card => !card.node.hidden), at = shown.findIndex(({node}) => node.contains(document.activeElement));
+  const next = shown[at < 0 ? shown.findIndex(({node}) => node.getBoundingClientRect().bottom > 160) : at + by];
+  if (!next) return;
+  if (!next.shown) paint(next);
+  next.node.scrollIntoView();
+  next.rows.querySelector(".tokens").focus({preventScroll: true});
+}
+
+function listen() {
+  const tokenOf = target => target.closest?.("#groups .t");
+  const stepBy = by => { elements.step.value = +elements.step.value + by; update("step"); };
+  const keys = {"/": () => elements.search.focus(), "?": () => byId("help").togglePopover(), Escape: unpin,
+    j: () => goTo(1), k: () => goTo(-1), "[": () => stepBy(-1), "]": () => stepBy(1)};
+  document.addEventListener("mouseover", ({target}) => {
+    if (!pin && tokenOf(target)) tell(tokenOf(target)); else if (!pin) byId("tip").style.display = "none";
+  });
+  byId("groups").addEventListener("click", ({target, offsetX}) => {
+    const card = target.closest("article")?.card, span = tokenOf(target);
+    if (target.className === "strip") pinAt(card, Math.floor(offsetX / target.clientWidth * card.r.length), "center");
+    else if (!span || (pin?.card === card && pin.i === span.place)) target.matches("button") || unpin();
+    else pinAt(card, span.place, "nearest", names().indexOf(span.name));
+  });
+  document.addEventListener("keydown", event => {
+    const card = document.activeElement.closest("article")?.card, by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    const typing = event.key !== "Escape" && event.target.matches("input, select"), {ctrlKey, metaKey, altKey} = event;
+    if (typing || ctrlKey || metaKey || altKey) return;
+    if (pin && by) movePin(by, event.shiftKey);
+    else if (event.key === "Enter" && event.target.matches(".tokens") && card.r.length) pinAt(card, 0);
+    else if (event.key in keys) keys[event.key]();
+    else return;
+    event.preventDefault();
+  });
+  addEventListener("scroll", () => pin && tell(pinned()));
+  addEventListener("resize", () => cards.filter(card => card.near).forEach(strip));
+  [byId("before").onclick, byId("after").onclick] = [keys["["], keys["]"]];
+  form.onsubmit = () => false;
+  form.oninput = ({target}) => update(target.name);
+}
+
+load().then(() => {
+  setUp();
+  build();
+  listen();
+  update();
+  byId("side").open = !matchMedia("(max-width: 900px)").matches;
+  requestAnimationFrame(() => { document.body.dataset.ready = ""; });
+}).catch(error => { byId("groups").textContent = `This page cannot be shown: ${error}`; });

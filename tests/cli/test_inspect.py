@@ -1,0 +1,209 @@
+"""`oar inspect`: from a run's dump or a model's responses to a page, JSON or a terminal. The model has random weights."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import oar_plugin
+from benchmarks.tiny.model import Shape, model_of
+from benchmarks.tiny.words import make_tokenizer
+from oar_plugin.cli import inspect
+from oar_plugin.cli.main import main
+from tests.limits import PROCESS_S
+from tests.page.dumped import HEADER, RESPONSE, write_dump
+
+ROOT = Path(__file__).parents[2]
+PROMPT, ANSWERS = "1+1=", ("so größer 2 😀 #### 2", "hmm #### 3", "no", "", "x " * 60)
+CHAT = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A Llama whose tokens are bytes, with room for 100."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer(by_bytes=True)
+    model_of(Shape(32, 64, 2, 2, 2, vocab=len(tokenizer)), 100, architecture="llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_dump(tmp_path / "dump", 1, 2)
+    (tmp_path / "file").write_text("")
+    rows = [{"prompt": CHAT if n else PROMPT, "response": text, "truth": 2} for n, text in enumerate(ANSWERS)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def shown(capsys, *words):
+    assert main(["inspect", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_model_gives_credit_log_probs_and_entropies(here, model_folder, capsys):
+    words = [
+        "mine.jsonl",
+        "probe=last",
+        "--importance",
+        "oar_g,fisher",
+        "--format",
+        "json",
+        "--model",
+        str(model_folder),
+    ]
+    document = json.loads(shown(capsys, *words, "algorithm.oar.sigma=0.01", "tau=0.5"))
+    first, second, silent, empty, long = document["responses"]
+    model, tokenizer = inspect_model(model_folder)
+    settings = {"probe": "last", "sigma": 0.01, "tau": 0.5}
+    asked = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    for row, prompt, text in ((first, PROMPT, ANSWERS[0]), (second, asked, ANSWERS[1])):
+        given = {"prompts": [prompt], "responses": [text], "tokenizer": tokenizer}
+        for name in ("oar_g", "fisher"):
+            credit = oar_plugin.importance(model, **given, importance=name, **settings)
+            begin = credit.input_ids.shape[1] - len(row["tokens"])
+            assert row["importance"][name] == credit.importance[0, begin:].tolist()
+            if name == "oar_g":
+                assert row["weights"] == credit.weights[0, begin:].tolist()
+        with torch.no_grad():
+            log_p_LV = model(credit.input_ids).logits[0, begin - 1 : -1].log_softmax(-1)
+        log_probs = log_p_LV.gather(-1, credit.input_ids[0, begin:, None])[:, 0]
+        assert torch.allclose(torch.tensor(row["log_probs"]), log_probs, atol=1e-5)
+        assert torch.allclose(torch.tensor(row["entropies"]), -(log_p_LV.exp() * log_p_LV).sum(-1), atol=1e-5)
+    assert "\\xc3" in first["tokens"], "a half of a character"
+    assert [row["reward"] for row in document["responses"]] == [1, 0, 0, 0, 0], "graded"
+    assert [row["advantage"] for row in (first, second)] == [None, pytest.approx(0)], "PROMPT and CHAT are two groups"
+    assert [row["status"] for row in (first, silent, empty, long)] == ["scored", "no_answer", "no_answer", "too_long"]
+    assert (long["weights"], len(long["tokens"])) == (None, 120)
+    header = document["header"]
+    assert (header["config"]["tau"], header["config"]["importance"]) == (0.5, "oar_g")
+    assert header["arbitrary_scale"] == {"oar_g": False, "fisher": True}
+    words_only = json.loads(shown(capsys, "mine.jsonl", "--format", "json"))
+    assert words_only["header"]["config"]["tau"] == 0.85
+    assert [row["reward"] for row in words_only["responses"]] == [1, 0, 0, 0, 0]
+
+
+def inspect_model(folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("tau=0.5", 2, "SOURCE is missing"),
+        ("dump tau=0.5", 2, "tau=0.5: is for scoring; add --model"),
+        ("dump --importance fisher", 2, "--importance: is for scoring; add --model"),
+        ("dump --model MODEL", 2, "a run's dump is scored already"),
+        ("dump --model MODEL --follow", 2, "--follow: is for a run's dump"),
+        ("dump --format json --open", 2, "--open: is for pages; leave out --format json"),
+        ("dump --steps 7", 2, "--steps: nothing of step 7; there are 1, 2"),
+        ("nowhere --follow", 2, "nowhere: no such file or folder"),
+        ("mine.jsonl --model MODEL --importance fishr", 2, "did you mean fisher?"),
+        ("mine.jsonl --model MODEL tua=0.5", 2, "algorithm.oar.tua=0.5: unknown key; did you mean algorithm.oar.tau?"),
+        ("mine.jsonl --model MODEL tau=[", 2, "tau=[: not a value"),
+        ("mine.jsonl --out x.html --model MODEL tau=2", 2, "algorithm.oar.tau=2: "),
+        ("mine.jsonl --model nowhere", 1, "--model=nowhere: nowhere: neither a folder nor a name on the hub"),
+        ("mine.jsonl --model nobody/nothing", 1, "--model=nobody/nothing: not loaded: "),
+        ("mine.jsonl --model MODEL --device gpu", 1, ": not loaded on --device=gpu: "),
+        ("mine.jsonl --model BARE", 2, "no chat template"),
+        ("mine.jsonl --model CAPPED", 1, "final_logit_softcapping=30"),
+    ],
+)
+def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folder, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, file, change in (
+        ("BARE", "chat_template.jinja", None),
+        ("CAPPED", "config.json", {"final_logit_softcapping": 30}),
+    ):
+        (here / name).mkdir()
+        for path in model_folder.iterdir():
+            text = path.read_bytes()
+            if path.name == file:
+                text = json.dumps(json.loads(text) | change).encode() if change else b""
+            if text:
+                (here / name / path.name).write_bytes(text)
+    assert main(["inspect", *words.replace("MODEL", str(model_folder)).split()]) == status
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("oar inspect: ") == 1
+
+
+def test_json_is_json_and_text_marks_what_was_paid_more_and_cannot_steer_a_terminal(here, capsys, monkeypatch):
+    tokens = ["\x1b[31m", "‮]]\0", " #### ", "<b>[bold]"]
+    write_dump(here / "dump", 2, tokens=tokens, importance={"fisher": [float("nan"), float("inf"), 0.0, 0.0]})
+    document = json.loads(shown(capsys, "dump", "--format", "json"), parse_constant=pytest.fail)
+    assert document["header"] == asdict(HEADER)
+    assert document["responses"][0] == asdict(replace(RESPONSE, step=1, uid="u1"))
+    assert document["responses"][1]["importance"] == {"fisher": [None, None, 0.0, 0.0]}
+    plain = shown(capsys, "dump", "--format", "text")
+    assert "so[[ 2]] #### 2\n" in plain
+    assert "\\x1b[31m[[\\u202e]]\\x00]] #### <b>[bold]\n" in plain
+    assert re.search(r"words +1 +0.50", plain)
+    assert shown(capsys, "dump", "--format", "text", "--out", "made/text") == ""
+    assert (here / "made/text").read_text() == plain
+    for name, value in (("FORCE_COLOR", "1"), ("COLORTERM", "truecolor"), ("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
+    coloured = shown(capsys, "dump", "--format", "text")
+    assert "\x1b[31m" not in coloured
+    assert "[[" not in coloured
+    assert re.search(r"\x1b\[30;48;2;[\d;]+m 2\x1b\[0m #### 2", coloured)
+
+
+def test_the_page_is_opened_in_the_readers_browser_and_what_is_not_shown_is_told(here):
+    browser = here / "browser"
+    browser.write_text('#!/bin/sh\necho "$1" > opened\n')
+    browser.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "oar_plugin.cli.main", "inspect", "dump", "--limit", "1", "--open"],
+        env={**os.environ, "BROWSER": str(browser), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+    )
+    page = here / "dump/inspect.html"
+    assert (done.returncode, done.stderr) == (0, "oar inspect: steps 1 not shown: --steps N,... shows them\n")
+    assert done.stdout.startswith("1 responses of steps 2: dump/inspect.html (")
+    assert (here / "opened").read_text().strip() == page.resolve().as_uri()
+    assert sorted(path.name for path in page.parent.iterdir() if path.suffix != ".jsonl") == ["inspect.html"]
+
+
+@pytest.mark.parametrize("end", ["finished", KeyboardInterrupt])
+def test_a_run_is_followed_until_it_or_the_reader_ends(end, here, capsys, monkeypatch):
+    run = here / "run"
+    (run / "dump").mkdir(parents=True)
+    record = "state: {}\nstart: ''\nversions: ''\nsettings: {{}}\n"
+    (run / "run.yaml").write_text(record.format("unfinished"))
+    pages = []
+
+    def wait(seconds):
+        """What happens meanwhile."""
+        page = run / "dump/inspect.html"
+        pages.append(page.read_bytes() if page.exists() else None)
+        if len(pages) in (1, 3):
+            write_dump(run / "dump", len(pages))
+        if len(pages) == 4 and end == "finished":
+            write_dump(run / "dump", 4)
+            (run / "run.yaml").write_text(record.format(end))
+        elif len(pages) == 4:
+            raise end
+
+    monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=wait))
+    out = shown(capsys, "run/dump", "--follow").splitlines()
+    assert [line.split(":")[0] for line in out] == [
+        "1 responses of steps 1",
+        "2 responses of steps 1, 3",
+        *(["3 responses of steps 1, 3, 4", "the run has ended"] if end == "finished" else []),
+    ]
+    assert pages[0] is None
+    assert pages[1] == pages[2] != pages[3], "a page is written where something is new"

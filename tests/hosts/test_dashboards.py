@@ -1,0 +1,153 @@
+"""Histograms and pages on the real dashboards, offline, through verl's own loggers, and read back with each one's reader."""
+
+import html
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from verl.utils.tracking import Tracking
+
+from oar_plugin.hosts.verl import viewer
+from oar_plugin.hosts.verl.dashboards import markdown
+from oar_plugin.page.logs import _wandb_records
+from oar_plugin.page.record import Response
+from tests.hosts.test_dump import World
+
+SCALARS = {"oar/ess_ratio": 0.5, "critic/score/mean": 0.25}
+
+
+def shown(name, tmp_path, monkeypatch):
+    """Two steps as verl's trainer has them: media first, then the step's scalars. The viewer's metrics of each."""
+    monkeypatch.chdir(tmp_path)
+    places = {"TENSORBOARD_DIR": f"{tmp_path}/board", "MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlruns"}
+    switches = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for variable, value in (places | switches).items():
+        monkeypatch.setenv(variable, value)
+    tracking = Tracking("project", "run", ["console", name], config={"trainer": {"nnodes": 1}})
+    assert name in tracking.logger
+    world, metrics = World(tmp_path, dir=None, every=2), []
+    for step in (1, 2):
+        metrics.append(world.show(step, tracking.logger))
+        tracking.log(SCALARS, step)
+    tracking.finish()
+    return metrics
+
+
+def test_wandb(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    metrics = shown("wandb", tmp_path, monkeypatch)
+    assert [one["oar/dashboard_failed"] for one in metrics] == [0, 0]
+    (file,) = tmp_path.glob("wandb/offline-*/*.wandb")
+    history = []
+    for data in _wandb_records(file.read_bytes()):
+        record = Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            history.append({".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+    assert [row["_step"] for row in history] == [1, 2], "a row a step: media and scalars are of one"
+    for row in history:
+        assert row.items() >= SCALARS.items()
+        assert sum(row["oar/weights.values"]) == 23, "reasoning tokens"
+        assert sum(row["oar/importance_log10.values"]) == 23
+        page = next(tmp_path.glob(f"wandb/offline-*/files/{row['oar/responses.path']}")).read_text()
+        assert f"Step {row['_step']}" in page
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert [one["oar/dashboard_failed"] for one in shown("tensorboard", tmp_path, monkeypatch)] == [0, 0]
+    board = EventAccumulator(str(tmp_path / "board"), {"histograms": 0, "tensors": 0}).Reload()
+    assert set(board.Tags()["scalars"]) == set(SCALARS)
+    for name in ("oar/weights", "oar/importance_log10"):
+        assert [(event.step, event.histogram_value.num) for event in board.Histograms(name)] == [(1, 23), (2, 23)]
+    texts = [event.tensor_proto.string_val[0].decode() for event in board.Tensors("oar/responses/text_summary")]
+    assert len(texts) == 2
+    assert all("### reward 1.0, advantage 1.0, scored" in text and "**" in text for text in texts)
+
+
+def test_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+
+    assert [one["oar/dashboard_failed"] for one in shown("mlflow", tmp_path, monkeypatch)] == [0, 0]
+    client = mlflow.MlflowClient(f"file://{tmp_path}/mlruns")
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert run.data.metrics.items() >= SCALARS.items()
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "oar/weights/p99")] == [1, 2]
+    for step in (1, 2):
+        file = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=f"oar/step_00000{step}.html")
+        assert f"Step {step}" in Path(file).read_text()
+
+
+def test_one_that_fails_is_counted_and_leaves_the_others_alone(tmp_path, monkeypatch, caplog):
+    def fail(logger, picture):
+        raise ConnectionError("no route")
+
+    seen = []
+    monkeypatch.setattr(viewer, "DASHBOARDS", {"wandb": fail, "tensorboard": lambda *shown: seen.append(shown)})
+    world, loggers = World(tmp_path), {"wandb": 1, "tensorboard": 2, "console": 3}
+    with caplog.at_level(logging.WARNING, "oar_plugin"):
+        metrics = [world.show(step, loggers) for step in (1, 2, 3)]
+    assert [one["oar/dashboard_failed"] for one in metrics] == [1, 0, 1]
+    assert [one["oar/dump_failed"] for one in metrics] == [0, 0, 0]
+    (said,) = caplog.records
+    assert "wandb failed" in said.getMessage()
+    assert [(logger, picture.step) for logger, picture in seen] == [(2, 1), (2, 3)]
+    world.show(3, loggers)
+    assert len(seen) == 2, "a step's second batch is not drawn over its first"
+
+
+def test_no_dashboard_is_imported_that_is_not_on():
+    code = "import sys, oar_plugin.hosts.verl.viewer as v; print([n for n in v.DASHBOARDS if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+HOSTILE = [
+    "    4\n",
+    "**no** ",
+    "<script>x()</script>",
+    "[a](javascript:x)",
+    "\u202e",
+    "\x00",
+    "# 1. `b` &lt;",
+    "\\xe2",
+    "é🙂",
+]
+
+
+def test_hostile_text_stays_text_in_tensorboard():
+    """As its own text plugin renders it."""
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    count = len(HOSTILE)
+    nothing = {"importance": {}, "log_probs": None, "entropies": None}
+    ids, weights = [*range(count)], [1.5, 0.5] * (count // 2) + [1.5]
+    words = (1, "g", "g_0_0", "data", "<b>4 + *3*", "<i>7", ids, HOSTILE, [1] * count)
+    one = Response(*words, **nothing, weights=weights, advantage=1.0, reward=1.0, status="scored")
+    rendered = markdown_to_safe_html(markdown([one]))
+    body = rendered.split("</h3>")[1]
+    for sign in ("<script", "<a ", "<code", "<em", "<h1", "<li", "<b>", "<i>"):
+        assert sign not in rendered
+    said = html.unescape(body)
+    for text in (
+        "<script>x()</script>",
+        "**no**",
+        "[a](javascript:x)",
+        "\\u202e",
+        "\\x00",
+        "# 1. `b` &lt;",
+        "\\xe2",
+        "é🙂",
+    ):
+        assert text in said
+    assert "<p>4 + *3*</p>" not in rendered
+    paid = [html.unescape(part.split("</strong>")[0]) for part in body.split("<strong>")[1:]]
+    assert paid == ["4↵", "<script>x()</script>", "\\u202e", "# 1. `b` &lt;", "é🙂"]

@@ -1,0 +1,350 @@
+"""The inspector's page in a real browser: it says what the package computes, and each control does what it says."""
+
+import itertools
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.diagnostics import Status, effective_sample_size, top_share
+from oar_plugin.estimator import reshape
+from oar_plugin.page.inspector import inspector_page, kind_of
+from oar_plugin.page.record import Header
+from tests.page.dumped import RESPONSE
+
+CONFIG = {"importance": "fisher", "gate": "two_level", "tau": 0.85, "beta": 2.0, "floor": 0.1}
+HEADER = Header(versions={"verl": "0.9.1"}, config=CONFIG, arbitrary_scale={"fisher": True, "oar_g": False})
+WORDS = ["so", " 3", " +", " 4", " =", " 7", "\n", " ####", " 7", "<eos>"]
+SEGMENTS = [1, 1, 1, 1, 1, 1, 1, 2, 3, 4]
+
+
+def made(uid="u", words=WORDS, segments=None, seed=0, **changes):
+    """A response of `words` with random numbers."""
+    random, count = np.random.default_rng(seed), len(words)
+    segments = segments or (SEGMENTS if count == len(SEGMENTS) else [1] * count)
+    scores = {name: random.lognormal(0, 2, count).astype(np.float32) for name in ("fisher", "oar_g")}
+    values = {
+        "weights": [1.0] * count, "token_ids": [sum(word.encode("utf-8", "replace")) for word in words], "tokens": list(words),
+        "segments": segments,
+        "importance": {name: (score * (np.array(segments) == 1)).tolist() for name, score in scores.items()},
+        "log_probs": (-random.exponential(1, count)).tolist(), "entropies": random.exponential(1, count).tolist(),
+    }  # fmt: skip
+    return replace(RESPONSE, uid=uid, **values | changes)
+
+
+WRONG = {"reward": 0.0, "advantage": -1.0}
+
+
+def random_response(seed):
+    """Lengths from one reasoning token on, ties, one level, zeros; statuses that are shown as they are."""
+    random = np.random.default_rng(seed)
+    words = [f" w{number}" for number in random.integers(0, 50, int(random.integers(1, 80)))]
+    fisher = random.lognormal(0, 3, len(words)).astype(np.float32)
+    fisher = [fisher, np.round(fisher), np.full(len(words), 0.7, np.float32), fisher * (fisher > 1)][seed % 4]
+    response = made(f"r{seed}", [*words, " is", " 7", "."], [1] * len(words) + [2, 3, 4], seed)
+    response.importance.update(fisher=[*fisher.tolist(), 0.0, 0.0, 0.0])
+    return replace(response, status="scored" if seed % 5 else "truncated")
+
+
+def by_package(responses, name="fisher", **settings):
+    """Of each response: weights, the final status, ESS ratio and top-10 % mass."""
+    config = OarConfig.parse({**CONFIG, "importance": name, **settings})
+    status = torch.tensor([int(Status[response.status.upper()]) for response in responses])
+    importance = pad_sequence([torch.tensor(response.importance[name]) for response in responses], True)
+    reasoning = pad_sequence([torch.tensor(response.segments) for response in responses], True) == 1
+    result = reshape(torch.ones(importance.shape), importance, reasoning, status, config)
+    figures = [measure(result.weight_BL, reasoning) for measure in (effective_sample_size, top_share)]
+    made_of = (result.weight_BL, result.status_B, torch.stack(figures, -1))
+    rows = zip(responses, *(part.tolist() for part in made_of), strict=True)
+    return [(weights[: len(r.tokens)], Status(code).name.lower(), told) for r, weights, code, told in rows]
+
+
+def expected(response):
+    return by_package([response])[0][0]
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens the page of some responses; a fault of its script, or a request, is a fault of the test."""
+    faults = []
+
+    def opened(responses, header=HEADER, size=(1280, 900), **options):
+        file = tmp_path / "page.html"
+        file.write_text(inspector_page(responses, header, "A run <1>"), encoding="utf-8")
+        page = browser.new_page(viewport={"width": size[0], "height": size[1]}, **options)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda message: faults.append(message.text))
+        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
+        page.goto(file.as_uri())
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield opened
+    for context in browser.contexts:
+        context.close()
+    assert faults == []
+
+
+SET = "(node, value) => { node.value = value; node.dispatchEvent(new Event('input', {bubbles: true})); }"
+
+
+def choose(page, **controls):
+    """Set controls as a hand does; playwright itself moves sliders by whole steps only."""
+    for name, value in controls.items():
+        page.locator(f"[name={name}]").evaluate(SET, value)
+
+
+def test_weights_are_those_of_the_package(show):
+    responses = [random_response(seed) for seed in range(30)]
+    page = show(responses)
+    told = """name => responses.map(r => { const {weights, status} = credit(r, name), figures = diagnostics(r, name);
+        return [Array.from(weights), status, figures && [figures.ess, figures.top]]; })"""
+    choose(page, outcome="wrong")  # nothing is drawn: this is about numbers
+    keys, names = ("gate", "tau", "beta", "floor"), ("fisher", "oar_g")
+    grid = itertools.product(("two_level", "bi_level"), (0, 0.55, 0.85, 1), (0, 7.3), (0.05, 0.6), names)
+    for *values, name in grid:
+        settings = dict(zip(keys, values, strict=True))
+        choose(page, **settings)
+        right = by_package(responses, name, **settings)
+        for (weights, status, figures), (wanted, final, numbers) in zip(page.evaluate(told, name), right, strict=True):
+            assert np.abs(np.subtract(weights, wanted)).max() < 1e-6, (settings, name)
+            assert status == final
+            assert figures == (pytest.approx(numbers, rel=1e-5) if final == "scored" else None)
+
+
+def test_what_was_recorded_is_shown_where_the_page_cannot_compute_it(show):
+    weights = [2.0, *[1.0] * 5, 0.0, 1.0, 1.0, 1.0]
+    none = made("none", importance={}, weights=None, status="not_scored")
+    for gate, importance in (("python:mine:gate", made().importance), ("two_level", {})):
+        header = replace(HEADER, config=CONFIG | {"gate": gate})
+        page = show([made(weights=weights, importance=importance), none], header)
+        assert page.evaluate("responses.map(r => credit(r, nameNow()).weights?.[0] ?? null)") == [2.0, None]
+    page = show([made(weights=weights), none], replace(HEADER, config=CONFIG | {"gate": "python:mine:gate"}))
+    assert page.locator("[name=tau]").is_disabled()
+    choose(page, gate="two_level")
+    assert page.locator("[name=tau]").is_enabled()
+    computed = page.evaluate("() => Array.from(credit(responses[0], 'fisher').weights)")
+    assert computed == pytest.approx(expected(made()))
+
+
+def test_numbers_survive_the_journey(show):
+    responses = [made(seed=1), made("b", seed=2, log_probs=None, entropies=[0.0, float("nan"), 30.0, *[1e-3] * 7])]
+    page = show([*responses, made("empty", words=[], segments=[])])
+    read = page.evaluate("responses.map(r => [r.importance.fisher, r.logProb, r.entropy].map(x => [...x].map(String)))")
+    numbers = [[np.array(row, float) for row in rows] for rows in read[:2]]
+    for response, (importance, log_probs, entropies) in zip(responses, numbers, strict=True):
+        assert importance.tolist() == response.importance["fisher"]
+        for row, right in ((log_probs, response.log_probs or [np.nan] * 10), (entropies, response.entropies)):
+            error = np.abs(row - right) / (6e-4 + 2.6e-3 * np.abs(right))
+            assert (np.isnan(row) == np.isnan(right)).all()
+            assert not (error > 1).any()
+
+
+def test_hostile_text_is_shown_and_does_nothing(show):
+    as_it_is = ["<b>x</b>", "</script><script>document.title='gone'</script>", "-->", "<!--", "{{ 7 * 7 }}", "&lt;"]
+    signs = {
+        "\u202eabc": "⟨U+202E⟩abc",
+        "\u2066": "⟨U+2066⟩",
+        "\0": "⟨U+0000⟩",
+        "\x1b": "⟨U+001B⟩",
+        "\u200b": "⟨U+200B⟩",
+    }
+    signs |= {"\ud83d": "⟨U+D83D⟩", "\\xe2": "\\xe2", "😀": "😀", "שלום": "שלום"}
+    signs |= {"עברית": "עברית", "\ufeff": "⟨U+FEFF⟩", "\t": "⇥", "": "∅", " ": "␣", "\r\n": "⟨U+000D⟩⏎\n"}
+    words = [*as_it_is, *signs]
+    bad = "<img src=x onerror=\"document.title='gone'\">\u202e\0\ud800"
+    page = show([made(bad, words, prompt=bad, truth=bad, source=bad, group=bad, status=bad)])
+    assert page.title() == "A run <1>"
+    assert page.locator("#groups :is(script, img, b)").count() == 0
+    assert page.locator(".tokens .t").all_text_contents() == [*as_it_is, *signs.values()]
+    assert "⟨U+202E⟩⟨U+0000⟩⟨U+D800⟩" in page.locator(".prompt pre").text_content()
+    place = "span => [Math.round(span.getClientRects()[0].top / 9), span.getClientRects()[0].left]"
+    boxes = page.evaluate(f"cards[0].shown[0].spans.map({place})")
+    assert boxes == sorted(boxes), "right-to-left text turns nothing round beside itself"
+    page.locator(".tokens .t").nth(len(as_it_is)).hover()
+    assert "⟨U+202E⟩abc" in page.locator("#tip").text_content()
+
+
+def test_pointing_tells_the_numbers_and_a_click_pins(show):
+    response = made(seed=3)
+    page = show([response])
+    tokens, tip = page.locator(".tokens .t"), page.locator("#tip")
+    weight = expected(response)[1]
+    rank = 1 + sum(score > response.importance["fisher"][1] for score in response.importance["fisher"][:7])
+    tokens.nth(1).hover()
+    wanted = ["2 of 10, reasoning", f"rank {rank} of 7", f"weight{weight:.3f}, × advantage +", "log-prob-", "entropy"]
+    assert [said for said in wanted if said not in tip.text_content()] == []
+    assert f"{response.importance['fisher'][1]:.4g}"[:5] in tip.text_content()
+    tokens.nth(8).hover()
+    assert "not scored" in tip.text_content()
+    tokens.nth(2).click()
+    tokens.nth(5).hover()
+    assert "3 of 10" in tip.text_content(), "a pin stays"
+    page.keyboard.press("ArrowRight")
+    assert "4 of 10" in tip.text_content()
+    page.keyboard.press("Shift+ArrowRight")
+    boosted = next((i for i in range(4, 10) if expected(response)[i] > 1), 3)
+    assert f"{boosted + 1} of 10" in tip.text_content()
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_filters_search_and_steps(show):
+    responses = [
+        made("a", step=1),
+        made("b", step=1, source="other", **WRONG),
+        made("c", step=2, status="no_answer", prompt="needle"),
+        made("d", [" hay", " ne", "edle", "s"], step=3),
+    ]
+    page = show(responses)
+
+    def left():
+        return page.evaluate("cards.filter(card => card.node.checkVisibility()).map(card => card.r.uid).join('')")
+
+    cases = [
+        ({"outcome": "right"}, "acd"), ({"outcome": "wrong"}, "b"), ({"status": "no_answer"}, "c"), ({"source": "other"}, "b"),
+        ({"step": 1}, "ab"), ({"step": 3}, "d"), ({"search": "NEEDLE"}, "cd"), ({"search": "nowhere"}, ""),
+    ]  # fmt: skip
+    nothing = {"outcome": "", "status": "", "source": "", "step": 0, "search": ""}
+    for controls, uids in cases:
+        choose(page, **nothing | controls)
+        assert left() == uids, controls
+    choose(page, **nothing | {"search": "needle"})
+    page.locator(".hit", has_text="edle").wait_for()
+    assert page.locator(".hit").all_text_contents() == ["ne", "edle"]
+    choose(page, **nothing)
+    for key, uids in (("]", "ab"), ("]", "c"), ("[", "ab"), ("[", "abcd")):
+        page.keyboard.press(key)
+        assert left() == uids
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.closest('article').card.r.uid") == "b"
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
+    assert "1 of 10" in page.locator("#tip").text_content()
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.name") == "search"
+
+
+def test_siblings_stand_side_by_side_with_their_first_difference_marked(show):
+    near, far = [*WORDS[:4], " -", *WORDS[5:]], ["no", *WORDS[1:]]
+    responses = [made("right"), made("near", near, **WRONG), made("far", far, **WRONG), made("twin")]
+    page = show(responses)
+    marks = page.evaluate("Object.fromEntries(cards.map(card => [card.r.uid, card.differs.place]))")
+    assert marks == {"right": 4, "twin": 4, "near": 4, "far": 0}
+    assert page.locator(".differs:visible").all_text_contents()[1:] == ["=", "=", "-", "no"]
+    lefts = [page.locator("article", has_text=uid).first.bounding_box()["x"] for uid in ("· right", "· near")]
+    assert lefts[0] < lefts[1]
+    narrow = show(responses, size=(390, 800))
+    assert narrow.evaluate("document.documentElement.scrollWidth") == 390
+    lefts = [narrow.locator("article", has_text=uid).first.bounding_box()["x"] for uid in ("· right", "· near")]
+    assert lefts[0] == lefts[1]
+
+
+def test_colours_say_which_way_and_how_much(show):
+    wrong = made("wrong", seed=5, **WRONG)
+    page = show([made(seed=5), wrong])
+    colour = "([c, i]) => getComputedStyle(cards[c].shown[0].spans[i]).backgroundColor.match(/[\\d.]+/g).map(Number)"
+    top = int(np.argmax(expected(made(seed=5))))
+    blue, orange = page.evaluate(colour, [0, top]), page.evaluate(colour, [1, top])
+    assert blue[2] > blue[0]
+    assert orange[0] > orange[2]
+    assert blue[3] == orange[3] > page.evaluate(colour, [0, 7])[3] > 0, "weight 1 is paler than a boosted token's"
+    choose(page, colour="rank")
+    shades = [page.evaluate(colour, [0, i])[3] for i in range(7)]
+    assert np.argsort(shades).tolist() == np.argsort(wrong.importance["fisher"][:7]).tolist(), "full gradation"
+    for mode in ("weight", "importance", "logProb", "entropy"):
+        choose(page, colour=mode)
+        assert len({tuple(page.evaluate(colour, [0, i])) for i in range(7)}) > 1, mode
+        assert page.locator(f"#legend [data-colour={mode}]").is_visible()
+    assert page.locator("#legend [data-colour=paid]").is_hidden()
+
+
+def test_importances_stand_beside_each_other(show):
+    page = show([made(seed=6), made("b", seed=7)])
+    choose(page, importance="*")
+    labels = page.locator(".who:visible").all_text_contents()
+    assert [label.split(" · ")[0] for label in labels] == ["fisher", "oar_g"] * 2
+    page.locator("article").first.locator(".tokens").nth(1).locator(".t").nth(2).click()
+    assert page.locator(".pinned").count() == 2, "the same token in both"
+
+
+def test_the_summary_counts_what_the_filters_show(show):
+    words = [" 3", " +", " x", "."] * 9
+    responses = [made(str(i), words, seed=i, reward=i % 2, step=1 + i % 2) for i in range(6)]
+    page = show(responses)
+    for controls, kept in (({}, responses), ({"outcome": "right"}, responses[1::2])):
+        choose(page, **controls)
+        page.evaluate("summarize()")
+        ess, top = np.mean([figures for *_, figures in by_package(kept)], 0)
+        assert f"mean ESS ratio {ess:.3g}, mean top-10 % mass {top:.3g}" in page.locator("#figures").text_content()
+        rows = page.evaluate("[...byId('types').rows].map(row => [...row.cells].map(cell => cell.textContent))")
+        assert [row[0] for row in rows[1:]] == ["digits", "operators", "words", "marks"]
+        right = np.mean([w for r in kept if r.right for w in expected(r)[0::4]])
+        assert rows[1][1:3] == [str(9 * len(kept)), f"{right:.2f}"]
+        assert sum(int(row[4].removesuffix(" %")) for row in rows[1:]) == pytest.approx(100, abs=2)
+    assert rows[0][5:] == [], "one step needs no column of its own"
+
+
+def test_gates_and_their_numbers(show):
+    page = show([made()])
+    told = "[elements.gate.value, +elements.tau.value, elements.floor.disabled, gateNow().tau]"
+    assert page.evaluate(told) == ["run", 0.85, True, 0.85]
+    page.locator("[name=gate]").select_option("bi_level")
+    assert page.evaluate(told) == ["bi_level", 0.4, False, 0.4]
+    page.locator("[name=gate]").select_option("as run (two_level)")
+    page.locator("[name=tau]").press("ArrowLeft")
+    assert page.evaluate(told) == ["two_level", 0.84, True, 0.84]
+    page.locator("[name=gate]").select_option("run")
+    assert page.evaluate(told) == ["run", 0.85, True, 0.85]
+
+
+def test_both_themes_by_the_system_and_by_hand(show):
+    background = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+    for scheme, dark in (("light", False), ("dark", True)):
+        page = show([made()], color_scheme=scheme)
+        assert (page.evaluate(background) < 100) == dark
+        page.locator("#theme").click()
+        assert (page.evaluate(background) < 100) == (not dark)
+
+
+def test_two_hundred_responses_are_small_and_a_long_one_is_drawn_when_it_is_needed(show):
+    random = np.random.default_rng(0)
+    ids = np.minimum(random.zipf(1.2, (200, 1000)), 150_000).tolist()
+    responses = [made(str(i), [f" tok{token}" for token in row], None, i, token_ids=row) for i, row in enumerate(ids)]
+    for response in responses:
+        del response.importance["oar_g"]
+    assert len(inspector_page(responses, HEADER, "t")) < 2e6
+    long = made("long", [" word"] * 16_000, group="first")
+    page = show([*responses[:20], long])
+    assert page.locator(".tokens .t").count() < 20_000
+    page.evaluate("cards.at(-1).node.scrollIntoView()")
+    page.wait_for_function("cards.at(-1).shown && !cards[0].shown")
+    assert page.evaluate("cards[0].rows.offsetHeight") > 1000, "what was drawn once keeps its height"
+
+
+def test_nothing_comes_from_elsewhere_and_no_response_is_a_page_too(show):
+    page = inspector_page([made()], HEADER, "t")
+    assert not re.search(r"https?://|<link|src=|@import|url\(", page)
+    assert json.dumps("3 + 4 = ?") not in page, "text stands in the packed data alone"
+    assert [status for status in Status if f'<option value="{status.name.lower()}">' not in page] == []
+    show([]).get_by_text("0 of 0 responses").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("texts", "kind"),
+    [
+        ([" 7", "42", "3.14", "x2"], "digits"), ([" +", "=", " <=", "×"], "operators"), (["so", " \\frac", "é", "数"], "words"),
+        ([".", " ", "\n\n", "", "\\xe2", "\\xf0\\x9f", "(", "\0", "😀"], "marks"),
+    ],
+)  # fmt: skip
+def test_kinds_of_tokens(texts, kind):
+    assert {text: kind_of(text) for text in texts} == dict.fromkeys(texts, kind)
