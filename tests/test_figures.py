@@ -16,7 +16,7 @@ NO_MEASUREMENT = [
     r"OAR-P|arXiv 2601\.07408|Apache-2\.0|\d+\.\d+\.\d+(?:\.dev)?|\| 3\.1\d (?=\|)",
     r"(?:verl|vLLM|torch|megatron-core|with|mbridge|TransformerEngine|Python)(?: |==)\d\.\d+",
     r" \(or 3\.10, 3\.12\)| to 0\.31",
-    r"1\.5B|0\.1B|top (?:20|10) %|95 %|at 95 %|[Bb]udget (?:of )?0\.[35]|spans of 8",
+    r"1\.5B|0\.1B|top[ -](?:20|10) %|95 %|at 95 %|[Bb]udget (?:of )?0\.[35]|spans of 8",
     r"40 steps of 16 x 8|TP 2 x PP 2 x CP 2|TP x PP x CP|`answer_mean`|x 1\.0",
     r"needs 6\.5 GB of memory",  # what the demo asks for before it starts (tests/recipes)
     r"noise of 0\.001|sigma 0\.001|tau 0\.4|floor 0\.1|above 0\.1|; 0\.1 is even",  # settings, and shares that follow from them
