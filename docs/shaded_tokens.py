@@ -1,4 +1,4 @@
-"""`python docs/shaded_tokens.py` draws shaded_tokens.svg: a response of benchmarks/results/fidelity_cpu.html and its credit."""
+"""`python -m docs.shaded_tokens` draws shaded_tokens.svg: a response of benchmarks/results/fidelity_cpu.html and its credit."""
 
 import re
 from html import escape, unescape
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.fidelity.pictures import shade
 from oar_plugin.credit.gate import two_level
-from oar_plugin.page.shade import shade
 
 HERE = Path(__file__).parent
 TOKEN = re.compile(r'data-tip="\s*(.*?)\n(.*?)\nweight (.*?)\n(?:importance )?(.*?)"')

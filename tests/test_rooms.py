@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"credit", "importable", "spelling", "student"},
+    {"credit", "importable", "intervals", "spelling"},
     {"config"},
     {"passes", "math", "page"},
     {"estimator"},

@@ -1,5 +1,6 @@
 """The study's plot, and responses shaded by what each estimator says, as one HTML file."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -20,13 +21,21 @@ from benchmarks.report import COLOURS, subplots
 from benchmarks.tiny.words import VOCABULARY, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
-from oar_plugin.page.shade import shade
 
 LEAD = (
     "Responses as each estimator of importance weights them. Exact OAR-P replaces every token and looks what happens to the "
     "model's answer; the scores of all are put on its scale and go through the paper's gate (bi_level). Point at a token for "
     "its numbers."
 )
+
+
+def shade(weight: float) -> str:
+    """CSS colour of a weight: blue below 1, white at 1, orange above; on a log scale, full at 0.25 and at 4."""
+    amount = max(-1.0, min(1.0, math.log(max(weight, 1e-6), 4)))
+    # Told apart with every common form of colour-blindness.
+    target = (224, 122, 31) if amount > 0 else (96, 158, 230)
+    r, g, b = (round(255 + (channel - 255) * abs(amount) * 0.85) for channel in target)
+    return f"#{r:02x}{g:02x}{b:02x}"
 
 
 def draw(findings: Findings) -> Figure:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import sys
 import time
 import webbrowser
@@ -15,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive
 from oar_plugin.cli.tables import console, table
-from oar_plugin.page.record import Header, Response
-from oar_plugin.page.sources import TOKENS, SourceError, Text, files, read, unscored
-from oar_plugin.page.sources import listed as listed_steps
-from oar_plugin.spelling import did_you_mean
+from oar_plugin.page.record import Header, Response, write_whole
+from oar_plugin.page.sources import TOKENS, NothingYet, SourceError, Text, files, read, steps_text, unscored
 
 if TYPE_CHECKING:
     from oar_plugin.config import OarConfig
@@ -83,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         problem = "--follow: is for a run's dump, which is scored already; leave out --model"
     elif of_pages and args.format != "html":
         problem = f"{of_pages[0]}: is for pages; leave out --format {args.format}"
+    elif args.out and args.out.is_dir():
+        problem = f"--out={args.out}: a folder; name a file"
     try:
         if problem:
             raise SourceError(problem)
@@ -98,7 +97,6 @@ def _configs(names: list[str] | None, settings: list[str]) -> dict[str, OarConfi
     import yaml
 
     from oar_plugin.config import OarConfig, OarConfigError
-    from oar_plugin.credit.importance import IMPORTANCES
 
     given: dict[str, Any] = {}
     for key, _, text in (word.partition("=") for word in settings):
@@ -108,10 +106,6 @@ def _configs(names: list[str] | None, settings: list[str]) -> dict[str, OarConfi
         except (yaml.YAMLError, TypeError):
             raise SourceError(f"{key}={text}: not a value as on verl's command line") from None
     names = names or [str(given.get("importance", OarConfig().importance))]
-    for name in names:
-        if name not in IMPORTANCES and not name.startswith("python:"):
-            allowed = f"{', '.join(IMPORTANCES)}, or python:<module>:<class>{did_you_mean(name, IMPORTANCES)}"
-            raise SourceError(f"--importance={name}: no such importance; allowed: {allowed}")
     try:
         configs = [OarConfig.parse({**given, "importance": name}) for name in names]
     except OarConfigError as error:
@@ -120,9 +114,9 @@ def _configs(names: list[str] | None, settings: list[str]) -> dict[str, OarConfi
 
 
 def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarConfig]) -> int:
-    found = read(places, args.steps, args.limit)
-    responses = [item for item in found.items if isinstance(item, Response)]
-    texts, header = [item for item in found.items if isinstance(item, Text)], found.header
+    loaded = read(places, args.steps, args.limit)
+    responses = [item for item in loaded.items if isinstance(item, Response)]
+    texts, header = [item for item in loaded.items if isinstance(item, Text)], loaded.header
     if responses and configs:
         raise SourceError(f"--model={args.model}: a run's dump is scored already; leave it out")
     if texts:
@@ -137,14 +131,15 @@ def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarCo
             return 1
         header = header or score.header_of(configs)
     assert header is not None
-    for note in found.notes():
+    for note in loaded.notes():
         print(f"oar inspect: {note}", file=sys.stderr)
-    steps = listed_steps(sorted({response.step for response in responses}))
+    steps = steps_text(sorted({response.step for response in responses}))
     if args.format == "html":
         from oar_plugin.page.inspector import inspector_page
 
         target = args.out or (places[0] / "inspect.html" if places[0].is_dir() else places[0].with_suffix(".html"))
-        _write(target, inspector_page(responses, header, ", ".join(place.resolve().name for place in places)))
+        title = ", ".join(place.resolve().name for place in places)
+        write_whole(target, inspector_page(responses, header, title, loaded.settings_differ))
         print(f"{len(responses)} responses of steps {steps}: {target} ({target.stat().st_size / 1e6:.1f} MB)")
         if args.open and not webbrowser.open(target.resolve().as_uri()):
             print(f"oar inspect: --open: no browser here; open {target} yourself", file=sys.stderr)
@@ -156,7 +151,7 @@ def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarCo
         else _text(responses, None if args.out is None else io.StringIO())
     )
     if args.out:
-        _write(args.out, text)
+        write_whole(args.out, text)
     else:
         print(text, end="")
     return 0
@@ -177,14 +172,6 @@ def _text(responses: list[Response], file: io.StringIO | None) -> str:
     return capture.get()
 
 
-def _write(target: Path, text: str) -> None:
-    """As a whole or not at all: a browser may be reading it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(unfinished, target)
-
-
 def _follow(args: argparse.Namespace, places: list[Path]) -> int:
     """Until the reader ends it, or the run has ended."""
     said: object = None
@@ -196,9 +183,7 @@ def _follow(args: argparse.Namespace, places: list[Path]) -> int:
                 if now != said:
                     _show(args, places, {})
                     args.open = False
-            except SourceError as nothing:
-                if not all(place.exists() for place in places):
-                    raise
+            except NothingYet as nothing:
                 now = f"oar inspect: {nothing}; waiting for more"
                 if now != said:
                     print(now, file=sys.stderr)

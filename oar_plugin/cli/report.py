@@ -25,9 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with"
     )
-    parser.add_argument(
-        "--name", metavar="LABEL", help="of the runs (default: their estimator, or the first one's name)"
-    )
     text = "of the page and its pictures (default: report/ in the first run's folder; for bare logs in the current one)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=text)
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
@@ -45,9 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from oar_plugin.cli.tables import console, progress_bar, table
-    from oar_plugin.page.findings import findings
     from oar_plugin.page.logs import NoLogs, read_run
-    from oar_plugin.page.report import Side, comparison, write_report
+    from oar_plugin.page.report import Side, write_report
 
     paths, logs = [*args.runs, *args.baseline], []
     out = args.out or (args.runs[0] if (args.runs[0] / "run.yaml").is_file() else Path()) / "report"
@@ -58,20 +54,19 @@ def _report(args: argparse.Namespace) -> int:
                 logs.append(read_run(path))
             ours, theirs = logs[: len(args.runs)], logs[len(args.runs) :]
             names = [str(log.settings.get("algorithm.adv_estimator", log.name)) for log in (ours[0], *theirs[:1])]
-            names[0] = args.name or names[0]
             names[1:] = ["baseline" if name == names[0] else name for name in names[1:]]
             sides = [Side(name, runs) for name, runs in zip(names, (ours, theirs), strict=False)]
-            page = write_report(sides, out, progress)
+            report = write_report(sides, out, progress)
     except NoLogs as error:
         print(f"oar report: {error}", file=sys.stderr)
         return 2
-    titles, *rows = comparison(sides)
+    titles, *rows = report.comparison
     shown = table(*titles)
     for row in rows:
         shown.add_row(*row)
     console().print(shown)
-    print(f"What went wrong, and when: {sum(len(findings(log)) for log in logs)} findings\n{page}")
-    if args.open and not webbrowser.open(page.absolute().as_uri()):
-        print(f"oar report: --open: no browser here; open {page} yourself", file=sys.stderr)
+    print(f"What went wrong, and when: {len(report.findings) - 1} findings\n{report.page}")
+    if args.open and not webbrowser.open(report.page.absolute().as_uri()):
+        print(f"oar report: --open: no browser here; open {report.page} yourself", file=sys.stderr)
         return 1
     return 0

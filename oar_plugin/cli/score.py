@@ -3,20 +3,20 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import distributions
 from typing import Any
 
+import jinja2
 import torch
 from torch import Tensor
 
 from oar_plugin.cli.tables import progress_bar
-from oar_plugin.config import OarConfig
+from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from oar_plugin.evaluate.checkpoints import find
 from oar_plugin.evaluate.problems import EvaluationError
 from oar_plugin.front_door import importance
-from oar_plugin.page.record import Header, Response, printable
+from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.page.sources import SourceError, Text, advantages
 from oar_plugin.passes.tap import UnsupportedModelError
 from oar_plugin.passes.tokens import TokenBytes
@@ -27,15 +27,14 @@ ROWS = 512
 
 
 def header_of(configs: Mapping[str, OarConfig]) -> Header:
-    """Of responses that no run dumped; `configs` by the name of the importance, none without a model."""
+    """The header of responses that no run dumped; `configs` by the name of the importance, none without a model."""
     first = next(iter(configs.values()), OarConfig())
-    versions = {name: each.version for name in PACKAGES for each in distributions(name=name)}
     scales = {name: config.importance_object.arbitrary_scale for name, config in configs.items()}
-    return Header(versions, first.model_dump(mode="json") | {"tau": first.quantile}, scales)
+    return header_for(first, scales, PACKAGES)
 
 
 def graded(texts: Sequence[Text]) -> list[Text]:
-    """With the recipes' reward where there is a truth and no reward."""
+    """The same texts, with the recipes' reward where there is a truth and no reward."""
     needed = [text.reward is None and text.truth is not None for text in texts]
     if not any(needed):
         return list(texts)
@@ -45,10 +44,10 @@ def graded(texts: Sequence[Text]) -> list[Text]:
         print(f"oar inspect: responses are not graded: {error}", file=sys.stderr)
         return list(texts)
 
-    def one(text: Text) -> Text:
-        return replace(text, reward=compute_score(text.source, text.response, str(text.truth))["score"])
-
-    return [one(text) if need else text for text, need in zip(texts, needed, strict=True)]
+    return [
+        replace(text, reward=compute_score(text.source, text.response, str(text.truth))["score"]) if need else text
+        for text, need in zip(texts, needed, strict=True)
+    ]
 
 
 def _load(name: str, device: str | None) -> tuple[Any, Any]:
@@ -67,7 +66,7 @@ def _load(name: str, device: str | None) -> tuple[Any, Any]:
 
 
 def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mapping[str, OarConfig]) -> list[Response]:
-    """Cut into tokens, with the importances that `configs` name and the weights of the first of them.
+    """The texts cut into tokens, with the importances that `configs` name and the weights of the first of them.
 
     Args:
         name: of the model, as `oar eval` takes it.
@@ -76,7 +75,7 @@ def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mappin
         configs: by the name of the importance.
 
     Raises:
-        SourceError: a prompt that the tokenizer has no template for.
+        SourceError: a prompt that the tokenizer has no template for, or settings that are for runs only.
         EvaluationError: the model cannot be loaded, is none that OAR serves, or there is no memory left.
     """
     model, tokenizer = _load(name, device)
@@ -86,18 +85,18 @@ def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mappin
         for place, (text, advantage) in enumerate(zip(texts, advantages(texts), strict=True)):
             progress("responses", place, len(texts))
             prompt, ids = _prompt_ids(tokenizer, text), tokenizer(text.response, add_special_tokens=False)["input_ids"]
-            pieces = zip(ids, printable(token_bytes.pieces(ids)), strict=True)
-            tokens = [piece or str(tokenizer.convert_ids_to_tokens(token)) for token, piece in pieces]
             known: dict[str, Any] = {"segments": [0] * len(ids), "status": Status.TOO_LONG.name.lower()}
             try:
                 if len(prompt) + len(ids) <= longest:
                     known = _credit(model, tokenizer, prompt, ids, max(1, text.step), configs)
+            except OarConfigError as error:
+                raise SourceError(str(error)) from error
             except UnsupportedModelError as error:
                 raise EvaluationError(str(error)) from error
             except torch.OutOfMemoryError as error:
                 advice = "leave it out, or --device cpu"
                 raise EvaluationError(f"{text.uid}: no memory for its {len(ids)} tokens; {advice}") from error
-            responses.append(text.told(advantage, token_ids=ids, tokens=tokens, **known))
+            responses.append(text.told(advantage, token_ids=ids, tokens=token_bytes.texts(ids), **known))
     return responses
 
 
@@ -106,7 +105,10 @@ def _prompt_ids(tokenizer: Any, text: Text) -> list[int]:
         return list(tokenizer(text.prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise SourceError("a prompt is a list of messages, and the model's tokenizer has no chat template: give texts")
-    prompt = tokenizer.apply_chat_template(text.chat, add_generation_prompt=True, tokenize=False)
+    try:
+        prompt = tokenizer.apply_chat_template(text.chat, add_generation_prompt=True, tokenize=False)
+    except (jinja2.TemplateError, TypeError) as error:
+        raise SourceError(f"{text.uid}: the model's chat template refuses its prompt: {error}") from error
     return list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 

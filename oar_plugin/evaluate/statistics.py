@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oar_plugin.student import t_975
+from oar_plugin.intervals import half_95
 
 Values = NDArray[np.float64]
 
@@ -78,11 +78,8 @@ def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) ->
     mean = float(np.mean([difference.mean() for difference in of_problems]))
     parts = [(_variance(each) / len(each) / sets**2, len(each) - 1) for each in of_problems]
     parts += [(_between_seeds(blocks), len(blocks[0]) - 1) for blocks in (values, base)]
-    variance = sum(part for part, _ in parts)
-    # Welch and Satterthwaite: the degrees of freedom of a sum of variances, each known from so many values.
-    spread = sum(part**2 / freedom for part, freedom in parts if freedom > 0)
-    half = t_975(variance**2 / spread if spread > 0 else math.inf) * math.sqrt(variance)
-    return Estimate(mean, math.sqrt(variance), mean - half, mean + half)
+    half = half_95(parts)
+    return Estimate(mean, math.sqrt(sum(part for part, _ in parts)), mean - half, mean + half)
 
 
 def _between_seeds(blocks: Sequence[Values]) -> float:

@@ -23,20 +23,20 @@ BOUNDS = (
     ("oar/ess_ratio", 0.05, 1.0, "few tokens hold all credit; lower beta or raise floor"),
     ("oar/dump_failed", 0.0, 0.0, "responses that could not be dumped; is the disk full?"),
     ("oar/dashboard_failed", 0.0, 0.0, "a dashboard did not take weights and responses; the run's output says why"),
-    # Cut off, they have no answer, and are paid for their length.
+    # Responses that are cut off have no answer and so no reward: the model then learns to write less, not to be right.
     ("response_length/clip_ratio", 0.0, 0.2, "responses at data.max_response_length"),
 )
 """Metric, what is fine of it, and what it says."""
 
 
 def findings(run: RunLog) -> list[list[str]]:
-    """A row each, in the order of their first steps: the run's name, its steps, what it was."""
+    """A row each, in the order of their first steps: its steps, what it was."""
     found = sorted(((list(steps), what) for steps, what in _found(run)), key=lambda finding: finding[0][:1])
-    return [[run.name, _said(steps), what] for steps, what in found if steps]
-
-
-def _said(steps: list[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}, {len(steps)} steps" if len(steps) > 1 else str(steps[0])
+    return [
+        [f"{steps[0]} to {steps[-1]}, {len(steps)} steps" if len(steps) > 1 else str(steps[0]), what]
+        for steps, what in found
+        if steps
+    ]
 
 
 def _where(bad: pd.Series) -> Iterable[int]:
@@ -68,7 +68,7 @@ def _found(run: RunLog) -> Iterator[tuple[Iterable[int], str]]:
     trained = run.column(*REWARD).index
     if len(trained):
         yield sorted({*range(trained[0], trained[-1])} - {*trained}), "not in the log"
-    total = run.settings.get("trainer.total_training_steps")
+    total = run.whole("trainer.total_training_steps")
     last = int(run.metrics.index[-1])
     if total and last < total:
         yield [last], f"ended before its last step, {total}"

@@ -11,20 +11,9 @@ let cards = [], pin = null, waiting = 0;
 
 // ---- data
 
-function unpack(text, size) {  // base 91: two characters for 13 bits
-  const digit = new Uint8Array(128), bytes = new Uint8Array(size);
-  for (let code = 33, next = 0; code < 127; code++) if (!"&<\\".includes(String.fromCharCode(code))) digit[code] = next++;
-  for (let i = 0, at = 0, bits = 0, held = 0; i < text.length; i += 2) {
-    bits = (bits << 13) | (digit[text.charCodeAt(i)] * 91 + digit[text.charCodeAt(i + 1)]);
-    for (held += 13; held >= 8; held -= 8) bytes[at++] = bits >> (held - 8);
-    bits &= (1 << held) - 1;
-  }
-  return bytes;
-}
-
 async function load() {
-  const packed = new Blob([unpack(byId("data").textContent, +byId("data").dataset.size)]).stream();
-  const block = new Uint8Array(await new Response(packed.pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
+  const packed = new Blob([Uint8Array.from(atob(byId("data").textContent), c => c.charCodeAt(0))]).stream();
+  const block = new Uint8Array(await new Response(packed.pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
   let at = block.indexOf(10), id = 0, start = 0;
   data = JSON.parse(new TextDecoder().decode(block.subarray(0, at++)));
   const column = Type => {
@@ -32,7 +21,7 @@ async function load() {
     for (let plane = 0; plane < size; plane++) for (let i = plane; i < bytes.length; i += size) bytes[i] = block[at++];
     return new Type(bytes.buffer);
   };
-  const rounded = sign => Float32Array.from(column(Uint16Array), x => x === 65535 ? NaN : sign * Math.expm1(x / 200) / 5);
+  const rounded = sign => Float32Array.from(column(Uint16Array), x => x === 65535 ? NaN : sign * Math.expm1(x / 100) / 5);
   const columns = {token: column(Uint32Array), logProb: rounded(-1), entropy: rounded(1)};
   const importance = Object.keys(data.importances).map(name => [name, column(Float32Array)]);
   columns.recorded = data.recorded ? column(Float32Array) : new Float32Array();
@@ -41,6 +30,7 @@ async function load() {
     const r = Object.fromEntries(Object.entries(data.responses).map(([name, values]) => [name, values[i]]));
     const own = pairs => Object.fromEntries(pairs.map(([name, values]) => [name, values.subarray(start, start + r.length)]));
     Object.assign(r, own(Object.entries(columns)), {importance: own(importance), scores: {}, credit: {}, segment: []});
+    for (const name in r.importance) r.importance[name] = r.importance[usedFor(r, name)];
     for (let k = 0; k < r.segments.length; k += 2) {
       for (let n = r.segments[k + 1]; n > 0; n--) r.segment.push(data.segmentNames[r.segments[k]]);
     }
@@ -51,7 +41,11 @@ async function load() {
   steps = [...new Set(data.responses.step)].sort((a, b) => a - b);
 }
 
-// Nothing acts on the page: no direction, no invisible character, no half of one.
+// The importance that stands for `name` in a response: a fallback's where the response does not have this one.
+const usedFor = (r, name) => r.importances.includes(name) ? name : r.importances[0] ?? name;
+const ownOf = (r, list) => list.filter(name => usedFor(r, name) === name);
+
+// Control signs, direction signs and half characters are shown as <U+...>.
 const visible = text => text.replaceAll("\t", "⇥").replace(
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]|\p{Cs}/gu,
   c => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
@@ -94,14 +88,16 @@ const credit = (r, name) => r.credit[name] ??= weigh(r, name, gateNow());
 
 function weigh(r, name, gate) {
   if (!r.weighted) return {weights: null, status: r.status};
-  if (!(gate.gate in GATES) || !name) return {weights: name === data.runImportance ? r.recorded : null, status: r.status};
+  const ofRun = r.importance[name] === r.importance[data.runImportance];
+  if (data.recorded && gate === data.run && ofRun) return {weights: r.recorded, status: r.status};
   const weights = new Float32Array(r.length).fill(1);
   if (r.status !== "scored" && r.status !== "constant") return {weights, status: r.status};
+  if (!(gate.gate in GATES) || !name) return {weights: null, status: r.status};
   let {score, sorted} = scoresOf(r, name);
   if (!sorted) return {weights, status: "non_finite"};
   if (!(sorted.at(-1) > sorted[0])) return {weights, status: "constant"};
   const mean = sum(score) / score.length;
-  if (data.importances[name].arbitraryScale && !data.gates[gate.gate].orderOnly && mean > 0) {
+  if (data.importances[usedFor(r, name)].arbitraryScale && !data.gates[gate.gate].orderOnly && mean > 0) {
     [score, sorted] = [score, sorted].map(values => values.map(x => x / mean));
   }
   const raw = GATES[gate.gate](score, sorted, gate), scale = raw.length / Math.max(sum(raw), TINY);
@@ -140,10 +136,11 @@ const strongest = (r, name) => Math.max(TINY, ...r.siblings.map(s =>
 
 // Of a response and an importance. value: a token's number, which histograms count; tint: its colour; null: there is none.
 const weightOf = (r, name) => { const {weights} = credit(r, name); return weights && (i => weights[i]); };
+const ofTool = (r, i) => r.segment[i] === "tool";
 const logImportance = (r, name) => name && (i => Math.log10(r.importance[name][i]));
 const COLOURS = {
-  paid: {
-    value(r, name) { const weight = weightOf(r, name); return weight && (i => weight(i) * r.advantage); },
+  push: {
+    value(r, name) { const weight = weightOf(r, name); return weight && (i => ofTool(r, i) ? NaN : weight(i) * r.advantage); },
     tint(r, name) {
       const top = strongest(r, name), value = this.value(r, name);
       return value && (i => tint(value(i) < 0 ? ORANGE : BLUE, Math.abs(value(i)) / top));
@@ -189,7 +186,7 @@ function setUp() {
   elements.source.append(...[...offered.source].sort().map(value => make("option", {value, textContent: visible(value)})));
   for (const option of elements.status.options) option.hidden = option.value !== "" && !offered.status.has(option.value);
   elements.step.max = steps.length;
-  form.querySelector(".steps").hidden = steps.length < 2;
+  elements.step.parentNode.hidden = steps.length < 2;
   if (!data.responses.weighted.includes(true)) elements.colour.value = known("logProb") ? "logProb" : "entropy";
   else if (!data.responses.advantage.some(Number.isFinite)) elements.colour.value = "weight";
 }
@@ -243,6 +240,7 @@ function histogram(list, name, bins) {
 
 const statusText = name => [...elements.status].find(option => option.value === name)?.text;
 const figuresText = figures => `ESS ${figures.ess.toFixed(2)} · top 10 % has ${(100 * figures.top).toFixed(0)} %`;
+const joined = (...parts) => visible(parts.filter(Boolean).join(" · "));
 const outcomeText = right => right === null ? "no reward" : right ? "✓ right" : "✗ wrong";
 
 function head(card) {
@@ -254,7 +252,8 @@ function head(card) {
     chip(`${arrow} advantage ${r.advantage === null ? "–" : signed(r.advantage)}`, way), chip(`reward ${format(r.reward)}`),
     chip(visible(said), status === "scored" ? "" : "fallback", status)];
   if (figures) parts.push(chip(figuresText(figures), "", "effective sample size: 1 when the credit is even"));
-  parts.push(chip(`${r.length} tokens`), make("span", {className: "uid", textContent: visible(`${r.source} · ${r.uid}`)}));
+  if (usedFor(r, name) !== name) parts.push(chip(`importance: ${visible(usedFor(r, name))}`, "fallback"));
+  parts.push(chip(`${r.length} tokens`), make("span", {className: "uid", textContent: joined(r.source, r.uid)}));
   const {place, other} = card.differs = difference(r);
   if (other) {
     const textContent = `◆ differs from a ${other.right ? "right" : "wrong"} sibling after ${place} tokens`;
@@ -264,7 +263,7 @@ function head(card) {
   card.head.replaceChildren(...parts, histogram([r], name, 24));
 }
 
-// The whole response as one line: of the tokens that share a pixel the strongest is seen.
+// The whole response as one line: where several tokens share a pixel, the strongest is drawn.
 function strip({r, strip: canvas, differs}) {
   const pen = canvas.getContext("2d"), shade = colourNow().tint(r, nameNow());
   canvas.width = Math.max(1, canvas.clientWidth);
@@ -301,7 +300,7 @@ function row(card, name) {
 function paint(card) {
   head(card);
   strip(card);
-  card.shown ??= names().map(name => row(card, name));
+  card.shown ??= (names().length > 1 ? ownOf(card.r, names()) : names()).map(name => row(card, name));
   const hits = new Set(found(card.r));
   for (const {name, spans, label} of card.shown) {
     const shade = colourNow().tint(card.r, name), figures = diagnostics(card.r, name);
@@ -346,7 +345,7 @@ function build() {
         cards.push(card);
         return card.node = make("article", {card}, card.head, card.strip, card.rows);
       })));
-    const about = make("p", {className: "about"}, `Step ${step} · ${visible(source)} · group ${visible(name)}`,
+    const about = make("p", {className: "about"}, joined(`Step ${step}`, source, `group ${name}`),
       ...(truth === null ? [] : [" · right answer ", make("bdi", {textContent: visible(truth)})]));
     byId("groups").append(make("section", {className: "group"}, about, make("details", {className: "prompt"},
       make("summary", {textContent: visible(prompt.replace(/\s+/g, " "))}), make("pre", {textContent: visible(prompt)})),
@@ -399,11 +398,11 @@ function tell(span) {
   const {r} = span.closest("article").card, i = span.place, box = span.getBoundingClientRect(), tip = byId("tip"), lines = [];
   const say = (key, value) => lines.push(make("dt", {textContent: key}), make("dd", {textContent: value}));
   say("token", `id ${data.tokens.id[r.token[i]]}, ${i + 1} of ${r.length}, ${r.segment[i]}`);
-  for (const name of names()[0] ? Object.keys(data.importances) : [""]) {
+  for (const name of names()[0] ? ownOf(r, Object.keys(data.importances)) : [""]) {
     const {weights} = credit(r, name), place = name && rank(r, name, i), value = name && r.importance[name][i];
     if (name) say(visible(name), place ? `${value.toPrecision(4)}, rank ${place} of ${r.reasoning.length}` : "not scored");
     const push = r.advantage === null ? "" : `, × advantage ${signed(weights?.[i] * r.advantage)}`;
-    if (weights) say("weight", weights[i].toFixed(3) + push);
+    if (weights && !ofTool(r, i)) say("weight", weights[i].toFixed(3) + push);
   }
   if (r.logProb[i] <= 0) say("log-prob", `${format(r.logProb[i])}, probability ${format(Math.exp(r.logProb[i]))}`);
   if (r.entropy[i] >= 0) say("entropy", `${format(r.entropy[i])} nats`);
@@ -424,8 +423,10 @@ function unpin() {
   byId("tip").style.display = "none";
 }
 
-function pinAt(card, i, block = "nearest", row = 0) {
+function pinAt(card, place, block = "nearest", row = 0) {
+  const i = Math.max(0, Math.min(place, card.r.length - 1));
   unpin();
+  if (!card.r.length) return;
   if (!card.shown) paint(card);
   pin = {card, i, row};
   mark(card, i, "pinned", true);
@@ -450,7 +451,7 @@ function update(name) {
   for (const key of numbers) {
     if (name === "gate" && gate.value === "run") elements[key].value = data.run[key];
     elements[key].disabled = !(gateNow().gate in GATES) || (key === "floor" && gateNow().gate !== "bi_level");
-    elements[key].previousElementSibling.textContent = (+elements[key].value).toFixed(2);
+    elements[key].previousElementSibling.textContent = format(+elements[key].value);
   }
   elements.step.previousElementSibling.textContent = +elements.step.value ? steps[elements.step.value - 1] : "all";
   if (name === "gate" || numbers.includes(name)) for (const r of responses) r.credit = {};
@@ -489,21 +490,20 @@ function listen() {
     const card = target.closest("article")?.card, span = tokenOf(target);
     if (target.className === "strip") pinAt(card, Math.floor(offsetX / target.clientWidth * card.r.length), "center");
     else if (!span || (pin?.card === card && pin.i === span.place)) target.matches("button") || unpin();
-    else pinAt(card, span.place, "nearest", names().indexOf(span.name));
+    else pinAt(card, span.place, "nearest", card.shown.findIndex(({name}) => name === span.name));
   });
   document.addEventListener("keydown", event => {
     const card = document.activeElement.closest("article")?.card, by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
-    const typing = event.key !== "Escape" && event.target.matches("input, select"), {ctrlKey, metaKey, altKey} = event;
+    const typing = event.key !== "Escape" && event.target.matches("[type=search]"), {ctrlKey, metaKey, altKey} = event;
     if (typing || ctrlKey || metaKey || altKey) return;
-    if (pin && by) movePin(by, event.shiftKey);
-    else if (event.key === "Enter" && event.target.matches(".tokens") && card.r.length) pinAt(card, 0);
+    if (pin && by && !event.target.matches("input, select")) movePin(by, event.shiftKey);
+    else if (event.key === "Enter" && event.target.matches(".tokens")) pinAt(card, 0);
     else if (event.key in keys) keys[event.key]();
     else return;
-    event.preventDefault();
+    if (event.key !== "Escape") event.preventDefault();  // the browser closes the list of keys with it
   });
   addEventListener("scroll", () => pin && tell(pinned()));
   addEventListener("resize", () => cards.filter(card => card.near).forEach(strip));
-  [byId("before").onclick, byId("after").onclick] = [keys["["], keys["]"]];
   form.onsubmit = () => false;
   form.oninput = ({target}) => update(target.name);
 }

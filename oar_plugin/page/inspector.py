@@ -1,11 +1,12 @@
-"""The inspector: responses token by token, what each token was paid and why, as one HTML file that asks for nothing else.
+"""The inspector: responses token by token, with the weight of each token and its reasons, as one self-contained HTML file.
 
 All data are one deflated block: a line of JSON, then columns of numbers over the tokens of all responses one after the other.
 A column's bytes stand by place (all first bytes, all second ones, ...), which deflates better than whole numbers. Importance is
-the float32 that the gate was given: the page computes weights from it. Log-probs and entropies are rounded to 0.5 %, the small
-ones to 0.001 nats. The block is written in base 91, two characters for 13 bits, an eighth shorter than base64.
+the float32 that the gate was given: the page computes weights from it. Log-probs and entropies are wrong by at most 0.5 % and
+0.001 nats.
 """
 
+import base64
 import json
 import math
 import re
@@ -17,45 +18,44 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import GATES
 from oar_plugin.page.record import Header, Response
+from oar_plugin.page.templates import TEMPLATES
 
 KINDS = ("digits", "operators", "words", "marks")
 _AS_IT_IS = ("step", "group", "uid", "source", "prompt", "truth", "right", "status")
+_TOOL = max(Segment) + 1  # of tokens that are not the model's own
 _UNKNOWN = 2**16 - 1  # in a column of `_rounded` numbers
-_DIGITS = np.array([code for code in range(33, 127) if chr(code) not in "&<\\"], np.uint8)  # HTML means nothing by them
 _OPERATORS = frozenset("+-*/=<>^%×÷·±−≤≥≠≈√|&")
 _PART_OF_A_CHARACTER = re.compile(r"(\\x[0-9a-f]{2})+")
-_HTML = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-)
 
 
-def inspector_page(responses: Sequence[Response], header: Header, title: str) -> str:
+def inspector_page(responses: Sequence[Response], header: Header, title: str, as_recorded: bool = False) -> str:
     """The page as one string.
 
     Args:
         responses: siblings are those of the same step and group; steps, and the groups of one, keep their order.
         header: its `config` says how weights were made. A user's own gate is not in the page: its weights travel as recorded.
         title: plain text.
+        as_recorded: weights travel too, for settings differ between steps and `header` has the newest.
     """
     style, script = (Markup(Path(__file__).with_suffix(end).read_text("utf-8")) for end in (".css", ".js"))
     tokens = [token for response in responses for token in zip(response.token_ids, response.tokens, strict=True)]
     # Frequent ones first: their numbers are small.
     table = [token for token, _ in sorted(Counter(tokens).items(), key=lambda item: (-item[1], item[0]))]
-    document = _document(responses, header, table)
+    document = _document(responses, header, table, as_recorded)
     place = {token: index for index, token in enumerate(table)}
     columns = [np.array([place[token] for token in tokens], "<u4"), *_columns(responses, document)]
-    block = _deflated(json.dumps(document, allow_nan=False).encode(), columns)
-    values = {"title": title, "style": style, "script": script, "data": Markup(_base91(block)), "size": len(block)}
+    planes = [column.view(np.uint8).reshape(len(column), column.itemsize).T.tobytes() for column in columns]
+    text = json.dumps(document, allow_nan=False).encode()
+    block = base64.b64encode(zlib.compress(text + b"\n" + b"".join(planes), 9)).decode()
+    values = {"title": title, "style": style, "script": script, "data": block, "as_recorded": as_recorded}
     settings = [*header.versions.items(), *header.config.items()]
-    return _HTML.get_template("inspector.html.j2").render(values, of=document, settings=settings)
+    return TEMPLATES.get_template("inspector.html.j2").render(values, of=document, settings=settings)
 
 
 def kind_of(text: str) -> str:
@@ -70,16 +70,20 @@ def kind_of(text: str) -> str:
     return "words" if any(character.isalpha() for character in bare) else "marks"
 
 
-def _document(responses: Sequence[Response], header: Header, table: Sequence[tuple[int, str]]) -> dict[str, Any]:
+def _document(
+    responses: Sequence[Response], header: Header, table: Sequence[tuple[int, str]], as_recorded: bool
+) -> dict[str, Any]:
     names = list(dict.fromkeys(name for response in responses for name in response.importance))
-    run = OarConfig.model_construct().model_dump() | dict(header.config)
+    run = header.config
+    # An offloaded run's fallback has an importance of its own.
+    mixed = any(response.status == "scored" and set(names) - response.importance.keys() for response in responses)
     gates = {name: {"tau": gate.tau, "orderOnly": gate.order_only} for name, gate in GATES.items()}
-    run["tau"] = gates.get(run["gate"], gates["two_level"])["tau"] if run["tau"] is None else run["tau"]
     rows = {name: list(map(attrgetter(name), responses)) for name in _AS_IT_IS}
     for name in ("advantage", "reward"):
         rows[name] = [None if x is None or not math.isfinite(x) else x for x in map(attrgetter(name), responses)]
     rows["length"] = [len(response.tokens) for response in responses]
-    rows["segments"] = [_runs(response.segments) for response in responses]
+    rows["segments"] = [_runs(_segments(response)) for response in responses]
+    rows["importances"] = [list(response.importance) for response in responses]
     rows["weighted"] = [response.weights is not None for response in responses]
     return {
         "count": sum(rows["length"]),
@@ -90,12 +94,12 @@ def _document(responses: Sequence[Response], header: Header, table: Sequence[tup
             "kind": [KINDS.index(kind_of(text)) for _, text in table],
         },
         "kinds": KINDS,
-        "segmentNames": {segment.value: segment.name.lower() for segment in Segment},
-        "importances": {name: {"arbitraryScale": bool(header.arbitrary_scale.get(name))} for name in names},
+        "segmentNames": {segment.value: segment.name.lower() for segment in Segment} | {_TOOL: "tool"},
+        "importances": {name: {"arbitraryScale": header.arbitrary_scale[name]} for name in names},
         "run": {name: run[name] for name in ("gate", "tau", "beta", "floor")},
         "runImportance": run["importance"] if run["importance"] in names else next(iter(names), ""),
         "gates": gates,
-        "recorded": run["gate"] not in gates or not names,
+        "recorded": as_recorded or mixed or run["gate"] not in gates or not names,
     }
 
 
@@ -108,12 +112,6 @@ def _columns(responses: Sequence[Response], document: Mapping[str, Any]) -> Iter
         yield _column(responses, [response.weights for response in responses]).astype("<f4")
 
 
-def _deflated(text: bytes, columns: Sequence[Any]) -> bytes:
-    planes = [column.view(np.uint8).reshape(len(column), column.itemsize).T.tobytes() for column in columns]
-    deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    return deflate.compress(text + b"\n" + b"".join(planes)) + deflate.flush()
-
-
 def _column(responses: Sequence[Response], rows: Sequence[Sequence[float] | None]) -> Any:
     """float64 over all tokens, nan where there is no row."""
     pairs = zip(responses, rows, strict=True)
@@ -122,15 +120,13 @@ def _column(responses: Sequence[Response], rows: Sequence[Sequence[float] | None
 
 
 def _rounded(values: Any) -> Any:
-    code = np.rint(200 * np.log1p(5 * np.abs(values)))
+    code = np.rint(100 * np.log1p(5 * np.abs(values)))
     return np.where(np.isfinite(code), code, _UNKNOWN).astype("<u2")
 
 
-def _base91(data: bytes) -> str:
-    bits = np.unpackbits(np.frombuffer(data, np.uint8))
-    rows = np.pad(bits, (0, -len(bits) % 13)).reshape(-1, 13).T
-    codes = sum(row.astype(np.int32) << 12 - place for place, row in enumerate(rows))
-    return bytes(_DIGITS[np.stack(np.divmod(codes, len(_DIGITS)), -1)].ravel()).decode("ascii")
+def _segments(response: Response) -> list[int]:
+    pairs = zip(response.segments, response.mask or [1] * len(response.segments), strict=True)
+    return [segment if own else _TOOL for segment, own in pairs]
 
 
 def _runs(values: Sequence[int]) -> list[int]:

@@ -36,7 +36,14 @@ class RunLog:
 
     @property
     def seed(self) -> int | None:
-        return self.settings.get("data.seed")
+        return self.whole("data.seed")
+
+    def whole(self, name: str) -> int | None:
+        """A setting that is a whole number; None: it is not known, or is none."""
+        try:
+            return int(self.settings[name])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
 
     def column(self, *names: str) -> pd.Series:
         """The finite values of the first of these metrics that was logged, by step."""
@@ -45,19 +52,19 @@ class RunLog:
         return column[np.isfinite(column)]
 
     def seconds(self) -> pd.Series:
-        """Of all steps up to this one; what was done twice counts once."""
-        return self.column(SECONDS).cumsum().reindex(self.metrics.index).ffill().fillna(0.0)
+        """Seconds of each step; nan: not logged."""
+        return self.column(SECONDS).reindex(self.metrics.index)
 
 
 def read_run(path: Path) -> RunLog:
-    """Of a run's folder, or of what a logger wrote: a JSONL file, a TensorBoard folder, an offline run of wandb.
+    """The log of a run's folder, or what a logger wrote: a JSONL file, a TensorBoard folder, an offline run of wandb.
 
     Raises NoLogs; OSError; ModuleNotFoundError, of the logger's package or PyYAML.
     """
     path = path.absolute()
     kind, files = _logs(path)
     settings: dict[str, Any] = {}
-    steps, resumed = _merged(row for file in files for row in READERS[kind](file, settings))
+    steps, resumed = _merged(READERS[kind](file, settings) for file in files)
     if not steps:
         raise NoLogs(f"{path}: no step in it; verl's logger {kind!r} writes one at a time")
     state = ""
@@ -69,7 +76,7 @@ def read_run(path: Path) -> RunLog:
             state, settings = str(run["state"]), dict(run["settings"])
         except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
             raise NoLogs(f"{record}: not what a run writes ({type(error).__name__}); move it away") from error
-    metrics = pd.DataFrame.from_dict(steps, orient="index")
+    metrics = pd.DataFrame.from_dict(steps, orient="index").sort_index()
     return RunLog(path.stem if path.is_file() else path.name, kind, len(files), metrics, resumed, settings, state)
 
 
@@ -86,18 +93,19 @@ def _logs(path: Path) -> tuple[str, list[Path]]:
     raise NoLogs(f"{path}: no logs of verl, looked for {places}; trainer.logger=[console,file] writes some")
 
 
-def _merged(rows: Iterable[Row]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
-    """A start goes on from a checkpoint: what an earlier one did behind it is done again."""
+def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
+    """A start goes on from a checkpoint: what an earlier one did from its first step on is done again."""
     steps: dict[int, dict[str, float]] = {}
     resumed: dict[int, int] = {}
-    last = -1
-    for step, metrics in rows:
-        if step < last:
-            kept = {known: row for known, row in steps.items() if known <= step}
-            resumed[step] = len(steps) - len(kept)
-            steps = kept
-        steps[step] = steps.get(step, {}) | metrics
-        last = step
+    for rows in starts:
+        begun = False
+        for step, metrics in rows:
+            # Before its first step a start may validate the checkpoint, under the step that made it.
+            if not begun and not all(name.startswith("val") for name in metrics):
+                begun, known = True, len(steps)
+                steps = {before: row for before, row in steps.items() if before < step}
+                resumed |= {step: known - len(steps)} if known > len(steps) else {}
+            steps[step] = steps.get(step, {}) | metrics
     return steps, resumed
 
 
@@ -106,7 +114,7 @@ def _of_file(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
         try:
             record = json.loads(line)
             yield int(record["step"]), _metrics(record["data"].items())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue  # half-written: the run was cut off, or writes it now
 
 
@@ -122,15 +130,23 @@ def _of_tensorboard(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
 
 
 def _of_wandb(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     for written in _wandb_records(file.read_bytes()):
-        record = Record.FromString(written)
-        for item in record.run.config.update:
-            settings.update(_flat("/".join(item.nested_key) or item.key, json.loads(item.value_json)))
-        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        try:
+            record = Record.FromString(written)
+            config, items = (
+                {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in of}
+                for of in (record.run.config.update, record.history.item)
+            )
+            step = int(items.pop("_step", record.history.step.num))
+        except (DecodeError, ValueError, TypeError, OverflowError, RecursionError):
+            return  # what follows garbage is garbage
+        for name, value in config.items():
+            settings.update(_flat(name, value))
         if items:
-            yield int(items.pop("_step", record.history.step.num)), _metrics(items.items())
+            yield step, _metrics(items.items())
 
 
 def _wandb_records(written: bytes) -> Iterator[bytes]:
@@ -153,9 +169,17 @@ def _wandb_records(written: bytes) -> Iterator[bytes]:
 
 
 def _metrics(items: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """Numbers; JSON's null is what verl's file logger makes of nan and inf."""
-    numbers = ((name, math.nan if value is None else value) for name, value in items if not name.startswith("_"))
-    return {name: math.inf if math.isnan(value) else value for name, value in numbers if isinstance(value, int | float)}
+    named = ((name, value) for name, value in items if not name.startswith("_"))
+    return {name: _number(value) for name, value in named if isinstance(value, int | float | None)}
+
+
+def _number(value: float | None) -> float:
+    """inf for what is not finite. JSON's null is what verl's file logger makes of nan and inf."""
+    try:
+        number = math.nan if value is None else float(value)
+    except OverflowError:  # whole numbers have no bound
+        return math.inf
+    return math.inf if math.isnan(number) else number
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -5,12 +5,20 @@ other line is a `Response`.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
+
+if TYPE_CHECKING:
+    from oar_plugin.config import OarConfig
 
 FORMAT = 1
-RIGHT_FROM = 0.5  # rewards are 0 or 1, or -1 or 1, and a share below a half is given for the form alone
+RIGHT_FROM = 0.5  # rewards are 0 or 1, or -1 or 1; below 0.5 a response got points for its form only
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,19 @@ class Header:
         return json.dumps(vars(self)) + "\n"
 
 
+class Weighing(BaseModel, strict=True):
+    """Of `Header.config` what makes weights out of importance."""
+
+    importance: str
+    gate: str
+    tau: FiniteFloat
+    beta: FiniteFloat
+    floor: FiniteFloat
+
+
 @dataclass(frozen=True)
 class Response:
-    """One response. What stands a token is as long as `tokens`; None is what nobody has computed.
+    """One response. Lists have one entry a token. None: not computed.
 
     Attributes:
         step: training step.
@@ -44,6 +62,7 @@ class Response:
         weights: what each token's advantage was multiplied by.
         log_probs: of each token, in nats, under the policy before the update.
         entropies: of the distribution that each token was drawn from, in nats.
+        mask: 1 at the model's own tokens, 0 at those that a tool wrote; None: all are its own.
         advantage: before reshaping.
         reward: of the whole response.
         status: name of a `Status` in small letters.
@@ -62,13 +81,14 @@ class Response:
     weights: list[float] | None
     log_probs: list[float] | None
     entropies: list[float] | None
+    mask: list[int] | None
     advantage: float | None
     reward: float | None
     status: str
 
     def __post_init__(self) -> None:
         a_token: list[Sequence[object]] = [self.tokens, self.segments, *self.importance.values()]
-        a_token += [row for row in (self.weights, self.log_probs, self.entropies) if row is not None]
+        a_token += [row for row in (self.weights, self.log_probs, self.entropies, self.mask) if row is not None]
         if {len(row) for row in a_token} != {len(self.token_ids)}:
             raise ValueError(f"response {self.uid!r}: its rows differ in length")
 
@@ -81,29 +101,46 @@ class Response:
         return json.dumps(vars(self)) + "\n"
 
 
-def response(line: str) -> Response:
-    """A line of a dump.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is none, or half of one.
-    """
-    record = json.loads(line)
-    return Response(**{field.name: record[field.name] for field in fields(Response)})
+_RESPONSE, _HEADER = TypeAdapter(Response), TypeAdapter(Header)
 
 
-def header(line: str) -> Header:
-    """The first line of a file of a dump.
+def parse_response(line: str) -> Response:
+    """A line of a dump. ValueError: it is none, or half of one."""
+    return _RESPONSE.validate_json(line, strict=True)
 
-    Raises:
-        ValueError, KeyError, TypeError: it is none, or of a format that this version does not read.
-    """
-    record = json.loads(line)
-    made = Header(**{field.name: record[field.name] for field in fields(Header)})
+
+def parse_header(line: str) -> Header:
+    """The first line of a file of a dump. ValueError: it is none, or of a format that this version does not read."""
+    try:
+        made = _HEADER.validate_json(line, strict=True)
+        Weighing.model_validate(made.config)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ValueError(": ".join([*map(str, fault["loc"]), fault["msg"]])) from None
     if made.oar_dump != FORMAT:
         raise ValueError(f"a dump of format {made.oar_dump}; this version reads {FORMAT}")
     return made
 
 
-def printable(pieces: list[bytes]) -> list[str]:
-    """Texts of tokens from their bytes. Whole characters as they are; bytes of one that two tokens share as `\\xe2`."""
-    return [piece.decode("utf-8", errors="backslashreplace") for piece in pieces]
+def header_for(config: "OarConfig", scales: Mapping[str, bool], packages: Sequence[str], **versions: str) -> Header:
+    """The header of responses with these settings.
+
+    Args:
+        scales: `Header.arbitrary_scale`.
+        packages: those that are installed are named with their version.
+        versions: more of them, by name.
+    """
+    found = {name: next(iter(distributions(name=name)), None) for name in packages}
+    versions |= {name: package.version for name, package in found.items() if package}
+    return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file as a whole or not at all, for a reader may have it open. OSError: it could not be written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 import pandas as pd
 
+from oar_plugin.intervals import half_95
 from oar_plugin.page.findings import ENTROPY, REWARD, findings
 from oar_plugin.page.logs import SECONDS, RunLog
-from oar_plugin.student import t_975
+from oar_plugin.page.templates import TEMPLATES
 
 LINES = (
     ("Reward", REWARD, "Mean over a step's responses."),
@@ -31,8 +31,15 @@ ACCURACY = (
 )
 STACKS = (
     ("Fallbacks", "oar/fallback/", "oar/fallback/any", "Shares of the responses that stayed plain GRPO, by reason."),
-    ("Seconds by phase", "timing_s/", SECONDS, "Of a step. Validation (testing) is beside it in verl's v1 trainers."),
+    (
+        "Seconds by phase",
+        "timing_s/",
+        SECONDS,
+        "Of a step; verl's v1 trainers validate (testing) and dump rollouts after it.",
+    ),
 )
+BESIDE = ["timing_s/testing", "timing_s/dump_rollout_generations"]
+"""Phases that are not part of `SECONDS`."""
 STYLES = (("#0072B2", "-"), ("#D55E00", "--"))
 PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 """Okabe and Ito's palette: of the sides' lines, and of what is stacked."""
@@ -40,7 +47,7 @@ INK = "#010203"  # in a picture; in the page its text colour takes its place
 LOOK: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     **{"svg.fonttype": "none", "font.size": 9, "grid.alpha": 0.3, "legend.frameon": False, "axes.grid": True},
-    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False},
 }
 REST = 0.01  # of a whole that is shown as "other"; below it is rounding
 POINTS = 150  # of a line, at most: each is the mean of some steps in a row; the table beside it has every so many
@@ -56,8 +63,8 @@ class Side:
     runs: Sequence[RunLog]
 
     def seconds(self) -> pd.Series:
-        """Of each step, the mean over the runs that have it."""
-        return pd.concat([run.seconds() for run in self.runs], axis=1).mean(axis=1)
+        """Seconds since the start, by step; a step counts the mean over the runs that have it, what was done twice once."""
+        return pd.concat([run.seconds() for run in self.runs], axis=1).sort_index().mean(axis=1).fillna(0.0).cumsum()
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Panel:
 
 
 def panels(sides: Sequence[Side]) -> Iterator[Panel]:
-    """Of what was logged."""
+    """Panels with data."""
     lines = [*LINES]
     lines[1:1] = [(f"Accuracy: {name.removeprefix('val-core/')}", (name,), ACCURACY) for name in _accuracies(sides)]
     found = [Panel(title, note, {s: _line(s, names) for s in sides}, False) for title, names, note in lines]
@@ -95,7 +102,7 @@ def _accuracies(sides: Sequence[Side]) -> list[str]:
 
 
 def _line(side: Side, names: Sequence[str]) -> pd.DataFrame:
-    """At the steps that all runs logged, of those that logged any."""
+    """Mean over the runs, at steps that every run logged; runs without any of these metrics are left out."""
     columns = [column for run in side.runs if len(column := run.column(*names))]
     rows = pd.concat(columns, axis=1, join="inner") if columns else pd.DataFrame()
     spread = {"lowest": rows.min(axis=1), "highest": rows.max(axis=1)} if len(columns) > 1 else {}
@@ -110,7 +117,8 @@ def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
         # OAR's own seconds are inside of other phases.
         parts = run.metrics.loc[total.index].filter(regex=f"^{prefix}(?!oar|any$|step$)[^/]+$")
         parts = parts.where(lambda x: x < math.inf).fillna(0.0)
-        found.append(parts.assign(other=(total - parts.sum(axis=1)).clip(lower=0.0)))
+        inside = parts.drop(columns=BESIDE, errors="ignore").sum(axis=1)
+        found.append(parts.assign(other=(total - inside).clip(lower=0.0)))
     mean = pd.concat(found).fillna(0.0).groupby(level=0).mean().rename(columns=lambda name: name.removeprefix(prefix))
     largest = mean.drop(columns="other").sum().nlargest(len(PARTS) - 1)
     kept = mean[largest[largest > 0].index]
@@ -166,25 +174,42 @@ def _difference(runs: Measured, baseline: Measured) -> str:
     seeds = {*ours.index}
     paired = seeds == {*theirs.index} and None not in seeds and len(seeds) == len(ours) == len(theirs)
     parts = [(x.var() / len(x), len(x) - 1) for x in ([ours - theirs] if paired else [ours, theirs])]
-    error, spread = sum(part for part, _ in parts), sum(part**2 / freedom for part, freedom in parts)
-    half = t_975(error**2 / spread if spread else math.inf) * math.sqrt(error)
+    half = half_95(parts)
     return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}], {'paired' if paired else 'unpaired'}"
+
+
+def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
+    """All runs; no two labels are the same, for folders may share a name."""
+    runs = [(f"{side.name}: {run.name}", run) for side in sides for run in side.runs]
+    names = [name for name, _ in runs]
+    return [
+        (name if names.count(name) == 1 else f"{name} ({names[:place].count(name) + 1})", run)
+        for place, (name, run) in enumerate(runs)
+    ]
 
 
 def config_differences(sides: Sequence[Side]) -> Table:
     """Settings that are not the same in all runs that say theirs, without seeds."""
-    runs = {f"{side.name}: {run.name}": run.settings for side in sides for run in side.runs if run.settings}
-    keys = sorted({key for settings in runs.values() for key in settings if not key.endswith("seed")})
-    rows = [[key, *(str(settings.get(key, "")) for settings in runs.values())] for key in keys]
-    return [["", *runs], *(row for row in rows if len({*row[1:]}) > 1)]
+    runs = [(label, run.settings) for label, run in labelled(sides) if run.settings]
+    keys = sorted({key for _, settings in runs for key in settings if not key.endswith("seed")})
+    rows = [[key, *(str(settings.get(key, "")) for _, settings in runs)] for key in keys]
+    return [["", *(label for label, _ in runs)], *(row for row in rows if len({*row[1:]}) > 1)]
 
 
 # ---- pictures and page
 
 
+class Report(NamedTuple):
+    """What was written."""
+
+    page: Path
+    comparison: Table
+    findings: Table
+
+
 def write_report(
     sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
-) -> Path:
+) -> Report:
     """`report.html`, which needs no other file, and two pictures a figure. ModuleNotFoundError: matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     shown, figures = list(panels(sides)), []
@@ -192,18 +217,20 @@ def write_report(
         progress(panel.title, place, len(shown))
         stem = re.sub(r"\W+", "_", panel.title.lower())
         figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.get_template("report.html.j2").render(
+    runs = labelled(sides)
+    found = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
+    report = Report(folder / "report.html", comparison(sides), found)
+    page = TEMPLATES.get_template("report.html.j2").render(
         sides=sides,
-        comparison=comparison(sides),
-        findings=[["run", "step", "what"], *(row for side in sides for run in side.runs for row in findings(run))],
+        runs=runs,
+        comparison=report.comparison,
+        findings=report.findings,
         settings=config_differences(sides),
         figures=figures,
         points=POINTS,
     )
-    (folder / "report.html").write_text(page, encoding="utf-8")
-    return folder / "report.html"
+    report.page.write_text(page, encoding="utf-8")
+    return report
 
 
 def _picture(panel: Panel, against: str, file: Path) -> str:

@@ -12,11 +12,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, TypeAlias
 
-from oar_plugin.page.record import Header, Response, header, response
+from oar_plugin.page.record import Header, Response, Weighing, parse_header, parse_response
 
 TOKENS = 400_000
 """So many make a page of a few megabytes. More are shown where steps are named."""
@@ -29,6 +30,10 @@ _FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 
 class SourceError(ValueError):
     """Nothing to show. The message says what to do."""
+
+
+class NothingYet(SourceError):
+    """A run that goes on may still write it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,15 @@ class Text:
     reward: float | None
 
     def told(self, advantage: float | None, **known: Any) -> Response:
-        """With what is known of its tokens, and None for the rest."""
+        """Makes a `Response`; fields that are not given are None."""
         same = {name: getattr(self, name) for name in ("step", "group", "uid", "source", "prompt", "truth", "reward")}
-        nothing: dict[str, Any] = {"importance": {}, "weights": None, "log_probs": None, "entropies": None}
+        nothing: dict[str, Any] = {
+            "importance": {},
+            "weights": None,
+            "log_probs": None,
+            "entropies": None,
+            "mask": None,
+        }
         return Response(**{**same, **nothing, "advantage": advantage, **known})
 
 
@@ -56,10 +67,10 @@ Item: TypeAlias = Response | Text
 
 
 @dataclass
-class Found:
+class Loaded:
     """What was read."""
 
-    headers: dict[int, Header] = field(default_factory=dict)  # of a dump's files, by step
+    headers: list[tuple[int, Header]] = field(default_factory=list)  # of a dump's files, once for each step
     items: list[Item] = field(default_factory=list)  # by step
     lines: int = 0  # headers aside
     skipped: int = 0  # of the lines
@@ -69,22 +80,28 @@ class Found:
     @property
     def header(self) -> Header | None:
         """The newest step's, with the importances of all."""
-        scales = {name: scale for each in self.headers.values() for name, scale in each.arbitrary_scale.items()}
-        return replace(self.headers[max(self.headers)], arbitrary_scale=scales) if self.headers else None
+        headers = [header for _, header in sorted(self.headers, key=itemgetter(0))]
+        scales = {name: scale for each in headers for name, scale in each.arbitrary_scale.items()}
+        return replace(headers[-1], arbitrary_scale=scales) if headers else None
+
+    @property
+    def settings_differ(self) -> bool:
+        """Whether not all weights were made by the same settings."""
+        made = [Weighing.model_validate(header.config) for _, header in self.headers]
+        return any(other != made[0] for other in made)
 
     def notes(self) -> list[str]:
         """What the reader should know of what is not shown."""
-        settings = {json.dumps(dict(each.config), sort_keys=True, default=str) for each in self.headers.values()}
         said = {
             f"{self.skipped} of {self.lines} lines skipped: half-written, or of something else": self.skipped,
-            f"steps {listed(self.left_out)} not shown: --steps N,... shows them": self.left_out,
+            f"steps {steps_text(self.left_out)} not shown: --steps N,... shows them": self.left_out,
             f"{self.cut} more responses of these steps not shown: --steps N,... or a larger --limit shows them": self.cut,
-            "settings differ between these steps: weights are those of the newest settings": len(settings) > 1,
+            "settings differ between these steps: weights are as recorded": self.settings_differ,
         }
         return [note for note, holds in said.items() if holds]
 
 
-def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int | None = None) -> Found:
+def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int | None = None) -> Loaded:
     """Responses of these files and folders, in whole groups; a run's folder may stand for the only dump in it.
 
     Args:
@@ -93,40 +110,42 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int
         limit: so many responses of the newest steps, however long they are, and one group at least.
 
     Raises:
-        SourceError: see there.
+        SourceError: nothing can be shown.
     """
-    found, parts = Found(), defaultdict[int, list[Path | Item]](list)
+    loaded, parts = Loaded(), defaultdict[int, list[Path | Item]](list)
     for step, file in (pair for source in sources for pair in files(source)):
         if step is not None:
             parts[step].append(file)
             continue
-        for item in _read(file, 0, found):
+        for item in _read(file, 0, loaded):
             parts[item.step].append(item)
     if unknown := sorted(set(steps or ()) - parts.keys()):
-        raise SourceError(f"--steps: nothing of step {listed(unknown)}; there are {listed(sorted(parts))}")
+        raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(sorted(parts))}")
     wanted, room = sorted(set(steps or parts), reverse=True), limit or (math.inf if steps else TOKENS)
     for place, step in enumerate(wanted):
         groups: dict[str, list[Item]] = defaultdict(list)
         for part in parts[step]:
-            for item in _read(part, step, found) if isinstance(part, Path) else [part]:
+            for item in _read(part, step, loaded) if isinstance(part, Path) else [part]:
                 groups[item.group].append(item)
         shown: list[Item] = []
         for group in groups.values():
             used = len(group) if limit else sum(map(_size, group))
-            if used > room and (found.items or shown):
+            if used > room and (loaded.items or shown):
                 room = 0
                 break
             shown += group
             room -= used
         if groups and not shown:
-            found.left_out = sorted(wanted[place:])
+            loaded.left_out = sorted(wanted[place:])
             break
-        found.items[:0] = shown
-        found.cut += sum(map(len, groups.values())) - len(shown)
-    if not found.items:
-        names, skipped = ", ".join(map(str, sources)), f"{found.skipped} of {found.lines} lines skipped"
-        raise SourceError(f"{names}: nothing to show: {skipped}: neither of a dump nor with prompt and response")
-    return found
+        loaded.items[:0] = shown
+        loaded.cut += sum(map(len, groups.values())) - len(shown)
+    shown_steps = {item.step for item in loaded.items}
+    loaded.headers = [(step, header) for step, header in loaded.headers if step in shown_steps]
+    if not loaded.items:
+        names, skipped = ", ".join(map(str, sources)), f"{loaded.skipped} of {loaded.lines} lines skipped"
+        raise NothingYet(f"{names}: nothing to show: {skipped}: neither of a dump nor with prompt and response")
+    return loaded
 
 
 def files(source: Path) -> list[tuple[int | None, Path]]:
@@ -135,16 +154,17 @@ def files(source: Path) -> list[tuple[int | None, Path]]:
         return [(None, source)]
     if not source.is_dir():
         raise SourceError(f"{source}: no such file or folder")
-    below = sorted(path for path in source.iterdir() if path.is_dir())
-    for pattern, folders in ((pattern, folders) for pattern in _FILES for folders in ([source], below)):
-        matches = {folder: [re.fullmatch(pattern, path.name) for path in folder.iterdir()] for folder in folders}
-        dumps = {folder: [(int(m[1]), folder / m[0]) for m in found if m] for folder, found in matches.items()}
-        dumps = {folder: steps for folder, steps in dumps.items() if steps}
-        if len(dumps) > 1:
-            raise SourceError(f"{source}: name one of its dumps: {', '.join(map(str, dumps))}")
-        if dumps:
-            return [*dumps.popitem()[1]]
-    raise SourceError(
+    for pattern in _FILES:
+        for depth in ("*.jsonl", "*/*.jsonl"):
+            dumps = defaultdict[Path, list[tuple[int | None, Path]]](list)
+            for path in sorted(source.glob(depth)):
+                if match := re.fullmatch(pattern, path.name):
+                    dumps[path.parent].append((int(match[1]), path))
+            if len(dumps) > 1:
+                raise SourceError(f"{source}: name one of its dumps: {', '.join(map(str, dumps))}")
+            if dumps:
+                return dumps.popitem()[1]
+    raise NothingYet(
         f"{source}: no step_N.jsonl (of algorithm.oar.dump.dir) and no N.jsonl (of trainer.rollout_data_dir), there or one "
         "folder below; did the run set one of them? Other files are named one by one"
     )
@@ -173,56 +193,58 @@ def unscored(texts: Sequence[Text]) -> list[Response]:
     for text, advantage in zip(texts, advantages(texts), strict=True):
         words = _WORD.findall(text.response)
         ids = [numbers.setdefault(word, -1 - len(numbers)) for word in words]
-        found = segment_tokens([word.encode() for word in words], finder)
-        segments = [0] * len(words) if found is None else found.tolist()
+        segments_N = segment_tokens([word.encode() for word in words], finder)
+        segments = [0] * len(words) if segments_N is None else segments_N.tolist()
         known = {"tokens": words, "token_ids": ids, "segments": segments, "status": "not_scored"}
         responses.append(text.told(advantage, **known))
     return responses
 
 
-def listed(steps: Sequence[int]) -> str:
-    """Of sorted ones; many in short."""
+def steps_text(steps: Sequence[int]) -> str:
+    """Sorted steps as text: `1, 2, 3`, or `1 to 50 (50 steps)`."""
     return ", ".join(map(str, steps)) if len(steps) <= 10 else f"{steps[0]} to {steps[-1]} ({len(steps)} steps)"
 
 
-def _read(file: Path, step: int, found: Found) -> list[Item]:
+def _read(file: Path, step: int, loaded: Loaded) -> list[Item]:
     """What can be read of a file; of lines with the same step and uid the last. `step`: where a line does not say it."""
     # Not splitlines: verl writes letters as they are, and some of them end a line for Python, not for JSON.
-    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    lines = [line for line in file.read_text(encoding="utf-8-sig", errors="replace").split("\n") if line.strip()]
     head, items = None, dict[tuple[int, str], Item]()
     if lines and re.search(r'"(oar_dump|weights)":', lines[0]):
         try:
-            head = header(lines.pop(0))
-        except _FAULTS as error:
-            said = f"no {error}" if isinstance(error, KeyError) else error
+            head = parse_header(lines.pop(0))
+        except ValueError as error:
             raise SourceError(
-                f"{file}: its first line is no header that this version of oar_plugin reads: {said}"
+                f"{file}: its first line is no header that this version of oar_plugin reads: {error}"
             ) from None
     for number, line in enumerate(lines, start=1):
         try:
             if "\\ud" in line.lower():  # half of a character, which JSON allows and UTF-8 does not
                 line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
-            item = response(line) if head else _text(json.loads(line), step, f"{file.stem}:{number}")
+            item = parse_response(line) if head else _text(json.loads(line), step, f"{file.stem}:{number}")
             items[item.step, item.uid] = item
         except _FAULTS:  # a run may be writing it, or have been killed while it did
-            found.skipped += 1
-    found.lines += len(lines)
+            loaded.skipped += 1
+    loaded.lines += len(lines)
     if head:
-        found.headers[max((of for of, _ in items), default=step)] = head
+        loaded.headers += [(of, head) for of in {of for of, _ in items}]
     return list(items.values())
 
 
 def _text(record: Mapping[str, Any], step: int, place: str) -> Text:
     """A line of verl's, or of a file of prompts and responses. Raises one of `_FAULTS`."""
+    uid, trajectory = place, None
     if "input" in record:
         record = {_VERL.get(key, key): value for key, value in record.items()}
-    prompt, answer, uid = record["prompt"], record["response"], str(record.get("uid") or place)
+        uid = str(record.get("uid") or place)
+        trajectory = _TRAJECTORY.fullmatch(uid)
+    prompt, answer = record["prompt"], record["response"]
     chat = None
     if isinstance(prompt, list):
         chat, prompt = prompt, "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
     if not prompt or not isinstance(prompt, str) or not isinstance(answer, str):
         raise ValueError("a prompt is a text or the messages of a chat, a response is a text")
-    trajectory, truth = _TRAJECTORY.fullmatch(uid), record.get("truth")
+    truth = record.get("truth")
     reward = math.nan if record.get("reward") is None else float(record["reward"])
     return Text(
         step=int(record.get("step", step)),

@@ -1,4 +1,4 @@
-"""Responses for a terminal: weights as colours, and as [[ ]] around what was paid more than 1 where there are no colours."""
+"""Responses for a terminal: tokens with a weight above 1 bold and below 1 dim, or above 1 in [[ ]] where there is no style."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,11 @@ from rich.text import Text as Line
 from oar_plugin.credit.answer import Segment
 from oar_plugin.page.inspector import KINDS, kind_of
 from oar_plugin.page.record import Response
-from oar_plugin.page.shade import shade
 
 
 def print_responses(responses: Sequence[Response], console: Console, table: Table) -> None:
-    """A block each, and what each kind of reasoning token was paid, into an empty table."""
-    coloured = console.color_system is not None
+    """A block each, and the mean weight of each kind of reasoning token of scored ones, in `table`, which is empty."""
+    styled = console.color_system is not None
     for response in responses:
         numbers = {"advantage": response.advantage, "reward": response.reward}
         said = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
@@ -24,26 +23,27 @@ def print_responses(responses: Sequence[Response], console: Console, table: Tabl
         head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{said}"
         console.print(Line(_shown(head), "bold"))
         console.print(Line(_shown(response.prompt.strip()), "dim"))
-        console.print(Line.assemble(*_coloured(response)) if coloured else Line(_marked(response)), end="\n\n")
+        console.print(Line.assemble(*_styled(response)) if styled else Line(_marked(response)), end="\n\n")
     weights: dict[str, list[float]] = defaultdict(list)
     for response in responses:
-        rows = zip(response.tokens, response.weights or (), response.segments, strict=response.weights is not None)
+        if response.status != "scored" or response.weights is None:
+            continue
+        rows = zip(response.tokens, response.weights, response.segments, strict=True)
         for token, weight, segment in rows:
             if segment == Segment.REASONING:
                 weights[kind_of(token)].append(weight)
     for title in ("reasoning tokens", "how many", "mean weight"):
         table.add_column(title, justify="left" if title == "reasoning tokens" else "right")
     for kind in KINDS:
-        if paid := weights[kind]:
-            table.add_row(kind, str(len(paid)), f"{sum(paid) / len(paid):.2f}")
+        if own := weights[kind]:
+            table.add_row(kind, str(len(own)), f"{sum(own) / len(own):.2f}")
     if table.row_count:
         console.print(table)
 
 
-def _coloured(response: Response) -> Iterator[str | tuple[str, str]]:
-    for place, token in enumerate(response.tokens):
-        weight = 1.0 if response.weights is None else response.weights[place]
-        yield _shown(token) if weight == 1 else (_shown(token), f"black on {shade(weight)}")
+def _styled(response: Response) -> Iterator[tuple[str, str]]:
+    for token, weight in zip(response.tokens, response.weights or [1.0] * len(response.tokens), strict=True):
+        yield _shown(token), "bold" if weight > 1 else "dim" if weight < 1 else ""
 
 
 def _marked(response: Response) -> str:

@@ -85,6 +85,12 @@ class TokenBytes:
             self._drop_first_space(pieces, id_list)
         return pieces
 
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token of one response for people: half a character as ``\\xe2``, a special token by its name."""
+        texts = [piece.decode("utf-8", errors="backslashreplace") for piece in self.pieces(ids)]
+        names = self._tokenizer.convert_ids_to_tokens(list(ids))
+        return [text or str(name) for text, name in zip(texts, names, strict=True)]
+
     def _token(self, token_id: int) -> str | None:
         """The vocabulary entry of a token that shows in the text; None for the others."""
         if token_id in self._special or token_id < 0:

@@ -62,7 +62,7 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
     responses = [item for item in dumped.items if isinstance(item, Response)]
     sides = [Side(method, [read_run(Run(folder, method, steps, seed).folder)]) for method in methods]
     files = {
-        "curves": write_report(sides, folder / "report"),
+        "curves": write_report(sides, folder / "report").page,
         "tokens and weights": folder / "tokens.html",
         "the command, to repeat": run.script_file,
         "numbers": folder / "results.json",

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -17,6 +18,8 @@ from benchmarks.tiny.model import Shape, model_of
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.cli import inspect
 from oar_plugin.cli.main import main
+from oar_plugin.page.inspector import inspector_page
+from oar_plugin.page.sources import read
 from tests.limits import PROCESS_S
 from tests.page.dumped import HEADER, RESPONSE, write_dump
 
@@ -50,16 +53,7 @@ def shown(capsys, *words):
 
 
 def test_a_model_gives_credit_log_probs_and_entropies(here, model_folder, capsys):
-    words = [
-        "mine.jsonl",
-        "probe=last",
-        "--importance",
-        "oar_g,fisher",
-        "--format",
-        "json",
-        "--model",
-        str(model_folder),
-    ]
+    words = f"mine.jsonl probe=last --importance oar_g,fisher --format json --model {model_folder}".split()
     document = json.loads(shown(capsys, *words, "algorithm.oar.sigma=0.01", "tau=0.5"))
     first, second, silent, empty, long = document["responses"]
     model, tokenizer = inspect_model(model_folder)
@@ -108,7 +102,9 @@ def inspect_model(folder):
         ("dump --format json --open", 2, "--open: is for pages; leave out --format json"),
         ("dump --steps 7", 2, "--steps: nothing of step 7; there are 1, 2"),
         ("nowhere --follow", 2, "nowhere: no such file or folder"),
-        ("mine.jsonl --model MODEL --importance fishr", 2, "did you mean fisher?"),
+        ("two --follow", 2, "two: name one of its dumps: two/a, two/b"),
+        ("mine.jsonl --out=", 2, "--out=.: a folder; name a file"),
+        ("mine.jsonl --model MODEL --importance fishr", 2, "importance='fishr': unknown; allowed: fisher, "),
         ("mine.jsonl --model MODEL tua=0.5", 2, "algorithm.oar.tua=0.5: unknown key; did you mean algorithm.oar.tau?"),
         ("mine.jsonl --model MODEL tau=[", 2, "tau=[: not a value"),
         ("mine.jsonl --out x.html --model MODEL tau=2", 2, "algorithm.oar.tau=2: "),
@@ -116,23 +112,31 @@ def inspect_model(folder):
         ("mine.jsonl --model nobody/nothing", 1, "--model=nobody/nothing: not loaded: "),
         ("mine.jsonl --model MODEL --device gpu", 1, ": not loaded on --device=gpu: "),
         ("mine.jsonl --model BARE", 2, "no chat template"),
+        ("mine.jsonl --model PICKY", 2, "mine:2: the model's chat template refuses its prompt: no users"),
+        (
+            "mine.jsonl --model MODEL importance=oar_p perturbation.backend=rollout",
+            2,
+            "perturbation.backend=rollout: there are no rollout engines here",
+        ),
         ("mine.jsonl --model CAPPED", 1, "final_logit_softcapping=30"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folder, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name, file, change in (
+    capped = json.dumps(json.loads((model_folder / "config.json").read_text()) | {"final_logit_softcapping": 30})
+    for name, file, changed in (
         ("BARE", "chat_template.jinja", None),
-        ("CAPPED", "config.json", {"final_logit_softcapping": 30}),
+        ("PICKY", "chat_template.jinja", "{{ raise_exception('no users') }}"),
+        ("CAPPED", "config.json", capped),
     ):
-        (here / name).mkdir()
-        for path in model_folder.iterdir():
-            text = path.read_bytes()
-            if path.name == file:
-                text = json.dumps(json.loads(text) | change).encode() if change else b""
-            if text:
-                (here / name / path.name).write_bytes(text)
+        shutil.copytree(model_folder, here / name)
+        (here / name / file).unlink()
+        if changed:
+            (here / name / file).write_text(changed)
+    monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=lambda _: pytest.fail("waits")))
+    for name in ("two/a", "two/b"):
+        write_dump(here / name, 1)
     assert main(["inspect", *words.replace("MODEL", str(model_folder)).split()]) == status
     err = capsys.readouterr().err
     assert said in err
@@ -157,7 +161,7 @@ def test_json_is_json_and_text_marks_what_was_paid_more_and_cannot_steer_a_termi
     coloured = shown(capsys, "dump", "--format", "text")
     assert "\x1b[31m" not in coloured
     assert "[[" not in coloured
-    assert re.search(r"\x1b\[30;48;2;[\d;]+m 2\x1b\[0m #### 2", coloured)
+    assert "\x1b[2mso\x1b[0m\x1b[1m 2\x1b[0m #### 2" in coloured
 
 
 def test_the_page_is_opened_in_the_readers_browser_and_what_is_not_shown_is_told(here):
@@ -176,6 +180,16 @@ def test_the_page_is_opened_in_the_readers_browser_and_what_is_not_shown_is_told
     assert done.stdout.startswith("1 responses of steps 2: dump/inspect.html (")
     assert (here / "opened").read_text().strip() == page.resolve().as_uri()
     assert sorted(path.name for path in page.parent.iterdir() if path.suffix != ".jsonl") == ["inspect.html"]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_where_settings_differ_between_steps_the_page_shows_weights_as_recorded(differ, here, capsys):
+    write_dump(here / "dump", 3, header=replace(HEADER, config={**HEADER.config, "beta": 3.0 if differ else 2.0}))
+    assert main(["inspect", "dump"]) == 0
+    assert ("weights are as recorded" in capsys.readouterr().err) == differ
+    responses = read([here / "dump"]).items
+    header = replace(HEADER, config={**HEADER.config, "beta": 3.0}) if differ else HEADER
+    assert (here / "dump/inspect.html").read_text() == inspector_page(responses, header, "dump", differ)
 
 
 @pytest.mark.parametrize("end", ["finished", KeyboardInterrupt])

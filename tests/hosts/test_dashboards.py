@@ -3,10 +3,13 @@
 import html
 import json
 import logging
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("verl")
@@ -14,10 +17,10 @@ pytest.importorskip("verl")
 from verl.utils.tracking import Tracking
 
 from oar_plugin.hosts.verl import viewer
-from oar_plugin.hosts.verl.dashboards import markdown
+from oar_plugin.hosts.verl.dashboards import Picture, code_block
 from oar_plugin.page.logs import _wandb_records
-from oar_plugin.page.record import Response
 from tests.hosts.test_dump import World
+from tests.page.dumped import RESPONSE
 
 SCALARS = {"oar/ess_ratio": 0.5, "critic/score/mean": 0.25}
 
@@ -40,7 +43,7 @@ def shown(name, tmp_path, monkeypatch):
 
 
 def test_wandb(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb").teardown()  # the folder of another test's run stays for the life of a process
     from wandb.proto.wandb_internal_pb2 import Record
 
     metrics = shown("wandb", tmp_path, monkeypatch)
@@ -70,7 +73,7 @@ def test_tensorboard(tmp_path, monkeypatch):
         assert [(event.step, event.histogram_value.num) for event in board.Histograms(name)] == [(1, 23), (2, 23)]
     texts = [event.tensor_proto.string_val[0].decode() for event in board.Tensors("oar/responses/text_summary")]
     assert len(texts) == 2
-    assert all("### reward 1.0, advantage 1.0, scored" in text and "**" in text for text in texts)
+    assert all("scored  advantage 1  reward 1" in text and "[[" in text for text in texts)
 
 
 def test_mlflow(tmp_path, monkeypatch):
@@ -104,50 +107,45 @@ def test_one_that_fails_is_counted_and_leaves_the_others_alone(tmp_path, monkeyp
     assert len(seen) == 2, "a step's second batch is not drawn over its first"
 
 
+def test_weights_that_are_almost_the_same_are_counted():
+    weights, importance = np.array([[1, 1 + 1.2e-7], [1e-3, 1e-3 + 8e-10]], np.float32)
+    for found in Picture(1, weights, importance, [], None).histograms.values():
+        assert np.histogram(found, 64)[0].sum() == 2
+
+
+def test_weights_of_responses_that_were_not_scored_are_no_kinds():
+    tables = [
+        code_block(rows).partition("how many")[2]
+        for rows in ([RESPONSE], [RESPONSE, replace(RESPONSE, status="no_answer")])
+    ]
+    assert tables[0] == tables[1]
+
+
 def test_no_dashboard_is_imported_that_is_not_on():
     code = "import sys, oar_plugin.hosts.verl.viewer as v; print([n for n in v.DASHBOARDS if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-HOSTILE = [
-    "    4\n",
-    "**no** ",
-    "<script>x()</script>",
-    "[a](javascript:x)",
-    "\u202e",
-    "\x00",
-    "# 1. `b` &lt;",
-    "\\xe2",
-    "é🙂",
-]
-
-
 def test_hostile_text_stays_text_in_tensorboard():
-    """As its own text plugin renders it."""
+    """As its own text plugin renders it: one block of code, with nothing in it."""
     from tensorboard.plugin_util import markdown_to_safe_html
 
-    count = len(HOSTILE)
+    hostile = [
+        "    4\n\n",
+        "**no** ",
+        "</code></pre><script>x()</script>",
+        "[a](javascript:x)\n",
+        "\u202e\x00",
+        "# `b` &lt;\n<p>\n",
+    ]
+    rows = {"tokens": hostile, "token_ids": [*range(6)], "weights": [1.5, 0.5] * 3, "segments": [1] * 6}
     nothing = {"importance": {}, "log_probs": None, "entropies": None}
-    ids, weights = [*range(count)], [1.5, 0.5] * (count // 2) + [1.5]
-    words = (1, "g", "g_0_0", "data", "<b>4 + *3*", "<i>7", ids, HOSTILE, [1] * count)
-    one = Response(*words, **nothing, weights=weights, advantage=1.0, reward=1.0, status="scored")
-    rendered = markdown_to_safe_html(markdown([one]))
-    body = rendered.split("</h3>")[1]
-    for sign in ("<script", "<a ", "<code", "<em", "<h1", "<li", "<b>", "<i>"):
-        assert sign not in rendered
-    said = html.unescape(body)
-    for text in (
-        "<script>x()</script>",
-        "**no**",
-        "[a](javascript:x)",
-        "\\u202e",
-        "\\x00",
-        "# 1. `b` &lt;",
-        "\\xe2",
-        "é🙂",
-    ):
-        assert text in said
-    assert "<p>4 + *3*</p>" not in rendered
-    paid = [html.unescape(part.split("</strong>")[0]) for part in body.split("<strong>")[1:]]
-    assert paid == ["4↵", "<script>x()</script>", "\\u202e", "# 1. `b` &lt;", "é🙂"]
+    block = code_block([replace(RESPONSE, **rows, **nothing, prompt="<b>4 + *3*\n```", truth="<i>7", uid="\n<h1>")])
+    assert all(line.startswith("    ") for line in block.splitlines())
+    rendered = markdown_to_safe_html(block)
+    assert set(re.findall(r"</?\w+", rendered)) == {"<pre", "<code", "</code", "</pre"}
+    said = (
+        "[[    4\n\n]]**no** [[</code></pre><script>x()</script>]][a](javascript:x)\n[[\\u202e\\x00]]# `b` &lt;\n<p>\n"
+    )
+    assert [text for text in ("<b>4 + *3*\n```", "truth <i>7", said) if text not in html.unescape(rendered)] == []

@@ -17,7 +17,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import reshape
 from oar_plugin.hosts.verl.dump import Credited, choose
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.page.record import header, response
+from oar_plugin.page.record import parse_header, parse_response
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
 from tests.hosts.engine.world import nested
 
@@ -65,6 +65,7 @@ class World:
             "responses": nested(ids),
             "old_log_probs": nested([-torch.arange(length) / 8 for length in self.lengths]),
             "entropy": nested([torch.arange(length) / 4 for length in self.lengths]),
+            "response_mask": nested([torch.arange(length) != 1 for length in self.lengths]).long(),
             "reward_model": NonTensorStack(*[{"ground_truth": 7}] * 6),
             "data_source": NonTensorStack(*["sums"] * 6),
         }
@@ -97,7 +98,7 @@ class World:
 
     def lines(self, step):
         first, *others = (self.folder / f"step_{step:06d}.jsonl").read_text().splitlines()
-        return header(first), [response(line) for line in others]
+        return parse_header(first), [parse_response(line) for line in others]
 
     def files(self):
         return sorted(path.name for path in self.folder.iterdir())
@@ -117,6 +118,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert (row.tokens, row.token_ids) == ([" 3", " so", " 4", "<eos>"], [*IDS[:3], TOKENIZER.eos_token_id])
     assert (row.prompt, row.truth, row.source, row.status, row.step) == (" 3 so", "7", "sums", "scored", 1)
     assert (row.advantage, row.reward, row.log_probs[2], row.entropies[3]) == (-1.0, 0.0, -0.25, 0.75)
+    assert row.mask == [1, 0, 1, 1]
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
     assert max(row.importance["fisher"]) > 0
     assert world.asked == [(6, ("rm_scores",)), (4, world.asked[1][1])], "text of the chosen rows only"
@@ -146,23 +148,45 @@ def test_the_batches_of_one_step_share_its_file_and_a_resume_replaces_it(tmp_pat
     assert world.files() == ["step_000003.jsonl"]
 
 
+def test_steps_after_the_one_that_a_run_resumed_from_are_no_longer_its_newest(tmp_path, monkeypatch, caplog):
+    world = World(tmp_path, groups=1)
+    for step in (3, 6, 9):
+        world.show(step)
+    (world.folder / "step_of_mine.jsonl").write_text("")
+    (world.folder / "step_000009.jsonl.discarded").write_text("older")
+    world.restart()
+    metrics = [world.show(step)["oar/dump_failed"] for step in (5, 6, 12, 9)]
+    names = [
+        "step_000003.jsonl",
+        "step_000006.jsonl",
+        "step_000009.jsonl",
+        "step_000009.jsonl.discarded",
+        "step_000012.jsonl",
+    ]
+    assert (metrics, world.files()) == ([0] * 4, [*names, "step_of_mine.jsonl"])
+    assert (world.folder / names[3]).read_text() != "older"
+    assert "1 files of steps after 6" in caplog.text
+    world.restart()
+    monkeypatch.setattr(Path, "replace", full)
+    assert world.show(3)["oar/dump_failed"] == 1
+    assert world.lines(3)[1], "the step is written all the same"
+
+
 def test_what_nobody_computed_is_none(tmp_path):
     """In bypass mode there is no entropy; other data has no truth."""
-    world = World(tmp_path, without=("entropy", "reward_model", "data_source"))
+    world = World(tmp_path, without=("entropy", "response_mask", "reward_model", "data_source"))
     world.show(1)
     row = world.lines(1)[1][0]
-    assert (row.entropies, row.truth, row.source, row.log_probs[0]) == (None, None, "", 0)
+    assert (row.entropies, row.mask, row.truth, row.source, row.log_probs[0]) == (None, None, None, "", 0)
 
 
 def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("where", ["write_text", "replace", "no folder", "decode", "no prompts"])
+@pytest.mark.parametrize("where", ["write_text", "replace", "decode", "no prompts"])
 def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monkeypatch, caplog, where):
     world = World(tmp_path, without=("prompts",) if where == "no prompts" else ())
-    if where == "no folder":
-        world.folder.rmdir()
     broken = {"write_text": (Path, full), "replace": (os, full), "decode": (TOKENIZER, lambda ids: 1 / 0)}
     if where in broken:
         monkeypatch.setattr(broken[where][0], where, broken[where][1])
@@ -171,9 +195,8 @@ def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monke
     (said,) = caplog.records
     assert "step 1" in said.getMessage()
     assert bool(said.exc_info) == (where in ("decode", "no prompts"))
-    assert not world.folder.exists() or world.files() == []
+    assert world.files() == []
     monkeypatch.undo()
-    world.folder.mkdir(exist_ok=True)
     assert world.show(6)["oar/dump_failed"] == (where == "no prompts"), "it goes on where it can"
 
 
@@ -181,6 +204,9 @@ def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monke
 def test_files_are_beside_the_checkpoints_unless_told_otherwise_and_the_log_says_where(tmp_path, capsys, given, where):
     assert World(tmp_path, dir=given.format(root=tmp_path)).viewer.folder == tmp_path / where
     assert str(tmp_path / where) in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OarConfigError, match=r"algorithm.oar.dump.dir=file/in: .*; allowed: a folder"):
         World(tmp_path, dir="file/in")

@@ -25,7 +25,7 @@ from oar_plugin.hosts.verl import offload
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.page.record import response
+from oar_plugin.page.record import parse_response
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
 from tests.hosts.engine.world import nested
 
@@ -318,7 +318,7 @@ def test_groups_are_dumped_with_the_advantage_before_reshaping(world, tmp_path):
     plain = one.host_advantage()
     one.credited()
     assert one.metrics["oar/dump_failed"] == 0
-    rows = [response(line) for line in (tmp_path / "dump" / "step_000001.jsonl").read_text().splitlines()[1:]]
+    rows = [parse_response(line) for line in (tmp_path / "dump" / "step_000001.jsonl").read_text().splitlines()[1:]]
     assert [row.uid for row in rows] == ["a_0_0", "a_1_0", *(f"b_{row}_0" for row in (3, 4, 5))]
     assert (rows[1].token_ids, rows[1].reward, rows[1].advantage) == ([*range(7)], 0.0, plain[1, 0].item())
     assert sum(rows[0].weights) == pytest.approx(5, rel=1e-4)

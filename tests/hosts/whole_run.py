@@ -21,7 +21,7 @@ import pytest
 from packaging.version import Version
 from transformers import AutoTokenizer
 
-from oar_plugin.page.record import response
+from oar_plugin.page.record import parse_response
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -57,7 +57,7 @@ def smoke(recipe, folder, *overrides):
 def dumped(folder, step=1):
     """The responses that a step left in `folder/dump`, those that were scored."""
     _, *lines = (folder / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    return [row for row in map(response, lines) if row.status == "scored"]
+    return [row for row in map(parse_response, lines) if row.status == "scored"]
 
 
 def prompt_ids(folder, row):

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from oar_plugin.page.record import Header, Response
 
-HEADER = Header({"oar_plugin": "0"}, {"gate": "two_level", "tau": 0.5, "beta": 2.0, "floor": 0.1}, {"fisher": True})
+CONFIG = {"importance": "fisher", "gate": "two_level", "tau": 0.5, "beta": 2.0, "floor": 0.1}
+HEADER = Header({"oar_plugin": "0"}, CONFIG, {"fisher": True})
 RESPONSE = Response(
     step=3, group="g", uid="u", source="math", prompt="1+1?", truth="2", token_ids=[5, 6, 7, 8],
     tokens=["so", " 2", " #### ", "2"], segments=[1, 1, 2, 3], importance={"fisher": [0.5, 2.0, 0.0, 0.0]},
     weights=[0.5, 1.5, 1.0, 1.0], log_probs=[-1.0, -0.5, -0.1, -0.1], entropies=[1.0, 0.5, 0.1, 0.1],
-    advantage=1.0, reward=1.0, status="scored",
+    mask=None, advantage=1.0, reward=1.0, status="scored",
 )  # fmt: skip
 
 

@@ -2,13 +2,11 @@
 
 import json
 import struct
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl.run_folder import variables
 from oar_plugin.page.logs import _wandb_records, read_run
 
@@ -63,21 +61,25 @@ def test_what_each_logger_wrote_is_read_back(logged, place, kind):
     folder, values = logged
     run = read_run(next(folder.glob(place)) if place != "." else folder)
     tolerance = 1e-6 if kind == "tensorboard" else 1e-12  # it keeps 32 bits
-    pd.testing.assert_frame_equal(run.metrics, values, check_like=True, check_dtype=False, rtol=tolerance)
+    assert {*run.metrics} == {*values}
+    pd.testing.assert_frame_equal(run.metrics[[*values]], values, check_dtype=False, rtol=tolerance)
     assert (run.kind, run.starts, run.resumed) == (kind, 1, {})
     assert dict(run.settings) == ({"data.seed": 3, "trainer.logger": ["file"]} if kind == "wandb" else {})
     assert run.column("actor/grad_norm").to_dict() == {4: 1.5}
 
 
+@pytest.mark.parametrize("after", [b"", b"\xff" * 40_000])
 @pytest.mark.parametrize(
     ("place", "name"), [("metrics/start.jsonl", "cut.jsonl"), ("wandb/offline-run-*/*.wandb", "cut.wandb")]
 )
-def test_a_log_that_was_cut_off_anywhere_is_read_up_to_its_last_whole_step(logged, place, name, tmp_path):
+def test_a_log_that_is_cut_off_or_broken_anywhere_is_read_up_to_its_last_whole_step(
+    logged, place, name, after, tmp_path
+):
     folder, values = logged
     written = next(folder.glob(place)).read_bytes()
     read = []
     for length in range(len(written) // 5, len(written), len(written) // 7):
-        (tmp_path / name).write_bytes(written[:length])
+        (tmp_path / name).write_bytes(written[:length] + after)
         run = read_run(tmp_path / name)
         read.append(len(run.metrics))
         pd.testing.assert_frame_equal(
@@ -101,8 +103,9 @@ def lines(*rows):
     ("starts", "values", "resumed"),
     [
         ([[(1, 1), (2, 2)], [(3, 3)]], {1: 1, 2: 2, 3: 3}, {}),
-        ([[(1, 1), (2, 2), (3, 3)], [(2, 9)]], {1: 1, 2: 9}, {2: 1}),
-        ([[(0, 0), (1, 1), (2, 2), (3, 3)], [(1, 9), (2, 8)], [(2, 7)]], {0: 0, 1: 9, 2: 7}, {1: 2}),
+        ([[(1, 1), (2, 2), (3, 3)], [(2, 9)]], {1: 1, 2: 9}, {2: 2}),
+        ([[(1, 1), (2, 2)], [(2, 9)]], {1: 1, 2: 9}, {2: 1}),
+        ([[(0, 0), (1, 1), (2, 2), (3, 3)], [(1, 9), (2, 8)], [(2, 7)]], {0: 0, 1: 9, 2: 7}, {1: 3, 2: 1}),
         (
             [[(step, step)] for step in range(12)],
             {step: step for step in range(12)},
@@ -120,35 +123,21 @@ def test_of_a_step_that_was_done_twice_the_later_counts(starts, values, resumed,
     assert (run.column("x").to_dict(), run.resumed, run.starts) == (values, resumed, len(starts))
 
 
-@pytest.mark.parametrize(
-    ("place", "hidden", "status", "said"),
-    [
-        ("nowhere", None, 2, "nowhere: No such file or directory"),
-        ("empty", None, 2, "empty: no logs of verl, looked for metrics/start*.jsonl"),
-        ("rollouts.jsonl", None, 2, "rollouts.jsonl: no step in it"),
-        ("empty.wandb", None, 2, "empty.wandb: no step in it"),
-        ("broken", None, 2, "run.yaml: not what a run writes (KeyError)"),
-        ("empty.wandb", "wandb", 1, "wandb is not installed here; pip install wandb"),
-        ("events.out.tfevents.1", "tensorboard", 1, "tensorboard is not installed here; pip install tensorboard"),
-        ("metrics.jsonl", "matplotlib", 1, "matplotlib is not installed here; pip install matplotlib"),
-        ("broken", "yaml", 1, "yaml is not installed here; pip install pyyaml"),
-    ],
-)
-def test_what_cannot_be_reported_is_one_line(place, hidden, status, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("empty", "broken/metrics"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "rollouts.jsonl").write_text('{"step": 1, "input": "1+1?"}\n[]\nnull\n7\n')
-    for file in ("broken/metrics/start.jsonl", "metrics.jsonl"):
-        (tmp_path / file).write_text(json.dumps({"step": 1, "data": {"critic/score/mean": 0.5}}))
-    (tmp_path / "broken" / "run.yaml").write_text("settings: {}\n")
-    for file in ("empty.wandb", "events.out.tfevents.1"):
-        (tmp_path / file).touch()
-    for name in [name for name in sys.modules if hidden and name.startswith(f"{hidden}.")]:
-        monkeypatch.delitem(sys.modules, name)
-    if hidden:
-        monkeypatch.setitem(sys.modules, hidden, None)
-    assert main(["report", place]) == status
-    error = capsys.readouterr().err
-    assert said in error
-    assert (error.startswith("oar report: "), error.count("\n")) == (True, 1)
+def test_a_step_that_was_done_again_keeps_nothing_and_one_that_is_only_validated_again_keeps_all(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    starts = [(1, {"x": 1}), (2, {"x": 2, "y": 2}), (3, {"x": 3, "y": 3})], [(2, {"val-core/a": 0.5}), (3, {"x": 9})]
+    for place, rows in enumerate(starts):
+        text = "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in rows)
+        (tmp_path / "metrics" / f"start.{place}.jsonl").write_text(text)
+    run = read_run(tmp_path)
+    read = [row.dropna().to_dict() for _, row in run.metrics.iterrows()]
+    assert read == [{"x": 1}, {"x": 2, "y": 2, "val-core/a": 0.5}, {"x": 9}]
+    assert run.resumed == {3: 1}
+
+
+@pytest.mark.parametrize(("value", "read"), [("true", 1), ("null", np.inf), ("NaN", np.inf), ("1" * 400, np.inf)])
+def test_values_of_any_kind_are_numbers_and_lines_of_none_are_left_out(value, read, tmp_path):
+    file = tmp_path / "a.jsonl"
+    broken = ['{"step": Infinity, "data": {"x": 1}}', '{"step": 2, "data": {"x": "a"}}', "[" * 100_000]
+    file.write_text("\n".join([f'{{"step": 1, "data": {{"x": {value}}}}}', *broken]))
+    assert read_run(file).metrics["x"].to_dict() == {1: read, 2: pytest.approx(np.nan, nan_ok=True)}

@@ -11,7 +11,7 @@ import yaml
 from oar_plugin.cli.main import main
 from oar_plugin.page.findings import findings
 from oar_plugin.page.logs import RunLog
-from oar_plugin.page.report import Side, comparison, panels
+from oar_plugin.page.report import Side, comparison, config_differences, panels
 
 REWARD = "critic/score/mean"
 
@@ -69,13 +69,15 @@ def at(name, changes):
         (run_of(FINE, state="unfinished"), [("30", "calls the run unfinished")]),
         (run_of(FINE, state="finished"), []),
         (run_of(FINE, **{"trainer.total_training_steps": 40}), [("30", "before its last step, 40")]),
+        (run_of(FINE, **{"trainer.total_training_steps": "40"}), [("30", "before its last step, 40")]),
+        (run_of(FINE, **{"trainer.total_training_steps": "many"}), []),
         (run_of({"x": [1.0]}), []),
     ],
 )
 def test_what_went_wrong_is_found_at_its_step_and_nothing_else(run, expected):
     found = findings(run)
-    assert [when for _, when, _ in found] == [when for when, _ in expected]
-    assert [what for (_, _, what), (_, said) in zip(found, expected, strict=True) if said not in what] == []
+    assert [when for when, _ in found] == [when for when, _ in expected]
+    assert [what for (_, what), (_, said) in zip(found, expected, strict=True) if said not in what] == []
 
 
 def side(name, rewards, seeds):
@@ -91,6 +93,7 @@ def side(name, rewards, seeds):
         ([0.5, 0.7, 0.9], [1, 2, 3], [0.4, 0.6, 0.8], [4, 5, 6], "+0.100 [-0.353, +0.553], unpaired"),
         ([0.5, 0.7], [None, None], [0.4, 0.6], [None, None], "+0.100 [-0.509, +0.709], unpaired"),
         ([0.5, 0.7], [1, 1], [0.4, 0.6], [1, 1], "+0.100 [-0.509, +0.709], unpaired"),
+        ([0.5, 0.7], [[1], 2], [0.4, 0.6], [[1], 2], "+0.100 [-0.509, +0.709], unpaired"),
         ([0.5], [1], [0.4], [1], "+0.100, one run: no interval"),
         ([0.5, 0.7], [1, 2], [0.4], [1], "+0.200, one run: no interval"),
     ],
@@ -103,7 +106,9 @@ def test_differences_are_paired_where_seeds_pair_up(ours, seeds, theirs, their_s
 
 def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where_all_of_a_side_have():
     short = run_of({REWARD: [0.0, 0.2], "timing_s/step": [5.0, 7.0], "timing_s/gen": [4, 5], "timing_s/oar": [1, 1]})
-    long = run_of({REWARD: [0.2, 0.4, 0.9], "timing_s/step": [1.0, 3.0, 5.0], "timing_s/gen": [1, 2, 2]})
+    long = run_of(
+        {REWARD: [0.2, 0.4, 0.9], "timing_s/step": [1, 3, 1], "timing_s/gen": [1, 2, 0], "timing_s/testing": 2}
+    )
     both = Side("a", [short, long])
     assert comparison([both])[1:] == [
         ["reward, final", "0.300 (0.200 to 0.400)"],
@@ -117,9 +122,17 @@ def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where
         "lowest": [0.0, 0.2],
         "highest": [0.2, 0.4],
     }
+    # Where a run has ended, what it took counts on.
     assert both.seconds().to_dict() == {1: 3.0, 2: 8.0, 3: 9.0}
-    # Parts are a step's mean over the runs that have it, and make up the whole; OAR's seconds are inside of others.
-    assert shown["Seconds by phase"].to_dict("list") == {"gen": [2.5, 3.5, 2.0], "other": [0.5, 1.5, 3.0]}
+    # Parts are a step's mean over the runs that have it, and make up the whole, which validation is outside of; OAR's seconds
+    # are inside of others.
+    phases = {"gen": [2.5, 3.5, 0.0], "testing": [1.0, 1.0, 2.0], "other": [0.5, 1.5, 1.0]}
+    assert shown["Seconds by phase"].to_dict("list") == phases
+
+
+def test_settings_of_runs_whose_folders_share_a_name_stand_beside_each_other():
+    sides = [Side("a", [run_of(FINE, lr=1, n=8), run_of(FINE, lr=2, n=8)]), Side("b", [run_of(FINE, lr=1, n=8)])]
+    assert config_differences(sides) == [["", "a: r (1)", "a: r (2)", "b: r"], ["lr", "1", "2", "1"]]
 
 
 # ---- the page
@@ -131,9 +144,9 @@ def report(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("runs"), np.random.default_rng(0)
     for method in ("oar", "grpo"):
         for seed in (1, 2):
-            run = folder / f"{method}<b>{seed}"
+            run = folder / f"{method}<b>{seed}$\\foo$"
             (run / "metrics").mkdir(parents=True)
-            settings = {"data.seed": seed, "algorithm.adv_estimator": f"{method}<script>alert(1)</script>"}
+            settings = {"data.seed": seed, "algorithm.adv_estimator": f"{method}$\\foo$<script>alert(1)</script>"}
             (run / "run.yaml").write_text(yaml.safe_dump({"state": "finished", "settings": settings}))
             rows = []
             for step in range(1, 31):
@@ -143,20 +156,10 @@ def report(tmp_path_factory):
                 kept = {name: value for name, value in data.items() if method == "oar" or "oar" not in name}
                 rows.append(json.dumps({"step": step, "data": kept}))
             (run / "metrics" / "start.jsonl").write_text("\n".join(rows))
-    words = [str(folder / f"oar<b>{seed}") for seed in (1, 2)]
-    assert (
-        main(
-            [
-                "report",
-                *words,
-                "--baseline",
-                *(word.replace("oar", "grpo") for word in words),
-                "--out",
-                str(folder / "out"),
-            ]
-        )
-        == 0
+    ours, theirs = (
+        " ".join(str(folder / f"{method}<b>{seed}$\\foo$") for seed in (1, 2)) for method in ("oar", "grpo")
     )
+    assert main(f"report {ours} --baseline {theirs} --out {folder / 'out'}".split()) == 0
     return folder / "out"
 
 

@@ -1,5 +1,6 @@
 """Where `oar inspect` reads from: every source is recognised by what it holds, and bad lines cost nothing but themselves."""
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -11,6 +12,11 @@ from tests.page.dumped import HEADER, RESPONSE, write_dump
 
 ASKED = {"prompt": "1+1?", "response": "so 2 #### 2"}
 VERL = {"input": "1+1?", "output": "#### 2", "gts": "2", "score": 1.0, "step": 7, "uid": "a_3_0"}
+
+
+def read_group(prompt):
+    """The group of a line that names none."""
+    return hashlib.sha256(prompt.encode()).hexdigest()[:8]
 
 
 def written(path, *lines):
@@ -33,9 +39,11 @@ def written(path, *lines):
             {"prompt": "user: 1?", "chat": [{"role": "user", "content": "1?"}]},
         ),
         (VERL, {"prompt": "1+1?", "response": "#### 2", "truth": "2", "reward": 1.0, "step": 7, "group": "a"}),
+        (ASKED | {"uid": "math_1_0"}, {"uid": "f:1", "group": read_group("1+1?")}),
         (VERL | {"uid": None, "gts": None, "data_source": "d"}, {"uid": "f:1", "truth": None, "source": "d"}),
         # As verl writes it: what ends a line for Python stands in it. Halves of characters, and NUL.
         (json.dumps(VERL | {"output": "a\u2028b\x85c"}, ensure_ascii=False), {"response": "a\u2028b\x85c"}),
+        ("\ufeff" + json.dumps(ASKED), {"prompt": "1+1?"}),
         ('{"prompt": "\\uD83D", "response": "2"}', {"prompt": "?"}),
         ('{"prompt": "1", "response": "\\u0000\\ud83d\\ude00 \\udc00"}', {"response": "\0😀 ?"}),
     ],
@@ -46,8 +54,45 @@ def test_a_line_says_what_it_is_by_its_keys(line, want, tmp_path):
 
 
 def test_responses_to_one_prompt_are_siblings(tmp_path):
-    groups = [item.group for item in read([written(tmp_path / "f", ASKED, ASKED | {"prompt": "2"}, ASKED)]).items]
+    rows = [ASKED | {"uid": "u"}, ASKED | {"prompt": "2"}, ASKED | {"uid": "u"}]
+    groups = [item.group for item in read([written(tmp_path / "f", *rows)]).items]
     assert groups[0] == groups[1] != groups[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "3"},
+        {"group": ["g"]},
+        {"uid": None},
+        {"token_ids": None},
+        {"tokens": ["so", " 2", None, "2"]},
+        {"importance": {"fisher": ["0.5", 2.0, 0.0, 0.0]}},
+        {"weights": "four"},
+        {"advantage": "1"},
+        {"reward": [1.0]},
+    ],
+)
+def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(change, tmp_path):
+    good, bad = replace(RESPONSE, advantage=float("nan"), weights=[1, float("inf"), 0.5, 1.0]), vars(RESPONSE) | change
+    found = read([written(tmp_path / "f.jsonl", HEADER.line(), good.line(), bad | {"uid": "v"} | change)])
+    assert ([item.weights for item in found.items], found.skipped) == ([good.weights], 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"versions": None}, "versions: "),
+        ({"config": None}, "config: "),
+        ({"arbitrary_scale": None}, "arbitrary_scale: "),
+        ({"config": {**HEADER.config, "gate": []}}, "gate: "),
+        ({"config": {"gate": "two_level"}}, "importance: "),
+        ({"config": {**HEADER.config, "tau": float("nan")}}, "tau: "),
+    ],
+)
+def test_a_header_with_a_value_of_another_type_is_refused(change, said, tmp_path):
+    with pytest.raises(SourceError, match=f"no header that this version of oar_plugin reads: {said}"):
+        read([written(tmp_path / "f.jsonl", vars(HEADER) | change, RESPONSE.line())])
 
 
 def test_a_line_that_is_none_costs_nothing_but_itself(tmp_path):
@@ -103,7 +148,10 @@ def test_a_group_is_never_parted(tmp_path):
         ("two", "two: name one of its dumps: two/a, two/b"),
         ("empty", "algorithm.oar.dump.dir"),
         ("nowhere", "nowhere: no such file or folder"),
-        ("old", "step_1.jsonl: its first line is no header that this version of oar_plugin reads: no 'versions'"),
+        (
+            "old",
+            "step_1.jsonl: its first line is no header that this version of oar_plugin reads: versions: Field required",
+        ),
         ("newer", "a dump of format 99; this version reads 1"),
         ("foreign", "foreign: nothing to show: 2 of 2 lines skipped"),
     ],
@@ -129,12 +177,23 @@ def test_a_source_is_recognised_or_it_is_said_what_is_wrong(source, said, tmp_pa
         assert said in str(error.value)
 
 
-def test_the_newest_header_counts_with_the_importances_of_all_and_other_settings_are_told(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "steps", "differ"),
+    [
+        ({"tau": 0.9}, None, True),
+        ({"importance": "oar_g"}, None, True),
+        ({"dump": 1}, None, False),
+        ({"tau": 0.9}, [1], False),
+    ],
+)
+def test_the_newest_header_of_the_steps_shown_counts_with_the_importances_of_all(change, steps, differ, tmp_path):
+    other = replace(HEADER, config={**HEADER.config, **change}, arbitrary_scale={"oar_g": False})
     write_dump(tmp_path, 1)
-    write_dump(tmp_path, 2, header=replace(HEADER, config={"tau": 0.9}, arbitrary_scale={"oar_g": False}))
-    found = read([tmp_path])
-    assert found.header == replace(HEADER, config={"tau": 0.9}, arbitrary_scale={"fisher": True, "oar_g": False})
-    assert any("settings differ" in note for note in found.notes())
+    write_dump(tmp_path, 2, header=other)
+    for sources_ in ([tmp_path], sorted(tmp_path.iterdir())):
+        found = read(sources_, steps)
+        assert found.header == (HEADER if steps else replace(other, arbitrary_scale={"fisher": True, "oar_g": False}))
+        assert found.settings_differ == differ == any("settings differ" in note for note in found.notes())
 
 
 def test_without_a_model_words_are_the_tokens_and_advantages_are_grpos(tmp_path):

@@ -3,11 +3,11 @@
 Each function takes verl's logger of that name (`verl.utils.tracking`) and is called before verl logs the step's scalars.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from io import StringIO
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,8 @@ class Picture:
     def histograms(self) -> dict[str, np.ndarray]:
         """What there is to count, by its name; importance, which spans powers of ten, as its logarithm."""
         positive = self.importance[self.importance > 0]
-        found = {"oar/weights": self.weights, "oar/importance_log10": np.log10(positive)}
+        # numpy has no 64 bins between float32 numbers that are almost the same.
+        found = {"oar/weights": self.weights.astype(float), "oar/importance_log10": np.log10(positive.astype(float))}
         return {name: values for name, values in found.items() if len(values)}
 
     @cached_property
@@ -63,11 +64,23 @@ def wandb(logger: Any, picture: Picture) -> None:
 
 
 def tensorboard(logger: Any, picture: Picture) -> None:
-    """Histograms, and the group as Markdown, which is all that TensorBoard renders."""
+    """Histograms, and the group as text."""
     for name, values in picture.histograms.items():
         logger.writer.add_histogram(name, values, picture.step)
     if picture.responses:
-        logger.writer.add_text("oar/responses", markdown(picture.responses), picture.step)
+        logger.writer.add_text("oar/responses", code_block(picture.responses), picture.step)
+
+
+def code_block(responses: Sequence[Response]) -> str:
+    """Responses as a block of code in Markdown: TensorBoard renders nothing else that keeps hostile text as it is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from oar_plugin.page.terminal import print_responses
+
+    text = StringIO()
+    print_responses(responses, Console(file=text, width=100, color_system=None), Table())
+    return indent(text.getvalue(), "    ", lambda line: True)
 
 
 def mlflow(logger: Any, picture: Picture) -> None:
@@ -91,33 +104,3 @@ DASHBOARDS: Mapping[str, Callable[[Any, Picture], None]] = {
     "mlflow": mlflow,
 }
 """By the name of verl's logger."""
-
-
-def markdown(responses: Sequence[Response]) -> str:
-    """One group: what each response was paid for is bold. Whatever stands in a text stays text."""
-    first = responses[0]
-    truth = "" if first.truth is None else f"\n\ntruth: {_plain(first.truth)}"
-    return "\n\n".join(
-        [f"{_plain(first.prompt)}{truth}", *(line for response in responses for line in _told(response))]
-    )
-
-
-def _told(response: Response) -> Iterator[str]:
-    yield f"### reward {response.reward}, advantage {response.advantage}, {response.status}"
-    weights = response.weights or [1.0] * len(response.tokens)
-    runs = groupby(zip(response.tokens, weights, strict=True), key=lambda token: token[1] > 1)
-    texts = ((paid, _plain("".join(text for text, _ in run))) for paid, run in runs)
-    yield "".join(_bold(text) if paid else text for paid, text in texts)
-
-
-def _bold(text: str) -> str:
-    """Stars count only where they touch what they embrace."""
-    inner = text.strip()
-    return text.replace(inner, f"**{inner}**", 1) if inner else text
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown and HTML show as it is, on one line: line ends as a sign, what would be invisible by its number."""
-    seen = (char if char.isprintable() else "\u21b5 " if char == "\n" else ascii(char)[1:-1] for char in text)
-    one_line = re.sub(" +", " ", "".join(seen))  # four at its start would make it code
-    return re.sub(r"[!-/:-@\[-`{-~]", lambda sign: f"&#{ord(sign[0])};", one_line)

@@ -1,12 +1,8 @@
-"""Whole groups of a batch with their credit as records for people to look at, and the files that hold them (`oar inspect`)."""
+"""Whole groups of a batch with their credit as records for people to look at (`oar inspect`)."""
 
-import importlib.metadata
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +14,12 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.estimator import Reshaped
 from oar_plugin.hosts.verl.capabilities import host_version
-from oar_plugin.page.record import RIGHT_FROM, Header, Response, printable
+from oar_plugin.page.record import RIGHT_FROM, Header, Response, header_for
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
 from oar_plugin.passes.tokens import TokenBytes
 
-QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "reward_model", "data_source"]
+PACKAGES = ("oar_plugin", "torch", "transformers", "vllm")
+QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "reward_model", "data_source"]
 """What only the queue has of a response. There is no entropy where old log-probs are the rollout's."""
 
 
@@ -78,13 +75,9 @@ class Reader:
 
     def header(self) -> Header:
         """What the responses have in common."""
-        versions = {"verl": host_version()}
-        for package in ("oar_plugin", "torch", "transformers", "vllm"):
-            with suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
         # A fallback's importance is on the scale of the one it stands in for.
         arbitrary = dict.fromkeys(self._names, self._oar.importance_object.arbitrary_scale)
-        return Header(versions, self._oar.model_dump(mode="json") | {"tau": self._oar.quantile}, arbitrary)
+        return header_for(self._oar, arbitrary, PACKAGES, verl=host_version())
 
     def groups(self, batch: Credited, most: int) -> list[list[Response]]:
         """The groups of a batch to look at, at most so many. Of rows that are not chosen only the reward is read."""
@@ -117,30 +110,15 @@ class Reader:
             prompt=self._tokenizer.decode(has["prompts"]),
             truth=None if truth is None else str(truth),
             token_ids=ids,
-            tokens=self._texts(ids),
+            tokens=self._bytes.texts(ids),
             segments=numbers(batch.padded[SEGMENTS][row]),
             importance={self._names[by_actor]: numbers(batch.padded[IMPORTANCE][row])},
             weights=numbers(batch.reshaped.weight_BL[row]),
             log_probs=numbers(has.get("old_log_probs")),
             entropies=numbers(has.get("entropy")),
+            mask=numbers(has.get("response_mask")),
             # The same at each token that was sampled, and 0 at those that a tool wrote.
             advantage=advantage_L[advantage_L.abs().argmax()].item(),
             reward=reward,
             status=Status(int(batch.reshaped.status_B[row])).name.lower(),
         )
-
-    def _texts(self, ids: list[int]) -> list[str]:
-        names = self._tokenizer.convert_ids_to_tokens(ids)
-        texts = printable(self._bytes.pieces(ids))
-        return [text or str(name) for text, name in zip(texts, names, strict=True)]
-
-
-def write(file: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all; an older one is replaced. OSError: it could not be written."""
-    unfinished = file.with_suffix(".unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, file)
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)

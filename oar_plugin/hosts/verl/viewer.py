@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.dashboards import DASHBOARDS, Picture
-from oar_plugin.hosts.verl.dump import Credited, Reader, write
-from oar_plugin.page.record import Header, Response
+from oar_plugin.hosts.verl.dump import Credited, Reader
+from oar_plugin.page.record import Response, write_whole
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS
 
 logger = logging.getLogger("oar_plugin")
@@ -38,7 +37,8 @@ class Viewer:
     """
 
     def __init__(self, oar: OarConfig, tokenizer: Any, home: str) -> None:
-        self._oar, self._tokenizer = oar, tokenizer
+        self._oar, self._reader = oar, Reader(oar, tokenizer)
+        self._header = self._reader.header()
         self._step, self._responses = 0, list[Response]()
         self._warned = set[str]()
         self.folder = None if oar.dump.dir is None else Path(home, Path(oar.dump.dir).expanduser()).absolute()
@@ -66,7 +66,7 @@ class Viewer:
         metrics |= {DASHBOARD_FAILED: 0.0} if boards else {}
         if not metrics or (batch.step > 1 and batch.step % self._oar.dump.every):
             return metrics
-        start, first = time.perf_counter(), batch.step != self._step
+        start, first, begins = time.perf_counter(), batch.step != self._step, not self._step
         if first:
             self._step, self._responses = batch.step, []
         with self._counted(metrics, "reading responses", *metrics):
@@ -74,13 +74,25 @@ class Viewer:
             groups = self._reader.groups(batch, left)
             self._responses += [response for group in groups for response in group]
             if self.folder is not None:
+                if begins:
+                    with self._counted(metrics, f"renaming in {self.folder}", DUMP_FAILED):
+                        self._discard_later(self.folder)
                 with self._counted(metrics, f"writing into {self.folder}", DUMP_FAILED):
                     lines = [self._header.line(), *(response.line() for response in self._responses)]
-                    write(self.folder / f"step_{batch.step:06d}.jsonl", "".join(lines))
+                    write_whole(self.folder / f"step_{batch.step:06d}.jsonl", "".join(lines))
             for name in boards if first else ():
                 with self._counted(metrics, name, DASHBOARD_FAILED):
                     DASHBOARDS[name](loggers[name], self._picture(batch, groups))
         return metrics | {"timing_s/oar_dump": time.perf_counter() - start}
+
+    def _discard_later(self, folder: Path) -> None:
+        """After a resume: steps that an earlier process dumped, and that this run does again, are no longer its newest."""
+        steps = {file: file.stem.removeprefix("step_") for file in folder.glob("step_*.jsonl")}
+        later = [file for file, step in steps.items() if step.isdecimal() and int(step) > self._step]
+        for file in later:
+            file.replace(f"{file}.discarded")
+        if later:
+            logger.warning("%s: %d files of steps after %d are now *.discarded", folder, len(later), self._step)
 
     @contextmanager
     def _counted(self, metrics: dict[str, float], what: str, *names: str) -> Iterator[None]:
@@ -99,11 +111,3 @@ class Viewer:
         paid_BL = (batch.padded[SEGMENTS] == Segment.REASONING) & scored_B1
         weights, importance = batch.reshaped.weight_BL[paid_BL], batch.padded[IMPORTANCE][paid_BL]
         return Picture(batch.step, weights.numpy(), importance.numpy(), groups[0] if groups else [], self._header)
-
-    @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self._oar, self._tokenizer)
-
-    @cached_property
-    def _header(self) -> Header:
-        return self._reader.header()
