@@ -7,15 +7,15 @@ import io
 import json
 import sys
 import time
-import webbrowser
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive
+from oar_plugin.cli.browser import open_page
 from oar_plugin.cli.tables import console, table
-from oar_plugin.page.record import Header, Response, write_whole
+from oar_plugin.page.record import Header, Response
 from oar_plugin.page.sources import TOKENS, NothingYet, SourceError, Text, files, read, steps_text, unscored
+from oar_plugin.whole_file import write_whole
 
 if TYPE_CHECKING:
     from oar_plugin.config import OarConfig
@@ -141,10 +141,7 @@ def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarCo
         title = ", ".join(place.resolve().name for place in places)
         write_whole(target, inspector_page(responses, header, title, loaded.settings_differ))
         print(f"{len(responses)} responses of steps {steps}: {target} ({target.stat().st_size / 1e6:.1f} MB)")
-        if args.open and not webbrowser.open(target.resolve().as_uri()):
-            print(f"oar inspect: --open: no browser here; open {target} yourself", file=sys.stderr)
-            return 1
-        return 0
+        return open_page(target, "inspect") if args.open else 0
     text = (
         _json(header, responses)
         if args.format == "json"
@@ -158,9 +155,9 @@ def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarCo
 
 
 def _json(header: Header, responses: list[Response]) -> str:
-    document = {"header": asdict(header), "responses": [asdict(response) for response in responses]}
+    document = {"header": vars(header), "responses": list(map(vars, responses))}
     # JSON has no word for what is no number.
-    return json.dumps(json.loads(json.dumps(document, default=str), parse_constant=lambda _: None)) + "\n"
+    return json.dumps(json.loads(json.dumps(document), parse_constant=lambda _: None)) + "\n"
 
 
 def _text(responses: list[Response], file: io.StringIO | None) -> str:

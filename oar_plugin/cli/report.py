@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-import webbrowser
 from pathlib import Path
+
+from oar_plugin.cli.browser import open_page
 
 PIP = {"yaml": "pyyaml", "google": "protobuf"}
 """Packages that have another name than what is imported."""
@@ -66,7 +67,4 @@ def _report(args: argparse.Namespace) -> int:
         shown.add_row(*row)
     console().print(shown)
     print(f"What went wrong, and when: {len(report.findings) - 1} findings\n{report.page}")
-    if args.open and not webbrowser.open(report.page.absolute().as_uri()):
-        print(f"oar report: --open: no browser here; open {report.page} yourself", file=sys.stderr)
-        return 1
-    return 0
+    return open_page(report.page, "report") if args.open else 0

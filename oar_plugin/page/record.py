@@ -5,11 +5,9 @@ other line is a `Response`.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
@@ -133,14 +131,3 @@ def header_for(config: "OarConfig", scales: Mapping[str, bool], packages: Sequen
     found = {name: next(iter(distributions(name=name)), None) for name in packages}
     versions |= {name: package.version for name, package in found.items() if package}
     return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file as a whole or not at all, for a reader may have it open. OSError: it could not be written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)

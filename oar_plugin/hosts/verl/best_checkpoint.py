@@ -17,6 +17,7 @@ from typing import Any
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 from oar_plugin.hosts.verl.run_folder import mean_accuracy, unused
+from oar_plugin.whole_file import write_whole
 
 logger = logging.getLogger("oar_plugin")
 
@@ -65,9 +66,7 @@ class KeepBest(CheckpointCallback):
             raise
         shutil.rmtree(self._best / saved.name, ignore_errors=True)
         new.rename(self._best / saved.name)
-        written = record.with_suffix(".new")
-        written.write_text(json.dumps({"step": step, "accuracy": accuracy}), encoding="utf-8")
-        written.replace(record)
+        write_whole(record, json.dumps({"step": step, "accuracy": accuracy}))
         for number, old in _steps(self._best).items():
             if number != step:
                 shutil.rmtree(old, ignore_errors=True)

@@ -23,6 +23,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.capabilities import host_version
+from oar_plugin.whole_file import write_whole
 
 START = "OAR_START"
 """The environment variable that says how to start: `resume`, or `fresh`, or `fresh:ID`, which is fresh once however often the
@@ -219,10 +220,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, record: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{RECORD}"
-    unfinished.write_text(yaml.safe_dump(dict(record), sort_keys=False), encoding="utf-8")
-    os.replace(unfinished, folder / RECORD)
+    write_whole(folder / RECORD, yaml.safe_dump(dict(record), sort_keys=False))
 
 
 def _lock(folder: Path) -> None:

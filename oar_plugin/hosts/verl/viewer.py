@@ -16,8 +16,9 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.dashboards import DASHBOARDS, Picture
 from oar_plugin.hosts.verl.dump import Credited, Reader
-from oar_plugin.page.record import Response, write_whole
+from oar_plugin.page.record import Response
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS
+from oar_plugin.whole_file import write_whole
 
 logger = logging.getLogger("oar_plugin")
 

@@ -1,0 +1,13 @@
+"""`--open` of the commands that write a page."""
+
+import sys
+import webbrowser
+from pathlib import Path
+
+
+def open_page(page: Path, command: str) -> int:
+    """The command's exit status: 1 where no browser is."""
+    if webbrowser.open(page.resolve().as_uri()):
+        return 0
+    print(f"oar {command}: --open: no browser here; open {page} yourself", file=sys.stderr)
+    return 1
