@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.answer import Segment, make_finder
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped
 from oar_plugin.estimator import reshape as reshape_batch
-from oar_plugin.passes.plain import batch_importance
+from oar_plugin.passes.plain import batch_importance, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
-from oar_plugin.passes.segments import segment_response
+from oar_plugin.passes.segments import segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 PREFIX = "oar_plugin.importance"
@@ -144,13 +145,8 @@ def importance(
     if config.copies is not None:
         replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
     request = Request.from_config(config, step, 0, True, replacement, temperature)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        importance_BL = _by_length(model, request, token_BL, segments_BL, mask_BL, max_tokens)
-    finally:
-        for module in training:
-            module.training = True  # not .train(), which takes the children along
+    with in_eval_mode(model):
+        importance_BL = batch_importance(model, request, token_BL, segments_BL, mask_BL, max_tokens)
     one = reshape_batch(
         torch.ones_like(importance_BL), importance_BL, segments_BL == Segment.REASONING, status_B, config
     )
@@ -219,41 +215,12 @@ def _found_segments(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any, confi
     """Segments `[B, L]` and status `[B]` of rows of token ids and of which are the model's own."""
     if tokenizer is None:
         raise ValueError("give segments [B, T], or the tokenizer: the answer is found in the text")
-    finder, token_bytes = make_finder(config.answer_patterns), TokenBytes(tokenizer)
-    found, status = [torch.full_like(ids, int(Segment.OUTSIDE)) for ids, _ in rows], []
-    for segments_L, (ids, own) in zip(found, rows, strict=True):
-        state = Status.NO_ANSWER
-        if own.any():
-            begin = int(own.nonzero()[0])
-            # Nobody says how long a response might have been: none counts as cut off.
-            segments, state = segment_response(
-                ids[begin:].tolist(),
-                own[begin:].numpy(),
-                finder,
-                token_bytes,
-                (),
-                len(ids) + 1,
-                config.max_answer_tokens,
-            )
-            segments_L[begin:] = torch.from_numpy(segments)
-        status.append(int(state))
-    return _padded(found), torch.tensor(status)
-
-
-def _by_length(
-    model: nn.Module, request: Request, token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor, max_tokens: int
-) -> Tensor:
-    """Importance of the responses that have reasoning, neighbours in length together."""
-    importance_BL, length_B = torch.zeros(token_BL.shape), mask_BL.sum(-1)
-    scored = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0]
-    waiting = scored[length_B[scored].argsort(stable=True)].tolist()
-    device = next(model.parameters()).device
-    while waiting:
-        count = 1
-        while count < len(waiting) and (count + 1) * int(length_B[waiting[count]]) <= max_tokens:
-            count += 1
-        rows, waiting = waiting[:count], waiting[count:]
-        width = int(length_B[rows[-1]])
-        token, segments, mask = (x[rows, :width].to(device) for x in (token_BL, segments_BL, mask_BL))
-        importance_BL[rows, :width] = batch_importance(model, request, token, segments, mask, max_tokens).cpu()
-    return importance_BL
+    # Nobody says how long a response might have been: none counts as cut off.
+    request = Request.from_config(config, step=1, max_response_length=1 + max(len(ids) for ids, _ in rows))
+    begins = [int(own.nonzero()[0]) if own.any() else len(own) for _, own in rows]
+    responses = (
+        (ids[begin:].tolist(), own[begin:].numpy(), True) for begin, (ids, own) in zip(begins, rows, strict=True)
+    )
+    found, status_B = segment_rows(responses, request, TokenBytes(tokenizer), ())
+    whole = [pad(row.long(), (begin, 0), value=int(Segment.OUTSIDE)) for begin, row in zip(begins, found, strict=True)]
+    return _padded(whole), status_B

@@ -1,6 +1,7 @@
-"""Importance of a batch under a HuggingFace model in one process: notebooks, benchmarks, studies."""
+"""Importance of a padded batch under a HuggingFace model: hosts that keep batches so, notebooks, benchmarks, studies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -64,22 +65,77 @@ def gradient_importance(
 
 
 def batch_importance(
-    model: nn.Module, request: Request, token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor, max_tokens: int = 2**13
+    model: nn.Module,
+    request: Request,
+    token_BL: Tensor,
+    segments_BL: Tensor,
+    mask_BL: Tensor,
+    max_tokens: int = 2**13,
+    *,
+    checkpoint_activations: bool = False,
+    in_step: Callable[[int], int] = lambda count: count,
 ) -> Tensor:
-    """The importance that `request` names, float32 `[B, L]`, for padding on the right.
+    """The importance that `request` names, float32 `[B, L]` on the device of the tokens; 0 where nothing is scored.
 
-    The other arguments are those of `gradient_importance`; `max_tokens`: of one forward of masked copies.
+    Args:
+        model, request, token_BL, segments_BL, mask_BL: of `gradient_importance`; only rows with reasoning are run.
+        max_tokens: of one forward, padding included, unless a single row has more.
+        checkpoint_activations: see `ModelTaps`.
+        in_step: given how many forwards this process makes next, the most that any other makes. Where a model is sharded all
+            processes make as many.
     """
-    importance_BL = gradient_importance(model, request, token_BL, segments_BL, mask_BL)
-    if request.importance_object.copies is None:
-        return importance_BL
-    rows = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0].tolist()
-    wanted = {row: (token_BL[row], segments_BL[row], importance_BL[row]) for row in rows}
-    found = MaskedCopies(model, request, max_tokens).importance(wanted)
-    importance_BL = torch.zeros_like(importance_BL)
-    for row, importance_L in found.items():
-        importance_BL[row] = importance_L
-    return importance_BL
+    device = next(model.parameters()).device
+    token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
+    importance_BL = torch.zeros(token.shape, device=device)
+    groups = _of_like_length(segments, mask, max_tokens)
+    for group in groups:
+        used = mask[group].any(0).nonzero()[:, 0]
+        columns = slice(int(used[0]), int(used[-1]) + 1)
+        part = token[group, columns], segments[group, columns], mask[group, columns]
+        importance_BL[group, columns] = gradient_importance(model, request, *part, None, checkpoint_activations)
+    for _ in range(in_step(len(groups)) - len(groups)):
+        nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
+        gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
+    if request.importance_object.copies is not None:
+        keep_of = {row: mask[row] for group in groups for row in group.tolist()}
+        wanted = {row: (token[row][k], segments[row][k], importance_BL[row][k]) for row, k in keep_of.items()}
+        found = MaskedCopies(model, request, max_tokens).importance(wanted, in_step)
+        importance_BL = torch.zeros_like(importance_BL)
+        for row, importance_L in found.items():
+            importance_BL[row, keep_of[row]] = importance_L.to(device)
+    return importance_BL.to(token_BL.device)
+
+
+def _of_like_length(segments_BL: Tensor, mask_BL: Tensor, max_tokens: int) -> list[Tensor]:
+    """Rows that have reasoning, as micro-batches, neighbours in length together."""
+    length_B, width = mask_BL.sum(-1), torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    first_B = torch.where(mask_BL, width, mask_BL.shape[1]).amin(-1)
+    last_B = torch.where(mask_BL, width, -1).amax(-1)
+    rows = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0]
+    groups: list[list[int]] = []
+    begin = end = 0
+    for row in rows[length_B[rows].argsort(stable=True)].tolist():
+        first, last = int(first_B[row]), int(last_B[row])
+        wider = min(begin, first), max(end, last + 1)
+        if groups and (len(groups[-1]) + 1) * (wider[1] - wider[0]) <= max_tokens:
+            groups[-1].append(row)
+            begin, end = wider
+        else:
+            groups.append([row])
+            begin, end = first, last + 1
+    return [torch.tensor(group, device=mask_BL.device) for group in groups]
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout rests meanwhile; each module gets back the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True  # not .train(), which takes the children along
 
 
 def packed_rows(token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None) -> tuple[Packed, Layout]:

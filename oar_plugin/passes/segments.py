@@ -1,12 +1,52 @@
-"""Can one response be scored, and which of its tokens are what?"""
+"""Which responses can be scored, and which of their tokens are what?"""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from oar_plugin.credit.answer import AnswerFinder, Segment, segment_tokens
+from oar_plugin.credit.answer import AnswerFinder, Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.passes.request import Request
 from oar_plugin.passes.tokens import TokenBytes
+
+
+def segment_rows(
+    rows: Iterable[tuple[Sequence[int], np.ndarray, bool]],
+    request: Request,
+    token_bytes: TokenBytes,
+    eos_ids: Collection[int],
+) -> tuple[list[Tensor], Tensor]:
+    """Segments and status of a batch's responses.
+
+    Args:
+        rows: of each response its tokens, which of them are the model's own (bool `[L_i]`), and whether it is to be scored.
+        request: where answers stand, and how long responses and answers may be.
+        token_bytes: the model's tokenizer.
+        eos_ids: tokens that end a response.
+
+    Returns:
+        int8 `[L_i]` segments for each row (OUTSIDE where a row is not to be scored), and int64 `[B]` of `Status`.
+    """
+    finder, longest = make_finder(request.answer_patterns), (request.max_response_length, request.max_answer_tokens)
+    segments, status = [], []
+    for ids, own, needed in rows:
+        found, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
+        if needed:
+            found, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest)
+        segments.append(torch.from_numpy(found))
+        status.append(int(state))
+    return segments, torch.tensor(status)
+
+
+def end_of_sequence_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
+    """Tokens that end a response: the tokenizer's, and those of the model's generation config."""
+    tokens = {tokenizer.eos_token_id}
+    generation = getattr(generation_config, "eos_token_id", None)
+    tokens.update(generation if isinstance(generation, list) else [generation])
+    return {token for token in tokens if token is not None}
 
 
 def segment_response(

@@ -15,8 +15,9 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import reshape
-from oar_plugin.hosts.verl.dump import Credited, choose
+from oar_plugin.hosts.verl.dump import Credited, siblings
 from oar_plugin.hosts.verl.viewer import Viewer
+from oar_plugin.page.dumps import choose
 from oar_plugin.page.record import parse_header, parse_response
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
 from tests.hosts.engine.world import nested
@@ -43,10 +44,10 @@ def test_groups_with_both_outcomes_are_chosen_first(rewards, statuses, groups, c
     keys = [f"{uid}_x_{session}_0" for uid in "abc" for session in (0, 1)]
     rewards, statuses = torch.tensor(rewards, dtype=torch.float), torch.tensor(statuses)
     own = torch.ones(6).bool()
-    assert choose(keys, own, rewards, statuses, groups) == chosen
-    turned = choose(keys[::-1], own, rewards.flip(0), statuses.flip(0), groups)
+    assert choose(siblings(keys, own), rewards, statuses, groups) == chosen
+    turned = choose(siblings(keys[::-1], own), rewards.flip(0), statuses.flip(0), groups)
     assert all(a > b for a, b in turned), "siblings as they were sampled"
-    assert choose(keys, ~own, rewards, statuses, groups) == [], "rows that fill up a batch"
+    assert choose(siblings(keys, ~own), rewards, statuses, groups) == [], "rows that fill up a batch"
 
 
 class World:
@@ -202,7 +203,7 @@ def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monke
 
 @pytest.mark.parametrize(("given", "where"), [("dump", "dump"), ("{root}/own/one", "own/one")])
 def test_files_are_beside_the_checkpoints_unless_told_otherwise_and_the_log_says_where(tmp_path, capsys, given, where):
-    assert World(tmp_path, dir=given.format(root=tmp_path)).viewer.folder == tmp_path / where
+    assert World(tmp_path, dir=given.format(root=tmp_path)).viewer.dumps.folder == tmp_path / where
     assert str(tmp_path / where) in capsys.readouterr().out
 
 

@@ -25,11 +25,10 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.perturbation import units
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
-from oar_plugin.hosts.verl.segments import end_of_sequence_tokens
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
 from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS, replacement_token
-from oar_plugin.passes.segments import segment_response
+from oar_plugin.passes.segments import end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger("oar_plugin")
@@ -127,7 +126,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._oar = resolve(self.config)
         self._finder = make_finder(self._oar.answer_patterns)
         self._token_bytes = TokenBytes(self.tokenizer)
-        self._eos_ids = end_of_sequence_tokens(self.model_config)
+        self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
 

@@ -14,7 +14,8 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.estimator import Reshaped
 from oar_plugin.hosts.verl.capabilities import host_version
-from oar_plugin.page.record import RIGHT_FROM, Header, Response, header_for
+from oar_plugin.page.dumps import choose
+from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -44,23 +45,13 @@ class Credited:
     read: Callable[..., TensorDict]
 
 
-def choose(keys: Sequence[str], own_B: Tensor, reward_B: Tensor, status_B: Tensor, groups: int) -> list[list[int]]:
-    """Rows of the groups to look at, at most so many; siblings in the order of sampling.
-
-    First groups with right and wrong responses of which one was scored, then others with a response that matters.
-    """
+def siblings(keys: Sequence[str], own_B: Tensor) -> dict[str, list[int]]:
+    """By a prompt's id, the rows of its responses in the order of sampling, without those that verl added."""
     rows_of = defaultdict(list)
     for row in own_B.nonzero()[:, 0].tolist():
         uid, session, index = keys[row].rsplit("_", 2)
         rows_of[uid].append((int(session), int(index), row))
-    found = [[row for *_, row in sorted(places)] for places in rows_of.values()]
-
-    def comes_later(rows: list[int]) -> tuple[bool, bool]:
-        scored = bool((status_B[rows] == Status.SCORED).any())
-        return not (scored and len((reward_B[rows] >= RIGHT_FROM).unique()) > 1), not scored
-
-    found = [rows for rows in found if (status_B[rows] != Status.NOT_NEEDED).any()]
-    return sorted(found, key=comes_later)[:groups]
+    return {uid: [row for *_, row in sorted(places)] for uid, places in rows_of.items()}
 
 
 class Reader:
@@ -83,7 +74,7 @@ class Reader:
         """The groups of a batch to look at, at most so many. Of rows that are not chosen only the reward is read."""
         scores = batch.read(keys=list(batch.keys), select_fields=["rm_scores"])["rm_scores"]
         reward_B = torch.stack([row.sum() for row in scores.unbind()])
-        chosen = choose(batch.keys, batch.own_B, reward_B, batch.reshaped.status_B, most)
+        chosen = choose(siblings(batch.keys, batch.own_B), reward_B, batch.reshaped.status_B, most)
         rows = [row for group in chosen for row in group]
         if not rows:
             return []

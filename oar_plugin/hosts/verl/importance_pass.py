@@ -21,9 +21,10 @@ from verl.workers.engine.base import EngineRegistry
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.engine_copies import engine_copies
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, end_of_sequence_tokens, segment_batch, sequence_segments
+from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, segment_batch, sequence_segments
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Request
+from oar_plugin.passes.segments import end_of_sequence_tokens
 from oar_plugin.passes.tokens import TokenBytes
 
 SECONDS = "oar_seconds"  # of `_score`'s output: actor seconds spent on each row
@@ -81,7 +82,7 @@ class ImportancePass:
         self._check_served(request)
         if self.token_bytes is None:
             self.token_bytes = TokenBytes(self.model_config.tokenizer)
-            self._eos_ids = end_of_sequence_tokens(self.model_config)
+            self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         maybe_fix_3d_position_ids(data)
         segments, status_B = segment_batch(data, request, self.token_bytes, self._eos_ids)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])

@@ -1,0 +1,114 @@
+"""What `algorithm.oar.dump` asks of every host: files of responses for people to look at (`oar inspect`).
+
+It may never cost the run: what fails is counted in a metric, said once, and training goes on.
+"""
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from oar_plugin.config import PREFIX, DumpConfig, OarConfigError
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.page.record import RIGHT_FROM, Header, Response
+from oar_plugin.whole_file import write_whole
+
+logger = logging.getLogger("oar_plugin")
+
+
+def choose(rows_of: Mapping[str, Sequence[int]], reward_B: Tensor, status_B: Tensor, groups: int) -> list[list[int]]:
+    """Rows of the groups to look at, at most so many.
+
+    First groups with right and wrong responses of which one was scored, then others with a response that matters.
+
+    Args:
+        rows_of: by a prompt's id, the rows of its responses.
+        reward_B: of each row.
+        status_B: int64, `Status` of each row.
+    """
+
+    def comes_later(rows: Sequence[int]) -> tuple[bool, bool]:
+        scored = bool((status_B[rows] == Status.SCORED).any())
+        return not (scored and len((reward_B[rows] >= RIGHT_FROM).unique()) > 1), not scored
+
+    found = [list(rows) for rows in rows_of.values() if (status_B[list(rows)] != Status.NOT_NEEDED).any()]
+    return sorted(found, key=comes_later)[:groups]
+
+
+class Failures:
+    """Lets a run go on past what fails beside it."""
+
+    def __init__(self) -> None:
+        self._said = set[str]()
+
+    @contextmanager
+    def counted(self, step: int, metrics: dict[str, float], what: str, *names: str) -> Iterator[None]:
+        """Sets the metrics `names` to 1 where the block raises, and says so the first time that `what` fails."""
+        try:
+            yield
+        except Exception as error:
+            metrics.update(dict.fromkeys(names, 1.0))
+            if what not in self._said:
+                self._said.add(what)
+                text = "step %d: %s failed: %r. Training goes on; %s counts it, and this is not said again"
+                said = step, what, error, ", ".join(names)
+                logger.warning(text, *said, exc_info=not isinstance(error, OSError))
+
+
+class Dumps:
+    """The folder of a run's dumps.
+
+    Args:
+        config: the settings.
+        home: a relative `dump.dir` is below it.
+        prefix: how the user calls the settings that `dump` is among, for messages.
+
+    Attributes:
+        folder: made; None where no files are asked for.
+
+    Raises:
+        OarConfigError: it cannot be made.
+    """
+
+    def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
+        self._every, self._seen, self._begun = config.every, 0, False
+        self.folder = None if config.dir is None else Path(home, Path(config.dir).expanduser()).absolute()
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OarConfigError(
+                    f"{prefix}.dump.dir={config.dir}: {error}; allowed: a folder to write in"
+                ) from error
+            print(f"{prefix}.dump.dir: {self.folder}, as node {socket.gethostname()} sees it")
+
+    def due(self, step: int) -> bool:
+        """Whether responses of this step are to be shown: `dump.every`, or the first step that was asked about since then."""
+        passed = 0 < self._seen < step // self._every * self._every
+        self._seen = step
+        return step == 1 or step % self._every == 0 or passed
+
+    def write(self, header: Header, step: int, responses: Sequence[Response]) -> None:
+        """Write a step's file, in place of one that is there.
+
+        Raises:
+            OSError: of the disk. There is no half file.
+        """
+        assert self.folder is not None
+        lines = [header.line(), *(response.line() for response in responses)]
+        write_whole(self.folder / f"step_{step:06d}.jsonl", "".join(lines))
+        if not self._begun:
+            self._begun = True
+            self._discard_later(self.folder, step)
+
+    def _discard_later(self, folder: Path, step: int) -> None:
+        """After a resume: steps that an earlier process dumped, and that this run does again, are no longer its newest."""
+        steps = {file: file.stem.removeprefix("step_") for file in folder.glob("step_*.jsonl")}
+        later = [file for file, of in steps.items() if of.isdecimal() and int(of) > step]
+        for file in later:
+            file.replace(f"{file}.discarded")
+        if later:
+            logger.warning("%s: %d files of steps after %d are now *.discarded", folder, len(later), step)
