@@ -99,6 +99,9 @@ setup(
             "mypy>=1.18,<3",
             "mlflow-skinny>=3,<4",
             "playwright>=1.45,<2",
+            "nbclient>=0.10,<1",
+            "ipykernel>=6,<8",
+            "deepspeed>=0.19,<0.20",  # TRL's and OpenRLHF's ZeRO on a CPU
         ],
     },
     entry_points={

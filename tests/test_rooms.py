@@ -15,7 +15,7 @@ FLOORS = [
     {"estimator"},
     {"front_door"},
     {"hosts.vllm", "hosts.verl.cpu"},
-    {"hosts.verl"},
+    {"hosts.verl", "hosts.trl", "hosts.openrlhf"},
     {"plan", "evaluate"},
     {"launch"},
     {"cli"},

@@ -1,0 +1,251 @@
+"""TRL's `GRPOTrainer` with token credit.
+
+TRL computes the group's advantages in `_generate_and_score_completions`, one number a response, and its loss takes one a token
+as well. This subclass turns the ones into the others: it scores the responses whose advantage is not zero with a pass of its
+own (TRL's log-probs come from a fused vocabulary projection, which gives no logits to start from), and multiplies. Everything
+else is TRL's.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.nn.functional import pad
+from trl import GRPOTrainer
+
+from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.estimator import Reshaped, reshape
+from oar_plugin.page.dumps import Dumps, Failures, choose
+from oar_plugin.page.record import Response, header_for
+from oar_plugin.passes.plain import batch_importance, in_eval_mode
+from oar_plugin.passes.request import Request, replacement_token
+from oar_plugin.passes.segments import segment_rows
+from oar_plugin.passes.taps import check_model
+from oar_plugin.passes.tokens import TokenBytes
+
+PREFIX = "oar"
+PACKAGES = ("oar_plugin", "torch", "transformers", "trl", "vllm")
+DUMP_FAILED = "oar/dump_failed"
+TRUTH = ("ground_truth", "solution", "answer")
+"""Columns of the data that may hold the right answer, for dumps: the first one that is there."""
+
+
+class OarGRPOTrainer(GRPOTrainer):
+    """TRL's GRPO, with each token's advantage times its weight.
+
+    Args:
+        oar: settings, by the names that they have below `algorithm.oar`: `{"importance": "fisher", "dump": {"dir": "credit"}}`.
+            A relative `dump.dir` is below `args.output_dir`.
+
+    All other arguments are TRL's. Metrics are in its log, under `oar/`.
+
+    Raises:
+        OarConfigError: a setting, of OAR or of TRL, that cannot work; names it, its value and what is allowed.
+        UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
+
+    Example:
+        >>> trainer = OarGRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(self, *arguments: Any, oar: Mapping[str, Any] | OarConfig | None = None, **named: Any) -> None:
+        self.oar = oar if isinstance(oar, OarConfig) else OarConfig.parse(oar, PREFIX)
+        super().__init__(*arguments, **named)
+        if faults := list(self._faults()):
+            raise OarConfigError("\n".join(faults))
+        check_model(self.model)
+        self._replacement = None if self.oar.copies is None else replacement_token(self.oar, self._tokenizer)
+        self._bytes = TokenBytes(self._tokenizer)
+        # One process writes; all of them must know when.
+        here = {} if self.accelerator.is_main_process else {"dir": None}
+        self._dumps = Dumps(self.oar.dump.model_copy(update=here), self.args.output_dir, PREFIX)
+        self._failures = Failures()
+        self._reward_G: Tensor = torch.zeros(0)
+
+    def _faults(self) -> Iterator[str]:
+        args, parallel = self.args, self.args.parallelism_config
+        no = "not served by OAR; allowed: False"
+        if self.oar.offloads:
+            yield f"{PREFIX}.perturbation.backend=rollout: TRL's engines score no copies; allowed: actor"
+        if self.oar.base_estimator != "grpo":
+            yield (
+                f"{PREFIX}.base_estimator={self.oar.base_estimator}: the advantage is TRL's own (scale_rewards, "
+                "multi_objective_aggregation); allowed: grpo"
+            )
+        if args.use_liger_kernel:
+            yield f"use_liger_kernel=True: Liger's layers were not tested with a backward to the embeddings, {no}"
+        if args.torch_compile:
+            yield f"torch_compile=True: a compiled model does not call the hooks that importance is read with, {no}"
+        if self._is_vlm:
+            yield f"model={type(self.model).__name__}: models with images are not served by OAR; allowed: text models"
+        for size in ("tp_size", "cp_size", "sp_size"):
+            if getattr(parallel, size, 1) > 1:
+                yield (
+                    f"parallelism_config.{size}={getattr(parallel, size)}: a sequence or layer in parts is not served by OAR "
+                    "under TRL; allowed: 1"
+                )
+        every, accumulated = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+        if every % accumulated:
+            yield (
+                f"steps_per_generation={args.steps_per_generation}, times num_iterations={args.num_iterations}: rows would "
+                "be scored between gradients that are being accumulated; allowed: a multiple of "
+                f"gradient_accumulation_steps={accumulated}"
+            )
+
+    # ---- TRL's two steps that this adds to
+
+    def _calculate_rewards(self, *arguments: Any) -> Tensor:
+        reward_GF: Tensor = super()._calculate_rewards(*arguments)
+        self._reward_G = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1).cpu()  # for dumps
+        return reward_GF
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if not self.model.training:  # an evaluation has a loss, but learns nothing from it
+            return output
+        started, step = time.perf_counter(), self.state.global_step + 1
+        segments_BL, status_B = self._segments(output, step)
+        importance_BL = self._importance(output, segments_BL, step)
+        reasoning_BL = segments_BL == Segment.REASONING
+        advantage_BL = output["advantages"][:, None].expand(segments_BL.shape)
+        reshaped = reshape(advantage_BL, importance_BL, reasoning_BL, status_B, self.oar)
+        weight_GL, usable_GL, status_G = self._of_all_processes(reshaped, reasoning_BL)
+        metrics = {f"oar/{name}": value for name, value in summarize(weight_GL, usable_GL, status_G).items()}
+        metrics["oar/seconds"] = time.perf_counter() - started
+        if self.oar.dump.dir is not None:
+            metrics[DUMP_FAILED] = 0.0
+            if self._dumps.due(step):
+                self._dump(_Credited(step, inputs, output, segments_BL, importance_BL, reshaped), status_G, metrics)
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        return output | {"advantages": reshaped.advantage_BL}
+
+    # ---- importance of this process's responses
+
+    def _request(self, step: int) -> Request:
+        return Request.from_config(
+            self.oar,
+            step,
+            self.max_completion_length or sys.maxsize,
+            replacement_token=self._replacement,
+            temperature=self.temperature,
+        )
+
+    def _segments(self, output: dict[str, Any], step: int) -> tuple[Tensor, Tensor]:
+        """int64 `[B, L]` of `Segment`, and int64 `[B]` of `Status`."""
+        token_BL, mask_BL = output["completion_ids"], output["completion_mask"]
+        own_BL = output.get("tool_mask", mask_BL).bool()
+        length_B = mask_BL.sum(-1).tolist()  # 0 where TRL masks what was cut off (`mask_truncated_completions`)
+        needed_B = ((output["advantages"] != 0) & mask_BL.any(-1)).tolist()
+        rows = (
+            (ids[:length].tolist(), own[:length].cpu().numpy(), needed)
+            for ids, own, length, needed in zip(token_BL, own_BL, length_B, needed_B, strict=True)
+        )
+        found, status_B = segment_rows(rows, self._request(step), self._bytes, self.eos_token_ids)
+        segments_BL = torch.zeros_like(token_BL)
+        for row, segments in zip(segments_BL, found, strict=True):
+            row[: len(segments)] = segments
+        return segments_BL, status_B.to(token_BL.device)
+
+    def _importance(self, output: dict[str, Any], segments_BL: Tensor, step: int) -> Tensor:
+        """float32 `[B, L]`."""
+        token_BT = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+        mask_BT = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+        length = segments_BL.shape[1]
+        segments_BT = pad(segments_BL, (token_BT.shape[1] - length, 0), value=int(Segment.OUTSIDE))
+        # No more tokens at a time than TRL's own forwards have.
+        most_tokens = self.args.per_device_train_batch_size * token_BT.shape[1]
+        with in_eval_mode(self.model), self.accelerator.autocast(), torch.enable_grad():
+            importance_BT = batch_importance(
+                self.model,
+                self._request(step),
+                token_BT,
+                segments_BT,
+                mask_BT,
+                most_tokens,
+                checkpoint_activations=self.args.gradient_checkpointing,
+                in_step=self._most,
+            )
+        return importance_BT[:, -length:]
+
+    def _most(self, count: int) -> int:
+        """Sharded weights are gathered layer by layer: all processes must make as many forwards."""
+        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
+
+    # ---- what to look at
+
+    def _of_all_processes(self, reshaped: Reshaped, reasoning_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, bool "has credit", and status of every response; processes' batches differ in length."""
+        accelerator, credited_BL = self.accelerator, reasoning_BL & (reshaped.status_B == Status.SCORED)[:, None]
+        weight_GL, credited_GL = (
+            accelerator.gather(accelerator.pad_across_processes(x, dim=1)).cpu()
+            for x in (reshaped.weight_BL, credited_BL.long())
+        )
+        return weight_GL, credited_GL.bool(), accelerator.gather(reshaped.status_B).cpu()
+
+    def _dump(self, batch: "_Credited", status_G: Tensor, metrics: dict[str, float]) -> None:
+        """Every process sends the responses that it has of the groups to look at; one of them writes."""
+        counted = partial(self._failures.counted, batch.step, metrics)
+        siblings, count = self.num_generations, len(batch.inputs)
+        first, total = self.accelerator.process_index * count, len(status_G)
+        rows_of = {str(at): range(at, at + siblings) for at in range(0, total, siblings)}
+        groups = choose(rows_of, self._reward_G, status_G, self.oar.dump.groups)
+        chosen = [row for group in groups for row in group]
+        own: list[tuple[int, Response]] = []
+        with counted("reading responses", DUMP_FAILED):
+            own = [(row, self._response(batch, row - first, row)) for row in chosen if first <= row < first + count]
+        found = dict(gather_object(own))
+        if self._dumps.folder is not None:
+            with counted(f"writing into {self._dumps.folder}", DUMP_FAILED):
+                importance = self.oar.importance_object
+                header = header_for(self.oar, {importance.name: importance.arbitrary_scale}, PACKAGES)
+                self._dumps.write(header, batch.step, [found[row] for row in chosen if row in found])
+
+    def _response(self, batch: "_Credited", row: int, place: int) -> Response:
+        """One row of this process; `place` is its row among all."""
+        data, output, length = batch.inputs[row], batch.output, int(batch.output["completion_mask"][row].sum())
+
+        def numbers(values_BL: Tensor | None) -> Any:
+            return None if values_BL is None else values_BL[row, :length].tolist()
+
+        ids = numbers(output["completion_ids"])
+        truth = next((data[name] for name in TRUTH if data.get(name) is not None), None)
+        return Response(
+            step=batch.step,
+            group=str(place // self.num_generations),
+            uid=f"{batch.step}_{place}",
+            source="",
+            prompt=self._tokenizer.decode(output["prompt_ids"][row][output["prompt_mask"][row].bool()]),
+            truth=None if truth is None else str(truth),
+            token_ids=ids,
+            tokens=self._bytes.texts(ids),
+            segments=numbers(batch.segments_BL),
+            importance={self.oar.importance_object.name: numbers(batch.importance_BL)},
+            weights=numbers(batch.reshaped.weight_BL),
+            log_probs=numbers(output.get("old_per_token_logps", output.get("sampling_per_token_logps"))),
+            entropies=None,
+            mask=numbers(output.get("tool_mask")),
+            advantage=output["advantages"][row].item(),
+            reward=self._reward_G[place].item(),
+            status=Status(int(batch.reshaped.status_B[row])).name.lower(),
+        )
+
+
+@dataclass(frozen=True)
+class _Credited:
+    """This process's responses with their credit."""
+
+    step: int
+    inputs: list[dict[str, Any]]  # rows of the data
+    output: dict[str, Any]  # TRL's, its advantages as they were
+    segments_BL: Tensor
+    importance_BL: Tensor
+    reshaped: Reshaped
