@@ -50,10 +50,11 @@ setup(
     ],
     python_requires=">=3.10,<3.13",
     cmdclass={"build_py": BuildPy},
-    packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes"],
-    package_dir={"oar_plugin.recipes": "recipes"},
+    packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes", "oar_plugin.patches"],
+    package_dir={"oar_plugin.recipes": "recipes", "oar_plugin.patches": "patches"},
     package_data={
         "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml", "page/*.j2", "page/*.js", "page/*.css"],
+        "oar_plugin.patches": ["*.patch", "*.md"],
         "oar_plugin.recipes": [
             "*.md",
             "cluster/*",

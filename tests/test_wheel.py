@@ -67,6 +67,7 @@ def test_it_holds_the_package_and_the_recipes_alone(wheel):
     recipes = {path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.yaml")}
     wanted = {f"oar_plugin/recipes/{name}/{file}" for name in recipes for file in ("recipe.yaml", "oar.yaml", "run.sh")}
     wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("recipes/cluster/*")}
+    wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("patches/*.patch")}
     presets = CHECKOUT.glob("oar_plugin/hosts/verl/conf/**/*.yaml")
     assert wanted | {str(file.relative_to(CHECKOUT)) for file in presets} <= set(names)
     assert not [name for name in names if name.startswith("oar_plugin/recipes/") and name.endswith(".py")]
@@ -98,6 +99,10 @@ def test_a_recipe_is_listed_copied_planned_and_launched(oar):
     script = oar("launch", "qwen2_5_14b_deepmath", "--on", "slurm", "--dry-run", OAR_CHECKPOINTS="/shared/c")
     assert "#SBATCH --nodes=2" in script
     assert "oar_plugin/recipes/qwen2_5_14b_deepmath" in script
+
+
+def test_patches_are_found(oar):
+    assert "{openrlhf}" in oar("patch", "--help")
 
 
 def test_responses_are_shown(oar):

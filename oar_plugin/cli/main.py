@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",
     "eval": "grade checkpoints on benchmarks: avg@k, pass@k and maj@k with standard errors, one table for several runs",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
+    "patch": "put a hook into an installed host that offers none (OpenRLHF), or take it out again",
     "report": "make a page of runs from their logs: curves, differences from a baseline, what went wrong and when",
 }
 IN_THE_CHECKOUT = {

@@ -88,12 +88,13 @@ def batch_importance(
     token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
     importance_BL = torch.zeros(token.shape, device=device)
     groups = _of_like_length(segments, mask, max_tokens)
+    most = in_step(len(groups))  # before the first forward: where weights are gathered in it, nothing else may be between
     for group in groups:
         used = mask[group].any(0).nonzero()[:, 0]
         columns = slice(int(used[0]), int(used[-1]) + 1)
         part = token[group, columns], segments[group, columns], mask[group, columns]
         importance_BL[group, columns] = gradient_importance(model, request, *part, None, checkpoint_activations)
-    for _ in range(in_step(len(groups)) - len(groups)):
+    for _ in range(most - len(groups)):
         nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
     if request.importance_object.copies is not None:

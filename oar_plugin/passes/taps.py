@@ -94,7 +94,8 @@ class ModelTaps(Taps):
         head = unwrapped(model.get_output_embeddings())
         hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
             (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
-            (head.register_forward_pre_hook, self._detach_hidden, {}),
+            # ZeRO-3 expects a backward of the head before one of its input, and this pass makes none of the head.
+            (head.register_forward_pre_hook, self._detach_hidden, {"prepend": hasattr(head, "ds_id")}),
             (head.register_forward_hook, self._probe_rows, {"prepend": True}),
             # FSDP must see the scalar as an output of the model, to gather its weights again for the backward.
             (model.register_forward_hook, self._attach_scalar, {"prepend": True}),

@@ -1,0 +1,283 @@
+"""OpenRLHF's own code, patched by `oar patch`, with OAR: log-probs as without, advantages by the front door's credit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+import oar_plugin
+from oar_plugin.cli.main import main
+from oar_plugin.config import OarConfigError
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.openrlhf import OarAdvantage
+from oar_plugin.page.sources import read
+from tests.hosts.engine import world
+from tests.hosts.openrlhf import batch, host
+from tests.limits import PROCESS_S
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    world.make_model(path)
+    Qwen2ForCausalLM.from_pretrained(path).bfloat16().save_pretrained(path)  # as OpenRLHF reads it
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """OpenRLHF as released."""
+    return host.Host(host.unpack(tmp_path_factory.mktemp("released")))
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    site = host.unpack(tmp_path_factory.mktemp("patched"))
+    assert main(["patch", "openrlhf", "--path", str(site)]) == 0
+    return host.Host(site)
+
+
+def plugin_words(**settings):
+    return *batch.PLUGIN, json.dumps({"answer_patterns": ["hash"], **settings})
+
+
+def experiences_of(one, folder, *words, packing=False, step=0, change=lambda samples: None, **groups):
+    """What `make_experience_batch` returns for the rollouts, and the experience maker."""
+    args = one.args(*batch.words(folder, *words))
+    args.ds.packing_samples = packing  # OpenRLHF's command line asks for flash attention with it
+    made = batch.maker(one, args, batch.actor(one, folder, packing), step, **groups)
+    with one.here():
+        samples = batch.rollouts(one)
+        change(samples)
+        return made.make_experience_batch(samples), made
+
+
+def rows(experiences, name="advantages"):
+    """A field of each response, as long as it is."""
+    lengths = [length - 1 for e in experiences for length in e.attention_mask.sum(-1).tolist()]
+    fields = (row for e in experiences for row in getattr(e, name))
+    return [row[:length] for row, length in zip(fields, lengths, strict=True)]
+
+
+def front_door(folder, experiences, **settings):
+    """Credit of every response by itself."""
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32), world.make_tokenizer()
+    given = {"tokenizer": tokenizer, "answer_patterns": ["hash"], "temperature": 0.7, **settings}
+    whole = [row for e in experiences for row in e.sequences]
+    for ids, own in zip(whole, rows(experiences, "action_mask"), strict=True):
+        own = torch.cat([own.new_zeros(1), own])[None]
+        yield oar_plugin.importance(
+            model, ids[None, : own.shape[1]], response_mask=own, attention_mask=own + 1, **given
+        )
+
+
+def assert_same(want, got):
+    assert len(want) == len(got) == 4
+    for a, b in zip(want, got, strict=True):
+        for name in ("sequences", "action_log_probs", "advantages", "returns", "rewards"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_without_a_plugin_nothing_changes(plain, patched, folder):
+    (want, _), (got, _) = experiences_of(plain, folder), experiences_of(patched, folder)
+    assert_same(want, got)
+    assert [list(e.info) for e in want] == [list(e.info) for e in got]
+
+
+def test_with_even_weights_advantages_are_openrlhfs_bit_for_bit(plain, patched, folder):
+    words = ["--train.micro_batch_size", "3"]  # else its rows come in other micro-batches, and round otherwise
+    words += ["--reward.stop_properly_penalty_coef", "0.5"]  # OpenRLHF changes rewards in place
+    want, _ = experiences_of(plain, folder, *words)
+    got, _ = experiences_of(patched, folder, *words, *plugin_words(beta=0))
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a.advantages, b.advantages)
+        assert torch.equal(a.returns, b.returns)
+    assert torch.equal(got[0].info["oar/weight_max"], torch.ones(3))
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 1e-5),
+        ({"importance": "oar_g", "gate": "bi_level"}, 1e-4),
+        ({"importance": "onward", "num_draws": 2}, 1e-5),
+        ({"importance": "entropy"}, 1e-5),
+        ({"importance": "random"}, 1e-5),
+        ({"importance": "oar_p"}, 1e-5),
+        ({"importance": "hybrid", "perturbation": {"budget": 0.3, "replacement": "sampled"}}, 1e-5),
+        ({"importance": "python:tests.own_importance:Saliency"}, 1e-4),
+    ],
+    ids=lambda value: value.get("importance", "fisher") if isinstance(value, dict) else "",
+)
+def test_one_forward_gives_log_probs_and_the_front_doors_credit(plain, patched, folder, settings, most, packing):
+    want, _ = experiences_of(plain, folder, packing=packing)
+    got, made = experiences_of(patched, folder, *plugin_words(**settings), packing=packing, step=4)
+    scores = [row for output in made.plugin_outputs for row in output]
+    status = made.advantage_plugin._batch.status_B.tolist()
+    for row, credit in enumerate(front_door(folder, got, step=5, **settings)):
+        torch.testing.assert_close(rows(got, "action_log_probs")[row], rows(want, "action_log_probs")[row])
+        expected, credited = rows(want)[row], credit.importance[0, 1:]
+        if row < 8 and row not in batch.UNSCORED:
+            assert status[row] == Status.SCORED
+            assert ((scores[row][: len(credited)] - credited).abs().max() / credited.max()).item() < most
+            expected = expected * credit.weights[0, 1:]
+            assert len(expected.unique()) > 2
+        else:
+            assert Status(status[row]).name.lower() == batch.UNSCORED.get(row, "not_needed")
+            assert not scores[row].any()
+        torch.testing.assert_close(rows(got)[row], expected, rtol=10 * most, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [[], ["--train.dynamic_batch_enable"]], ids=["fixed", "dynamic"])
+def test_metrics_reach_the_log_after_experiences_are_split_and_merged_anew(patched, folder, flags):
+    words = ["--train.max_tokens_per_gpu", "70"] if flags else []
+    experiences, made = experiences_of(patched, folder, *flags, *words, *plugin_words())
+    want = {name: value[0].item() for name, value in experiences[0].info.items() if name.startswith("oar/")}
+    assert want["oar/scored"] == pytest.approx(5 / 12)
+    assert want["oar/fallback/any"] == pytest.approx(3 / 8)
+    with patched.here():
+        if flags:
+            experiences = patched.experience.balance_experiences(experiences, made.args)
+        items = [item for e in experiences for item in patched.experience.split_experience_batch(e)]
+        items = patched.experience.remove_padding_in_sequences(items)
+        trainer = object.__new__(patched.ppo_actor.ActorPPOTrainer)
+        nothing = SimpleNamespace(ring_attn_group=None, backward=lambda *_: None, optimizer_step=lambda *_, **__: None)
+        vars(nothing).update(get_grad_norm=lambda _: 0.0)
+        trainer.strategy, trainer.args, trainer.aux_loss, trainer.ema_model = nothing, made.args, False, None
+        trainer.actor_optim, trainer.actor = None, made.actor_model_group.actors[0].actor
+        trainer.actor_loss_fn, trainer.actor_scheduler = (
+            patched.models.PolicyLoss(),
+            SimpleNamespace(get_last_lr=lambda: [0]),
+        )
+        trainer.replay_buffer = SimpleNamespace(dynamic_optimizer_step=[1])
+        tokens = {"batch_num_tokens": 1.0, "global_batch_size": 1.0, "dp_size": 1}
+        found = trainer.training_step(patched.experience.make_experience_batch(items), 0.0, 0, tokens)
+    logged = {name: value.mean().item() for name, value in found["metrics"].items() if name.startswith("oar/")}
+    assert logged == pytest.approx(want)
+    assert {found["weights"][name] for name in logged} == {"sample"}
+
+
+@pytest.mark.parametrize("name", ["PPOTrainer", "TrainingActor"])
+def test_both_trainers_take_this_way_and_say_which_step_it_is(patched, folder, name):
+    module = patched.trainer if name == "PPOTrainer" else patched.asynchronous
+    trainer = object.__new__(getattr(module, name).__ray_metadata__.modified_class)
+    args = patched.args(*batch.words(folder, *plugin_words(dump={"dir": "credit", "every": 7, "groups": 3})))
+    trainer.args, trainer.tokenizer, trainer.vllm_engines, trainer.critic_model_group = (
+        args,
+        world.make_tokenizer(),
+        None,
+        None,
+    )
+    trainer.experience_maker = batch.maker(patched, args, batch.actor(patched, folder))
+    trainer.actor_model_group = SimpleNamespace(async_run_method_batch=lambda **_: [])
+    trainer.ppo_train = lambda step: {}
+    with patched.here():
+        module.ray.get, kept = lambda refs: refs, module.ray.get
+        trainer.train_step(batch.rollouts(patched), 6)
+        module.ray.get = kept
+    (file,) = (folder / "ckpt" / "credit").glob("*.jsonl")
+    assert file.name == "step_000007.jsonl"
+    loaded = read([file.parent])
+    assert [response.group for response in loaded.items] == ["0"] * 4 + ["1"] * 4
+    file.unlink()
+
+
+def test_with_unknown_advantages_every_response_is_scored(patched, folder):
+    def unrewarded(samples):
+        for sample in samples:
+            sample.rewards = None
+
+    class Rewarder:
+        def execute_batch(self, method_name, lists, begin, end):
+            return [torch.tensor(batch.RIGHT[3 * at : 3 * at + 3]).float() for at in range(begin, end)]
+
+    made = experiences_of(patched, folder, *plugin_words(), change=unrewarded, reward=batch.Group(Rewarder()))[1]
+    assert Status.NOT_NEEDED not in made.advantage_plugin._batch.status_B.tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "message"),
+    [
+        (["--ds.ring_attn_size", "2"], {}, "--ds.ring_attn_size=2: "),
+        (["--ds.tensor_parallel_size", "2"], {}, "--ds.tensor_parallel_size=2: "),
+        (["--ds.use_liger_kernel"], {}, "--ds.use_liger_kernel=True: "),
+        (["--ds.deepcompile"], {}, "--ds.deepcompile=True: "),
+        (["--algo.advantage.estimator", "gae"], {}, "--algo.advantage.estimator=gae: "),
+        ([], {"perturbation": {"backend": "rollout"}, "importance": "oar_p"}, "_args.perturbation.backend=rollout: "),
+        ([], {"base_estimator": "rloo"}, "_args.base_estimator=rloo: "),
+        ([], {"importence": "fisher"}, "_args.importence='fisher': unknown key; did you mean"),
+        ([], {"tau": 2}, "--algo.advantage.plugin_args.tau=2: "),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(patched, folder, words, settings, message):
+    args = patched.args(*batch.words(folder, *words, *plugin_words(**settings)))
+    with pytest.raises(OarConfigError, match=r"allowed|less than") as refused:
+        patched.maker.load_advantage_plugin(args, world.make_tokenizer())
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"vision_config": {}}, "it sees images"), ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0")],
+)
+def test_models_that_would_be_read_wrongly_are_refused(patched, folder, tmp_path, config, message):
+    read_as = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(read_as | config))
+    with pytest.raises(OarConfigError, match=message):
+        OarAdvantage(patched.args(*batch.words(tmp_path, *plugin_words())), world.make_tokenizer())
+
+
+@pytest.mark.parametrize("text", ["importance=fisher", "[1]"])
+def test_settings_are_an_object(patched, folder, text):
+    args = patched.args(*batch.words(folder, *batch.PLUGIN, text))
+    with pytest.raises(OarConfigError, match="not a JSON object; allowed"):
+        OarAdvantage(args, world.make_tokenizer())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PROCESS_S)
+def test_deepspeed_gives_the_same_scores_and_trains_as_if_nobody_had_scored(patched, folder, tmp_path):
+    pytest.importorskip("deepspeed")
+    here, out = Path(__file__).parents[3], tmp_path / "out"
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.hosts.openrlhf.worker"]
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
+    done = subprocess.run(
+        [sys.executable, *words, str(patched.site), str(folder), str(out)],
+        env=os.environ | variables,
+        cwd=here,
+        timeout=PROCESS_S,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    results = [torch.load(f"{out}.{rank}") for rank in range(2)]
+    from tests.hosts.openrlhf.worker import CASES, RANKS
+
+    for name, given in CASES.items():
+        for rank, result in enumerate(results):
+            trained = [result[stage, name][1] for stage in (2, 3)]
+            if not given.get("lora"):
+                for stage, weights in zip((2, 3), trained, strict=True):
+                    assert all(map(torch.equal, weights, result[stage, "no scores"][1])), (stage, name)
+            if not given.get("scores", True):
+                continue
+            # In this process: one model, without DeepSpeed.
+            settings = {"importance": given["importance"]} if "importance" in given else {}
+            args = patched.args(*batch.words(folder, *plugin_words(**settings)))
+            made = batch.maker(patched, args, batch.actor(patched, folder, wide=False))
+            with patched.here():
+                samples = made.split_rollout_samples(batch.rollouts(patched))
+                inputs = made.advantage_plugin.actor_inputs(made, samples)
+                for place, at in enumerate(RANKS[rank]):
+                    tensors = samples[at].sequences, samples[at].action_mask, samples[at].attention_mask
+                    want = made.actor_model_group.actors[0].forward(*tensors, plugin_inputs=inputs[at])
+                    assert want[1].any() == (at < 2)
+                    for stage in (2, 3):
+                        assert all(map(torch.equal, want, result[stage, name][0][place])), (stage, name, at)
