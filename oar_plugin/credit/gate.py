@@ -17,7 +17,6 @@ A gate takes `importance_BL`, finite and above -1 where the bool `reasoning_BL` 
 are 1 elsewhere.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,7 +119,6 @@ class Gate:
 GATES: dict[str, Gate] = {"two_level": Gate(two_level, 0.85, order_only=True), "bi_level": Gate(bi_level, 0.4)}
 
 
-@functools.cache
 def gate_of(name: str) -> Gate:
     """The gate of that name, or a user's own as `python:<module>:<function>` (tau: 0.85 where the user sets none).
 

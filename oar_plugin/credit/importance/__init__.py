@@ -24,7 +24,6 @@ IMPORTANCES: dict[str, Importance] = {
 }
 
 
-@functools.cache
 def importance_of(name: str) -> Importance:
     """The importance of that name, or a user's own as `python:<module>:<class>`.
 
@@ -34,11 +33,15 @@ def importance_of(name: str) -> Importance:
     if name in IMPORTANCES:
         return IMPORTANCES[name]
     own = imported(name, f"allowed: {', '.join(IMPORTANCES)}, or python:<module>:<class>")
-    found = problems(own)
-    if found:
+    return _built(name, own if isinstance(own, type) else None)
+
+
+@functools.cache
+def _built(name: str, own: type[Importance] | None) -> Importance:
+    """By the class, not by its name: in a notebook a class is written anew."""
+    if (found := problems(own)) or own is None:
         raise ValueError(f"{name} cannot be used: {'; '.join(found)}")
-    built: Importance = own()
-    return built
+    return own()
 
 
 def without_copies() -> str:

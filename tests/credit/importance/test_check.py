@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.gate import gate_of
 from oar_plugin.credit.importance import Backward, Copies, Importance, importance_of
 from oar_plugin.credit.importance.check import problems
 from tests import own_importance
@@ -23,6 +24,14 @@ def test_the_example_works():
     assert (config.backwards, config.extra_forwards, config.copies) == (1, 0, None)
     assert config.gate_object.weights is own_importance.upper_half
     assert config.quantile == 0.85
+
+
+def test_what_a_notebook_defines_anew_is_used(monkeypatch):
+    assert importance_of(EXAMPLE) is importance_of(EXAMPLE)
+    monkeypatch.setattr(own_importance, "Saliency", again := type("Saliency", (Saliency,), {}))
+    assert type(importance_of(EXAMPLE)) is again
+    monkeypatch.setattr(own_importance, "upper_half", gate := lambda *given: given[0] * 0 + 1)
+    assert gate_of("python:tests.own_importance:upper_half").weights is gate
 
 
 # ---- importances
