@@ -74,7 +74,7 @@ class Dumps:
     """
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
-        self._every, self._seen, self._begun = config.every, 0, False
+        self._every, self._seen, self._due, self._begun = config.every, 0, False, False
         self.folder = None if config.dir is None else Path(home, Path(config.dir).expanduser()).absolute()
         if self.folder is not None:
             try:
@@ -87,9 +87,10 @@ class Dumps:
 
     def due(self, step: int) -> bool:
         """Whether responses of this step are to be shown: `dump.every`, or the first step that was asked about since then."""
-        passed = 0 < self._seen < step // self._every * self._every
-        self._seen = step
-        return step == 1 or step % self._every == 0 or passed
+        if step != self._seen:
+            passed = 0 < self._seen < step // self._every * self._every
+            self._seen, self._due = step, step == 1 or step % self._every == 0 or passed
+        return self._due
 
     def write(self, header: Header, step: int, responses: Sequence[Response]) -> None:
         """Write a step's file, in place of one that is there.

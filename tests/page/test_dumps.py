@@ -12,7 +12,7 @@ from oar_plugin.page.dumps import Dumps
         (range(1, 22), [1, 10, 20]),
         ([1, 5, 9, 13, 17, 21], [1, 13, 21]),  # generations serve four steps: the first one after each tenth
         ([14, 15, 20], [20]),  # after a resume: what stood before is an earlier process's
-        ([10, 10, 11], [10, 10]),  # two batches of one step
+        ([1, 1, 9, 12, 12, 13], [1, 1, 12, 12]),  # two batches of one step
     ],
 )
 def test_a_step_that_nobody_asked_about_is_made_up_for_at_the_next(tmp_path, steps, due):
