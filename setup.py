@@ -80,6 +80,8 @@ setup(
             "pebble>=5.1,<6",
             "datasets>=4,<6",
         ],
+        # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
+        "trl": ["trl>=1.15,<2"],
         # What `oar report` draws with.
         "report": ["matplotlib>=3.9,<4", "pandas>=2.2,<4"],
         # What benchmarks/ is made with; it stands in the checkout.

@@ -88,7 +88,8 @@ def batch_importance(
     token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
     importance_BL = torch.zeros(token.shape, device=device)
     groups = _of_like_length(segments, mask, max_tokens)
-    most = in_step(len(groups))  # before the first forward: where weights are gathered in it, nothing else may be between
+    # Before the first forward: where processes gather weights in it, nothing else may come between.
+    most = in_step(len(groups))
     for group in groups:
         used = mask[group].any(0).nonzero()[:, 0]
         columns = slice(int(used[0]), int(used[-1]) + 1)

@@ -296,6 +296,23 @@ def test_the_plugin_must_be_registered_wanted_and_complete(examined, monkeypatch
     assert "pip install --no-deps ." in examined()[0]["entry point"]["advice"]
 
 
+@pytest.mark.parametrize(
+    ("file", "fits"),
+    [("models/modeling_value_head.py", True), ("experimental/ppo/x.py", True), ("trainer/x.py", False)],
+)
+def test_a_trl_that_verl_cannot_stand_beside(examined, monkeypatch, tmp_path, file, fits):
+    path = tmp_path / "trl" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (tmp_path / "trl" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    findings, status, _ = examined()
+    assert (status == 0) == fits == ("trl" not in findings)
+    if not fits:
+        assert str(tmp_path / "trl") in findings["trl"]["text"]
+        assert "an environment each" in findings["trl"]["advice"]
+
+
 def test_a_check_that_fails_itself_is_a_finding(examined, monkeypatch):
     def fail():
         raise OSError("no more file handles")

@@ -1,9 +1,11 @@
 """verl, whether it loads the plugin, and which features fit it."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from oar_plugin.cli.doctor.questions import Answer
 from oar_plugin.hosts.verl.capabilities import TRAINERS
@@ -39,6 +41,7 @@ def examine_host(answer: Answer, needed: Collection[str], engine: str, without_g
     else:
         note = told.get("note")
         yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note or "")
+    yield from _trl()
     yield _requirements()
     yield _entry_point(answer)
     for key, found in told.items():
@@ -61,6 +64,15 @@ def _feature(name: str, lacking: list[str], unseen: list[str], needed: Collectio
     if name not in needed:
         return Finding(name, "note", text, advice)
     return Finding(name, "missing" if lacking or not without_gpus else "not checked", text, advice)
+
+
+def _trl() -> Iterator[Finding]:
+    """verl's patch of models imports TRL's model with a value head from any trl that it finds; newer ones have none."""
+    spec = importlib.util.find_spec("trl")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if not any(Path(folder, place).exists() for place in ("experimental/ppo", "models/modeling_value_head.py")):
+            text = f"verl's patch of models cannot be imported beside the trl in {folder}"
+            yield Finding("trl", "missing", text, "an environment each for verl and for TRL, or pip uninstall trl")
 
 
 def _requirements() -> Finding:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from accelerate.utils.modeling import is_peft_model
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
@@ -34,6 +36,8 @@ from oar_plugin.passes.tokens import TokenBytes
 PREFIX = "oar"
 PACKAGES = ("oar_plugin", "torch", "transformers", "trl", "vllm")
 DUMP_FAILED = "oar/dump_failed"
+PAY_TOKENS = ("cispo", "vespo")
+"""Losses whose gradient goes through each token's own log-prob, also where the ratio is the whole response's."""
 TRUTH = ("ground_truth", "solution", "answer")
 """Columns of the data that may hold the right answer, for dumps: the first one that is there."""
 
@@ -71,7 +75,7 @@ class OarGRPOTrainer(GRPOTrainer):
         self._reward_G: Tensor = torch.zeros(0)
 
     def _faults(self) -> Iterator[str]:
-        args, parallel = self.args, self.args.parallelism_config
+        args = self.args
         no = "not served by OAR; allowed: False"
         if self.oar.offloads:
             yield f"{PREFIX}.perturbation.backend=rollout: TRL's engines score no copies; allowed: actor"
@@ -86,12 +90,19 @@ class OarGRPOTrainer(GRPOTrainer):
             yield f"torch_compile=True: a compiled model does not call the hooks that importance is read with, {no}"
         if self._is_vlm:
             yield f"model={type(self.model).__name__}: models with images are not served by OAR; allowed: text models"
-        for size in ("tp_size", "cp_size", "sp_size"):
-            if getattr(parallel, size, 1) > 1:
-                yield (
-                    f"parallelism_config.{size}={getattr(parallel, size)}: a sequence or layer in parts is not served by OAR "
-                    "under TRL; allowed: 1"
-                )
+        if args.importance_sampling_level == "sequence" and args.loss_type not in PAY_TOKENS:
+            yield (
+                f"importance_sampling_level=sequence with loss_type={args.loss_type}: its gradient is the same for all tokens "
+                f"of a response, so their weights cancel; allowed: token, or loss_type={' or '.join(PAY_TOKENS)}"
+            )
+        if getattr(args.parallelism_config, "tp_size", 1) > 1:
+            size = args.parallelism_config.tp_size
+            yield f"parallelism_config.tp_size={size}: layers in parts are not served by OAR under TRL; allowed: 1"
+        if len(places := set(getattr(self.model, "hf_device_map", {}).values())) > 1:
+            yield f"device_map over {len(places)} devices: layers on several devices are not served by OAR; allowed: one"
+        offload = getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
+        if getattr(offload, "offload_params", "CPU" in type(offload).__name__):
+            yield f"fsdp_config.offload_params=True: weights that wait on the CPU are {no}"
         every, accumulated = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
         if every % accumulated:
             yield (
@@ -161,6 +172,8 @@ class OarGRPOTrainer(GRPOTrainer):
         mask_BT = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
         length = segments_BL.shape[1]
         segments_BT = pad(segments_BL, (token_BT.shape[1] - length, 0), value=int(Segment.OUTSIDE))
+        if self._dist.is_zero3:
+            self._share_head()
         # No more tokens at a time than TRL's own forwards have.
         most_tokens = self.args.per_device_train_batch_size * token_BT.shape[1]
         with in_eval_mode(self.model), self.accelerator.autocast(), torch.enable_grad():
@@ -174,7 +187,20 @@ class OarGRPOTrainer(GRPOTrainer):
                 checkpoint_activations=self.args.gradient_checkpointing,
                 in_step=self._most,
             )
+        # Under FSDP2 some keep gathered weights until a backward, frozen as they are in the pass.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return importance_BT[:, -length:]
+
+    def _share_head(self) -> None:
+        """TRL's loss reads the head's weight outside of the head. DeepSpeed notices, and keeps it for the backward, unless a
+        forward through the head came first, as ours does: then it has to be told.
+        """
+        from deepspeed.runtime.zero import register_external_parameter
+
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        register_external_parameter(model, model.get_output_embeddings().weight)
 
     def _most(self, count: int) -> int:
         """Sharded weights are gathered layer by layer: all processes must make as many forwards."""

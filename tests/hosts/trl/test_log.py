@@ -1,0 +1,92 @@
+"""What a run shows: metrics in TRL's log, and files for `oar inspect`."""
+
+import errno
+
+import pytest
+
+from oar_plugin.cli.main import main
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.trl import OarGRPOTrainer, trainer
+from oar_plugin.page.dumps import Dumps
+from oar_plugin.page.sources import read
+from tests.hosts.trl import tiny
+from tests.hosts.trl.watched import watched
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    oar = {"dump": {"dir": "credit", "every": 2, "groups": 1}}
+    return watched(tmp_path_factory.mktemp("run"), oar, per_device_train_batch_size=8, max_steps=3)
+
+
+def test_metrics_are_in_the_log(run):
+    scored = tiny.logged(run, "oar/scored")
+    assert scored == tiny.logged(run, "oar/answer_found") == [0.75, 0.75, 0.75]
+    assert tiny.logged(run, "oar/fallback/no_answer") == tiny.logged(run, "oar/fallback/any") == [0.25] * 3
+    assert tiny.logged(run, "oar/dump_failed") == [0, 0, 0]
+    assert all(seconds > 0 for seconds in tiny.logged(run, "oar/seconds"))
+    for seen, most in zip(run.seen, tiny.logged(run, "oar/weight_max"), strict=True):
+        assert (seen.output["advantages"] / seen.plain_B[:, None]).max().item() == pytest.approx(most)
+
+
+def test_dumps_are_what_the_inspector_reads(run, tmp_path):
+    """The first of two groups, at step 1 and at every second step."""
+    folder = tmp_path.parent / run.args.output_dir / "credit"
+    assert sorted(file.name for file in folder.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    found = read([folder]).items
+    assert len(found) == 8
+    for place, response in enumerate(item for item in found if item.step == 2):
+        seen = run.seen[1]
+        length = int(seen.output["completion_mask"][place].sum())
+        assert response.token_ids == seen.output["completion_ids"][place, :length].tolist()
+        assert "".join(response.tokens) == tiny.SIBLINGS[place]
+        assert response.prompt == tiny.PROMPTS[2]
+        assert response.segments == seen.segments_BL[place, :length].tolist()
+        assert response.importance["fisher"] == seen.importance_BL[place, :length].tolist()
+        assert response.advantage == pytest.approx(seen.plain_B[place].item())
+        got = [weight * response.advantage for weight in response.weights]
+        assert got == pytest.approx(seen.output["advantages"][place, :length].tolist())
+        assert response.reward == tiny.paid([tiny.SIBLINGS[place]])[0]
+        assert (response.group, response.truth, response.mask) == ("0", "5", None)
+        assert response.status == Status(int(seen.status_B[place])).name.lower()
+    assert main(["inspect", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def broken(*arguments):
+    raise KeyError("a mistake of ours")
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    return _trained(tmp_path_factory.mktemp("before"))[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "fails"),
+    [(Dumps, "write", full), (trainer, "header_for", broken), (OarGRPOTrainer, "_response", broken)],
+)
+def test_a_dump_that_fails_is_counted_and_said_once_and_training_goes_on(
+    before, tmp_path, monkeypatch, caplog, where, name, fails
+):
+    monkeypatch.setattr(where, name, fails)
+    after, made = _trained(tmp_path / "after")
+    assert tiny.logged(made, "oar/dump_failed") == [1, 1]
+    assert len([record for record in caplog.records if "Training goes on" in record.message]) == 1
+    assert tiny.same_weights(before, after)
+
+
+def _trained(folder):
+    made = tiny.make(OarGRPOTrainer, folder, oar={"dump": {"dir": "credit", "every": 1}})
+    made.train()
+    return tiny.weights(made), made
+
+
+def test_an_evaluation_scores_nothing(tmp_path):
+    made = tiny.make(OarGRPOTrainer, tmp_path, oar={}, per_device_eval_batch_size=4)
+    found = made.evaluate(tiny.data(tiny.PROMPTS, 4))
+    assert "eval_loss" in found
+    assert not any(name.startswith("eval_oar/") for name in found)

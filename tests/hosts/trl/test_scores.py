@@ -1,0 +1,125 @@
+"""A training step's scores and weights are the front door's, on every road of TRL's to a step."""
+
+import pytest
+from peft import LoraConfig
+from trl.chat_template_utils import qwen3_instruct_2507_chat_template
+
+import oar_plugin
+from benchmarks.tiny.words import make_tokenizer
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from tests.hosts.trl import tiny
+from tests.hosts.trl.watched import Watched, relative, watched
+
+OWN = "python:tests.own_importance:Saliency"
+
+
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p", "hybrid", "onward", OWN])
+def test_scores_and_weights_equal_the_front_doors(tmp_path, importance):
+    """Prompts of different length stand padded on the left; responses are sampled at another temperature than 1."""
+    # oar_g reads the difference of two distributions that noise of 1e-3 keeps apart: here more noise, or rounding shows.
+    oar = {"importance": importance, "sigma": 0.1, "warmup_steps": 1, "seed": 3}
+    trainer = watched(tmp_path, oar, temperature=0.7, per_device_train_batch_size=8)
+    assert [seen.step for seen in trainer.seen] == [1, 2]
+    for seen in trainer.seen:
+        assert not seen.output["prompt_mask"].all()
+        assert seen.error() < 1e-5
+        got = seen.output["advantages"]
+        want = oar_plugin.reshape(seen.plain_B, seen.credit).advantage_BL
+        rows = (seen.plain_B != 0).nonzero()[:, 0].tolist()
+        assert len(rows) == 8
+        assert max(relative(got[row], seen.front(want, row)) for row in rows) < 1e-5
+        assert (got != seen.plain_B[:, None]).any()
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"], init_lora_weights=False, lora_dropout=0.1)
+ROADS = {
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "iterations": {"num_iterations": 2, "max_steps": 4},
+    "ahead": {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "num_iterations": 2},
+    "checkpointed": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True, "gradient_checkpointing": True},
+    "fp32 head": {"bf16": True, "cast_lm_head_to_fp32": True},
+    "padded": {"pad_to_multiple_of": 8},
+    "lora": {"peft_config": LORA, "gradient_checkpointing": True},
+    "lora, reference": {"peft_config": LORA, "beta": 0.1},
+    "batch of all": {"loss_type": "cispo", "scale_rewards": "batch", "top_entropy_quantile": 0.5},
+    "sequence": {"loss_type": "vespo", "off_policy_mask_threshold": 0.1},
+    "no patterns": {"oar": {"answer_patterns": [], "probe": "last"}},
+}
+
+
+STEPS = {"iterations": [1, 3], "ahead": [1]}  # that generate
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_the_front_doors_scores_on_every_road(tmp_path, road):
+    """`Watched` looks at weights, gradients, flags, modes, hooks and random numbers before and after each pass."""
+    trainer = watched(tmp_path, **{"oar": {}} | ROADS[road])
+    assert [seen.step for seen in trainer.seen] == STEPS.get(road, [1, 2])
+    for seen in trainer.seen:
+        assert seen.error() < 1e-5
+
+
+def test_what_a_tool_wrote_is_no_reasoning_and_keeps_weight_1(tmp_path, monkeypatch):
+    """TRL's own loop around a real tool; only what the model says is scripted, for a tiny one calls none."""
+    tokenizer = make_tokenizer(340, by_bytes=True)
+    tokenizer.chat_template, tokenizer.eos_token, tokenizer.padding_side = (
+        qwen3_instruct_2507_chat_template,
+        "<|im_end|>",
+        "left",
+    )
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
+    turns = [[f"I ask. {call}", "It is 7. #### 7<|im_end|>"], [f"so {call}", "#### 5 or #### 5<|im_end|>"]]
+
+    def turn(self, prompt_ids, *arguments, **named):
+        said = [turns[row % 2].pop(0) if row < 2 else None for row in range(len(prompt_ids))]
+        return [tokenizer(text)["input_ids"] for text in said], None
+
+    def add(a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: one number
+            b: the other
+        """
+        return a + b
+
+    monkeypatch.setattr(Watched, "_generate_single_turn", turn)
+    monkeypatch.setattr(tiny, "TOKENIZER", tokenizer)
+    model = tiny.make_model(max_position_embeddings=1024)
+    prompts = [[{"role": "user", "content": "3 + 4?"}]]
+    named = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 400, "max_steps": 1}
+    trainer = tiny.make(Watched, tmp_path, model=model, rollout=None, tools=[add], prompts=prompts, **named)
+    trainer.compare = {}
+    trainer.train()
+    (seen,) = trainer.seen
+    tool_BL = (seen.output["tool_mask"] == 0) & seen.output["completion_mask"].bool()
+    assert tool_BL.any(-1).all()
+    assert (
+        tokenizer.decode(seen.output["completion_ids"][0][tool_BL[0]]).count("<tool_response>\n7\n</tool_response>")
+        == 1
+    )
+    assert seen.error() < 1e-5
+    assert (seen.segments_BL[tool_BL] == Segment.OUTSIDE).all()
+    weight_BL = seen.output["advantages"] / seen.plain_B[:, None]
+    assert weight_BL[tool_BL].eq(1).all()
+    assert not weight_BL[~tool_BL].eq(1).all()
+
+
+def test_the_masks_of_a_rollout_function_and_of_cut_off_responses(tmp_path):
+    """The second token of each response is the environment's; the third response of four is cut off."""
+
+    def rollout(prompts, trainer):
+        made = tiny.scripted(prompts, trainer)
+        made["completion_ids"][2] = [3] * tiny.LENGTH
+        return made | {"env_mask": [[1, 0, *[1] * (len(row) - 2)] for row in made["completion_ids"]]}
+
+    for masked in (False, True):
+        trainer = watched(tmp_path, {}, rollout=rollout, mask_truncated_completions=masked)
+        for seen in trainer.seen:
+            assert seen.error() < 1e-5
+            assert (seen.segments_BL[:, 1] == Segment.OUTSIDE).all()
+            assert (seen.output["advantages"][:, 1] == seen.plain_B).all()
+            assert (seen.output["advantages"][2] == seen.plain_B[2]).all()
+            assert seen.status_B[2] == (Status.NOT_NEEDED if masked else Status.TRUNCATED)

@@ -1,0 +1,133 @@
+"""A tiny model, scripted responses and a trainer; nothing of the plugin.
+
+Responses come from `rollout_func`, TRL's own way to bring them, so that they have answers; one test samples with the model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.tiny.words import make_tokenizer
+
+TOKENIZER = make_tokenizer(384)
+TOKENIZER.padding_side = "left"
+LENGTH = 16
+PROMPTS = [" 3 + 4 =", " so 9 - 5 then 4 + 1 =", " 2 + 2 =", " well we add 1 + 6 ="]
+SIBLINGS = [  # of each prompt; the second is paid, the last has no answer
+    " 3 and 4 we see 7 #### 7<eos>",
+    " so well then 5 #### 5 ok ok<eos>",
+    " hmm let us add it now #### 1<eos>",
+    " well well well<eos>",
+]
+
+
+def make_model(**config: Any) -> PreTrainedModel:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(TOKENIZER),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+        "attention_dropout": 0.1,
+        "eos_token_id": TOKENIZER.eos_token_id,
+        "pad_token_id": TOKENIZER.pad_token_id,
+        "bos_token_id": None,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**sizes | config))
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def scripted(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Siblings in turn; TRL repeats a prompt as often as it wants siblings."""
+    first = trainer.accelerator.process_index * len(prompts)
+    texts = [SIBLINGS[(first + row) % trainer.num_generations % len(SIBLINGS)] for row in range(len(prompts))]
+    return {"prompt_ids": [ids(p) for p in prompts], "completion_ids": [ids(t) for t in texts], "logprobs": None}
+
+
+def drawn(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Tokens from torch's random numbers: what else draws some would be noticed."""
+    made = [[*torch.randint(0, 30, (int(torch.randint(3, 12, ())),)).tolist(), *ids(" #### 7<eos>")] for _ in prompts]
+    return {"prompt_ids": [ids(p) for p in prompts], "completion_ids": made, "logprobs": None}
+
+
+def paid(completions: list[str], **_: Any) -> list[float]:
+    """For the answer 5, and for `well`."""
+    return [float("5" in str(text)) + 0.25 * str(text).count("well") for text in completions]
+
+
+def data(prompts: list[Any], count: int = 32) -> Dataset:
+    rows = [prompts[at % len(prompts)] for at in range(count)]
+    return Dataset.from_dict({"prompt": rows, "answer": ["5"] * count})
+
+
+def arguments(folder: Path, **changes: Any) -> GRPOConfig:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": LENGTH,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "beta": 0.0,
+        "shuffle_dataset": False,
+    }
+    return GRPOConfig(**settings | changes)
+
+
+def make(
+    kind: type[GRPOTrainer],
+    folder: Path,
+    *,
+    model: Any = None,
+    rollout: Any = scripted,
+    prompts: list[Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """A trainer. `changes` are of the configuration, but for arguments of trainers."""
+    of_trainer = {name: changes.pop(name) for name in ("oar", "peft_config", "tools", "callbacks") if name in changes}
+    trainer = kind(
+        make_model() if model is None else model,
+        reward_funcs=paid,
+        args=arguments(folder, **changes),
+        train_dataset=data(prompts or PROMPTS),
+        processing_class=TOKENIZER,
+        rollout_func=rollout,
+        **of_trainer,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    """As they are kept; under ZeRO-3 this process's parts."""
+    return {name: getattr(one, "ds_tensor", one).detach().clone() for name, one in trainer.model.named_parameters()}
+
+
+def same_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [line[name] for line in trainer.state.log_history if name in line]
