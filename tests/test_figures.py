@@ -14,7 +14,8 @@ MEASUREMENT = r"\d\.\d|\d ?%|\de-\d|\d x \d|\d times|\b1/\d|\d of \d|\d (?:s|sec
 
 NO_MEASUREMENT = [
     r"OAR-P|arXiv 2601\.07408|Apache-2\.0|\d+\.\d+\.\d+(?:\.dev)?|\| 3\.1\d (?=\|)",
-    r"(?:verl|vLLM|torch|megatron-core|with|mbridge|TransformerEngine|Python)(?: |==)\d\.\d+",
+    r"(?:verl|vLLM|torch|megatron-core|with|mbridge|TransformerEngine|Python|TRL)(?: |==)\d\.\d+",
+    r"(?:, | and |for 1\.15 and )1\.16",
     r" \(or 3\.10, 3\.12\)| to 0\.31",
     r"1\.5B|0\.1B|top[ -](?:20|10) %|95 %|at 95 %|[Bb]udget (?:of )?0\.[35]|spans of 8",
     r"40 steps of 16 x 8|TP 2 x PP 2 x CP 2|TP x PP x CP|`answer_mean`|x 1\.0",
