@@ -5,17 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import oar_plugin
 
-TOOLS = {
-    "git": (["git", "apply"], "--check"),
-    "patch": (["patch", "-p1", "--forward", "--fuzz=0", "--reject-file=-", "--no-backup-if-mismatch"], "--dry-run"),
-}
-"""What applies a patch from its standard input, and its option that only asks whether it would: the first that is here."""
+TOOLS = {"git": ["git", "apply"], "patch": ["patch", "-p1", "--forward", "--fuzz=0", "--silent"]}
+"""What applies a patch from its standard input: the first that is here."""
 
 
 class PatchError(Exception):
@@ -37,10 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        print(patch(args.host, args.path, args.check, args.revert))
-    except PatchError as error:
-        print(f"oar patch: {error}", file=sys.stderr)
-        return error.status
+        said = patch(args.host, args.path, args.check, args.revert)
+    except (PatchError, OSError) as error:
+        hint = "" if isinstance(error, PatchError) else "; may this user write there, and is there room?"
+        print(f"oar patch: {error}{hint}", file=sys.stderr)
+        return getattr(error, "status", 1)
+    print(said)
     return 0
 
 
@@ -51,28 +52,25 @@ def patches_folder() -> Path:
 
 
 def patch(host: str, path: Path | None = None, check: bool = False, revert: bool = False) -> str:
-    """Apply the patch for the version of `host` in the folder `path` (None: where Python finds it), or take it out; all of it
-    or nothing. Returns what was done, or with `check` would be.
-
-    Raises:
-        PatchError: there is no such host, no patch for its version, or its files are others than the patch knows.
+    """Apply the patch for the version of `host` in the folder `path` (None: where Python finds it), or take it out. Returns
+    what was done, or with `check` would be. PatchError, OSError: nothing was; the message says why.
     """
     folder, version = _found(host, path)
     file = patches_folder() / f"{host}-{version}.patch"
     if not file.is_file():
         known = ", ".join(sorted(other.stem for other in patches_folder().glob(f"{host}-*.patch")))
         raise PatchError(f"{host}={version}: there is no patch for this version; install one of: {known}")
-    state = "not patched" if _apply(file, folder, check=True) else "patched"
-    if state == "patched" and not _apply(file, folder, check=True, revert=True):
-        raise PatchError(
-            f"{folder}: files of {host} {version} were changed, or patched in part; reinstall {host}=={version} and try again"
-        )
+    new, fault = _patched(file, folder)
+    state = "not patched" if new else "patched"
+    if not new:
+        new, other = _patched(file, folder, "-R")
+        if not new:
+            why = f"were changed, or patched in part (to apply it: {fault}; to revert it: {other})"
+            raise PatchError(f"{folder}: files of {host} {version} {why}; reinstall {host}=={version} and try again")
     if (state == "patched") != revert:
         return f"{folder}: {host} {version} is {state}, nothing to do"
-    done = "reverted" if revert else "applied"
-    if not check and not _apply(file, folder, check=False, revert=revert):
-        raise PatchError(f"{folder}: {file.name} fits, but was not {done}; may this user write there?")
-    return f"{folder}: {file.name} {'would be ' if check else ''}{done}"
+    _put({} if check else new)
+    return f"{folder}: {file.name} {'would be ' if check else ''}{'reverted' if revert else 'applied'}"
 
 
 def _found(host: str, path: Path | None) -> tuple[Path, str]:
@@ -91,16 +89,42 @@ def _found(host: str, path: Path | None) -> tuple[Path, str]:
     stated = folder / "version.txt"  # of a checkout
     if installed is None and not stated.is_file():
         raise PatchError(f"{folder}: nothing says which version of {host} this is; install it with pip")
-    return folder, installed.version if installed is not None else stated.read_text().strip()
+    return folder, installed.version if installed is not None else stated.read_text(encoding="utf-8").strip()
 
 
-def _apply(file: Path, folder: Path, *, check: bool, revert: bool = False) -> bool:
-    """Whether the patch fits, or was applied."""
-    words, only_ask = next((TOOLS[name] for name in TOOLS if shutil.which(name)), ([], ""))
-    if not words:
+def _patched(file: Path, folder: Path, *options: str) -> tuple[dict[Path, bytes], str]:
+    """What the patch makes of the files that it is about, tried on copies. Nothing, and why, if it does not fit."""
+    tool = next((TOOLS[name] for name in TOOLS if shutil.which(name)), None)
+    if tool is None:
         raise PatchError(f"{' or '.join(TOOLS)}: not installed here; install one of them")
-    command = [*words, *([only_ask] if check else []), *(["-R"] if revert else [])]
-    # git must not take a repository around the folder for what the patch is about.
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    done = subprocess.run(command, cwd=folder, env=environment, input=file.read_bytes(), capture_output=True)
-    return done.returncode == 0
+    names = [line[6:] for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("+++ b/")]
+    with TemporaryDirectory() as temporary:
+        copies = Path(temporary).resolve()
+        for name in names:
+            (copies / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, copies / name)
+        # git must not take a repository around the folder for what the patch is about.
+        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(copies.parent)}
+        done = subprocess.run([*tool, *options], cwd=copies, env=env, input=file.read_bytes(), capture_output=True)
+        if done.returncode:
+            return {}, (done.stdout + done.stderr).decode(errors="replace").strip().rpartition("\n")[2]
+        return {folder / name: (copies / name).read_bytes() for name in names}, ""
+
+
+def _put(new: dict[Path, bytes]) -> None:
+    """Replace all of these files or, when that fails, none; their modes stay. Moving on a file's own disk takes no room."""
+    with ExitStack() as stack:
+        rooms = {}
+        for path, content in new.items():
+            room = Path(stack.enter_context(TemporaryDirectory(dir=path.parent, prefix=".oar_patch_")))
+            shutil.copy2(path, room / "old")
+            (room / "new").write_bytes(content)
+            shutil.copymode(path, room / "new")
+            rooms[path] = room
+        try:
+            for path, room in rooms.items():
+                os.replace(room / "new", path)
+        except BaseException:
+            for path, room in rooms.items():
+                os.replace(room / "old", path)
+            raise

@@ -1,6 +1,5 @@
 """The actor's side: one forward of OpenRLHF's own `Actor` gives log-probs and importance."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,11 +33,10 @@ class ActorPass:
         """
         train, needed_B = self.args.train, (segments_BT == Segment.REASONING).any(-1)
         scored, rest, first = needed_B.nonzero()[:, 0], (~needed_B).nonzero()[:, 0], token_BT.new_zeros(1)
-        size, most, most_tokens = len(scored), train.micro_batch_size, train.micro_batch_size * token_BT.shape[1]
-        if train.dynamic_batch_enable:
-            size, most = int(mask_BT[scored].sum()), train.max_tokens_per_gpu
-            most_tokens = most
-        parts = list(scored.chunk(math.ceil(size / most))) if size else []
+        size_S, most = mask_BT[scored].sum(-1), train.max_tokens_per_gpu
+        if not train.dynamic_batch_enable:
+            size_S, most = torch.full_like(scored, token_BT.shape[1]), train.micro_batch_size * token_BT.shape[1]
+        parts = filled(scored, size_S, most)
         log_prob_BA, importance_BT = torch.zeros_like(action_mask_BA).float(), torch.zeros_like(token_BT).float()
         if self._in_step(first + int(len(rest) > 0)):
             rows = rest if len(rest) else first
@@ -53,7 +51,7 @@ class ActorPass:
                     # What is not finite stays so, and falls back later.
                     keep = {row: mask_BT[row].bool() for row in scored.tolist() if importance_BT[row].isfinite().all()}
                     wanted = {r: (token_BT[r][k], segments_BT[r][k], importance_BT[r][k]) for r, k in keep.items()}
-                    copies = MaskedCopies(model, self.request, most_tokens)
+                    copies = MaskedCopies(model, self.request, most)
                     for row, found in copies.importance(wanted, lambda n: self._in_step(first + n)).items():
                         importance_BT[row, keep[row]] = found.to(importance_BT.device)
         return log_prob_BA.cpu(), importance_BT[:, -action_mask_BA.shape[1] :].cpu()
@@ -98,3 +96,14 @@ class ActorPass:
         if self.args.ds.zero_stage == 3:
             distributed.all_reduce(count_1, op=distributed.ReduceOp.MAX)
         return int(count_1)
+
+
+def filled(rows: Tensor, size_R: Tensor, most: int) -> list[Tensor]:
+    """Rows in parts whose sizes add up to `most` or less, the largest first. A row that is larger has a part of its own."""
+    parts, room = list[list[int]](), 0
+    for at in size_R.argsort(descending=True, stable=True).tolist():
+        if (size := int(size_R[at])) > room:
+            parts, room = [*parts, []], most
+        parts[-1].append(at)
+        room -= size
+    return [rows[part] for part in parts]

@@ -4,7 +4,6 @@ All responses of a step are reshaped at once, before OpenRLHF splits and balance
 token has no entry.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ class Batch(NamedTuple):
     own_BL: Tensor  # bool, the model's own tokens
     segments_BL: Tensor  # int8, `Segment`
     status_B: Tensor
+    spans: list[slice]  # the response in a row, from its first own token to its last: no prompt, no padding; or empty
 
 
 class OarAdvantage:
@@ -61,11 +61,16 @@ class OarAdvantage:
         step, temperature = experience_maker.global_step + 1, self.args.rollout.temperature
         # No response is that long: `cut_B` says which were cut off.
         request = Request.from_config(self.oar, step, longest + 1, False, self._replacement, temperature)
-        rows = zip(token_BL.tolist(), own_BL.numpy(), (needed_B & ~cut_B).tolist(), strict=True)
+        ends, scorable_B = (own_L.nonzero()[:, 0].tolist() or [0, -1] for own_L in own_BL), needed_B & ~cut_B
+        spans = [slice(own[0], own[-1] + 1) for own in ends]
+        rows = ((token_BL[r, at].tolist(), own_BL[r, at].numpy(), bool(scorable_B[r])) for r, at in enumerate(spans))
         found, status_B = segment_rows(rows, request, self._bytes, ())
         status_B[needed_B & cut_B] = int(Status.TRUNCATED)
-        self._batch = Batch(step, token_BL, own_BL, torch.stack(found), status_B)
-        parts = self._batch.segments_BL.split([len(s.sequences) for s in samples_list])
+        segments_BL = torch.full_like(token_BL, int(Segment.OUTSIDE), dtype=torch.int8)
+        for segments_L, at, part_L in zip(segments_BL, spans, found, strict=True):
+            segments_L[at] = part_L
+        self._batch = Batch(step, token_BL, own_BL, segments_BL, status_B, spans)
+        parts = segments_BL.split([len(s.sequences) for s in samples_list])
         segments = (part[:, : s.action_mask.shape[1]].clone() for part, s in zip(parts, samples_list, strict=True))
         return [{"request": request.to_dict(), "segments": segments_BA} for segments_BA in segments]
 
@@ -104,16 +109,13 @@ class OarAdvantage:
         batch, siblings, names = self._batch, self.args.rollout.n_samples_per_prompt, ("index", "prompts", "labels")
         index, prompts, labels = ([x for e in experiences for x in getattr(e, name)] for name in names)
         reward_B = torch.cat([e.info["reward"] for e in experiences]).float()
-        rows_of: dict[str, list[int]] = defaultdict(list)
-        for row in sorted(range(len(index)), key=index.__getitem__):
-            rows_of[str(index[row] // siblings)].append(row)
+        log_prob_BL = _whole([e.action_log_probs for e in experiences])
+        rows_of: dict[str, list[int]] = {}
+        for row in sorted(batch.own_BL.any(-1).nonzero()[:, 0].tolist(), key=index.__getitem__):
+            rows_of.setdefault(str(index[row] // siblings), []).append(row)
 
         def response(row: int) -> Response:
-            own = batch.own_BL[row].nonzero()[:, 0].tolist()
-
-            def numbers(values_BL: Tensor) -> Any:
-                return values_BL[row, own[0] : own[-1] + 1].tolist()
-
+            at = row, batch.spans[row]
             return Response(
                 step=batch.step,
                 group=str(index[row] // siblings),
@@ -121,15 +123,15 @@ class OarAdvantage:
                 source="",
                 prompt=prompts[row],
                 truth=None if labels[row] is None else str(labels[row]),
-                token_ids=numbers(batch.token_BL),
-                tokens=self._bytes.texts(numbers(batch.token_BL)),
-                segments=numbers(batch.segments_BL),
-                importance={self.oar.importance_object.name: numbers(importance_BL)},
-                weights=numbers(reshaped.weight_BL),
-                log_probs=numbers(_whole([e.action_log_probs for e in experiences])),
+                token_ids=batch.token_BL[at].tolist(),
+                tokens=self._bytes.texts(batch.token_BL[at].tolist()),
+                segments=batch.segments_BL[at].tolist(),
+                importance={self.oar.importance_object.name: importance_BL[at].tolist()},
+                weights=reshaped.weight_BL[at].tolist(),
+                log_probs=log_prob_BL[at].tolist(),
                 entropies=None,
-                mask=numbers(batch.own_BL.long()),
-                advantage=max(numbers(advantage_BL), key=abs),  # 0 at a tool's tokens
+                mask=batch.own_BL[at].long().tolist(),
+                advantage=max(advantage_BL[at].tolist(), key=abs),  # 0 at a tool's tokens
                 reward=reward_B[row].item(),
                 status=Status(int(reshaped.status_B[row])).name.lower(),
             )
@@ -145,11 +147,8 @@ def _whole(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _has_an_advantage(maker: Any, samples: Sequence[Any]) -> Tensor:
-    """Which responses can matter, bool `[B]`: those whose advantage, which OpenRLHF computes for copies, is not exactly zero.
-
-    Where rewards are not there yet, or KL is to become a part of them, it is not known, and all are scored.
-    """
-    if samples[0].rewards is None or (maker.initial_model_group is not None and not maker.args.algo.kl.use_loss):
+    """Which responses can matter, bool `[B]`: those whose advantage is not exactly zero, or all while there are no rewards."""
+    if samples[0].rewards is None:
         return torch.cat([s.action_mask.bool().any(-1) for s in samples])
     copies = [replace(s, rewards=s.rewards.clone(), kl=s.action_mask * 0.0, info=dict(s.info)) for s in samples]
     copies = maker.compute_advantages_and_returns(copies)

@@ -1,6 +1,7 @@
 """A run's settings, and which of OpenRLHF's arguments OAR does not go with."""
 
 import json
+from operator import attrgetter
 from typing import Any
 
 from transformers import AutoConfig
@@ -15,33 +16,36 @@ OPTION = "--algo.advantage.plugin_args"
 def settings_of(args: Any) -> OarConfig:
     """The settings in OpenRLHF's arguments. OarConfigError: what cannot work, a line each: key, value, what is allowed."""
     try:
-        settings = json.loads(args.algo.advantage.plugin_args)
+        settings = json.loads(given := args.algo.advantage.plugin_args)
     except json.JSONDecodeError:
         settings = None
     if not isinstance(settings, dict):
-        given = f"{OPTION}={args.algo.advantage.plugin_args}"
-        raise OarConfigError(f'{given}: not a JSON object; allowed: one such as {{"importance": "fisher"}}')
+        raise OarConfigError(f'{OPTION}={given}: not a JSON object; allowed: one such as {{"importance": "fisher"}}')
     config = OarConfig.parse(settings, OPTION)
-    ds, estimator, path = args.ds, args.algo.advantage.estimator, args.actor.model_name_or_path
-    model = AutoConfig.from_pretrained(path, trust_remote_code=True)  # as OpenRLHF itself loads it
-    sequence, vocabulary = ds.ring_attn_size, ds.tensor_parallel_size
+    model = AutoConfig.from_pretrained(args.actor.model_name_or_path, trust_remote_code=True)  # as OpenRLHF loads it
+    ds, actor, advantage, kl = args.ds, args.actor, args.algo.advantage, args.algo.kl
     refused = [
-        ("--ds.ring_attn_size", sequence, sequence > 1, "a rank has a slice of a response; allowed: 1"),
-        ("--ds.tensor_parallel_size", vocabulary, vocabulary > 1, "a rank has a slice of the logits; allowed: 1"),
-        ("--ds.use_liger_kernel", True, ds.use_liger_kernel, "OAR was not tried with it; allowed: leave it out"),
-        ("--ds.deepcompile", True, ds.deepcompile, "a compiled model runs no hooks; allowed: leave it out"),
-        ("--actor.model_name_or_path", path, hasattr(model, "vision_config"), "it sees images; allowed: text models"),
-        ("--algo.advantage.estimator", estimator, estimator == "gae",
-         "a critic already gives each token its own advantage; allowed: group_norm, dr_grpo, rloo, ..."),
-        (f"{OPTION}.base_estimator", config.base_estimator, "base_estimator" in settings,
-         "OpenRLHF's is --algo.advantage.estimator; allowed: leave it out"),
-        (f"{OPTION}.perturbation.backend", "rollout", config.offloads, "its engines score nothing; allowed: actor"),
+        ("ds.ring_attn_size", ds.ring_attn_size > 1, "a rank has a slice of a response; allowed: 1"),
+        ("ds.tensor_parallel_size", ds.tensor_parallel_size > 1, "a rank has a slice of the logits; allowed: 1"),
+        ("ds.zero_stage", ds.zero_stage < 2, "gradients of a step under way lie where OAR's are made; allowed: 2, 3"),
+        ("ds.use_liger_kernel", ds.use_liger_kernel, "OAR was not tried with it; allowed: leave it out"),
+        ("ds.deepcompile", ds.deepcompile, "a compiled model runs no hooks; allowed: leave it out"),
+        ("actor.model_name_or_path", hasattr(model, "vision_config"), "it sees images; allowed: text models"),
+        ("actor.policy_loss_type", actor.policy_loss_type == "gspo", "it reads totals, which OAR keeps; allowed: the others"),
+        ("algo.advantage.estimator", advantage.estimator == "gae", "its critic credits tokens; allowed: group_norm, rloo, ..."),
+        ("algo.advantage.gamma", advantage.estimator == "reinforce" and advantage.gamma != 1, "it changes totals; allowed: 1"),
+        ("algo.kl.init_coef", kl.init_coef > 0 and not kl.use_loss,
+         "KL in the reward gives each token its own, and a total would not be kept; allowed: --algo.kl.use_loss with it, or 0"),
     ]  # fmt: skip
-    faults = [f"{key}={value}: {why}" for key, value, wrong, why in refused if wrong]
+    faults = [f"--{key}={attrgetter(key)(args)}: {why}" for key, wrong, why in refused if wrong]
+    if base := settings.get("base_estimator"):
+        faults.append(f"{OPTION}.base_estimator={base}: that is --algo.advantage.estimator; allowed: leave it out")
+    if config.offloads:
+        faults.append(f"{OPTION}.perturbation.backend=rollout: its engines score nothing; allowed: actor")
     try:
         check_logits(model)
     except UnsupportedModelError as error:
-        faults.append(f"--actor.model_name_or_path={path}: {error}")
+        faults.append(f"--actor.model_name_or_path={args.actor.model_name_or_path}: {error}")
     if faults:
         raise OarConfigError("\n".join(faults))
     return config

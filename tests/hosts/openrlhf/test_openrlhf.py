@@ -16,6 +16,7 @@ from oar_plugin.cli.main import main
 from oar_plugin.config import OarConfigError
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.openrlhf import OarAdvantage
+from oar_plugin.hosts.openrlhf.actor import ActorPass, filled
 from oar_plugin.page.sources import read
 from tests.hosts.engine import world
 from tests.hosts.openrlhf import batch, host
@@ -113,24 +114,27 @@ def test_with_even_weights_advantages_are_openrlhfs_bit_for_bit(plain, patched, 
         ({"importance": "oar_p"}, 1e-5),
         ({"importance": "hybrid", "perturbation": {"budget": 0.3, "replacement": "sampled"}}, 1e-5),
         ({"importance": "python:tests.own_importance:Saliency"}, 1e-4),
+        # The end of a response, and of nothing else; row 3 goes on behind its answer.
+        ({"answer_patterns": [r"regex:#### (\d+)\s?$"]}, 1e-5),
     ],
-    ids=lambda value: value.get("importance", "fisher") if isinstance(value, dict) else "",
+    ids=lambda value: value.get("importance", "".join(value) or "fisher") if isinstance(value, dict) else "",
 )
 def test_one_forward_gives_log_probs_and_the_front_doors_credit(plain, patched, folder, settings, most, packing):
     want, _ = experiences_of(plain, folder, packing=packing)
     got, made = experiences_of(patched, folder, *plugin_words(**settings), packing=packing, step=4)
     scores = [row for output in made.plugin_outputs for row in output]
     status = made.advantage_plugin._batch.status_B.tolist()
+    unscored = batch.UNSCORED | ({3: "no_answer"} if "answer_patterns" in settings else {})
     for row, credit in enumerate(front_door(folder, got, step=5, **settings)):
         torch.testing.assert_close(rows(got, "action_log_probs")[row], rows(want, "action_log_probs")[row])
         expected, credited = rows(want)[row], credit.importance[0, 1:]
-        if row < 8 and row not in batch.UNSCORED:
+        if row < 8 and row not in unscored:
             assert status[row] == Status.SCORED
             assert ((scores[row][: len(credited)] - credited).abs().max() / credited.max()).item() < most
             expected = expected * credit.weights[0, 1:]
             assert len(expected.unique()) > 2
         else:
-            assert Status(status[row]).name.lower() == batch.UNSCORED.get(row, "not_needed")
+            assert Status(status[row]).name.lower() == unscored.get(row, "not_needed")
             assert not scores[row].any()
         torch.testing.assert_close(rows(got)[row], expected, rtol=10 * most, atol=1e-5)
 
@@ -179,13 +183,15 @@ def test_both_trainers_take_this_way_and_say_which_step_it_is(patched, folder, n
     trainer.actor_model_group = SimpleNamespace(async_run_method_batch=lambda **_: [])
     trainer.ppo_train = lambda step: {}
     with patched.here():
+        samples = batch.rollouts(patched)
+        samples[5].action_mask.zero_()  # as where a prompt takes all the room: it is left out
         module.ray.get, kept = lambda refs: refs, module.ray.get
-        trainer.train_step(batch.rollouts(patched), 6)
+        trainer.train_step(samples, 6)
         module.ray.get = kept
     (file,) = (folder / "ckpt" / "credit").glob("*.jsonl")
     assert file.name == "step_000007.jsonl"
     loaded = read([file.parent])
-    assert [response.group for response in loaded.items] == ["0"] * 4 + ["1"] * 4
+    assert [response.group for response in loaded.items] == ["0"] * 4 + ["1"] * 3
     file.unlink()
 
 
@@ -202,11 +208,60 @@ def test_with_unknown_advantages_every_response_is_scored(patched, folder):
     assert Status.NOT_NEEDED not in made.advantage_plugin._batch.status_B.tolist()
 
 
+def test_kl_as_a_loss_leaves_advantages_as_they_are(patched, folder):
+    class Reference:
+        def execute_batch(self, method_name, lists, begin, end):
+            return [mask * 9.0 for mask in lists["action_mask"][begin:end]]
+
+    words = ["--algo.kl.init_coef", "0.5", "--algo.kl.use_loss"]
+    want, _ = experiences_of(patched, folder, *plugin_words())
+    got, made = experiences_of(patched, folder, *words, *plugin_words(), initial=batch.Group(Reference()))
+    assert_same(want, got)
+    assert made.advantage_plugin._batch.status_B.tolist().count(Status.NOT_NEEDED) == 4
+
+
+@pytest.mark.parametrize(("micro_batch", "most"), [("2", 1), ("12", 60), ("12", 1)])
+@pytest.mark.parametrize("flags", [[], ["--train.dynamic_batch_enable"]], ids=["fixed", "dynamic"])
+def test_backward_passes_are_as_large_as_the_updates(patched, folder, monkeypatch, flags, micro_batch, most):
+    passes = []
+
+    def score(one, model, token_RT, segments_RT, action_mask_RA, mask_RT):
+        passes.append(mask_RT.sum(-1).tolist())
+        return action_mask_RA * 0.0, token_RT * 0.0
+
+    monkeypatch.setattr(ActorPass, "_score", score)
+    words = ["--train.max_tokens_per_gpu", str(most), "--rollout.max_tokens_per_gpu", "1000", *flags]
+    experiences_of(patched, folder, "--train.micro_batch_size", micro_batch, *words, *plugin_words())
+    assert sum(map(len, passes)) == 5
+    if flags:
+        assert all(len(lengths) == 1 or sum(lengths) <= most for lengths in passes)
+    else:
+        assert max(map(len, passes)) <= int(micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "parts"),
+    [
+        ([], 9, []),
+        ([3, 3, 3], 9, [[0, 1, 2]]),
+        ([1, 9, 2, 8], 10, [[1], [3, 2], [0]]),  # half as many parts, by number, would have 11 and 10
+        ([5, 20, 4], 9, [[1], [0, 2]]),
+    ],
+)
+def test_parts_are_filled_by_length(lengths, most, parts):
+    found = filled(torch.arange(len(lengths)) + 50, torch.tensor(lengths, dtype=torch.long), most)
+    assert [(part - 50).tolist() for part in found] == parts
+
+
 @pytest.mark.parametrize(
     ("words", "settings", "message"),
     [
         (["--ds.ring_attn_size", "2"], {}, "--ds.ring_attn_size=2: "),
         (["--ds.tensor_parallel_size", "2"], {}, "--ds.tensor_parallel_size=2: "),
+        (["--ds.zero_stage", "1"], {}, "--ds.zero_stage=1: "),
+        (["--actor.policy_loss_type", "gspo"], {}, "--actor.policy_loss_type=gspo: "),
+        (["--algo.kl.init_coef", "0.01"], {}, "--algo.kl.init_coef=0.01: "),
+        (["--algo.advantage.estimator", "reinforce", "--algo.advantage.gamma", "0.9"], {}, "advantage.gamma=0.9: "),
         (["--ds.use_liger_kernel"], {}, "--ds.use_liger_kernel=True: "),
         (["--ds.deepcompile"], {}, "--ds.deepcompile=True: "),
         (["--algo.advantage.estimator", "gae"], {}, "--algo.advantage.estimator=gae: "),
@@ -263,6 +318,7 @@ def test_deepspeed_gives_the_same_scores_and_trains_as_if_nobody_had_scored(patc
     for name, given in CASES.items():
         for rank, result in enumerate(results):
             trained = [result[stage, name][1] for stage in (2, 3)]
+            assert not result[3, name][2], "these are never sharded"
             if not given.get("lora"):
                 for stage, weights in zip((2, 3), trained, strict=True):
                     assert all(map(torch.equal, weights, result[stage, "no scores"][1])), (stage, name)

@@ -1,6 +1,9 @@
 """`oar patch`, on OpenRLHF's released files."""
 
+import errno
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -30,18 +33,37 @@ def tool(request, monkeypatch):
 
 
 def files(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Content and mode of everything in it."""
+    found = {path.relative_to(folder): path for path in folder.rglob("*")}
+    return {name: (path.is_file() and path.read_bytes(), path.stat().st_mode) for name, path in found.items()}
 
 
-@pytest.mark.usefixtures("tool")
-def test_it_is_applied_and_reverted_exactly(site, capsys):
-    before, states, said = files(site), [], []
+@pytest.fixture
+def umask():
+    kept = os.umask(0o077)
+    yield
+    os.umask(kept)
+
+
+def linked(site):
+    """The package in another place, as some installers leave it."""
+    (site / "openrlhf").rename(site.parent / "elsewhere")
+    (site / "openrlhf").symlink_to(site.parent / "elsewhere")
+
+
+@pytest.mark.usefixtures("tool", "umask")
+@pytest.mark.parametrize("prepare", [lambda site: (site / CHANGED).chmod(0o644), linked], ids=["plain", "linked"])
+def test_it_is_applied_and_reverted_exactly(site, prepare, capsys):
+    prepare(site)
+    before, states, said = files(site.parent), [], []
     for options in (["--check"], [], [], ["--check"], ["--revert", "--check"], ["--revert"], ["--revert"]):
         assert main(["patch", "openrlhf", "--path", str(site), *options]) == 0
-        states.append({path for path, content in files(site).items() if before.get(path) != content})
+        now = files(site.parent)
+        assert {path: mode for path, (_, mode) in now.items()} == {path: mode for path, (_, mode) in before.items()}
+        states.append([path for path, content in now.items() if before[path] != content])
         said.append(capsys.readouterr().out.removeprefix(f"{site}: openrlhf").strip())
     assert [len(state) for state in states] == [0, 4, 4, 4, 4, 0, 0]
-    assert files(site) == before
+    assert files(site.parent) == before
     name = "-0.11.2.patch"
     assert said == [
         f"{name} would be applied",
@@ -69,8 +91,10 @@ def another_version(site):
 @pytest.mark.parametrize(
     ("spoil", "status", "message"),
     [
-        (half_applied, 1, "changed, or patched in part; reinstall openrlhf==0.11.2"),
-        (lambda site: (site / CHANGED).write_text("# mine\n"), 1, "changed, or patched in part"),
+        (half_applied, 1, "changed, or patched in part (to apply it: "),
+        (half_applied, 1, "reinstall openrlhf==0.11.2 and try again"),
+        (lambda site: (site / CHANGED).write_text("# mine\n"), 1, CHANGED),
+        (lambda site: (site / CHANGED).unlink(), 1, CHANGED),
         (another_version, 1, "openrlhf=0.11.1: there is no patch for this version; install one of: openrlhf-0.11.2"),
         (lambda site: shutil.rmtree(next(site.glob("*.dist-info"))), 1, "nothing says which version"),
         (lambda site: shutil.rmtree(site / "openrlhf"), 2, "no folder openrlhf/ in it"),
@@ -87,11 +111,58 @@ def test_what_is_not_as_released_is_left_alone(site, spoil, status, message, opt
     assert message in said
 
 
+def fails_once(function, error, call):
+    """`function`, but that call of it."""
+    calls = []
+
+    def instead(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise error
+        return function(*arguments)
+
+    return instead
+
+
+@pytest.mark.parametrize("option", ["apply", "revert"])
+@pytest.mark.parametrize(
+    ("where", "name", "error"),
+    [
+        (patch.os, "replace", PermissionError(errno.EACCES, "not yours", "third")),
+        (patch.os, "replace", KeyboardInterrupt()),
+        (Path, "write_bytes", OSError(errno.ENOSPC, "no room", "third")),
+    ],
+    ids=["move", "interrupted", "disk full"],
+)
+def test_when_one_file_cannot_be_written_none_is(site, monkeypatch, capsys, where, name, error, option):
+    for place, path in enumerate(sorted(site.rglob("*.py"))):
+        path.chmod((0o640, 0o755)[place % 2])
+    if option == "revert":
+        patch.patch("openrlhf", site)
+    before = files(site)
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, fails_once(getattr(where, name), error, 3))
+        options = ["--revert"] if option == "revert" else []
+        assert main(["patch", "openrlhf", "--path", str(site), *options]) == (1 if error.args else 130)
+    assert files(site) == before
+    assert not error.args or "third" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_in_leaves_all_as_it_was(site, capsys):
+    folder, before = (site / CHANGED).parent, files(site)
+    folder.chmod(0o555)
+    assert main(["patch", "openrlhf", "--path", str(site)]) == 1
+    folder.chmod(0o755)
+    assert files(site) == before
+    assert str(folder) in capsys.readouterr().err
+
+
 def test_a_missing_tool_or_host_is_named(site, monkeypatch, capsys):
     monkeypatch.setattr(patch, "find_spec", lambda name: None)
     assert main(["patch", "openrlhf"]) == 1
     assert "openrlhf: not installed here" in capsys.readouterr().err
-    monkeypatch.setattr(patch, "TOOLS", {"no_such_program": ([], "")})
+    monkeypatch.setattr(patch, "TOOLS", {"no_such_program": []})
     assert main(["patch", "openrlhf", "--path", str(site)]) == 1
     assert "no_such_program: not installed here" in capsys.readouterr().err
 

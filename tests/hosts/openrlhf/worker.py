@@ -26,6 +26,10 @@ CASES = {
 }
 
 
+SHARDED = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+"""Of ZeRO-3: at 0 even a tiny model is gathered layer by layer, and let go at once."""
+
+
 def weights(engine):
     """After a step of training."""
     parameters = [p for _, p in engine.module.named_parameters()]
@@ -43,12 +47,15 @@ def train(actor, samples):
 
 
 def run(one, folder, stage, words=(), lora=0, scores=True, **settings):
-    """Scores of this rank's micro-batches before and after a step of training, and the weights after two of these."""
+    """Scores of this rank's micro-batches before and after a step of training, the weights after two of these, and which of
+    them ZeRO-3 keeps whole.
+    """
     given = json.dumps({"answer_patterns": ["hash"], **settings})
     args = one.args(*batch.words(folder, "--ds.zero_stage", str(stage), *words, *batch.PLUGIN, given))
     with one.here():
         sizes = {"train_batch_size": 4, "micro_train_batch_size": 2}
         config = one.strategy.DeepspeedStrategy(**sizes, zero_stage=stage, args=args).get_ds_train_config()
+        config["zero_optimization"].update({f"stage3_{name}": 0 for name in SHARDED})
         more = {"target_modules": "all-linear", "lora_rank": lora} if lora else {}
         actor = one.models.Actor(str(folder), attn_implementation="sdpa", ds_config=config, temperature=0.7, **more)
         if args.actor.gradient_checkpointing_enable:
@@ -65,7 +72,8 @@ def run(one, folder, stage, words=(), lora=0, scores=True, **settings):
                 tensors = samples[at].sequences, samples[at].action_mask, samples[at].attention_mask
                 found.append(policy.forward(*tensors, plugin_inputs=inputs[at]))
             after = train(actor, samples[rank])
-        return found, after
+        named = actor.model.module.named_parameters() if stage == 3 else ()
+        return found, after, [name for name, parameter in named if parameter.ds_persist or parameter.numel()]
 
 
 def main(site, folder, out):
