@@ -3,6 +3,7 @@
 The same code that runs under verl: a run's scores of a response are these, for the same settings and training step.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,11 +125,14 @@ def importance(
         rows = [(ids[keep], own[keep]) for ids, own, keep in triples]
         segments_BL = None
         if segments is not None:
-            segments_BL = _padded([row[keep] for row, keep in zip(segments.cpu(), mask_BT, strict=True)])
-    token_BL, length_B = _padded([ids for ids, _ in rows]), torch.tensor([len(ids) for ids, _ in rows])
+            segments_BL = pad_sequence([row[keep] for row, keep in zip(segments.cpu(), mask_BT, strict=True)], True)
+    token_BL, length_B = pad_sequence([ids for ids, _ in rows], True), torch.tensor([len(ids) for ids, _ in rows])
     mask_BL = torch.arange(token_BL.shape[1]) < length_B[:, None]
+    replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
+    # Nobody says how long a response might have been: none counts as cut off.
+    request = Request.from_config(config, step, sys.maxsize, True, replacement, temperature)
     if segments_BL is None:
-        segments_BL, status_B = _found_segments(rows, tokenizer, config)
+        segments_BL, status_B = _found_segments(rows, tokenizer, request)
     else:
         if segments_BL.shape != token_BL.shape:
             raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
@@ -141,10 +145,6 @@ def importance(
         status_B[~answered_B] = int(Status.NO_ANSWER)
         segments_BL = segments_BL.masked_fill(status_B[:, None] != Status.SCORED, int(Segment.OUTSIDE))
 
-    replacement = None
-    if config.copies is not None:
-        replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
-    request = Request.from_config(config, step, 0, True, replacement, temperature)
     with in_eval_mode(model):
         importance_BL = batch_importance(model, request, token_BL, segments_BL, mask_BL, max_tokens)
     one = reshape_batch(
@@ -196,10 +196,6 @@ def _tokenized(
     return [(torch.cat([p, r]), torch.arange(len(p) + len(r)) >= len(p)) for p, r in pairs]
 
 
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True)
-
-
 def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
     """Bool `[B, T]`, false at the tokenizer's padding token at either end."""
     if tokenizer is None or tokenizer.pad_token_id is None:
@@ -211,16 +207,14 @@ def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
     return (real_BT.cumsum(-1) > 0) & after_BT
 
 
-def _found_segments(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any, config: OarConfig) -> tuple[Tensor, Tensor]:
+def _found_segments(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any, request: Request) -> tuple[Tensor, Tensor]:
     """Segments `[B, L]` and status `[B]` of rows of token ids and of which are the model's own."""
     if tokenizer is None:
         raise ValueError("give segments [B, T], or the tokenizer: the answer is found in the text")
-    # Nobody says how long a response might have been: none counts as cut off.
-    request = Request.from_config(config, step=1, max_response_length=1 + max(len(ids) for ids, _ in rows))
     begins = [int(own.nonzero()[0]) if own.any() else len(own) for _, own in rows]
     responses = (
         (ids[begin:].tolist(), own[begin:].numpy(), True) for begin, (ids, own) in zip(begins, rows, strict=True)
     )
     found, status_B = segment_rows(responses, request, TokenBytes(tokenizer), ())
     whole = [pad(row.long(), (begin, 0), value=int(Segment.OUTSIDE)) for begin, row in zip(begins, found, strict=True)]
-    return _padded(whole), status_B
+    return pad_sequence(whole, True), status_B

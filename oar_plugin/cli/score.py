@@ -21,7 +21,6 @@ from oar_plugin.page.sources import SourceError, Text, advantages
 from oar_plugin.passes.tap import UnsupportedModelError
 from oar_plugin.passes.tokens import TokenBytes
 
-PACKAGES = ("oar_plugin", "torch", "transformers")
 ROWS = 512
 """Positions whose logits are there at a time: 0.3 GB of float32 for a vocabulary of 152,000."""
 
@@ -30,7 +29,7 @@ def header_of(configs: Mapping[str, OarConfig]) -> Header:
     """The header of responses that no run dumped; `configs` by the name of the importance, none without a model."""
     first = next(iter(configs.values()), OarConfig())
     scales = {name: config.importance_object.arbitrary_scale for name, config in configs.items()}
-    return header_for(first, scales, PACKAGES)
+    return header_for(first, scales)
 
 
 def graded(texts: Sequence[Text]) -> list[Text]:

@@ -5,7 +5,7 @@ It may never cost the run: what fails is counted in a metric, said once, and tra
 
 import logging
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,14 +18,17 @@ from oar_plugin.whole_file import write_whole
 
 logger = logging.getLogger("oar_plugin")
 
+DUMP_FAILED = "oar/dump_failed"
+"""A metric of every step, where dumps are asked for."""
 
-def choose(rows_of: Mapping[str, Sequence[int]], reward_B: Tensor, status_B: Tensor, groups: int) -> list[list[int]]:
+
+def choose(siblings: Iterable[Sequence[int]], reward_B: Tensor, status_B: Tensor, groups: int) -> list[list[int]]:
     """Rows of the groups to look at, at most so many.
 
     First groups with right and wrong responses of which one was scored, then others with a response that matters.
 
     Args:
-        rows_of: by a prompt's id, the rows of its responses.
+        siblings: for each prompt, the rows of its responses.
         reward_B: of each row.
         status_B: int64, `Status` of each row.
     """
@@ -34,28 +37,8 @@ def choose(rows_of: Mapping[str, Sequence[int]], reward_B: Tensor, status_B: Ten
         scored = bool((status_B[rows] == Status.SCORED).any())
         return not (scored and len((reward_B[rows] >= RIGHT_FROM).unique()) > 1), not scored
 
-    found = [list(rows) for rows in rows_of.values() if (status_B[list(rows)] != Status.NOT_NEEDED).any()]
+    found = [list(rows) for rows in siblings if (status_B[list(rows)] != Status.NOT_NEEDED).any()]
     return sorted(found, key=comes_later)[:groups]
-
-
-class Failures:
-    """Lets a run go on past what fails beside it."""
-
-    def __init__(self) -> None:
-        self._said = set[str]()
-
-    @contextmanager
-    def counted(self, step: int, metrics: dict[str, float], what: str, *names: str) -> Iterator[None]:
-        """Sets the metrics `names` to 1 where the block raises, and says so the first time that `what` fails."""
-        try:
-            yield
-        except Exception as error:
-            metrics.update(dict.fromkeys(names, 1.0))
-            if what not in self._said:
-                self._said.add(what)
-                text = "step %d: %s failed: %r. Training goes on; %s counts it, and this is not said again"
-                said = step, what, error, ", ".join(names)
-                logger.warning(text, *said, exc_info=not isinstance(error, OSError))
 
 
 class Dumps:
@@ -75,6 +58,7 @@ class Dumps:
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
         self._every, self._seen, self._due, self._begun = config.every, 0, False, False
+        self._said = set[str]()
         self.folder = None if config.dir is None else Path(home, Path(config.dir).expanduser()).absolute()
         if self.folder is not None:
             try:
@@ -104,6 +88,19 @@ class Dumps:
         if not self._begun:
             self._begun = True
             self._discard_later(self.folder, step)
+
+    @contextmanager
+    def counted(self, step: int, metrics: dict[str, float], what: str, *names: str) -> Iterator[None]:
+        """Goes on past a block that raises: sets the metrics `names` to 1, and says so the first time that `what` fails."""
+        try:
+            yield
+        except Exception as error:
+            metrics.update(dict.fromkeys(names, 1.0))
+            if what not in self._said:
+                self._said.add(what)
+                text = "step %d: %s failed: %r. Training goes on; %s counts it, and this is not said again"
+                said = step, what, error, ", ".join(names)
+                logger.warning(text, *said, exc_info=not isinstance(error, OSError))
 
     def _discard_later(self, folder: Path, step: int) -> None:
         """After a resume: steps that an earlier process dumped, and that this run does again, are no longer its newest."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from oar_plugin.config import OarConfig
 
 FORMAT = 1
+PACKAGES = ("oar_plugin", "torch", "transformers", "vllm", "trl", "openrlhf", "deepspeed")
 RIGHT_FROM = 0.5  # rewards are 0 or 1, or -1 or 1; below 0.5 a response got points for its form only
 
 
@@ -42,7 +43,7 @@ class Weighing(BaseModel, strict=True):
     floor: FiniteFloat
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Response:
     """One response. Lists have one entry a token. None: not computed.
 
@@ -69,19 +70,19 @@ class Response:
     step: int
     group: str
     uid: str
-    source: str
+    source: str = ""
     prompt: str
-    truth: str | None
+    truth: str | None = None
     token_ids: list[int]
     tokens: list[str]
     segments: list[int]
     importance: dict[str, list[float]]
-    weights: list[float] | None
-    log_probs: list[float] | None
-    entropies: list[float] | None
-    mask: list[int] | None
-    advantage: float | None
-    reward: float | None
+    weights: list[float] | None = None
+    log_probs: list[float] | None = None
+    entropies: list[float] | None = None
+    mask: list[int] | None = None
+    advantage: float | None = None
+    reward: float | None = None
     status: str
 
     def __post_init__(self) -> None:
@@ -120,14 +121,15 @@ def parse_header(line: str) -> Header:
     return made
 
 
-def header_for(config: "OarConfig", scales: Mapping[str, bool], packages: Sequence[str], **versions: str) -> Header:
+def header_for(config: "OarConfig", scales: Mapping[str, bool] | None = None, **versions: str) -> Header:
     """The header of responses with these settings.
 
     Args:
-        scales: `Header.arbitrary_scale`.
-        packages: those that are installed are named with their version.
-        versions: more of them, by name.
+        scales: `Header.arbitrary_scale`; None: that of the settings' own importance.
+        versions: by name, beside those of `PACKAGES` that are installed.
     """
-    found = {name: next(iter(distributions(name=name)), None) for name in packages}
+    found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
+    importance = config.importance_object
+    scales = {importance.name: importance.arbitrary_scale} if scales is None else scales
     versions |= {name: package.version for name, package in found.items() if package}
     return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales)

@@ -51,16 +51,9 @@ class Text:
     reward: float | None
 
     def told(self, advantage: float | None, **known: Any) -> Response:
-        """Makes a `Response`; fields that are not given are None."""
+        """Makes a `Response`."""
         same = {name: getattr(self, name) for name in ("step", "group", "uid", "source", "prompt", "truth", "reward")}
-        nothing: dict[str, Any] = {
-            "importance": {},
-            "weights": None,
-            "log_probs": None,
-            "entropies": None,
-            "mask": None,
-        }
-        return Response(**{**same, **nothing, "advantage": advantage, **known})
+        return Response(**{**same, "importance": {}, "advantage": advantage, **known})
 
 
 Item: TypeAlias = Response | Text

@@ -86,12 +86,12 @@ class Request:
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
-    """The token that masks (`algorithm.oar.perturbation.replacement`); None when each place draws its own.
+    """The token that masks (`algorithm.oar.perturbation.replacement`); None where none does, or each place draws its own.
 
     Raises:
         OarConfigError: there is no padding token.
     """
-    if config.perturbation.replacement == "sampled":
+    if config.copies is None or config.perturbation.replacement == "sampled":
         return None
     if tokenizer.pad_token_id is None:
         raise OarConfigError(

@@ -26,4 +26,4 @@ def written(script: str) -> str:
 
 
 if __name__ == "__main__":
-    NOTEBOOK.write_text(written(SCRIPT.read_text("utf-8")), "utf-8")
+    NOTEBOOK.write_text(written(SCRIPT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -44,10 +44,10 @@ def test_groups_with_both_outcomes_are_chosen_first(rewards, statuses, groups, c
     keys = [f"{uid}_x_{session}_0" for uid in "abc" for session in (0, 1)]
     rewards, statuses = torch.tensor(rewards, dtype=torch.float), torch.tensor(statuses)
     own = torch.ones(6).bool()
-    assert choose(siblings(keys, own), rewards, statuses, groups) == chosen
-    turned = choose(siblings(keys[::-1], own), rewards.flip(0), statuses.flip(0), groups)
+    assert choose(siblings(keys, own).values(), rewards, statuses, groups) == chosen
+    turned = choose(siblings(keys[::-1], own).values(), rewards.flip(0), statuses.flip(0), groups)
     assert all(a > b for a, b in turned), "siblings as they were sampled"
-    assert choose(siblings(keys, ~own), rewards, statuses, groups) == [], "rows that fill up a batch"
+    assert choose(siblings(keys, ~own).values(), rewards, statuses, groups) == [], "rows that fill up a batch"
 
 
 class World:

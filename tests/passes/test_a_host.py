@@ -24,7 +24,7 @@ def shown():
     """What the document's code defines."""
     names: dict[str, Any] = {}
     exec("\n".join(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)), names)
-    return SimpleNamespace(**{name: names[name] for name in ("TokenCredit", "Dumps", "Failures", "dump")})
+    return SimpleNamespace(**{name: names[name] for name in ("TokenCredit", "Dumps", "dump")})
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def reshaped(shown, model, batch, folder=None, **settings):
     parts = credit.of(batch, 1, world.MAX_RESPONSE_LENGTH)
     if folder is not None:
         dumps = shown.Dumps(credit.config.dump, folder, "credit")
-        shown.dump(dumps, shown.Failures(), credit, batch, 1, *parts)
+        shown.dump(dumps, credit, batch, 1, *parts)
     return parts[0]
 
 
@@ -93,7 +93,7 @@ def test_its_weights_are_the_front_doors_and_each_response_keeps_its_total(
 def test_its_dump_is_read_by_the_inspector_and_what_a_tool_wrote_is_not_scored(shown, model, batch, tmp_path):
     batch["own"] = batch["own"].clone()
     batch["own"][:, :TOOL] = False
-    assert "dump_failed" not in reshaped(shown, model, batch, tmp_path).metrics
+    assert "oar/dump_failed" not in reshaped(shown, model, batch, tmp_path).metrics
     header, *lines = (tmp_path / "credit/step_000001.jsonl").read_text().splitlines()
     assert parse_header(header).config["importance"] == "fisher"
     responses = [parse_response(line) for line in lines]
@@ -106,4 +106,4 @@ def test_its_dump_is_read_by_the_inspector_and_what_a_tool_wrote_is_not_scored(s
 
 def test_a_dump_that_fails_costs_a_metric(shown, model, batch, tmp_path):
     batch["rewards"] = None
-    assert reshaped(shown, model, batch, tmp_path).metrics["dump_failed"] == 1
+    assert reshaped(shown, model, batch, tmp_path).metrics["oar/dump_failed"] == 1

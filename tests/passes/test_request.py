@@ -49,8 +49,10 @@ def test_copies_go_to_the_actor_unless_the_rollout_engines_run_them_and_all_trav
 
 def test_what_stands_in_for_a_token():
     padded, unpadded = SimpleNamespace(pad_token_id=0), SimpleNamespace(pad_token_id=None)
-    assert replacement_token(OarConfig(), padded) == 0
-    sampled = OarConfig.parse({"perturbation": {"replacement": "sampled"}})
+    copies = OarConfig(importance="oar_p")
+    assert replacement_token(copies, padded) == 0
+    assert replacement_token(OarConfig(), padded) is None, "no copies"
+    sampled = OarConfig.parse({"importance": "oar_p", "perturbation": {"replacement": "sampled"}})
     assert replacement_token(sampled, unpadded) is None
     with pytest.raises(OarConfigError, match=r"replacement=pad.*no padding token.*sampled"):
-        replacement_token(OarConfig(), unpadded)
+        replacement_token(copies, unpadded)

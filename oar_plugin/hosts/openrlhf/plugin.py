@@ -4,6 +4,7 @@ All responses of a step are reshaped at once, before OpenRLHF splits and balance
 token has no entry.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,14 +18,11 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
 from oar_plugin.hosts.openrlhf.actor import ActorPass
 from oar_plugin.hosts.openrlhf.settings import OPTION, settings_of
-from oar_plugin.page.dumps import Dumps, Failures, choose
+from oar_plugin.page.dumps import DUMP_FAILED, Dumps, choose
 from oar_plugin.page.record import Response, header_for
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import segment_rows
 from oar_plugin.passes.tokens import TokenBytes
-
-PACKAGES = ("oar_plugin", "openrlhf", "torch", "transformers", "deepspeed", "vllm")
-DUMP_FAILED = "oar/dump_failed"
 
 
 class Batch(NamedTuple):
@@ -46,9 +44,8 @@ class OarAdvantage:
     def __init__(self, args: Any, tokenizer: Any) -> None:
         self.args, self.oar = args, settings_of(args)
         self._bytes = TokenBytes(tokenizer)
-        self._replacement = None if self.oar.copies is None else replacement_token(self.oar, tokenizer)
+        self._replacement = replacement_token(self.oar, tokenizer)
         self._dumps: Dumps | None = None
-        self._failures = Failures()
 
     def actor_inputs(self, experience_maker: Any, samples_list: Sequence[Any]) -> list[dict[str, Any]]:
         """In the trainer, before the actor's forward: for each micro-batch the request and its segments, int8 `[B, A]`."""
@@ -59,8 +56,8 @@ class OarAdvantage:
         own_BL = _whole([s.action_mask for s in samples_list]).bool()
         token_BL = _whole([s.sequences[:, -s.action_mask.shape[1] :] for s in samples_list])
         step, temperature = experience_maker.global_step + 1, self.args.rollout.temperature
-        # No response is that long: `cut_B` says which were cut off.
-        request = Request.from_config(self.oar, step, longest + 1, False, self._replacement, temperature)
+        # `cut_B` says which were cut off, not their length.
+        request = Request.from_config(self.oar, step, sys.maxsize, False, self._replacement, temperature)
         ends, scorable_B = (own_L.nonzero()[:, 0].tolist() or [0, -1] for own_L in own_BL), needed_B & ~cut_B
         spans = [slice(own[0], own[-1] + 1) for own in ends]
         rows = ((token_BL[r, at].tolist(), own_BL[r, at].numpy(), bool(scorable_B[r])) for r, at in enumerate(spans))
@@ -89,14 +86,12 @@ class OarAdvantage:
         reasoning_BL = batch.segments_BL == Segment.REASONING
         reshaped = reshape(advantage_BL, importance_BL, reasoning_BL, batch.status_B, self.oar)
         metrics = {f"oar/{name}": value for name, value in reshaped.metrics.items()}
-        if self._dumps is not None and self._dumps.folder is not None:
+        if (dumps := self._dumps) is not None and dumps.folder is not None:
             metrics[DUMP_FAILED] = 0.0
-            if self._dumps.due(batch.step):
-                with self._failures.counted(batch.step, metrics, f"writing into {self._dumps.folder}", DUMP_FAILED):
-                    importance = self.oar.importance_object
-                    header = header_for(self.oar, {importance.name: importance.arbitrary_scale}, PACKAGES)
+            if dumps.due(batch.step):
+                with dumps.counted(batch.step, metrics, f"writing into {dumps.folder}", DUMP_FAILED):
                     responses = self._chosen(experiences, advantage_BL, importance_BL, reshaped)
-                    self._dumps.write(header, batch.step, responses)
+                    dumps.write(header_for(self.oar), batch.step, responses)
         parts = reshaped.advantage_BL.split([len(e.advantages) for e in experiences])
         for experience, part_BL in zip(experiences, parts, strict=True):
             experience.advantages = part_BL[:, : experience.advantages.shape[1]].clone()
@@ -110,9 +105,9 @@ class OarAdvantage:
         index, prompts, labels = ([x for e in experiences for x in getattr(e, name)] for name in names)
         reward_B = torch.cat([e.info["reward"] for e in experiences]).float()
         log_prob_BL = _whole([e.action_log_probs for e in experiences])
-        rows_of: dict[str, list[int]] = {}
+        rows_of: dict[int, list[int]] = {}
         for row in sorted(batch.own_BL.any(-1).nonzero()[:, 0].tolist(), key=index.__getitem__):
-            rows_of.setdefault(str(index[row] // siblings), []).append(row)
+            rows_of.setdefault(index[row] // siblings, []).append(row)
 
         def response(row: int) -> Response:
             at = row, batch.spans[row]
@@ -120,7 +115,6 @@ class OarAdvantage:
                 step=batch.step,
                 group=str(index[row] // siblings),
                 uid=f"{batch.step}_{index[row]}",
-                source="",
                 prompt=prompts[row],
                 truth=None if labels[row] is None else str(labels[row]),
                 token_ids=batch.token_BL[at].tolist(),
@@ -129,14 +123,13 @@ class OarAdvantage:
                 importance={self.oar.importance_object.name: importance_BL[at].tolist()},
                 weights=reshaped.weight_BL[at].tolist(),
                 log_probs=log_prob_BL[at].tolist(),
-                entropies=None,
                 mask=batch.own_BL[at].long().tolist(),
                 advantage=max(advantage_BL[at].tolist(), key=abs),  # 0 at a tool's tokens
                 reward=reward_B[row].item(),
                 status=Status(int(reshaped.status_B[row])).name.lower(),
             )
 
-        groups = choose(rows_of, reward_B, reshaped.status_B, self.oar.dump.groups)
+        groups = choose(rows_of.values(), reward_B, reshaped.status_B, self.oar.dump.groups)
         return [response(row) for group in groups for row in group]
 
 

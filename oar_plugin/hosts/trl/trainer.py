@@ -1,15 +1,14 @@
 """TRL's `GRPOTrainer` with token credit.
 
 TRL computes the group's advantages in `_generate_and_score_completions`, one number a response, and its loss takes one a token
-as well. This subclass turns the ones into the others: it scores the responses whose advantage is not zero with a pass of its
-own (TRL's log-probs come from a fused vocabulary projection, which gives no logits to start from), and multiplies. Everything
-else is TRL's.
+as well. This subclass makes one a token: it scores the responses whose advantage is not zero with a pass of its own (TRL's
+log-probs come from a fused vocabulary projection, which gives no logits to start from), and multiplies. Everything else is
+TRL's.
 """
 
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.estimator import Reshaped, reshape
-from oar_plugin.page.dumps import Dumps, Failures, choose
+from oar_plugin.page.dumps import DUMP_FAILED, Dumps, choose
 from oar_plugin.page.record import Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
@@ -34,8 +33,6 @@ from oar_plugin.passes.taps import check_model
 from oar_plugin.passes.tokens import TokenBytes
 
 PREFIX = "oar"
-PACKAGES = ("oar_plugin", "torch", "transformers", "trl", "vllm")
-DUMP_FAILED = "oar/dump_failed"
 PAY_TOKENS = ("cispo", "vespo")
 """Losses whose gradient goes through each token's own log-prob, also where the ratio is the whole response's."""
 TRUTH = ("ground_truth", "solution", "answer")
@@ -66,13 +63,11 @@ class OarGRPOTrainer(GRPOTrainer):
         if faults := list(self._faults()):
             raise OarConfigError("\n".join(faults))
         check_model(self.model)
-        self._replacement = None if self.oar.copies is None else replacement_token(self.oar, self._tokenizer)
+        self._replacement = replacement_token(self.oar, self._tokenizer)
         self._bytes = TokenBytes(self._tokenizer)
         # One process writes; all of them must know when.
         here = {} if self.accelerator.is_main_process else {"dir": None}
         self._dumps = Dumps(self.oar.dump.model_copy(update=here), self.args.output_dir, PREFIX)
-        self._failures = Failures()
-        self._reward_G: Tensor = torch.zeros(0)
 
     def _faults(self) -> Iterator[str]:
         args = self.args
@@ -115,7 +110,7 @@ class OarGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *arguments: Any) -> Tensor:
         reward_GF: Tensor = super()._calculate_rewards(*arguments)
-        self._reward_G = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1).cpu()  # for dumps
+        self._reward_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1).cpu()  # for dumps
         return reward_GF
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -123,8 +118,10 @@ class OarGRPOTrainer(GRPOTrainer):
         if not self.model.training:  # an evaluation has a loss, but learns nothing from it
             return output
         started, step = time.perf_counter(), self.state.global_step + 1
-        segments_BL, status_B = self._segments(output, step)
-        importance_BL = self._importance(output, segments_BL, step)
+        longest = self.max_completion_length or sys.maxsize
+        request = Request.from_config(self.oar, step, longest, False, self._replacement, self.temperature)
+        segments_BL, status_B = self._segments(output, request)
+        importance_BL = self._importance(output, segments_BL, request)
         reasoning_BL = segments_BL == Segment.REASONING
         advantage_BL = output["advantages"][:, None].expand(segments_BL.shape)
         reshaped = reshape(advantage_BL, importance_BL, reasoning_BL, status_B, self.oar)
@@ -134,23 +131,15 @@ class OarGRPOTrainer(GRPOTrainer):
         if self.oar.dump.dir is not None:
             metrics[DUMP_FAILED] = 0.0
             if self._dumps.due(step):
-                self._dump(_Credited(step, inputs, output, segments_BL, importance_BL, reshaped), status_G, metrics)
+                columns = {"segments": segments_BL, "importance": importance_BL}
+                self._dump(step, inputs, output, columns, reshaped, status_G, metrics)
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}
 
     # ---- importance of this process's responses
 
-    def _request(self, step: int) -> Request:
-        return Request.from_config(
-            self.oar,
-            step,
-            self.max_completion_length or sys.maxsize,
-            replacement_token=self._replacement,
-            temperature=self.temperature,
-        )
-
-    def _segments(self, output: dict[str, Any], step: int) -> tuple[Tensor, Tensor]:
+    def _segments(self, output: dict[str, Any], request: Request) -> tuple[Tensor, Tensor]:
         """int64 `[B, L]` of `Segment`, and int64 `[B]` of `Status`."""
         token_BL, mask_BL = output["completion_ids"], output["completion_mask"]
         own_BL = output.get("tool_mask", mask_BL).bool()
@@ -160,13 +149,13 @@ class OarGRPOTrainer(GRPOTrainer):
             (ids[:length].tolist(), own[:length].cpu().numpy(), needed)
             for ids, own, length, needed in zip(token_BL, own_BL, length_B, needed_B, strict=True)
         )
-        found, status_B = segment_rows(rows, self._request(step), self._bytes, self.eos_token_ids)
+        found, status_B = segment_rows(rows, request, self._bytes, self.eos_token_ids)
         segments_BL = torch.zeros_like(token_BL)
         for row, segments in zip(segments_BL, found, strict=True):
             row[: len(segments)] = segments
         return segments_BL, status_B.to(token_BL.device)
 
-    def _importance(self, output: dict[str, Any], segments_BL: Tensor, step: int) -> Tensor:
+    def _importance(self, output: dict[str, Any], segments_BL: Tensor, request: Request) -> Tensor:
         """float32 `[B, L]`."""
         token_BT = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
         mask_BT = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
@@ -179,7 +168,7 @@ class OarGRPOTrainer(GRPOTrainer):
         with in_eval_mode(self.model), self.accelerator.autocast(), torch.enable_grad():
             importance_BT = batch_importance(
                 self.model,
-                self._request(step),
+                request,
                 token_BT,
                 segments_BT,
                 mask_BT,
@@ -217,61 +206,60 @@ class OarGRPOTrainer(GRPOTrainer):
         )
         return weight_GL, credited_GL.bool(), accelerator.gather(reshaped.status_B).cpu()
 
-    def _dump(self, batch: "_Credited", status_G: Tensor, metrics: dict[str, float]) -> None:
-        """Every process sends the responses that it has of the groups to look at; one of them writes."""
-        counted = partial(self._failures.counted, batch.step, metrics)
-        siblings, count = self.num_generations, len(batch.inputs)
-        first, total = self.accelerator.process_index * count, len(status_G)
-        rows_of = {str(at): range(at, at + siblings) for at in range(0, total, siblings)}
-        groups = choose(rows_of, self._reward_G, status_G, self.oar.dump.groups)
-        chosen = [row for group in groups for row in group]
+    def _dump(
+        self,
+        step: int,
+        inputs: list[dict[str, Any]],
+        output: dict[str, Any],
+        columns: dict[str, Tensor],
+        reshaped: Reshaped,
+        status_G: Tensor,
+        metrics: dict[str, float],
+    ) -> None:
+        """Every process sends the responses that it has of the groups to look at; one of them writes.
+
+        Args:
+            inputs: rows of the data.
+            output: TRL's, its advantages as they were.
+            columns: importance and segments, `[B, L]`.
+        """
+        counted = partial(self._dumps.counted, step, metrics)
+        first, group = self.accelerator.process_index * len(inputs), self.num_generations
+
+        def response(place: int) -> Response:
+            """`place` is its row among all processes'."""
+            row = place - first
+            length = int(output["completion_mask"][row].sum())
+
+            def numbers(values_BL: Tensor | None) -> Any:
+                return None if values_BL is None else values_BL[row, :length].tolist()
+
+            ids = numbers(output["completion_ids"])
+            truth = next((inputs[row][name] for name in TRUTH if inputs[row].get(name) is not None), None)
+            return Response(
+                step=step,
+                group=str(place // group),
+                uid=f"{step}_{place}",
+                prompt=self._tokenizer.decode(output["prompt_ids"][row][output["prompt_mask"][row].bool()]),
+                truth=None if truth is None else str(truth),
+                token_ids=ids,
+                tokens=self._bytes.texts(ids),
+                segments=numbers(columns["segments"]),
+                importance={self.oar.importance_object.name: numbers(columns["importance"])},
+                weights=numbers(reshaped.weight_BL),
+                log_probs=numbers(output.get("old_per_token_logps", output.get("sampling_per_token_logps"))),
+                mask=numbers(output.get("tool_mask")),
+                advantage=output["advantages"][row].item(),
+                reward=self._reward_G[place].item(),
+                status=Status(int(reshaped.status_B[row])).name.lower(),
+            )
+
+        siblings = [range(at, at + group) for at in range(0, len(status_G), group)]
+        chosen = [row for rows in choose(siblings, self._reward_G, status_G, self.oar.dump.groups) for row in rows]
         own: list[tuple[int, Response]] = []
         with counted("reading responses", DUMP_FAILED):
-            own = [(row, self._response(batch, row - first, row)) for row in chosen if first <= row < first + count]
+            own = [(place, response(place)) for place in chosen if first <= place < first + len(inputs)]
         found = dict(gather_object(own))
         if self._dumps.folder is not None:
             with counted(f"writing into {self._dumps.folder}", DUMP_FAILED):
-                importance = self.oar.importance_object
-                header = header_for(self.oar, {importance.name: importance.arbitrary_scale}, PACKAGES)
-                self._dumps.write(header, batch.step, [found[row] for row in chosen if row in found])
-
-    def _response(self, batch: "_Credited", row: int, place: int) -> Response:
-        """One row of this process; `place` is its row among all."""
-        data, output, length = batch.inputs[row], batch.output, int(batch.output["completion_mask"][row].sum())
-
-        def numbers(values_BL: Tensor | None) -> Any:
-            return None if values_BL is None else values_BL[row, :length].tolist()
-
-        ids = numbers(output["completion_ids"])
-        truth = next((data[name] for name in TRUTH if data.get(name) is not None), None)
-        return Response(
-            step=batch.step,
-            group=str(place // self.num_generations),
-            uid=f"{batch.step}_{place}",
-            source="",
-            prompt=self._tokenizer.decode(output["prompt_ids"][row][output["prompt_mask"][row].bool()]),
-            truth=None if truth is None else str(truth),
-            token_ids=ids,
-            tokens=self._bytes.texts(ids),
-            segments=numbers(batch.segments_BL),
-            importance={self.oar.importance_object.name: numbers(batch.importance_BL)},
-            weights=numbers(batch.reshaped.weight_BL),
-            log_probs=numbers(output.get("old_per_token_logps", output.get("sampling_per_token_logps"))),
-            entropies=None,
-            mask=numbers(output.get("tool_mask")),
-            advantage=output["advantages"][row].item(),
-            reward=self._reward_G[place].item(),
-            status=Status(int(batch.reshaped.status_B[row])).name.lower(),
-        )
-
-
-@dataclass(frozen=True)
-class _Credited:
-    """This process's responses with their credit."""
-
-    step: int
-    inputs: list[dict[str, Any]]  # rows of the data
-    output: dict[str, Any]  # TRL's, its advantages as they were
-    segments_BL: Tensor
-    importance_BL: Tensor
-    reshaped: Reshaped
+                self._dumps.write(header_for(self.oar), step, [found[place] for place in chosen if place in found])

@@ -19,7 +19,6 @@ from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
 from oar_plugin.passes.tokens import TokenBytes
 
-PACKAGES = ("oar_plugin", "torch", "transformers", "vllm")
 QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "reward_model", "data_source"]
 """What only the queue has of a response. There is no entropy where old log-probs are the rollout's."""
 
@@ -68,13 +67,13 @@ class Reader:
         """What the responses have in common."""
         # A fallback's importance is on the scale of the one it stands in for.
         arbitrary = dict.fromkeys(self._names, self._oar.importance_object.arbitrary_scale)
-        return header_for(self._oar, arbitrary, PACKAGES, verl=host_version())
+        return header_for(self._oar, arbitrary, verl=host_version())
 
     def groups(self, batch: Credited, most: int) -> list[list[Response]]:
         """The groups of a batch to look at, at most so many. Of rows that are not chosen only the reward is read."""
         scores = batch.read(keys=list(batch.keys), select_fields=["rm_scores"])["rm_scores"]
         reward_B = torch.stack([row.sum() for row in scores.unbind()])
-        chosen = choose(siblings(batch.keys, batch.own_B), reward_B, batch.reshaped.status_B, most)
+        chosen = choose(siblings(batch.keys, batch.own_B).values(), reward_B, batch.reshaped.status_B, most)
         rows = [row for group in chosen for row in group]
         if not rows:
             return []

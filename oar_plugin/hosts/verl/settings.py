@@ -124,8 +124,8 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         yield from _megatron_faults(config, oar)
     if value("actor_rollout_ref.actor.policy_loss.loss_mode") == "geo_mean":
         yield (
-            "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which weights "
-            "leave as it is; allowed: verl's other losses"
+            "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which "
+            "weights leave as it is; allowed: verl's other losses"
         )
     if value("actor_rollout_ref.model.use_fused_kernels"):
         yield (

@@ -74,8 +74,7 @@ class OarTrainerMixin:
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
-        if self.oar.copies is not None:
-            self._replacement = replacement_token(self.oar, self.tokenizer)
+        self._replacement = replacement_token(self.oar, self.tokenizer)
         self._viewer = Viewer(self.oar, self.tokenizer, self.config.trainer.default_local_dir)
 
     # ---- the rows that matter, dealt out evenly

@@ -13,11 +13,11 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.dashboards import DASHBOARDS, Picture
 from oar_plugin.hosts.verl.dump import Credited, Reader
-from oar_plugin.page.dumps import Dumps, Failures
+from oar_plugin.page.dumps import DUMP_FAILED, Dumps
 from oar_plugin.page.record import Response
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS
 
-DUMP_FAILED, DASHBOARD_FAILED = "oar/dump_failed", "oar/dashboard_failed"
+DASHBOARD_FAILED = "oar/dashboard_failed"
 
 
 class Viewer:
@@ -36,7 +36,6 @@ class Viewer:
         self._groups, self._reader = oar.dump.groups, Reader(oar, tokenizer)
         self._header = self._reader.header()
         self._step, self._responses = 0, list[Response]()
-        self._failures = Failures()
         self.dumps = Dumps(oar.dump, home)
 
     def show(self, batch: Credited, loggers: Mapping[str, Any]) -> dict[str, float]:
@@ -57,7 +56,7 @@ class Viewer:
         start, first = time.perf_counter(), batch.step != self._step
         if first:
             self._step, self._responses = batch.step, []
-        counted = partial(self._failures.counted, batch.step, metrics)
+        counted = partial(self.dumps.counted, batch.step, metrics)
         with counted("reading responses", *metrics):
             left = self._groups - len({response.group for response in self._responses})
             groups = self._reader.groups(batch, left)
