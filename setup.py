@@ -54,7 +54,7 @@ setup(
     package_dir={"oar_plugin.recipes": "recipes", "oar_plugin.patches": "patches"},
     package_data={
         "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml", "page/*.j2", "page/*.js", "page/*.css"],
-        "oar_plugin.patches": ["*.patch", "*.md"],
+        "oar_plugin.patches": ["*.patch"],
         "oar_plugin.recipes": [
             "*.md",
             "cluster/*",

@@ -1,8 +1,5 @@
 """Starts a worker of this package with torchrun and compares what it returns."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +7,7 @@ import torch
 
 from oar_plugin.passes.request import IMPORTANCE
 from tests.limits import PROCESS_S
+from tests.torchrun import torchrun
 
 WORKERS = {"single": ("worker", 1), "double": ("worker", 2), "megatron": ("megatron_worker", 2)}
 WORKERS["eight"] = ("megatron_worker", 8)
@@ -19,17 +17,7 @@ def launch(table: str, root: Path) -> dict[str, Any]:
     """The results of a table's cases, and of what else its worker looks at."""
     worker, processes = WORKERS[table]
     target, folder = root / f"{table}.pt", root / ("fsdp" if worker == "worker" else "megatron")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    here = Path(__file__).parents[3]
-    done = subprocess.run(
-        [*command, "-m", f"tests.hosts.engine.{worker}", table, str(folder), str(target)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)},
-        cwd=here,
-        timeout=2 * PROCESS_S,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun(f"tests.hosts.engine.{worker}", (table, folder, target), processes, 2 * PROCESS_S)
     return torch.load(target, weights_only=False)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment
@@ -41,6 +41,11 @@ def make_model(folder: Path, **config: Any) -> None:
     """Save a random model and its tokenizer."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
+    new_model(tokenizer, **config).save_pretrained(folder)
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, **config: Any) -> PreTrainedModel:
+    """A random model, the same each time."""
     torch.manual_seed(0)
     defaults = {
         "vocab_size": len(tokenizer),
@@ -53,10 +58,10 @@ def make_model(folder: Path, **config: Any) -> None:
         "tie_word_embeddings": False,
         "initializer_range": 0.3,
         "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": PAD,
+        "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    Qwen2ForCausalLM(Qwen2Config(**defaults | config)).save_pretrained(folder)
+    return Qwen2ForCausalLM(Qwen2Config(**defaults | config))
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:

@@ -65,10 +65,7 @@ def before(tmp_path_factory):
     return _trained(tmp_path_factory.mktemp("before"))[0]
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "fails"),
-    [(Dumps, "write", full), (trainer, "header_for", broken), (OarGRPOTrainer, "_response", broken)],
-)
+@pytest.mark.parametrize(("where", "name", "fails"), [(Dumps, "write", full), (trainer, "Response", broken)])
 def test_a_dump_that_fails_is_counted_and_said_once_and_training_goes_on(
     before, tmp_path, monkeypatch, caplog, where, name, fails
 ):

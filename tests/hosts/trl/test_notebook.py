@@ -1,4 +1,7 @@
-"""The notebook of recipes/trl_notebook in a kernel of its own, with one sum a problem and two steps: nothing is learned."""
+"""recipes/trl_notebook: its notebook is what its script says, and runs.
+
+In a kernel of its own, with one sum a problem and two steps: nothing is learned.
+"""
 
 import os
 import re
@@ -6,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("trl")
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
@@ -15,25 +17,28 @@ import nbformat
 from nbclient import NotebookClient
 
 from oar_plugin.page.sources import read
-from recipes.trl_notebook.notebook import SCRIPT, written
+from recipes.trl_notebook.notebook import NOTEBOOK, SCRIPT, written
 from tests.limits import PROCESS_S
 
 pytestmark = pytest.mark.slow
+
+
+def test_it_is_made_from_the_script():
+    assert NOTEBOOK.read_text("utf-8") == written(SCRIPT.read_text("utf-8")), "python recipes/trl_notebook/notebook.py"
 
 
 def test_it_runs_and_shows_the_curves_and_what_tokens_were_paid(tmp_path, monkeypatch):
     monkeypatch.setenv("OAR_NOTEBOOK_QUICK", "1")
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    notebook = nbformat.reads(written(SCRIPT.read_text("utf-8")), as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=PROCESS_S, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     shown = [kind for output in outputs for kind in output.get("data", {})]
     assert shown.count("image/png") == 1
-    assert [
-        "<iframe srcdoc" in output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})
-    ] == [True]
+    (page,) = (output.data["text/html"] for output in outputs if "text/html" in output.get("data", {}))
+    assert "<iframe srcdoc" in page
     said = "".join(output.get("text", "") for output in outputs)
     first = dict(re.findall(r"^(\w+): \d+ s, reward (\S+) to", said, re.MULTILINE))
     assert first.keys() == {"grpo", "oar", "own"}

@@ -1,4 +1,4 @@
-"""A training step's scores and weights are the front door's, on every road of TRL's to a step."""
+"""A training step's scores and weights are the front door's, whatever TRL's settings are."""
 
 import pytest
 from peft import LoraConfig
@@ -33,30 +33,25 @@ def test_scores_and_weights_equal_the_front_doors(tmp_path, importance):
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"], init_lora_weights=False, lora_dropout=0.1)
-ROADS = {
-    "accumulated": {"gradient_accumulation_steps": 2},
+SETTINGS = {
     "iterations": {"num_iterations": 2, "max_steps": 4},
     "ahead": {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "num_iterations": 2},
-    "checkpointed": {"gradient_checkpointing": True},
     "bf16": {"bf16": True, "gradient_checkpointing": True},
     "fp32 head": {"bf16": True, "cast_lm_head_to_fp32": True},
     "padded": {"pad_to_multiple_of": 8},
-    "lora": {"peft_config": LORA, "gradient_checkpointing": True},
-    "lora, reference": {"peft_config": LORA, "beta": 0.1},
+    "lora": {"peft_config": LORA, "beta": 0.1, "gradient_checkpointing": True},
     "batch of all": {"loss_type": "cispo", "scale_rewards": "batch", "top_entropy_quantile": 0.5},
     "sequence": {"loss_type": "vespo", "off_policy_mask_threshold": 0.1},
     "no patterns": {"oar": {"answer_patterns": [], "probe": "last"}},
 }
-
-
 STEPS = {"iterations": [1, 3], "ahead": [1]}  # that generate
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_the_front_doors_scores_on_every_road(tmp_path, road):
+@pytest.mark.parametrize("name", SETTINGS)
+def test_scores_equal_the_front_doors_with_these_settings(tmp_path, name):
     """`Watched` looks at weights, gradients, flags, modes, hooks and random numbers before and after each pass."""
-    trainer = watched(tmp_path, **{"oar": {}} | ROADS[road])
-    assert [seen.step for seen in trainer.seen] == STEPS.get(road, [1, 2])
+    trainer = watched(tmp_path, **{"oar": {}} | SETTINGS[name])
+    assert [seen.step for seen in trainer.seen] == STEPS.get(name, [1, 2])
     for seen in trainer.seen:
         assert seen.error() < 1e-5
 
@@ -64,11 +59,8 @@ def test_the_front_doors_scores_on_every_road(tmp_path, road):
 def test_what_a_tool_wrote_is_no_reasoning_and_keeps_weight_1(tmp_path, monkeypatch):
     """TRL's own loop around a real tool; only what the model says is scripted, for a tiny one calls none."""
     tokenizer = make_tokenizer(340, by_bytes=True)
-    tokenizer.chat_template, tokenizer.eos_token, tokenizer.padding_side = (
-        qwen3_instruct_2507_chat_template,
-        "<|im_end|>",
-        "left",
-    )
+    tokenizer.chat_template, tokenizer.eos_token = qwen3_instruct_2507_chat_template, "<|im_end|>"
+    tokenizer.padding_side = "left"
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
     turns = [[f"I ask. {call}", "It is 7. #### 7<|im_end|>"], [f"so {call}", "#### 5 or #### 5<|im_end|>"]]
 
@@ -96,10 +88,8 @@ def test_what_a_tool_wrote_is_no_reasoning_and_keeps_weight_1(tmp_path, monkeypa
     (seen,) = trainer.seen
     tool_BL = (seen.output["tool_mask"] == 0) & seen.output["completion_mask"].bool()
     assert tool_BL.any(-1).all()
-    assert (
-        tokenizer.decode(seen.output["completion_ids"][0][tool_BL[0]]).count("<tool_response>\n7\n</tool_response>")
-        == 1
-    )
+    written = tokenizer.decode(seen.output["completion_ids"][0][tool_BL[0]])
+    assert written.count("<tool_response>\n7\n</tool_response>") == 1
     assert seen.error() < 1e-5
     assert (seen.segments_BL[tool_BL] == Segment.OUTSIDE).all()
     weight_BL = seen.output["advantages"] / seen.plain_B[:, None]

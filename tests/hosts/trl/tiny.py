@@ -1,4 +1,4 @@
-"""A tiny model, scripted responses and a trainer; nothing of the plugin.
+"""A tiny model, scripted responses and a trainer.
 
 Responses come from `rollout_func`, TRL's own way to bring them, so that they have answers; one test samples with the model.
 """
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.tiny.words import make_tokenizer
+from tests.hosts.engine.world import new_model
 
 TOKENIZER = make_tokenizer(384)
 TOKENIZER.padding_side = "left"
@@ -28,23 +29,7 @@ SIBLINGS = [  # of each prompt; the second is paid, the last has no answer
 
 def make_model(**config: Any) -> PreTrainedModel:
     """The same weights each time."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(TOKENIZER),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.3,
-        "attention_dropout": 0.1,
-        "eos_token_id": TOKENIZER.eos_token_id,
-        "pad_token_id": TOKENIZER.pad_token_id,
-        "bos_token_id": None,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(**sizes | config))
+    return new_model(TOKENIZER, attention_dropout=0.1, **config)
 
 
 def ids(text: str) -> list[int]:

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import oar_plugin
 from oar_plugin.credit.importance import Parts
 from oar_plugin.hosts.trl import OarGRPOTrainer
+from oar_plugin.passes.request import Request
 from tests.hosts.trl import tiny
 from tests.own_importance import Saliency
 
@@ -38,7 +40,7 @@ class Bad(Saliency):
 
 @dataclass
 class Seen:
-    """One generation batch: what the loss gets, the importance, and the front door's credit for the same tokens."""
+    """One generation batch: what the loss gets, the importance, and, if it was asked, the front door's credit."""
 
     step: int
     output: dict[str, Any]
@@ -46,7 +48,21 @@ class Seen:
     importance_BL: Tensor
     segments_BL: Tensor
     status_B: Tensor
-    credit: Any
+    credit: Any = None
+
+    def ask(self, model: PreTrainedModel, **settings: Any) -> None:
+        """The front door, for credit of these tokens with this model."""
+        output = self.output
+        own = output.get("tool_mask", output["completion_mask"]) * output["completion_mask"]
+        self.credit = oar_plugin.importance(
+            model,
+            torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
+            response_mask=torch.cat([torch.zeros_like(output["prompt_ids"]), own], 1),
+            attention_mask=torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
+            tokenizer=tiny.TOKENIZER,
+            step=self.step,
+            **settings,
+        )
 
     def error(self) -> float:
         """Largest error of a score, as a share of the largest score, over the rows that were scored; and that some were."""
@@ -67,7 +83,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 class Watched(OarGRPOTrainer):
-    """Keeps what it computes. `compare`: asks the front door as well, before the weights change."""
+    """Keeps what it computes. `compare`: settings to ask the front door with as well, before the weights change."""
 
     compare: dict[str, Any] | None = None
 
@@ -75,14 +91,14 @@ class Watched(OarGRPOTrainer):
         super().__init__(*arguments, **named)
         self.seen: list[Seen] = []
 
-    def _segments(self, output: dict[str, Any], step: int) -> tuple[Tensor, Tensor]:
-        self._kept = {"plain_B": output["advantages"], "output": output, "step": step}
-        self._kept["segments_BL"], self._kept["status_B"] = found = super()._segments(output, step)
+    def _segments(self, output: dict[str, Any], request: Request) -> tuple[Tensor, Tensor]:
+        self._kept = {"plain_B": output["advantages"], "step": self.state.global_step + 1}
+        self._kept["segments_BL"], self._kept["status_B"] = found = super()._segments(output, request)
         return found
 
-    def _importance(self, output: dict[str, Any], segments_BL: Tensor, step: int) -> Tensor:
+    def _importance(self, output: dict[str, Any], segments_BL: Tensor, request: Request) -> Tensor:
         before, old = self._state(), tiny.weights(self)
-        self._kept["importance_BL"] = found = super()._importance(output, segments_BL, step)
+        self._kept["importance_BL"] = found = super()._importance(output, segments_BL, request)
         changed = [name for name, state in self._state().items() if state != before[name]]
         assert not changed, changed
         assert tiny.same_weights(tiny.weights(self), old)
@@ -97,23 +113,12 @@ class Watched(OarGRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
-            credit = None if self.compare is None else self._front_door(self._kept["output"])
-            self.seen.append(Seen(**self._kept | {"output": output}, credit=credit))
+            seen = Seen(**self._kept, output=output)
+            self.seen.append(seen)
+            if self.compare is not None:
+                with self.accelerator.autocast():
+                    seen.ask(self.model, temperature=self.temperature, **self.compare)
         return output
-
-    def _front_door(self, output: dict[str, Any]) -> Any:
-        own = output.get("tool_mask", output["completion_mask"]) * output["completion_mask"]
-        with self.accelerator.autocast():
-            return oar_plugin.importance(
-                self.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
-                response_mask=torch.cat([torch.zeros_like(output["prompt_ids"]), own], 1),
-                attention_mask=torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
-                tokenizer=tiny.TOKENIZER,
-                temperature=self.temperature,
-                step=self._kept["step"],
-                **self.compare or {},
-            )
 
 
 def watched(folder: Path, oar: dict[str, Any], **changes: Any) -> Watched:

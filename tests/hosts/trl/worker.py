@@ -16,6 +16,7 @@ from torch.distributed.fsdp import _init_utils
 from trl import GRPOTrainer
 
 from tests.hosts.trl import tiny
+from tests.hosts.trl.watched import Watched
 
 ZERO_3 = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -79,29 +80,19 @@ def whole(trainer: Any) -> dict[str, Tensor]:
 
 def main(kind: str, folder: Path) -> None:
     allow_on_a_cpu()
-    rank = int(os.environ["RANK"])
-    # Before anything of the plugin is imported: TRL's own trainer shall load none of it.
-    plain = {
-        name: whole(train(GRPOTrainer, folder, layout, rollout=tiny.drawn)) for name, layout in LAYOUTS[kind].items()
-    }
-    loaded = sorted(name for name in sys.modules if name.partition(".")[0] == "oar_plugin")
-    torch.save(loaded, folder / f"loaded-{rank}.pt")
-    from tests.hosts.trl.watched import Watched
-
+    rank = os.environ["RANK"]
     for name, layout in LAYOUTS[kind].items():
         for importance in IMPORTANCES:
-            oar = {
-                "importance": importance,
-                "perturbation": COPIES,
-                "dump": {"dir": f"{name}-{importance}", "every": 1},
-            }
+            dump = {"dir": f"{name}-{importance}", "every": 1}
+            oar = {"importance": importance, "perturbation": COPIES, "dump": dump}
             trainer = train(Watched, folder, layout, rollout=rollout, learning_rate=0.0, oar=oar)
-            kept = [{key: value for key, value in vars(seen).items() if key != "credit"} for seen in trainer.seen]
             log = [line for line in trainer.state.log_history if "oar/scored" in line]
-            torch.save((type(trainer.model_wrapped).__name__, kept, log), folder / f"{name}-{importance}-{rank}.pt")
+            found = type(trainer.model_wrapped).__name__, trainer.seen, log
+            torch.save(found, folder / f"{name}-{importance}-{rank}.pt")
+        plain = whole(train(GRPOTrainer, folder, layout, rollout=tiny.drawn))
         oar = {"importance": "hybrid", "perturbation": COPIES, "beta": 0.0}
         even = whole(train(Watched, folder, layout, rollout=tiny.drawn, oar=oar))
-        torch.save((plain[name], even), folder / f"{name}-even-{rank}.pt")
+        torch.save((plain, even), folder / f"{name}-even-{rank}.pt")
 
 
 if __name__ == "__main__":
