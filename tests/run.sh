@@ -23,7 +23,9 @@ fi
 # longer there. One process a release: its imports take longer than its tests.
 for trl in 1.16.0 1.15.0; do
   if [ ! -d "$venv/trl-$trl" ]; then
-    "$venv/bin/pip" install --quiet --no-deps --target "$venv/trl-$trl" "trl==$trl"
+    rm -rf "$venv/trl-$trl.part" # of a run that was interrupted
+    "$venv/bin/pip" install --quiet --no-deps --target "$venv/trl-$trl.part" "trl==$trl"
+    mv "$venv/trl-$trl.part" "$venv/trl-$trl"
   fi
   PYTHONPATH=$(realpath "$venv/trl-$trl") "$venv/bin/python" -m pytest -q tests/hosts/trl
 done

@@ -10,14 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oar_plugin.passes.tap import Taps, UnsupportedModelError
 
 # Models that change the logits after the vocabulary projection; the second projection would miss that.
-# (Gemma 2/3, Granite, Cohere.) A value of None, 0 or 1 means that the model does not use it.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+# (Gemma 2/3, Granite, Cohere, Falcon-H1.) A value of None, 0 or 1 means that the model does not use it.
+LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -30,12 +37,20 @@ def check_model(module: nn.Module) -> None:
     """Refuse models that `ModelTaps` would read wrongly.
 
     Raises:
-        UnsupportedModelError: no input or output embeddings to hook, or logits that are transformed after them.
+        UnsupportedModelError: no input or output embeddings to hook, logits that are transformed after them, or tokens that
+            PEFT puts in front (prompt and prefix tuning): rows of hidden states are then others than those of the tokens.
     """
     model = unwrapped(module)
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         if getattr(model, getter, lambda: None)() is None:
             raise UnsupportedModelError(f"{type(model).__name__}.{getter}() returns no module; OAR needs one to hook.")
+    adapters = getattr(model, "peft_config", {})
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{type(adapter).__name__} puts tokens in front of the model's own; OAR serves LoRA and other adapters "
+                "without virtual tokens."
+            )
     check_logits(getattr(model, "config", None))
 
 
@@ -45,8 +60,9 @@ def check_logits(config: Any) -> None:
     Raises:
         UnsupportedModelError: names the setting.
     """
+    text = getattr(config, "get_text_config", lambda: config)()
     for name in LOGIT_TRANSFORMS:
-        value = getattr(config, name, None)
+        value = getattr(text, name, None)
         if value not in (None, 0, 0.0, 1, 1.0):
             raise UnsupportedModelError(
                 f"the model changes its logits after the vocabulary projection ({name}={value}); "
@@ -81,6 +97,9 @@ class ModelTaps(Taps):
     def install(self) -> None:
         if any(p.grad is not None for p in self.module.parameters()):
             raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
+        if isinstance(self.module, FSDPModule):
+            # At its first forward FSDP2 reads the dtypes of gradients off the parameters that want some: here none would.
+            self.module._get_fsdp_state()._lazy_init()
         self.freeze(self.module)
         if self.checkpoint_activations:
             for module in self.module.modules():

@@ -201,6 +201,14 @@ def test_training_goes_on_as_if_nothing_happened(results, table):
     assert min(fresh) > 0
 
 
+@pytest.mark.parametrize("layout", ["bf16", "fsdp1", "lora"])
+def test_a_pass_may_be_the_first_forward_of_all(results, layout):
+    """As in a run. FSDP2 reads what dtype gradients have off the parameters that are trainable then."""
+    behind, without = results("single behind a pass")[layout]
+    assert behind == without
+    assert min(without) > 0
+
+
 @each_engine
 def test_the_engine_is_inert_without_a_request(results, table):
     """Two updates, their weights and log-probs afterwards are those of verl's own class, bit by bit."""

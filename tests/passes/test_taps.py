@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from transformers import Gemma2Config
 
 from oar_plugin.passes.tap import Tap
@@ -198,6 +199,11 @@ def test_a_pending_gradient_is_refused(model):
     ("build", "reason"),
     [
         (lambda: random_model(Gemma2Config, head_dim=8, final_logit_softcapping=30.0), "final_logit_softcapping=30"),
+        (lambda: random_model(lm_head_multiplier=0.05), "lm_head_multiplier=0.05"),
+        (
+            lambda: get_peft_model(random_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+            "PromptTuning",
+        ),
         (lambda: torch.nn.Linear(2, 2), "get_input_embeddings"),
     ],
 )

@@ -58,6 +58,8 @@ class OarGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(self, *arguments: Any, oar: Mapping[str, Any] | OarConfig | None = None, **named: Any) -> None:
+        if not isinstance(oar, Mapping | OarConfig | None):
+            raise OarConfigError(f'{PREFIX}={oar!r}: must be a mapping of settings, such as {{"importance": "fisher"}}')
         self.oar = oar if isinstance(oar, OarConfig) else OarConfig.parse(oar, PREFIX)
         super().__init__(*arguments, **named)
         if faults := list(self._faults()):
@@ -108,8 +110,8 @@ class OarGRPOTrainer(GRPOTrainer):
 
     # ---- TRL's two steps that this adds to
 
-    def _calculate_rewards(self, *arguments: Any) -> Tensor:
-        reward_GF: Tensor = super()._calculate_rewards(*arguments)
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
+        reward_GF: Tensor = super()._calculate_rewards(*arguments, **named)
         self._reward_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1).cpu()  # for dumps
         return reward_GF
 
@@ -255,11 +257,14 @@ class OarGRPOTrainer(GRPOTrainer):
             )
 
         siblings = [range(at, at + group) for at in range(0, len(status_G), group)]
-        chosen = [row for rows in choose(siblings, self._reward_G, status_G, self.oar.dump.groups) for row in rows]
+        chosen: list[int] = []
         own: list[tuple[int, Response]] = []
         with counted("reading responses", DUMP_FAILED):
+            groups = choose(siblings, self._reward_G, status_G, self.oar.dump.groups)
+            chosen = [row for rows in groups for row in rows]
             own = [(place, response(place)) for place in chosen if first <= place < first + len(inputs)]
         found = dict(gather_object(own))
+        metrics[DUMP_FAILED] = float(metrics[DUMP_FAILED] or len(found) < len(chosen))  # another process's, it may be
         if self._dumps.folder is not None:
             with counted(f"writing into {self._dumps.folder}", DUMP_FAILED):
                 self._dumps.write(header_for(self.oar), step, [found[place] for place in chosen if place in found])

@@ -173,6 +173,7 @@ def run(
     dynamic: bool = False,
     only: bool = False,
     around: AbstractContextManager | None = None,
+    first: bool = False,
     **request: Any,
 ) -> dict[str, Any]:
     asked = Request(
@@ -184,7 +185,7 @@ def run(
         **{"importance": "fisher", **request},
     )
     with engine.eval_mode():
-        plain = engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
+        plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
         before = state(engine)
         data = batch(rows, packed, dynamic)
         tu.assign_non_tensor_data(data, REQUEST, asked.to_dict())
@@ -194,7 +195,7 @@ def run(
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     result |= {key: [row.cpu().clone() for row in value.unbind()] for key, value in output.items()}
     for key in ("log_probs", "entropy"):
-        if key in output:
+        if key in output and not first:
             # Not the last position: its label is the first token of whatever sequence stands behind it in the pack.
             pairs = zip(output[key].unbind(), plain[key].unbind(), strict=True)
             result[f"{key}_error"] = max((a - b)[:-1].abs().max().item() for a, b in pairs)
@@ -284,6 +285,18 @@ def afterwards(engine: Any, build: Callable[[bool], Any]) -> dict[str, Any]:
     return {"inert": inert, "grad_norms": [norms, inert[0]["norms"]], "noticed": found}
 
 
+def behind_a_pass(folder: str, layout: str) -> list[list[float]]:
+    """Gradient norms of two updates: where a pass is the engine's first forward, and where there is none."""
+
+    def fresh() -> Any:
+        torch.manual_seed(0)  # of an adapter
+        return build(folder, **LAYOUTS[layout])
+
+    scored, plain = fresh(), fresh()
+    run(scored, first=True)
+    return [updated(engine)["norms"] for engine in (scored, plain)]
+
+
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on every rank; the rows are split among them or not."""
     rows = UNEVEN[dist.get_rank()] if split else EVERY
@@ -299,7 +312,8 @@ def single(folder: str) -> dict[str, Any]:
     engine = engines["packed"]
     alone = {i: run(engine, [i, 2]) for i in world.SCORED}
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
-    parts = {"one by one": alone, "moved": moved(engine), "recomputed": again}
+    fresh = {layout: behind_a_pass(folder, layout) for layout in ("bf16", "fsdp1", "lora")}
+    parts = {"one by one": alone, "moved": moved(engine), "recomputed": again, "behind a pass": fresh}
     return out | parts | afterwards(engine, partial(build, folder))
 
 

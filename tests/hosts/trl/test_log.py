@@ -65,7 +65,9 @@ def before(tmp_path_factory):
     return _trained(tmp_path_factory.mktemp("before"))[0]
 
 
-@pytest.mark.parametrize(("where", "name", "fails"), [(Dumps, "write", full), (trainer, "Response", broken)])
+@pytest.mark.parametrize(
+    ("where", "name", "fails"), [(Dumps, "write", full), (trainer, "Response", broken), (trainer, "choose", broken)]
+)
 def test_a_dump_that_fails_is_counted_and_said_once_and_training_goes_on(
     before, tmp_path, monkeypatch, caplog, where, name, fails
 ):

@@ -22,9 +22,16 @@ def test_all_faults_are_told_at_once_at_construction(tmp_path):
     assert re.match("importance_sampling_level=sequence with loss_type=dapo: .* allowed: token", level)
 
 
-def test_a_key_that_oar_does_not_have(tmp_path):
-    with pytest.raises(OarConfigError, match=r"oar\.beta2=1: unknown key; did you mean oar\.beta\?"):
-        tiny.make(OarGRPOTrainer, tmp_path, oar={"beta2": 1})
+@pytest.mark.parametrize(
+    ("oar", "said"),
+    [
+        ({"beta2": 1}, r"oar\.beta2=1: unknown key; did you mean oar\.beta\?"),
+        ("fisher", "oar='fisher': must be a mapping"),
+    ],
+)
+def test_settings_that_are_none(tmp_path, oar, said):
+    with pytest.raises(OarConfigError, match=said):
+        tiny.make(OarGRPOTrainer, tmp_path, oar=oar)
 
 
 @pytest.fixture(scope="module")

@@ -89,9 +89,11 @@ def main(kind: str, folder: Path) -> None:
             log = [line for line in trainer.state.log_history if "oar/scored" in line]
             found = type(trainer.model_wrapped).__name__, trainer.seen, log
             torch.save(found, folder / f"{name}-{importance}-{rank}.pt")
-        plain = whole(train(GRPOTrainer, folder, layout, rollout=tiny.drawn))
+        # As TRL's defaults are. Under DeepSpeed its own settings would have to say bf16.
+        defaults = {"gradient_checkpointing": True, "bf16": kind == "torch", "rollout": tiny.drawn}
+        plain = whole(train(GRPOTrainer, folder, layout, **defaults))
         oar = {"importance": "hybrid", "perturbation": COPIES, "beta": 0.0}
-        even = whole(train(Watched, folder, layout, rollout=tiny.drawn, oar=oar))
+        even = whole(train(Watched, folder, layout, oar=oar, **defaults))
         torch.save((plain, even), folder / f"{name}-even-{rank}.pt")
 
 
