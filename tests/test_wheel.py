@@ -81,7 +81,7 @@ def test_its_metadata_is_complete(wheel):
     assert {"Author: oar_plugin contributors", "License: Apache-2.0"} <= set(lines)
     assert {"Project-URL", "Keywords", "Classifier"} <= {line.split(":")[0] for line in lines}
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
-    assert extras == {"cpu", "megatron", "recipes", "report", "benchmarks", "dev"}
+    assert extras == {"cpu", "megatron", "recipes", "report", "trl", "benchmarks", "dev"}
 
 
 def test_it_says_what_it_is_and_whether_the_machine_is_ready(oar):

