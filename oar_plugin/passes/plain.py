@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
@@ -99,13 +100,39 @@ def batch_importance(
         nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
     if request.importance_object.copies is not None:
-        keep_of = {row: mask[row] for group in groups for row in group.tolist()}
-        wanted = {row: (token[row][k], segments[row][k], importance_BL[row][k]) for row, k in keep_of.items()}
-        found = MaskedCopies(model, request, max_tokens).importance(wanted, in_step)
-        importance_BL = torch.zeros_like(importance_BL)
-        for row, importance_L in found.items():
-            importance_BL[row, keep_of[row]] = importance_L.to(device)
+        importance_BL = copies_importance(model, request, token, segments, mask, importance_BL, max_tokens, in_step)
+    # Under FSDP2 some keep gathered weights until a backward, frozen as they are in the pass.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return importance_BL.to(token_BL.device)
+
+
+def copies_importance(
+    model: nn.Module,
+    request: Request,
+    token_BL: Tensor,
+    segments_BL: Tensor,
+    mask_BL: Tensor,
+    gradient_BL: Tensor,
+    max_tokens: int,
+    in_step: Callable[[int], int],
+) -> Tensor:
+    """Importance from masked copies, float32 `[B, L]`, for tensors on the model's device.
+
+    Args:
+        gradient_BL: scores of the gradient pass. Where they are not finite they stay, and the response falls back later.
+        others: see `batch_importance`.
+    """
+    finite_B = gradient_BL.isfinite().all(-1)
+    wanted = {}
+    for row in ((segments_BL == Segment.REASONING).any(-1) & finite_B).nonzero()[:, 0].tolist():
+        keep_L = mask_BL[row]
+        wanted[row] = token_BL[row][keep_L], segments_BL[row][keep_L], gradient_BL[row][keep_L]
+    importance_BL = torch.where(finite_B[:, None], 0.0, gradient_BL)
+    for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, in_step).items():
+        importance_BL[row, mask_BL[row]] = importance_L.to(importance_BL.device)
+    return importance_BL
 
 
 def _of_like_length(segments_BL: Tensor, mask_BL: Tensor, max_tokens: int) -> list[Tensor]:

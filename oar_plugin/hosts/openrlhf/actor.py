@@ -10,8 +10,7 @@ from torch import Tensor, distributed, nn
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, importance_of_scores
-from oar_plugin.passes.masked_copies import MaskedCopies
-from oar_plugin.passes.plain import packed_rows
+from oar_plugin.passes.plain import copies_importance, packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
 
@@ -38,22 +37,18 @@ class ActorPass:
             size_S, most = torch.full_like(scored, token_BT.shape[1]), train.micro_batch_size * token_BT.shape[1]
         parts = filled(scored, size_S, most)
         log_prob_BA, importance_BT = torch.zeros_like(action_mask_BA).float(), torch.zeros_like(token_BT).float()
-        if self._in_step(first + int(len(rest) > 0)):
+        if self._in_step(int(len(rest) > 0)):
             rows = rest if len(rest) else first
             with torch.no_grad():
                 log_prob_BA[rows] = self.actor(token_BT[rows], action_mask_BA[rows], mask_BT[rows], **self.more)
-        if count := self._in_step(first + len(parts)):
+        if count := self._in_step(len(parts)):
             with self._without_engine() as model:
                 for rows in [first] * (count - len(parts)) + parts:
                     inputs = token_BT[rows], segments_BT[rows], action_mask_BA[rows], mask_BT[rows]
                     log_prob_BA[rows], importance_BT[rows] = self._score(model, *inputs)
                 if self.request.importance_object.copies is not None:
-                    # What is not finite stays so, and falls back later.
-                    keep = {row: mask_BT[row].bool() for row in scored.tolist() if importance_BT[row].isfinite().all()}
-                    wanted = {r: (token_BT[r][k], segments_BT[r][k], importance_BT[r][k]) for r, k in keep.items()}
-                    copies = MaskedCopies(model, self.request, most)
-                    for row, found in copies.importance(wanted, lambda n: self._in_step(first + n)).items():
-                        importance_BT[row, keep[row]] = found.to(importance_BT.device)
+                    inputs = token_BT, segments_BT, mask_BT.bool(), importance_BT
+                    importance_BT = copies_importance(model, self.request, *inputs, most, self._in_step)
         return log_prob_BA.cpu(), importance_BT[:, -action_mask_BA.shape[1] :].cpu()
 
     def _score(
@@ -91,11 +86,13 @@ class ActorPass:
         finally:
             self.actor.model = engine
 
-    def _in_step(self, count_1: Tensor) -> int:
+    def _in_step(self, count: int) -> int:
         """The largest of the ranks' counts where weights are sharded."""
-        if self.args.ds.zero_stage == 3:
-            distributed.all_reduce(count_1, op=distributed.ReduceOp.MAX)
-        return int(count_1)
+        if self.args.ds.zero_stage < 3:
+            return count
+        counts = torch.tensor(count, device=next(self.actor.parameters()).device)
+        distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
+        return int(counts)
 
 
 def filled(rows: Tensor, size_R: Tensor, most: int) -> list[Tensor]:

@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import gather_object
 from accelerate.utils.modeling import is_peft_model
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
@@ -178,10 +177,6 @@ class OarGRPOTrainer(GRPOTrainer):
                 checkpoint_activations=self.args.gradient_checkpointing,
                 in_step=self._most,
             )
-        # Under FSDP2 some keep gathered weights until a backward, frozen as they are in the pass.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
         return importance_BT[:, -length:]
 
     def _share_head(self) -> None:
