@@ -54,10 +54,10 @@ def smoke(recipe, folder, *overrides):
     return run_smoke(RECIPES / recipe, folder, overrides=[*overrides], timeout_s=LIMIT_S)
 
 
-def dumped(folder, step=1):
-    """The responses that a step left in `folder/dump`, those that were scored."""
+def dumped(folder, step=1, scored_only=True):
+    """The responses that a step left in `folder/dump`."""
     _, *lines = (folder / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    return [row for row in map(parse_response, lines) if row.status == "scored"]
+    return [row for row in map(parse_response, lines) if row.status == "scored" or not scored_only]
 
 
 def prompt_ids(folder, row):
