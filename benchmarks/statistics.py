@@ -69,6 +69,15 @@ def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[Est
     return Estimate(value, float(interval.low), float(interval.high), count), float(test.pvalue)
 
 
+def mean_over_clusters(clusters: Sequence[Sequence[float]]) -> tuple[Estimate, float]:
+    """The mean of the clusters' means with the interval of a t-test over clusters, and its p-value (NaN below two clusters).
+
+    What differs between clusters (models that pairs started from) is in the interval; how many values a cluster has is not.
+    """
+    means = [float(np.mean(values)) for values in clusters]
+    return mean_difference(means, [0.0] * len(means))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for their number; NaN stays NaN and does not count."""
     p_N = np.asarray(p_values, dtype=float)

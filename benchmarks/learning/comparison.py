@@ -1,231 +1,232 @@
-"""What the records of a study say: how fast each method learned, and whether GRPO was slower by more than chance."""
+"""What the records of a plan say: which rates were chosen, how fast each method learned, and whether GRPO was slower."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy import stats
 
-from benchmarks.learning.training import CREDIT, Record, Training
+from benchmarks.learning.plan import BASELINE, Plan
+from benchmarks.learning.training import MAX_GRADIENT_NORM, Record
 from benchmarks.report import COLOURS, Table, subplots
-from benchmarks.statistics import holm, mean_difference
-from oar_plugin.credit.gate import gate_of
+from benchmarks.statistics import Estimate, holm, mean_over_clusters
 
-THRESHOLDS = {f"to {share:.0%}": share for share in (0.5, 0.6, 0.7, 0.8)}
-WINDOW = 5
-"""Steps that the training reward is averaged over before it is held against a threshold, or drawn."""
+THRESHOLD, WINDOW = 0.7, 5
+"""Steps are counted to this share of right responses, the mean of so many steps."""
 SIGNIFICANT = 0.05
-DIAGNOSTICS = ["entropy", "length", "ess_ratio", "top10_mass", "gradient_norm"]
-DIAGNOSTICS += ["recall", "weight_causal", "weight_other"]
+HEADROOM = "blame"
+"""The oracle whose gain the others' are given as a share of."""
+KINDS = {
+    "wrong_in_wrong": "wrong results",
+    "right_in_wrong": "right results of wrong responses",
+    "other_in_wrong": "other tokens of wrong responses",
+    "result_in_right": "results of right responses",
+    "other_in_right": "other tokens of right responses",
+}
 SECONDS = ["sample_seconds", "importance_seconds", "update_seconds"]
-SHOWN = ["reward", *DIAGNOSTICS, *SECONDS]
-"""What a page needs of each step."""
-ARM = ["task", "method", "lr"]
-"""Trainings that agree in these differ in nothing but the seed."""
-RUN = [*ARM, "seed", "warm_start"]
+MEANS = [*KINDS, "recall", "entropy", "length", "ess_ratio", "gradient_norm", "fallback/any", *SECONDS]
 
-Arm = tuple[str, str, float]
+Named = Sequence[tuple[str, Record]]
+"""Records, each with the name of its method."""
 
 
-def by_step(records: Iterable[Record]) -> pd.DataFrame:
-    """A row a step, the columns `RUN`, `SHOWN` and more; `smooth` is the mean reward of the last `WINDOW` steps."""
-    rows = [
-        {**vars(run), "method": run.name, "held_out": record.held_out.get(run.steps), "step": number, **step}
-        for record in records
-        for run in [record.run]
-        for number, step in enumerate(record.steps, 1)
-    ]
-    floats = dict.fromkeys([*SHOWN, "held_out"], float)
-    steps = pd.DataFrame(rows, columns=[*RUN, "step", *floats]).astype(floats)
-    reward = steps.groupby(RUN)["reward"]
-    steps["smooth"] = reward.transform(lambda of_run: of_run.rolling(WINDOW, min_periods=1).mean())
-    return steps
+def means(record: Record) -> dict[str, float]:
+    """Over the steps of a training, of what was measured: mean reward, and `MEANS`."""
+    of = {name: [step[name] for step in record.steps if name in step] for name in ["reward", *MEANS]}
+    return {name: float(np.mean(values)) for name, values in of.items() if values}
 
 
-def by_run(steps: pd.DataFrame) -> pd.DataFrame:
-    """A row a training, by `RUN`: mean reward and first step (from 1) at each threshold, infinity where it never is."""
-    found = steps.groupby(RUN).agg(reward=("reward", "mean"), held_out=("held_out", "last"), steps=("step", "max"))
-    for name, share in THRESHOLDS.items():
-        found[name] = steps[steps["smooth"] >= share].groupby(RUN)["step"].min()
-        found[name] = found[name].fillna(math.inf)
+def by_run(records: Named) -> pd.DataFrame:
+    """A row a training."""
+    rows = []
+    for name, record in records:
+        reward = pd.Series([step["reward"] for step in record.steps]).rolling(WINDOW, min_periods=1).mean()
+        there = reward.index[reward >= THRESHOLD]
+        run = record.run
+        rows.append(
+            {
+                **{"task": run.task, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed},
+                **{"held_out": record.held_out, "steps": there[0] + 1 if len(there) else math.inf},
+                **means(record),
+            }
+        )
+    return pd.DataFrame(rows, columns=["task", "method", "lr", "warm", "seed", "held_out", "steps", "reward", *MEANS])
+
+
+def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
+    """Of each task and method the rate with the highest mean reward on the pairs of `choose`.
+
+    A rate counts where all of its pairs are finished; without any it is the plan's first.
+    """
+    found = {(task, name): plan.rates[0] for task in plan.tasks for name in plan.methods}
+    if records:
+        rates = by_run(records).groupby(["task", "method", "lr"])["reward"].agg(["size", "mean"])
+        whole = rates[rates["size"] == len(plan.choose.all())]["mean"]
+        for task, method in found:
+            if (task, method) in whole.index.droplevel("lr"):
+                found[task, method] = float(whole.loc[task, method].idxmax())
     return found
 
 
-def best(runs: pd.DataFrame) -> list[Arm]:
-    """Of each task and method the learning rate with the highest mean reward, among those with the most seeds.
-
-    The best method comes first.
-    """
-    rates = runs.groupby(ARM)["reward"].agg(["size", "mean"]).sort_values(["size", "mean"], kind="stable")
-    chosen = rates.groupby(["task", "method"]).tail(1)  # the last one stays
-    return list(chosen.sort_values("mean", ascending=False, kind="stable").index)
-
-
-def tables(choosing: Sequence[Record], judged: Sequence[Record]) -> list[Table]:
+def tables(plan: Plan, chosen_from: Named, judged: Named) -> list[Table]:
     """All that a page shows, task by task."""
-    steps, chosen_from = by_step(judged), by_run(by_step(choosing))
+    runs, grid = by_run(judged), by_run(chosen_from)
+    gains = {(task, name): _gain(runs, task, name) for task in plan.tasks for name in plan.methods}
+    tested = [(task, name) for task in plan.tasks for name in plan.named if name != BASELINE]
+    corrected = dict(zip(tested, holm([gains[key][1] for key in tested]), strict=True))
     found = []
-    for task, of_task in steps.groupby("task", sort=False):
-        runs = by_run(of_task)
-        arms = best(runs)
-        against = [(arm, grpo) for grpo in arms if grpo[1] == "grpo" for arm in arms if arm != grpo]
-        rates = [arm for arm in every(chosen_from) if arm[0] == task]
-        found += [
-            compared(f"{task}: mean reward over the run against GRPO, same seeds", runs, against),
-            _rewards(f"{task}: how fast each method learned", runs, arms),
-            _credit(f"{task}: where the credit went, and what it cost", of_task, arms),
-            _rewards(
-                f"{task}: every learning rate that a method had, on the seeds it was chosen on", chosen_from, rates
-            ),
-        ]
+    for task in plan.tasks:
+        found += [_compared(plan, task, runs, gains, corrected), _paid(task, plan, runs)]
+    found += [_grid(task, plan, grid) for task in plan.tasks]
     return [table for table in found if table.rows]
 
 
-def variants(records: Iterable[Record]) -> list[Table]:
-    """Every setting that was run, against GRPO at the same learning rate."""
-    found = []
-    for task, of_task in by_step(records).groupby("task"):
-        runs = by_run(of_task)
-        arms = every(runs)
-        grpo = [(arm, (arm[0], "grpo", arm[2])) for arm in arms if arm[1] != "grpo"]
-        against = [(arm, baseline) for arm, baseline in grpo if baseline in arms]
-        found.append(compared(f"{task}: against GRPO at the same learning rate, same seeds", runs, against))
-        found.append(_rewards(f"{task}: every setting", runs, arms))
-    return found
+def _paired(runs: pd.DataFrame, task: str, method: str) -> pd.DataFrame:
+    """A method's trainings of a task and GRPO's of the same pairs, side by side."""
+    of_task = runs[runs["task"] == task].set_index(["warm", "seed"])
+    ours, theirs = (of_task[of_task["method"] == name] for name in (method, BASELINE))
+    return ours.join(theirs, how="inner", rsuffix="_grpo")
 
 
-def every(runs: pd.DataFrame) -> list[Arm]:
-    return list(runs.groupby(ARM).groups)
+def _gain(runs: pd.DataFrame, task: str, method: str, what: str = "reward") -> tuple[Estimate, float]:
+    pairs = _paired(runs, task, method)
+    difference = pairs[what] - pairs[f"{what}_grpo"]
+    return mean_over_clusters([list(of) for _, of in difference.groupby("warm")])
 
 
-def compared(title: str, runs: pd.DataFrame, against: Sequence[tuple[Arm, Arm]]) -> Table:
-    """A line for every arm that has a seed in common with its baseline."""
-    rows, tests = [], []
-    for arm, baseline in against:
-        ours, theirs = runs.loc[arm].align(runs.loc[baseline], join="inner", axis=0)
-        if ours.empty:
+def _compared(
+    plan: Plan,
+    task: str,
+    runs: pd.DataFrame,
+    gains: Mapping[tuple[str, str], tuple[Estimate, float]],
+    corrected: Mapping[tuple[str, str], float],
+) -> Table:
+    rows = []
+    headroom = gains[task, HEADROOM][0].value if HEADROOM in plan.methods else math.nan
+    for name in plan.methods:
+        of, pairs = runs[(runs["task"] == task) & (runs["method"] == name)], _paired(runs, task, name)
+        if of.empty:
             continue
-        difference, p = mean_difference(ours["reward"].tolist(), theirs["reward"].tolist())
-        later, p_steps, longest = "-", math.nan, ours["steps"].max() + 1  # what counts for a run that never got there
-        for name in THRESHOLDS:  # the highest that at least half of the runs of each reached
-            both = ours[name], theirs[name]
-            if all(np.isfinite(reached).mean() >= 0.5 for reached in both):
-                gap = both[0].clip(upper=longest) - both[1].clip(upper=longest)
-                later = f"{gap.median():+g} {name}"
-                p_steps = stats.wilcoxon(gap).pvalue if len(gap) > 1 and gap.any() else math.nan
-        ahead = f"{(ours['reward'] > theirs['reward']).sum()} of {len(ours)}"
-        rows.append([*_named(arm), str(difference), ahead, later])
-        tests.append((difference.value, p, p_steps))
-    for row, (gain, p, p_steps), p_holm in zip(rows, tests, holm([p for _, p, _ in tests]), strict=True):
-        if math.isnan(p_holm):  # with fewer than two pairs, and where nothing differs
-            verdict = "not judged"
+        line = [name, f"{of['lr'].iloc[0]:g}", f"{of['reward'].mean():.3f}"]
+        if name == BASELINE:
+            line += [""] * 5
         else:
-            verdict = ("faster" if gain > 0 else "slower") if p_holm < SIGNIFICANT else "not told apart"
-        row += [*(_number(value, ".2g") for value in (p, p_holm, p_steps)), verdict]
-    columns = ("method", "lr", "reward, minus GRPO's", "ahead in", "steps", "p", "p (Holm)", "p (steps)", "verdict")
-    return Table(title, columns, rows)
+            gain, p = gains[task, name]
+            ahead = f"{(pairs['reward'] > pairs['reward_grpo']).sum()} of {len(pairs)}"
+            holm_p = corrected.get((task, name), math.nan)
+            verdict = "control or explored" if name not in plan.named else "not told apart from GRPO"
+            if holm_p < SIGNIFICANT:
+                verdict = "**faster**" if gain.value > 0 else "**slower**"
+            shown = f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+            share = _number(gain.value / headroom, ".2f") if headroom > 0 else "-"
+            line += [shown, ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
+        held_out = _gain(runs, task, name, "held_out")[0]
+        late = "" if name == BASELINE else f"{held_out.value:+.3f} ({held_out.low:+.3f} to {held_out.high:+.3f})"
+        rows.append([*line, f"{of['held_out'].mean():.3f}", late, _number(of["steps"].median(), "g")])
+    columns = ("method", "lr", "mean reward", "minus GRPO's (95 %)", "ahead in", f"of {HEADROOM}'s gain")
+    columns += ("p", "verdict", "held-out at the end", "minus GRPO's", f"steps to {THRESHOLD:.0%}")
+    return Table(f"{task}: mean reward over the run, against GRPO", columns, rows)
 
 
-def _rewards(title: str, runs: pd.DataFrame, arms: Sequence[Arm]) -> Table:
+def _paid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:
     rows = []
-    for arm in arms:
-        of = runs.loc[arm]
-        reward, seeds = of["reward"], " ".join(map(str, of.index.get_level_values("seed")))
-        spread = f" ± {reward.std():.3f}" if len(of) > 1 else ""
-        steps = [_number(of[name].median(), "g") for name in THRESHOLDS]
-        rows.append([*_named(arm), seeds, f"{reward.mean():.3f}{spread}", *steps, f"{of['held_out'].mean():.3f}"])
-    return Table(title, ("method", "lr", "seeds", "mean reward", *THRESHOLDS, "held-out at the end"), rows)
+    for name in plan.methods:
+        of = runs[(runs["task"] == task) & (runs["method"] == name)]
+        if of.empty or name == BASELINE:
+            continue
+        seconds = of[SECONDS].median()
+        price = seconds["importance_seconds"] / seconds.sum()
+        shown = [_number(of[kind].mean(), ".2f") for kind in [*KINDS, "recall"]]
+        others = [_number(of[kind].mean(), ".3g") for kind in ("entropy", "length", "gradient_norm")]
+        rows.append([name, *shown, *others, _number(of["fallback/any"].mean(), ".1%"), f"{price:.0%}"])
+    columns = (
+        "method",
+        *KINDS.values(),
+        "recall",
+        "entropy",
+        "tokens",
+        "gradient norm",
+        "fell back",
+        "share of the time",
+    )
+    return Table(f"{task}: mean weights, and what importance cost", columns, rows)
 
 
-def _credit(title: str, steps: pd.DataFrame, arms: Sequence[Arm]) -> Table:
+def _grid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:
     rows = []
-    for arm in arms:
-        of = steps.groupby(ARM).get_group(arm)
-        means = [_number(mean, ".3g") for mean in of[DIAGNOSTICS].mean()]
-        sample, importance, update = of[SECONDS].median()
-        rows.append([arm[1], *means, _number(importance, ".2f"), _number(sample + update, ".2f")])
-    names = (name.replace("_", " ") for name in DIAGNOSTICS)
-    return Table(title, ("method", *names, "importance, s a step", "all else, s a step"), rows)
-
-
-def _named(arm: Arm) -> tuple[str, str]:
-    return arm[1], f"{arm[2]:g}"
+    for name in plan.methods:
+        of = runs[(runs["task"] == task) & (runs["method"] == name)].groupby("lr")["reward"].mean()
+        if len(of):
+            rows.append([name, *(_number(of.get(rate, math.nan), ".3f") for rate in plan.rates)])
+    columns = ("method", *(f"{rate:g}" for rate in plan.rates))
+    return Table(f"{task}: mean reward at each learning rate, on the pairs that it is chosen on", columns, rows)
 
 
 def _number(value: float, form: str) -> str:
     return f"{value:{form}}" if math.isfinite(value) else "-"
 
 
-def notes(choosing: Sequence[Record], judged: Sequence[Record], through_verl: bool) -> list[str]:
+def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     """What one has to know to read the figures."""
-    run, starts = judged[0].run, len({record.run.warm_start for record in judged})
-    missing = ", ".join(sorted({"grpo", "random", "oracle"} - {record.run.method for record in judged}))
-    chosen_on, judged_on = (sorted({record.run.seed for record in records}) for records in (choosing, judged))
+    some = (judged or chosen_from)[0][1].run
+    wanted, finished = len(plan.judge.all()), len({(one.run.warm, one.run.seed) for _, one in judged})
     trainer = (
-        "Real verl, Ray and vLLM on a CPU. Runs of one seed see the same problems in the same order. Importance shares the "
-        "forward that computes log-probs; its seconds are what verl's timer says it adds."
-        if through_verl
-        else "Runs of one seed see the same problems and the same sampling noise, so differences are paired. Importance has a "
-        "pass of its own here; in training it shares the forward that computes log-probs."
+        "Real verl, Ray and vLLM on a CPU. Runs of one pair see the same problems in the same order; sampling noise is vLLM's."
+        if plan.through_verl
+        else "Runs of one pair see the same problems and the same sampling noise. Importance and update share one forward."
     )
-    rates = f"Learning rates were chosen by mean reward on seeds {chosen_on}; methods are judged on seeds {judged_on}."
+    ready = f"{finished} of {wanted} pairs are finished."
+    rates = f"One learning rate for all methods: another may suit some of them better. {ready}"
+    if len(plan.rates) > 1:
+        rates = (
+            f"A pair is a warm model and a seed. Rates were chosen on models {_list(plan.choose.warm)} and seeds "
+            f"{_list(plan.choose.seeds)}, the same grid for every method; methods are judged on models "
+            f"{_list(plan.judge.warm)} and seeds {_list(plan.judge.seeds)}: {ready}"
+        )
     return [
-        f"{run.steps} steps of {run.prompts} prompts x {run.copies} responses, one Adam update each, clip 0.2 / 0.28, token "
-        f"mean, no KL term; {starts} warm start(s).",
-        trainer,
-        rates if choosing else f"One learning rate for all methods: some may be better at another. Seeds {judged_on}.",
-        *([_grids(choosing)] if choosing else []),
-        *how_to_read(),
-        "Controls: `random` is noise through the same gate, `uniform` a constant, `oracle` knows the causal tokens. "
-        f"Left out here: {missing or 'nothing of grpo, random, oracle'}.",
+        f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
+        f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. {trainer}",
+        rates,
+        "Intervals and p are those of a t-test over warm models, of the mean difference of each. p of "
+        f"{_list(plan.named) or 'none'} is corrected (Holm) for their number on all tasks of the page; the others are controls "
+        "or explored, and uncorrected.",
+        "Weights: means over the steps of a run, of the tokens that can be reshaped. Recall: share of the results among as "
+        "many of the highest scores. `uniform` credit is GRPO bit for bit: a response without differences falls back.",
         "Small models on made-up tasks: what holds here need not hold for yours.",
     ]
 
 
-def how_to_read() -> list[str]:
-    # A method's name has the settings that are not the defaults; tau is the gate's.
-    settings = {name: getattr(Training, name) for name in CREDIT} | {"tau": gate_of(Training.gate).tau}
-    return [
-        "Mean reward: of the sampled training responses, over all steps. Steps to a threshold: first step at which the mean "
-        f"of the last {WINDOW} rewards is there; median over seeds. p: paired t-test. p (Holm): corrected for the lines of a "
-        f"table, not for tasks; the verdict asks for less than {SIGNIFICANT}. p (steps): Wilcoxon's signed-rank test.",
-        f"Settings that are not named: {', '.join(f'{name}={value}' for name, value in settings.items())}.",
-    ]
+def _list(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
-def _grids(choosing: Iterable[Record]) -> str:
-    """Whether the methods of each task had the same learning rates to choose from."""
-    runs = by_run(by_step(choosing)).reset_index()
-    grid = runs.groupby(["task", "method"])[["lr", "seed"]].agg(tuple)
-    uneven = [str(task) for task, of_task in grid.groupby("task") if len(of_task.drop_duplicates()) > 1]
-    if not uneven:
-        return "Every method had the same grid of learning rates, on the same seeds."
-    return (
-        f"The methods did not have the same grid of learning rates on the same seeds ({', '.join(uneven)}): who has more to "
-        "choose from has an advantage. The tables of every learning rate say what each had."
-    )
-
-
-def draw(judged: Sequence[Record]) -> Figure:
-    """Reward against steps and seconds, with 95 % bands over seeds."""
-    tasks = list(by_step(judged).groupby("task", sort=False))
-    figure, panels = subplots(len(tasks), 2, figsize=(10, 3.6 * len(tasks)), squeeze=False, sharey="row")
-    for row, (task, steps) in zip(panels, tasks, strict=True):
-        for number, arm in enumerate(best(by_run(steps))):
-            of = steps.groupby(ARM).get_group(arm)
-            curve = of.groupby("step")["smooth"].agg(["mean", "sem", "size"])
-            error = stats.t.ppf(0.975, curve["size"] - 1) * curve["sem"]
-            # A step is the median over seeds: one that was held up by other work does not count.
-            seconds = of[SECONDS].sum(axis=1).groupby(of["step"]).median().cumsum()
+def draw(plan: Plan, records: Named) -> Figure:
+    """Reward against steps, and each pair's gain."""
+    tasks = [task for task in plan.tasks if any(one.run.task == task for _, one in records)]
+    figure, panels = subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), squeeze=False)
+    runs, rates = by_run(records), {(task, name): rate for (task, name), rate in chosen_rates(plan, records).items()}
+    for row, task in zip(panels, tasks, strict=True):
+        for number, name in enumerate(plan.methods):
+            of = [
+                [step["reward"] for step in one.steps]
+                for method, one in records
+                if method == name and one.run.task == task and (len(plan.rates) == 1 or one.run.lr == rates[task, name])
+            ]
+            if not of:
+                continue
+            smooth = pd.DataFrame(of).T.rolling(WINDOW, min_periods=1).mean()
             colour, dashes = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else "--"
-            label = f"{arm[1]}, lr {arm[2]:g} ({curve['size'].max()})"
-            for panel, across in zip(row, (curve.index, seconds), strict=True):
-                panel.plot(across, curve["mean"], label=label, color=colour, ls=dashes, lw=1.3)
-                low, high = curve["mean"] - error, curve["mean"] + error
-                panel.fill_between(across, low, high, color=colour, alpha=0.12, lw=0)
+            row[0].plot(smooth.index + 1, smooth.mean(axis=1), label=name, color=colour, ls=dashes, lw=1.3)
+            pairs = _paired(runs, task, name)
+            if name != BASELINE:
+                gains = (pairs["reward"] - pairs["reward_grpo"]).groupby("warm").mean()
+                row[1].plot(gains, np.full(len(gains), -number), "o", color=colour, ms=4, alpha=0.6)
+                row[1].plot(gains.mean(), -number, "|", color="black", ms=14)
         row[0].set(xlabel="step", ylabel=f"{task}: reward, mean of {WINDOW} steps")
-        row[1].set(xlabel="seconds of training, importance included")
         row[0].legend(frameon=False, fontsize=7)
+        others = [number for number, name in enumerate(plan.methods) if name != BASELINE]
+        row[1].set_yticks([-number for number in others], [list(plan.methods)[number] for number in others], fontsize=8)
+        row[1].axvline(0, color="black", lw=0.8)
+        row[1].set(xlabel="mean reward minus GRPO's, a dot a warm model")
     return figure

@@ -4,109 +4,86 @@ One process, one update for each batch of rollouts, no KL term. Everything about
 here is a trainer small enough to run hundreds of times.
 """
 
-import hashlib
-import json
 import random
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-import tyro
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.candidates.learning import spare
 from benchmarks.fidelity.scores import causal_recall
+from benchmarks.learning.tasks import TASKS, wrong_results
+from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import sample
-from benchmarks.tiny.tasks import TASKS, Task
-from benchmarks.tiny.warm_start import WarmStart, accuracy
-from benchmarks.tiny.words import PAD
+from benchmarks.tiny.tasks import Task
+from benchmarks.tiny.warm_start import accuracy
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
-from oar_plugin.passes.plain import batch_importance
+from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
+from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
 
-FORMAT = 2
-"""Raised when training changes, so that runs of an older version are not taken for new ones."""
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MAX_GRADIENT_NORM = 1.0
-HELD_OUT = 256
-CONTROLS = ("grpo", "uniform", "oracle")
-"""Plain GRPO; even credit through the gate; a gate that is told which tokens are causal."""
-CREDIT = ("probe", "warmup_steps", "tau", "beta", "floor", "gate", "positive_only")
-"""The settings of `Training` that say how credit is spread."""
-_OURS = OarConfig()
-_TAU = ", ".join(f"{gate.tau} for {name}" for name, gate in GATES.items())
+HELD_OUT = 512
+BOOST = 3.0
+"""What oracles pay for a result, before the mass of a response is restored; other tokens get 1."""
+ORACLES = {"decides": BOOST, "blame": 0.0, "signed": -BOOST}
+"""They know the results, and pay this for those of a wrong response that are right: like a wrong one, nothing, the opposite."""
+SPARE = "spare"
+"""As a gate: `benchmarks.candidates.learning.spare`, which the package's gates cannot be: it looks at more than importance."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    steps: int = 50
-    """Batches, one update each."""
-    prompts: int = 16
-    """Problems of a batch."""
-    copies: int = 8
-    """Responses to each problem, the group that they are compared in."""
-    evaluate_every: int = 10
-    """Steps between measurements on held-out problems."""
-    probe: Probe = _OURS.probe
-    """What the answer's distribution is."""
-    warmup_steps: int = _OURS.warmup_steps
-    """Steps with the probe `last` before --probe takes over."""
-    gate: Annotated[str, tyro.conf.arg(help=f"{', '.join(GATES)}, or python:MODULE:FUNCTION.")] = _OURS.gate
-    tau: Annotated[float | None, tyro.conf.arg(help=f"Quantile of the gate. None: {_TAU}.")] = _OURS.tau
-    beta: float = _OURS.beta
-    """Boost above the quantile."""
-    floor: float = _OURS.floor
-    """Smallest weight below it (bi_level only)."""
-    positive_only: bool = False
-    """Reshape only responses that are better than their group."""
+class Credit:
+    """How credit is spread; what is None is the package's default."""
+
+    importance: str | None = None  # None: plain GRPO; one of `ORACLES`; or as `importance_of` takes it
+    gate: str = OarConfig().gate
+    tau: float | None = None
+    beta: float = 2.0
+    floor: float = 0.1
+    probe: Probe = "answer_mean"
+    warmup_steps: int = 0
+    only: str = (
+        ""  # "boost": no weight below 1 before mass is restored; "suppress": none above; "positive": right responses
+    )
+
+    def config(self, seed: int) -> OarConfig:
+        """Raises ValueError where it cannot work."""
+        gate = OarConfig().gate if self.gate == SPARE else self.gate
+        settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe", "warmup_steps")}
+        importance = {} if self.importance in (None, *ORACLES) else {"importance": self.importance}
+        return OarConfig.parse({**settings, **importance, "gate": gate, "seed": seed, "answer_patterns": ("hash",)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Training):
+class Run:
     """One training, and all that its outcome depends on."""
 
     task: str
-    method: str  # of `CONTROLS`, or an importance as `importance_of` takes it
+    credit: Credit
     lr: float
+    warm: int  # number of the model that is trained on
     seed: int  # of problems, sampling and signs
-    warm_start: int = 0  # number of the model that is trained on, among those that learned the task
-
-    def config(self) -> OarConfig:
-        """The settings of `algorithm.oar`. Raises ValueError where they cannot work."""
-        settings = {name: getattr(self, name) for name in (*CREDIT, "seed") if name != "positive_only"}
-        if self.method not in CONTROLS:
-            settings["importance"] = self.method
-        return OarConfig.parse({**settings, "answer_patterns": ("hash",)})
-
-    @property
-    def name(self) -> str:
-        """The method, and the settings of its credit that are not the defaults."""
-        changed = [name for name in CREDIT if getattr(self, name) != getattr(Training, name)]
-        settings = [f"{name}={str(getattr(self, name)).rpartition(':')[2]}" for name in changed]
-        return " ".join([self.method.rpartition(":")[2], *settings])
-
-    def file(self, folder: Path) -> Path:
-        """Where its record is kept."""
-        text = json.dumps({**asdict(self), "warm": asdict(WarmStart()), "format": FORMAT}, sort_keys=True)
-        method = self.method.rpartition(":")[2]
-        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-        return folder / f"{self.task}-{method}-lr{self.lr:g}-s{self.seed}-{digest}.json"
+    steps: int = 40
+    prompts: int = 16
+    copies: int = 8
 
 
 @dataclass
 class Record:
-    """Of each step reward, entropy, weights, seconds of its parts; and by step the accuracy on held-out problems."""
+    """Of each step what `train` measures, and the accuracy on held-out problems at the end."""
 
     run: Run
     steps: list[dict[str, float]] = field(default_factory=list)
-    held_out: dict[int, float] = field(default_factory=dict)
+    held_out: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -125,6 +102,7 @@ class Rollout:
     segments_BL: Tensor  # int64 of `Segment`, OUTSIDE at prompt and padding, and in a response that is not scored
     status_B: Tensor  # int64 of `Status`
     causal_BL: Tensor  # bool, the results that the answer follows from
+    wrong_BL: Tensor  # bool, those of them that are wrong
 
     @property
     def reasoning_BL(self) -> Tensor:
@@ -132,32 +110,36 @@ class Rollout:
         return self.segments_BL == Segment.REASONING
 
     @property
-    def mask_BL(self) -> Tensor:
-        """Bool, false at padding."""
-        return self.response_BL | (torch.arange(self.token_BL.shape[1]) < self.prompt_length)
+    def length_B(self) -> Tensor:
+        return self.prompt_length + self.response_BL.sum(-1)
+
+    @property
+    def negative_B1(self) -> Tensor:
+        """Bool, the responses that are worse than their group."""
+        return (self.advantage_B < 0)[:, None]
 
 
 def train(run: Run, model: PreTrainedModel) -> Record:
     """Train `model` in place."""
     task = TASKS[run.task]
-    optimizer = torch.optim.Adam(model.parameters(), lr=run.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=run.lr, fused=True)
     problems, noise = random.Random(1000 + run.seed), torch.Generator()
     record = Record(run)
     for step in range(run.steps):
-        if step % run.evaluate_every == 0:
-            record.held_out[step] = accuracy(model, task, HELD_OUT, greedy=False)
         begun = time.perf_counter()
         noise.manual_seed(100_000 * run.seed + step)
         rollout = roll_out(model, task, problems, noise, run.prompts, run.copies)
         sampled = time.perf_counter()
         entry = {**rollout.graded, "used": len(rollout.token_BL), "sample_seconds": sampled - begun}
         if len(rollout.token_BL):
-            weight_BL, described = credit(run, model, rollout, step)
+            passes = forward(model, rollout)
+            importance_BL = importance(run, rollout, passes, step)
             scored = time.perf_counter()
-            entry |= described | update(model, optimizer, rollout, weight_BL)
+            weight_BL, described = weights(run, rollout, importance_BL, log_probs(rollout, passes))
+            entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - sampled, "update_seconds": time.perf_counter() - scored}
         record.steps.append(entry)
-    record.held_out[run.steps] = accuracy(model, task, HELD_OUT, greedy=False)
+    record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
     return record
 
 
@@ -171,20 +153,27 @@ def roll_out(
     problems = [task.problem(rng) for _ in range(prompts)]
     prompt_BP = torch.tensor([problem.prompt for problem in problems])
     response_BR = sample(model, prompt_BP, copies, task.max_response_length, noise)
-    readings = [task.read(problems[row // copies], ids) for row, ids in enumerate(response_BR.tolist())]
+    rows = response_BR.tolist()
+    readings = [task.read(problems[row // copies], ids) for row, ids in enumerate(rows)]
     reward_PG = torch.tensor([float(reading.right) for reading in readings]).view(prompts, copies)
-    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)
-    tokens = sum(reading.length for reading in readings)
-    graded = {"reward": reward_PG.mean().item(), "length": tokens / len(readings), "tokens": tokens}
-    token_BL = torch.cat([prompt_BP.repeat_interleave(copies, 0), response_BR], 1)
-    response_BL, causal_BL = (torch.zeros(token_BL.shape, dtype=torch.bool) for _ in range(2))
+    advantage_B = ((reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)).flatten()
+    lengths = [reading.length for reading in readings]
+    graded = {
+        "reward": reward_PG.mean().item(),
+        "length": sum(lengths) / len(lengths),
+        "tokens": float(sum(lengths)),
+    }
+    token_BL = torch.cat((prompt_BP.repeat_interleave(copies, 0), response_BR), 1)
+    response_BL, causal_BL, wrong_BL = (torch.zeros_like(token_BL, dtype=torch.bool) for _ in range(3))
     segments_BL = torch.full_like(token_BL, int(Segment.OUTSIDE))
     start = prompt_BP.shape[1]
     status_B = torch.full((len(readings),), int(Status.SCORED))
     for row, reading in enumerate(readings):
         written = slice(start, start + reading.length)
         response_BL[row, written] = True
-        causal_BL[row, [start + position for position in reading.causal]] = True
+        causal_BL[row, [start + at for at in reading.causal]] = True
+        wrong = wrong_results(task, problems[row // copies], rows[row], reading)
+        wrong_BL[row, [start + at for at in wrong]] = True
         if not reading.ended:
             status_B[row] = Status.TRUNCATED
         elif reading.segments is None:
@@ -193,59 +182,156 @@ def roll_out(
             status_B[row] = Status.NO_REASONING
         else:
             segments_BL[row, written] = torch.from_numpy(reading.segments).long()
-    advantage_B = advantage_PG.flatten()
-    rows = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL)
-    return Rollout(start, graded, *(x[advantage_B != 0] for x in rows))
+    tensors = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL, wrong_BL)
+    return Rollout(start, graded, *(x[advantage_B != 0] for x in tensors))
 
 
-def credit(run: Run, model: PreTrainedModel, rollout: Rollout, step: int) -> tuple[Tensor, dict[str, float]]:
+@dataclass
+class Forward:
+    """One micro-batch and its forward, whose graph serves importance and update both."""
+
+    rows: Tensor  # int64 `[b]`, of the rollout
+    token_bL: Tensor
+    embedding_bLH: Tensor
+    hidden_bLH: Tensor
+    head_VH: Tensor
+
+    def log_prob(self) -> Tensor:
+        """Of each token but the first, `[b, L - 1, V]` at the columns of all tokens."""
+        return F.linear(self.hidden_bLH[:, :-1], self.head_VH).log_softmax(-1)
+
+
+def forward(model: PreTrainedModel, rollout: Rollout) -> list[Forward]:
+    found = []
+    head_VH = head_of(model)
+    for rows, longest in micro_batches(rollout.length_B):
+        token_bL = rollout.token_BL[rows, :longest]
+        embedding_bLH = model.get_input_embeddings()(token_bL)
+        found.append(Forward(rows, token_bL, embedding_bLH, rows_of(model, embedding_bLH), head_VH))
+    return found
+
+
+def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int) -> Tensor:
+    """Of the package, `[B, L]`; of an oracle, its weights before mass is restored; zeros for plain GRPO."""
+    importance_BL = torch.zeros(rollout.token_BL.shape)
+    name = run.credit.importance
+    if name in ORACLES:
+        right_BL = rollout.causal_BL & ~rollout.wrong_BL & rollout.negative_B1
+        return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(right_BL, ORACLES[name])
+    if name is not None:
+        request = Request.from_config(run.credit.config(run.seed), step + 1, rollout.token_BL.shape[1])
+        for one in passes:
+            segments_bL = rollout.segments_BL[one.rows, : one.token_bL.shape[1]]
+            importance_BL[one.rows, : one.token_bL.shape[1]] = _importance(request, one, segments_bL)
+    return importance_BL
+
+
+def _importance(request: Request, one: Forward, segments_bL: Tensor) -> Tensor:
+    """The package's gradient pass on a graph that the update goes through as well."""
+    packed, layout = packed_rows(one.token_bL, segments_bL, None)
+    pass_ = MicroBatchPass(request, packed, layout)
+
+    def project(hidden_NH: Tensor) -> Tensor:
+        return F.linear(hidden_NH, one.head_VH.detach())
+
+    for planned in pass_.importance.forwards(request.num_draws, log_probs=False):
+        tap = pass_.tap(planned)
+        if tap.noise is not None:
+            raise ValueError(f"{request.importance} wants a forward with noise, which this trainer does not make")
+        scalar = tap.probe(project, one.hidden_bLH.flatten(0, 1)[tap.row_position_N])
+        if scalar is not None and tap.receive is not None:
+            (gradient_bLH,) = torch.autograd.grad(scalar, one.embedding_bLH, retain_graph=True)
+            tap.receive(gradient_bLH, one.embedding_bLH.detach())
+    return importance_of_scores(request, packed, pass_.scores).view_as(one.token_bL)
+
+
+@torch.no_grad()
+def log_probs(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
+    """Of each token, `[B, L]`; 0 for the first."""
+    found_BL = torch.zeros(rollout.token_BL.shape)
+    for one in passes:
+        chosen_bl = one.log_prob().gather(-1, one.token_bL[:, 1:, None])[..., 0]
+        found_BL[one.rows, 1 : one.token_bL.shape[1]] = chosen_bl
+    return found_BL
+
+
+def weights(run: Run, rollout: Rollout, importance_BL: Tensor, log_prob_BL: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Weights `[B, L]` of a batch, ones for plain GRPO, and what they look like."""
-    if run.method == "grpo":
+    credit, reasoning_BL = run.credit, rollout.reasoning_BL
+    if credit.importance is None:
         return torch.ones(rollout.token_BL.shape), {}
-    config = run.config()
-    request = Request.from_config(config, step + 1, rollout.token_BL.shape[1], replacement_token=PAD)
-    if run.method == "uniform":
-        importance_BL = torch.ones(rollout.token_BL.shape)
-    elif run.method == "oracle":
-        importance_BL = rollout.causal_BL.float()
+    if credit.importance in ORACLES:
+        weight_BL, metrics = _restored(importance_BL, reasoning_BL), {}
+    elif credit.gate == SPARE:
+        doubt_BL = -torch.expm1(log_prob_BL)
+        weight_BL = spare(importance_BL, reasoning_BL, doubt_BL, rollout.negative_B1, credit.beta)
+        metrics = {}
     else:
-        importance_BL = batch_importance(model, request, rollout.token_BL, rollout.segments_BL, rollout.mask_BL)
-    status_B = rollout.status_B
-    if run.positive_only:
-        status_B = status_B.masked_fill(rollout.advantage_B <= 0, Status.NOT_NEEDED)
-    advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)
-    _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, rollout.reasoning_BL, status_B, config)
-    usable_BL = rollout.reasoning_BL & (status_B == Status.SCORED)[:, None]
+        status_B = rollout.status_B
+        if credit.only == "positive":
+            status_B = status_B.masked_fill(rollout.advantage_B <= 0, Status.NOT_NEEDED)
+        advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)
+        config = credit.config(run.seed)
+        _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, reasoning_BL, status_B, config)
+        reasoning_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
+    if credit.only in ("boost", "suppress"):
+        one_BL = torch.ones_like(weight_BL)
+        kept_BL = torch.maximum(weight_BL, one_BL) if credit.only == "boost" else torch.minimum(weight_BL, one_BL)
+        weight_BL = _restored(kept_BL, reasoning_BL)
     described = {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
-    causal_BL = rollout.causal_BL & usable_BL
+    return weight_BL, described | _paid(rollout, weight_BL, importance_BL, reasoning_BL)
+
+
+def _restored(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
+    """Sizes average 1 over each response's reasoning, 1 elsewhere."""
+    kept_BL = weight_BL.masked_fill(~reasoning_BL, 0.0)
+    mean_B1 = kept_BL.abs().sum(-1, keepdim=True) / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
+    return torch.where(reasoning_BL, kept_BL / mean_B1.clamp_min(1e-9), 1.0)
+
+
+def _paid(rollout: Rollout, weight_BL: Tensor, importance_BL: Tensor, usable_BL: Tensor) -> dict[str, float]:
+    """Mean weights by what a token is and how its response did, and the recall of results."""
+    causal_BL, wrong_BL = rollout.causal_BL & usable_BL, rollout.wrong_BL & usable_BL
+    negative_BL = rollout.negative_B1.expand_as(causal_BL)
+    kinds = {
+        "wrong_in_wrong": wrong_BL & negative_BL,
+        "right_in_wrong": causal_BL & ~wrong_BL & negative_BL,
+        "other_in_wrong": usable_BL & ~causal_BL & negative_BL,
+        "result_in_right": causal_BL & ~negative_BL,
+        "other_in_right": usable_BL & ~causal_BL & ~negative_BL,
+    }
+    found = {name: weight_BL[of_BL].mean().item() for name, of_BL in kinds.items() if of_BL.any()}
     some_B = causal_BL.any(-1)
     if some_B.any():
         # Of as many of the highest scores as a response has results.
-        described["recall"] = causal_recall(importance_BL, usable_BL, causal_BL)[some_B].mean().item()
-        described["weight_causal"] = weight_BL[causal_BL].mean().item()
-        described["weight_other"] = weight_BL[usable_BL & ~causal_BL].mean().item()
-    return weight_BL, described
+        found["recall"] = causal_recall(importance_BL, usable_BL, causal_BL)[some_B].mean().item()
+    return found
 
 
 def update(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, rollout: Rollout, weight_BL: Tensor
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    passes: Sequence[Forward],
+    weight_BL: Tensor,
 ) -> dict[str, float]:
-    """One step along the clipped objective, averaged over the tokens of all responses."""
-    parts: Any = model
-    start = rollout.prompt_length
-    token_BR, keep_BR = rollout.token_BL[:, start:], rollout.response_BL[:, start:]
-    hidden_BLH = parts.model(input_ids=rollout.token_BL[:, :-1], use_cache=False).last_hidden_state
-    log_prob_NV = parts.lm_head(hidden_BLH[:, start - 1 :][keep_BR]).log_softmax(-1)
-    log_prob_N = log_prob_NV.gather(-1, token_BR[keep_BR][:, None])[:, 0]
-    advantage_N = (rollout.advantage_B[:, None] * weight_BL[:, start:])[keep_BR]
-    ratio_N = (log_prob_N - log_prob_N.detach()).exp()
-    clipped_N = ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    # Rows without an advantage add nothing to the sum, but their tokens count in the mean.
-    loss = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N).sum() / rollout.graded["tokens"]
+    """One step along the policy gradient, averaged over the tokens of all responses.
+
+    With one update a batch no ratio is clipped. Rows without an advantage add nothing to the sum, but their tokens count in
+    the mean.
+    """
+    loss, entropy = torch.zeros(()), 0.0
+    advantage_BL = rollout.advantage_B[:, None] * weight_BL
+    for one in passes:
+        length = one.token_bL.shape[1]
+        keep_bl = rollout.response_BL[one.rows, 1:length]
+        log_prob_NV = one.log_prob()[keep_bl]
+        log_prob_N = log_prob_NV.gather(-1, one.token_bL[:, 1:][keep_bl][:, None])[:, 0]
+        loss = loss - (log_prob_N * advantage_BL[one.rows, 1:length][keep_bl]).sum() / rollout.graded["tokens"]
+        with torch.no_grad():
+            entropy -= (log_prob_NV.exp() * log_prob_NV).sum().item() / int(rollout.response_BL.sum())
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    entropy_N = -(log_prob_NV.detach().exp() * log_prob_NV.detach()).sum(-1)
-    return {"entropy": entropy_N.mean().item(), "gradient_norm": norm.item()}
+    return {"entropy": entropy, "gradient_norm": norm.item()}

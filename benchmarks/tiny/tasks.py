@@ -65,6 +65,7 @@ class Task(ABC):
 
     EQUALS: ClassVar[str] = "="  # stands before the results of a step, and nowhere else in the reasoning
     STEP_LENGTH: ClassVar[int] = 6  # most tokens of a step, filler not counted
+    FILLER: ClassVar[Sequence[str]] = WORDS  # each filler word is one of these, all equally likely
 
     @abstractmethod
     def draw(self, rng: random.Random) -> tuple[list[str], Any]:
@@ -105,7 +106,7 @@ class Task(ABC):
         steps, answer = self.solution(problem.content, rng, error_rate)
         words: list[str] = []
         for step in steps:
-            words += [rng.choice(WORDS) for _ in range(rng.randint(*(filler or self.filler)))]
+            words += [rng.choice(self.FILLER) for _ in range(rng.randint(*(filler or self.filler)))]
             words += [*step.distractors, *step.copied, self.EQUALS, *step.results, ";"]
         return [*encode([*words, MARKER, *answer]), EOS]
 

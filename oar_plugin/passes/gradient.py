@@ -124,19 +124,22 @@ class MicroBatchPass:
         self._reasoning = rows_here(
             reasoning_T if self.importance.reasoning_rows else reasoning_T & False, "answer_joint"
         )
+        self._later = self._reasoning
+        if any(backward.rows == "later" for backward in self.importance.backwards):
+            self._later = rows_here(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
         self._clean_BV: Tensor | None = None
         self._scale: Tensor | None = None  # of the scalar of the forward under way; see `_scaled`
         # What is read is read in the first forward, which is clean, unless a clean backward starts from these rows anyway.
         noisy, backwards = self.importance.noisy, self.importance.backwards
-        self._read_first = bool(self.importance.reads) and (noisy or all(b.rows != "reasoning" for b in backwards))
+        self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
         self._first = None if noisy or not backwards else 0
 
     def tap(self, forward: Forward) -> Tap:
         """What the model is run with for `forward`."""
         layout, reads = self.layout, self._read_first and forward.draw == 0 and forward.backward == self._first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
-        rows = self._reasoning if backward is not None and backward.rows == "reasoning" else self._answer
+        rows = {"reasoning": self._reasoning, "later": self._later}.get(backward.rows if backward else "", self._answer)
         count = len(rows)
         positions = [rows.position_N, *([self._reasoning.position_N] if reads else [])]
 
@@ -233,7 +236,7 @@ class MicroBatchPass:
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
-            if self._backward(forward).rows == "reasoning" and self.importance.reads:
+            if self._backward(forward).of_reasoning and self.importance.reads:
                 if not self._read_first:
                     self._read(rows, logits_NV)
                 if "entropy" in self.importance.reads:

@@ -30,10 +30,11 @@ def step_flops(s: Setup) -> dict[str, float]:
     if s.oar is None:
         return flops
     importance, reasoning = s.oar.importance_object, max(1.0, s.mean_response - s.answer_rows)
-    rows = [reasoning if backward.rows == "reasoning" else s.answer_rows for backward in importance.backwards]
+    of = {"reasoning": reasoning, "later": reasoning + s.answer_rows}
+    rows = [of.get(backward.rows, s.answer_rows) for backward in importance.backwards]
     added = s.oar.extra_forwards * model.layers_flops(length) + s.oar.backwards * (model.backward_flops(length) + again)
     added += s.oar.num_draws * 2 * model.head_flops(sum(rows))
-    if importance.reads and reasoning not in rows:
+    if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
         added += model.head_flops(reasoning)
     scored = s.sequences * s.scored_share
     copies = 0.0

@@ -29,12 +29,18 @@ class Backward:
     Attributes:
         rows: the logits that it starts from. `probe`: what `algorithm.oar.probe` says, pooled to one row a response for
             `last` and `answer_mean`, each row of the answer weighted by its share for `answer_joint`. `answer`: each of the
-            probe's rows by itself. `reasoning`: each row that predicts a reasoning token.
+            probe's rows by itself. `reasoning`: each row that predicts a reasoning token. `later`: those and each row that
+            predicts a token of the answer.
         noise: Gaussian noise of scale `algorithm.oar.sigma` stands on the reasoning embeddings. A clean forward comes first.
     """
 
-    rows: Literal["probe", "answer", "reasoning"] = "probe"
+    rows: Literal["probe", "answer", "reasoning", "later"] = "probe"
     noise: bool = False
+
+    @property
+    def of_reasoning(self) -> bool:
+        """Whether it starts from rows that predict reasoning tokens."""
+        return self.rows in ("reasoning", "later")
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ class Rows:
         logits_NV: the rows; one a response where the probe pools them. The columns that this process holds.
         token_N: int64, the token that each row predicts; None where rows are pooled.
         seed_N: int64, of each row's random numbers: of (seed, training step, response, backward, draw, row).
-        entropy_N: nats, at the temperature that responses were sampled with; for reasoning rows of an importance that
-            reads it, else None.
+        entropy_N: nats, at the temperature that responses were sampled with; for `reasoning` and `later` rows of an
+            importance that reads it, else None.
         clean_NV: the same rows of the forward without noise; None where there is no noise or rows are not pooled.
         sigma: `algorithm.oar.sigma`.
         vocabulary: which columns this process holds, and how to sum over the others.
@@ -168,7 +174,7 @@ class Importance:
     @property
     def reasoning_rows(self) -> bool:
         """Whether the rows that predict reasoning tokens are projected to the vocabulary, chunk by chunk."""
-        return bool(self.reads) or any(backward.rows == "reasoning" for backward in self.backwards)
+        return bool(self.reads) or any(backward.of_reasoning for backward in self.backwards)
 
 
 def squared_norm(gradient: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def _tried(importance: Importance) -> Iterator[str]:
     """What is wrong with what its methods return."""
     gradient_TH = torch.linspace(-1, 1, 10).view(2, 5)
     for number, backward in enumerate(importance.backwards):
-        reads = backward.rows == "reasoning" and "entropy" in importance.reads
+        reads = backward.of_reasoning and "entropy" in importance.reads
         for pooled in (True, False) if backward.rows == "probe" else (False,):
             for count in (3, 0):  # a rank may hold no row
                 logits_NV, index_N = torch.linspace(-2, 2, count * 7).view(count, 7), torch.arange(count)

@@ -1,0 +1,144 @@
+"""The tasks of the study: it is known which tokens of a response decide its answer, and which of those are wrong.
+
+Like `benchmarks.tiny.tasks`, but small models learn each of them whatever their seed: every step has a name, which the prompt
+has as well, and sums are small ones.
+
+| task             | prompt                                | a step            | how results reach the answer                 |
+|------------------|---------------------------------------|-------------------|----------------------------------------------|
+| `parallel`       | `A 3 + 2 ; B 9 - 1 ; ... = ?`         | `A 3 + 2 = 5 ;`   | directly: the answer lists them all          |
+| `chain`          | `3 ; A + 2 ; B - 1 ; ... = ?`         | `A 3 + 2 = 5 ;`   | each through the next, the last one directly |
+| `lookup`         | `B 4 ; E 0 ; A 5 ; ... 1 ?`           | `/ E 0 ; = B 4 ;` | likewise; what stands behind `/` never does  |
+| `parallel_quiet` | as `parallel`                         |                   | filler has the entropy of results            |
+| `chain_quiet`    | as `chain`                            |                   | likewise                                     |
+
+In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, where the task
+is quiet, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from benchmarks.tiny.tasks import Chain, Lookup, Parallel, Problem, Reading, Step, Task
+from benchmarks.tiny.words import DIGITS, NAMES, VOCABULARY, WORDS, encode
+
+QUIET = ("so",) * 16 + WORDS[1:5]
+"""An error rate of 0.2 over four wrong values, in words."""
+_SUM = "+-"
+_ZERO, _NAME = encode(["0", "A"])
+
+
+def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading: Reading) -> tuple[int, ...]:
+    """Positions of the results that do not follow from what stands before them in their own step."""
+    lookup = isinstance(task, NamedLookup)
+    right = _looked_up if lookup else _computed
+    return tuple(at for at in reading.causal if right(problem, response, at) != response[at] - _ZERO)
+
+
+def _computed(_: Problem, response: Sequence[int], at: int) -> int | None:
+    if at < 4:
+        return None
+    a, op, b = (VOCABULARY[token] for token in response[at - 4 : at - 1])
+    if a not in DIGITS or b not in DIGITS or op not in _SUM:
+        return None
+    return (int(a) + int(b) if op == "+" else int(a) - int(b)) % 10
+
+
+def _looked_up(problem: Problem, response: Sequence[int], at: int) -> int | None:
+    _, table = problem.content
+    line = response[at - 1] - _NAME
+    return int(table[line]) if 0 <= line < len(table) else None
+
+
+def _named(steps: Sequence[Step]) -> list[Step]:
+    return [Step((name, *step.copied), step.results) for name, step in zip(NAMES, steps, strict=False)]
+
+
+class NamedParallel(Parallel):
+    STEP_LENGTH: ClassVar[int] = 7
+
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        facts = tuple((rng.randrange(10), rng.choice(_SUM), rng.randint(1, 3)) for _ in range(self.steps))
+        lines = zip(NAMES, facts, strict=False)
+        return [*(word for name, fact in lines for word in (name, *map(str, fact), ";")), "=", "?"], facts
+
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        steps, answer = super().solution(content, rng, error_rate)
+        return _named(steps), answer
+
+
+class NamedChain(Chain):
+    STEP_LENGTH: ClassVar[int] = 7
+
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        start = rng.randrange(10)
+        operations = tuple((rng.choice(_SUM), rng.randint(1, 3)) for _ in range(self.steps))
+        lines = zip(NAMES, operations, strict=False)
+        words = [str(start), *(word for name, (op, b) in lines for word in (";", name, op, str(b))), "=", "?"]
+        return words, (start, operations)
+
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        steps, answer = super().solution(content, rng, error_rate)
+        return _named(steps), answer
+
+
+class NamedLookup(Lookup):
+    """Line `A 5` says where to go from 0: to 5. Before each some line is mentioned that leads nowhere, and as often wrong."""
+
+    EQUALS: ClassVar[str] = "="
+    LINES: ClassVar[int] = 6
+
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        values = rng.sample(range(self.LINES), self.LINES)
+        order, start = rng.sample(range(self.LINES), self.LINES), rng.randrange(self.LINES)
+        words = [word for line in order for word in (NAMES[line], str(values[line]), ";")]
+        return [*words, str(start), "?"], (start, tuple(values))
+
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        here, table = content
+
+        def written(line: int) -> int:
+            others = [value for value in range(self.LINES) if value != table[line]]
+            return rng.choice(others) if rng.random() < error_rate else int(table[line])
+
+        steps = []
+        for _ in range(self.steps):
+            other, there = rng.randrange(self.LINES), written(here)
+            aside = ("/", NAMES[other], str(written(other)), ";")
+            # `EQUALS` stands in front of the name here, so that a line reads as in the prompt.
+            steps.append(Step((), (NAMES[here], str(there)), aside))
+            here = there
+        return steps, [str(here)]
+
+    def read(self, problem: Problem, response: Sequence[int]) -> Reading:
+        found = super().read(problem, response)
+        digits = tuple(at for at in found.causal if VOCABULARY[response[at]] in DIGITS)
+        return Reading(found.length, found.ended, found.segments, found.right, digits)
+
+
+class QuietParallel(NamedParallel):
+    FILLER: ClassVar[Sequence[str]] = QUIET
+
+
+class QuietChain(NamedChain):
+    FILLER: ClassVar[Sequence[str]] = QUIET
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        NamedParallel("parallel", steps=4, filler=(5, 8), error_rate=0.2),
+        NamedChain("chain", steps=4, filler=(5, 8), error_rate=0.2),
+        NamedLookup("lookup", steps=3, filler=(4, 7), error_rate=0.27),
+        QuietParallel("parallel_quiet", steps=4, filler=(5, 8), error_rate=0.2),
+        QuietChain("chain_quiet", steps=4, filler=(5, 8), error_rate=0.2),
+    )
+}
+"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts."""
+
+
+def lessons(task: Task, rng: random.Random, filler: tuple[int, int]) -> Iterator[Task]:
+    """Endless easier forms of a task, without errors: of one step, of two, of any number."""
+    kind = type(task)
+    while True:
+        yield kind(task.name, rng.randint(1, task.steps), filler, 0.0)

@@ -1,0 +1,126 @@
+"""Models that half know a task: imitation of demonstrations with errors, after lessons that go on until they are learned.
+
+A model that cannot copy yet learns nothing from long demonstrations with errors, and how long it takes until it can is chance:
+so there is no number of steps for that, but a share of right answers.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.learning.tasks import TASKS, lessons
+from benchmarks.tiny.fast import head_of, rows_of
+from benchmarks.tiny.model import build_model
+from benchmarks.tiny.tasks import Task
+from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches
+from benchmarks.tiny.words import FILLER, PAD, VALUES, VOCABULARY
+
+FORMAT = 1
+"""Raised when training changes, so that models of an older version are not taken from disk."""
+HEADS = 2
+"""Of 32, the smallest that vLLM serves on a CPU."""
+BATCH, LEARNING_RATE, RAMP = 64, 3e-3, 30
+LEARNED, EVERY, LONGEST = 0.95, 50, 3000
+"""A lesson is over at this share of right answers, each of the most likely tokens, asked for every so many steps; and a model
+that takes longer than this for one is stuck."""
+IMITATION = 250
+"""Steps on whole demonstrations with errors."""
+ENOUGH = 0.8
+"""Share of right answers, each of the most likely tokens, of a model that knows its task. A perfect imitator has all of them
+right, however many errors it saw."""
+ASKED = 128
+Progress = Callable[..., object]
+
+
+class StuckError(RuntimeError):
+    """A model did not learn its task."""
+
+
+@functools.cache
+def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -> dict[str, Tensor]:
+    """The state of model `number` of a task, trained now or kept in `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`.
+
+    Raises:
+        StuckError: it did not learn the task; no seed of ten did that on any machine that was tried.
+    """
+    task = TASKS[name]
+    recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, IMITATION, HEADS, VOCABULARY, type(task).__name__]
+    key = json.dumps([asdict(task), number, recipe], sort_keys=True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / "learning"
+    file = cache / f"{name}-{number}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
+    if file.exists():
+        return dict(torch.load(file, weights_only=True))
+    model = build_model(number, heads=HEADS)
+    teach(model, task, number, progress)
+    share = accuracy(model, task, ASKED, greedy=True)
+    if share < ENOUGH:
+        raise StuckError(f"task {name}, warm model {number}: right in {share:.0%} of its most likely answers")
+    cache.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")  # whole or not at all, whoever else writes it
+    torch.save(model.state_dict(), part)
+    part.replace(file)
+    return model.state_dict()
+
+
+def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:
+    """A new copy of it; see `warm_weights`."""
+    model = build_model(number, heads=HEADS)
+    model.load_state_dict(warm_weights(name, number, progress))
+    return model
+
+
+def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = lambda *_: None) -> list[int]:
+    """Train it in place; returns the steps that each lesson took. The same seed on the same machine gives the same weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
+    taken, rng = [], random.Random(seed)
+    for lesson, filler in enumerate([(0, 0), task.filler]):
+        whole = type(task)(task.name, task.steps, filler, 0.0)
+        taught = lessons(task, rng, filler) if lesson == 0 else itertools.repeat(whole)
+        stream = (next(batches(part, BATCH, rng.getrandbits(32), None)) for part in taught)
+        for step, batch in enumerate(itertools.islice(stream, LONGEST), 1):
+            _imitate(model, optimizer, *batch, LEARNING_RATE * min(1.0, (step if lesson == 0 else RAMP) / RAMP))
+            if step % EVERY == 0:
+                share = accuracy(model, whole, ASKED, greedy=True)
+                progress(
+                    f"teaching {task.name} to model {seed}, lesson {lesson + 1}: {share:.0%} right after {step} steps"
+                )
+                if share >= LEARNED:
+                    break
+        else:
+            raise StuckError(f"task {task.name}, seed {seed}: lesson {lesson + 1} was not learned in {LONGEST} steps")
+        taken.append(step)
+    demonstrations: Iterator[tuple[Tensor, Tensor]] = batches(task, BATCH, rng.getrandbits(32), None)
+    for step, batch in enumerate(itertools.islice(demonstrations, IMITATION)):
+        _imitate(model, optimizer, *batch, LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / IMITATION)))
+        progress(f"training model {seed} on {task.name}", step, IMITATION)
+    optimizer.zero_grad()
+    return taken
+
+
+def _imitate(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, token_BL: Tensor, label_BL: Tensor, rate: float
+) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    weight_V = torch.ones(model.config.vocab_size)
+    weight_V[list(FILLER)], weight_V[list(VALUES)] = FILLER_WEIGHT, VALUE_WEIGHT
+    hidden_BLH = rows_of(model, model.get_input_embeddings()(token_BL))
+    labelled = label_BL[:, 1:] != PAD
+    logits_NV = F.linear(hidden_BLH[:, :-1][labelled], head_of(model))
+    loss = F.cross_entropy(logits_NV, label_BL[:, 1:][labelled], weight_V)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()

@@ -1,0 +1,59 @@
+"""How far the choice that was made at a token moves what is decided later, the answer among it, in nats. One backward.
+
+With later steps teacher-forced, the answer of a chain (each step goes on from the last result) no longer depends on early
+results, so importance that reads the answer alone pays the last step and treats the others like filler. Here every later row
+counts. A row's margin is the logit of its likeliest token less that of the next; with random signs `u` a row and `H` the
+entropy of a row's distribution, at the temperature that tokens were drawn with,
+
+    J = sum_rows u exp(-H) margin        I_t = ||dJ / de_t|| ||e_t|| / sqrt(d) * sqrt(1 - exp(-H_t))
+
+* The margin of a sure row is as steep as that of an open one, so nothing saturates: a copy shows what it depends on without
+  a temperature, and tokens without mass have no part in it. Rows of high entropy hardly count: what moves them moves filler.
+* `||g|| ||e|| / sqrt(d)` is how far a step of the embedding's length in a random direction moves a margin: no unit of the
+  embeddings is left. A token that was no choice (form, a copy) moves nothing, by its entropy.
+
+Not in the paper. It marks the same tokens as a token's own alternatives do (the standard deviation of `<g_t, e_v>` over the
+policy), which would need the whole vocabulary once more for every token. What it does to learning:
+`benchmarks/results/learning_judged.md`.
+"""
+
+import torch
+from torch import Tensor
+
+from oar_plugin.credit.importance.base import Backward, Importance, Parts, Rows, squared_norm
+from oar_plugin.credit.noise import signs
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
+
+
+class Decision(Importance):
+    name = "decision"
+    help = "How far the choice at a token moves later margins, the answer's among them, in nats; one backward."
+    backwards = (Backward("later"),)
+    reads = frozenset({"entropy"})
+    arbitrary_scale = False
+
+    def coefficients(self, number: int, rows: Rows) -> Tensor:
+        assert rows.entropy_N is not None
+        sign_N1 = signs(rows.seed_N, 0, 1)
+        return margin_coefficients(rows.logits_NV, rows.vocabulary) * sign_N1 * torch.exp(-rows.entropy_N)[:, None]
+
+    def score(self, gradient: Tensor, embedding: Tensor) -> Tensor:
+        return squared_norm(gradient) * squared_norm(embedding) / embedding.shape[-1]
+
+    def combine(self, parts: Parts) -> Tensor:
+        return (parts.score_KBL[0] * -torch.expm1(-parts.entropy_BL)).clamp_min(0).sqrt()
+
+
+def margin_coefficients(logits_NV: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY) -> Tensor:
+    """Derivative of the highest logit less the next, `[N, V]`; where several are equal, of their mean."""
+    first_NV = _share_of_highest(logits_NV, vocabulary)
+    next_NV = _share_of_highest(logits_NV.masked_fill(first_NV > 0, -torch.inf), vocabulary)
+    return first_NV - next_NV
+
+
+def _share_of_highest(logits_NV: Tensor, vocabulary: VocabularyShard) -> Tensor:
+    # A shard that holds nothing but padding has no columns, and so no largest logit.
+    floor_N1 = logits_NV.new_full((*logits_NV.shape[:-1], 1), -torch.inf)
+    highest_N1 = vocabulary.largest(torch.cat([logits_NV, floor_N1], -1).amax(-1, keepdim=True))
+    at_NV = ((logits_NV == highest_N1) & (highest_N1 > -torch.inf)).to(logits_NV.dtype)
+    return at_NV / vocabulary.total(at_NV.sum(-1, keepdim=True)).clamp_min(1)
