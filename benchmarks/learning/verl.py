@@ -1,7 +1,7 @@
-"""The trainings of `--through-verl`: real verl, Ray and vLLM on the CPU stack. A confirmation, minutes a run.
+"""The trainings of a plan `through_verl`: real verl, Ray and vLLM on the CPU stack. A confirmation, minutes a run.
 
-The same tasks, problems in the same order, and the same settings of the optimizer as the small trainer's; the models
-have two heads in place of four, because vLLM serves no narrower ones on a CPU, and the sampling noise is vLLM's.
+The same models, problems in the same order, and the same settings of the optimizer as the small trainer's; the sampling noise is
+vLLM's.
 """
 
 import random
@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.learning.training import CREDIT, HELD_OUT, Record, Run
+from benchmarks.learning.tasks import TASKS
+from benchmarks.learning.training import HELD_OUT, Record, Run
 from benchmarks.tiny.data import write_problems
-from benchmarks.tiny.tasks import TASKS
 from benchmarks.tiny.verl_run import read_metrics, training_environment, training_overrides
 from benchmarks.tiny.warm_start import accuracy
 from benchmarks.tiny.words import make_tokenizer
@@ -27,7 +27,7 @@ _METRICS = {
     "length": "response_length/mean",
     "gradient_norm": "actor/grad_norm",
     "ess_ratio": "oar/ess_ratio",
-    "top10_mass": "oar/top10_mass",
+    "fallback/any": "oar/fallback/any",
     "sample_seconds": "timing_s/gen",
 }
 """verl's names for what a record holds of a step."""
@@ -48,24 +48,20 @@ def train(run: Run, model: PreTrainedModel, folder: Path) -> Record:
     metrics = read_metrics(metrics_file)
     if code != 0 or len(metrics) < run.steps:
         done = f"after {len(metrics)} of {run.steps} steps"
-        raise RuntimeError(
-            f"{run.task} {run.method}: verl stopped {done} (exit status {code}; all of its output: {log})"
-        )
+        raise RuntimeError(f"{run.task}: verl stopped {done} (exit status {code}; all of its output: {log})")
     trained = type(model).from_pretrained(folder / "checkpoint" / f"global_step_{run.steps}" / "actor" / "huggingface")
-    policies = {0: model, run.steps: trained.eval()}
-    held_out = {step: accuracy(policy, task, HELD_OUT, greedy=False) for step, policy in policies.items()}
     for made in ("model", "checkpoint"):
         shutil.rmtree(folder / made)
-    return Record(run, [_entry(step) for step in metrics], held_out)
+    return Record(run, [_entry(step) for step in metrics], accuracy(trained.eval(), task, HELD_OUT, greedy=False))
 
 
 def overrides(run: Run, folder: Path) -> list[str]:
     """What verl is told beside `cpu_overrides`."""
     method = ["algorithm.adv_estimator=grpo"]
-    if run.method != "grpo":
-        settings = run.config().model_dump(include={"importance", "seed", *CREDIT}, exclude_none=True)
-        settings["answer_patterns"] = "[hash]"
-        method = ["algorithm.adv_estimator=oar", *(f"algorithm.oar.{name}={value}" for name, value in settings.items())]
+    if run.credit.importance is not None:
+        settings = run.credit.config(run.seed).model_dump(exclude_unset=True) | {"answer_patterns": "[hash]"}
+        told = (f"algorithm.oar.{name}={value}" for name, value in settings.items() if value is not None)
+        method = ["algorithm.adv_estimator=oar", *told]
     same = ["data.shuffle=False", "actor_rollout_ref.actor.optim.weight_decay=0"]  # as in the small trainer
     paths = folder / "model", folder / "problems.parquet", folder / "checkpoint"
     task = TASKS[run.task]
