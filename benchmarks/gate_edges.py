@@ -1,11 +1,8 @@
-"""The default gate, the paper's and variants of it on scores with edges: `python -m benchmarks.gate_edges` prints the page."""
-
-from functools import partial
+"""The default gate and the paper's on scores with edges: `python -m benchmarks.gate_edges` prints the page."""
 
 import torch
 from torch import Tensor
 
-from benchmarks.candidates.learning import bounded, ranked, winsorised
 from benchmarks.fidelity.scores import causal_recall
 from benchmarks.report import Table
 from oar_plugin.config import OarConfig
@@ -18,13 +15,11 @@ TEXT = """\
 # The gate at its edges
 
 `python -m benchmarks.gate_edges` prints this page: {draws} responses a case with drawn scores, log-normal, ten times as large
-for a tenth of the tokens, which count as causal. The default gate is `{default}`. `two_level` has tau {tau}, the others have
-tau {paper_tau} unless said; beta 2, floor 0.1. In place of what `bi_level`, the paper's gate, gets, "ranks" gives it ranks and
-"winsorised" scores cut at their 95 % quantile; "bounded" lets no weight exceed 3 and gives the rest to the others.
+for a tenth of the tokens, which count as causal. The default gate is `{default}`, with tau {tau}; `bi_level`, the paper's, has
+tau {paper_tau} unless said; beta 2, floor 0.1.
 
 - One outlier takes the min-max scale of `bi_level` with it. Its own weight stays bounded, but the mean weight of the causal
-  tokens falls from {typical[2]} to {outlier[bi_level][2]}: nearly even credit. With `two_level` it is {outlier[two_level][2]},
-  with ranks {outlier[ranks][2]}, with winsorised scores {outlier[winsorised][2]}.
+  tokens falls from {typical[2]} to {outlier[bi_level][2]}: nearly even credit. With `two_level` it is {outlier[two_level][2]}.
 - Where most scores are exactly zero, the tau-quantile of `bi_level` is zero and its floor never acts: with 70 % zeros the
   effective sample size (ESS) stays {zeros[0]} of all tokens.
 - `bi_level` stretches scores that differ by one part in 10^7 like any others: there is no scale below which a response counts
@@ -59,10 +54,7 @@ def cases() -> dict[str, tuple[Tensor, Tensor, float | None]]:
 
 
 def main() -> None:
-    paper_tau = GATES["bi_level"].tau
     gates = {name: (gate.weights, gate.tau) for name, gate in GATES.items()}
-    gates |= {"ranks": (ranked, paper_tau), "winsorised": (winsorised, paper_tau)}
-    gates |= {"bounded": (partial(bounded, largest=3.0), paper_tau)}
     found: dict[str, dict[str, list[str]]] = {}
     for case, (importance, causal, tau) in cases().items():
         keep = torch.ones_like(causal)
@@ -72,7 +64,12 @@ def main() -> None:
             figures = [effective_sample_size(weight, keep).mean(), weight.max(), weight[causal].mean()]
             figures += [weight[~causal].mean(), causal_recall(weight, keep, causal).mean()]
             found[case][name] = [f"{figure:.2f}" for figure in figures]
-    facts = {"draws": DRAWS, "default": OarConfig().gate, "tau": GATES["two_level"].tau, "paper_tau": paper_tau}
+    facts = {
+        "draws": DRAWS,
+        "default": OarConfig().gate,
+        "tau": GATES["two_level"].tau,
+        "paper_tau": GATES["bi_level"].tau,
+    }
     facts |= {"typical": found["typical, 100 tokens"]["bi_level"], "outlier": found["one outlier, x 10000"]}
     facts |= {"zeros": found["70 % are zero"]["bi_level"], "one": found["tau 1"]["bi_level"]}
     columns = ("scores", "gate", "ESS ratio", "largest weight", "mean weight, causal", "others", "recall")

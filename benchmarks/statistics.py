@@ -61,7 +61,8 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float], seed: int =
 def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[Estimate, float]:
     """The mean of paired differences with the interval of the paired t-test, and that test's p-value (NaN below two pairs)."""
     difference_N = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
-    value, count = float(difference_N.mean()), len(difference_N)
+    count = len(difference_N)
+    value = float(difference_N.mean()) if count else np.nan
     if count < 2 or np.ptp(difference_N) == 0:
         return Estimate(value, count=count), np.nan
     test = stats.ttest_1samp(difference_N, 0.0)

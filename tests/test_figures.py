@@ -63,6 +63,24 @@ def fidelity():
     yield "fidelity_cpu", f"agrees with itself in {again['overlap']['value']:.2f} of the top tokens"
 
 
+def marks():
+    tables = load("marks_cpu")["tables"]
+    wrong, first, results, *_ = tables
+    names = {
+        "`decision`": "decision", "`decision` times doubt": "decision x (1 - p)", "`onward` (candidate)": "onward",
+        "entropy factor alone (control)": "EntropyFactor", "`fisher` (default)": "fisher",
+        "`fisher` times doubt": "fisher x (1 - p)", "`oar_g` (published)": "oar_g", "surprisal": "surprisal",
+        "right answer known: gradient": "gold norm", "right answer known: signed, 8 backwards": "gold sweep 8 signed",
+        "random": "random",
+    }  # fmt: skip
+    for label, name in names.items():
+        rows = [row for title in (results, wrong, first) for row in tables[title] if row["credit"] == name]
+        yield (
+            "marks_cpu",
+            f"| {label} | {' | '.join(row[task] for row in rows for task in ('chain', 'parallel', 'lookup'))} |",
+        )
+
+
 def rewards(stem, task):
     """Method -> difference to GRPO, its interval, in how many runs it was ahead."""
     (table,) = (table for table in load(stem)["tasks"][task] if "against GRPO" in table["title"])
@@ -173,7 +191,7 @@ def without_fences(document):
 
 @pytest.fixture(scope="module")
 def figures():
-    return [figure for source in (fidelity, learning, costs, step, copies) for figure in source()]
+    return [figure for source in (fidelity, marks, learning, costs, step, copies) for figure in source()]
 
 
 def test_every_figure_is_what_its_file_says_and_its_section_links_to_it(figures):

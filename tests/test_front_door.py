@@ -50,7 +50,7 @@ def error_of(credit, want):
     ("importance", "reference", "place", "least", "most"),
     [
         ("fisher", "fisher", "cpu", 0, 1e-5),
-        ("onward", "onward", "cpu", 0, 1e-5),
+        ("decision", "decision", "cpu", 0, 1e-5),
         ("entropy", "entropy", "cpu", 0, 1e-5),
         (OWN, "own", "cpu", 0, 1e-4),
         ("fisher", "fisher", torch.bfloat16, 1e-5, 0.5),
@@ -94,7 +94,7 @@ def test_every_way_in_gives_the_same(model, left, given, max_tokens):
     torch.testing.assert_close(got.weights, want.weights)
 
 
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "onward", "hybrid", "entropy", OWN])
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "decision", "hybrid", "entropy", OWN])
 def test_the_model_is_left_as_it_was(model, importance):
     model.train()
     model.model.layers[0].eval()

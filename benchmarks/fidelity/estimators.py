@@ -47,6 +47,14 @@ def package_estimators() -> dict[str, Score]:
     return {**found, "attention": attention_patching}
 
 
+def without_copies() -> dict[str, Score]:
+    """Of the package those that any model can be scored with at the cost of a few passes, by name."""
+    copying = {name for name, importance in IMPORTANCES.items() if importance.copies is not None}
+    return {
+        name: score for name, score in package_estimators().items() if name.split()[0] not in {*copying, "attention"}
+    }
+
+
 def loaded_estimators(files: Sequence[Path]) -> dict[str, Score]:
     """Those of files.
 

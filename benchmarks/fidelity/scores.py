@@ -63,6 +63,14 @@ def causal_recall(importance_BL: Tensor, keep_BL: Tensor, causal_BL: Tensor) -> 
     return ((rank_BL < count_B1) & causal_BL).sum(-1) / count_B1[:, 0]
 
 
+def auc(score_R: np.ndarray, positive_R: np.ndarray) -> float:
+    """How often a score of `positive_R` (bool) is above one of the others, equal ones a half; NaN without one of either."""
+    positives, others = int(positive_R.sum()), int((~positive_R).sum())
+    if not positives or not others:
+        return math.nan
+    return float((stats.rankdata(score_R)[positive_R].mean() - (positives + 1) / 2) / others)
+
+
 @torch.no_grad()
 def deletion_curves(model: nn.Module, response: Response, scores: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """The answer's probability (geometric mean over its tokens) as the tokens with the largest scores are replaced by PAD.

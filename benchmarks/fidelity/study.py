@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fidelity.estimators import REFERENCE, Score, counted_work, loaded_estimators
+from benchmarks.fidelity.estimators import REFERENCE, Score, counted_work, loaded_estimators, without_copies
+from benchmarks.fidelity.marked import marked_figures, marked_notes, marked_table, read_marked
 from benchmarks.fidelity.pictures import draw, page_of
 from benchmarks.fidelity.responses import MicroBatch, Source, micro_batches, task_sources
 from benchmarks.fidelity.scores import deletion_curves, judged
@@ -33,6 +34,10 @@ class Settings:
     """A model."""
     also: tuple[Path, ...] = ()
     """Files with more estimators."""
+    marked: Path | None = None
+    """File of marked responses, in place of --tasks; they are judged in the first of --dtypes."""
+    model: str | None = None
+    """That wrote them: a folder, or a name on the Hugging Face Hub."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """Of weights and computation. The reference is float32 whatever they are."""
     probe: Probe = OarConfig().probe
@@ -55,10 +60,14 @@ class Settings:
         check_at_least_one(self, "seeds", "responses", "micro_batch", "rounds")
         if not self.dtypes or len(set(self.dtypes)) < len(self.dtypes):
             raise ValueError(f"--dtypes {' '.join(self.dtypes)}: give float32, bfloat16, or both, each once")
+        if (self.marked is None) != (self.model is None):
+            raise ValueError("--marked and --model go together: responses, and the model that wrote them")
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
     """Raises: ValueError for a task that is unknown or has no models, and for files that cannot be used."""
+    if settings.marked is not None:
+        return report_on_marked(settings, settings.marked, progress)
     sources = task_sources(settings.tasks, settings.seeds, settings.responses, settings.seed, progress)
     return report_on(settings, sources, progress)
 
@@ -106,6 +115,33 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
         runs={"settings": asdict(settings), **findings.runs()},
         figure=partial(draw, findings),
         extra={"html": page_of(findings)},
+    )
+
+
+def report_on_marked(settings: Settings, file: Path, progress: Progress) -> Report:
+    """Judge the estimators without masked copies by how they rank the tokens that are marked in a file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device, dtype = choose_device(settings.device), settings.dtypes[0]
+    added = loaded_estimators(settings.also)
+    found = read_marked(file, AutoTokenizer.from_pretrained(settings.model))
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
+    model.eval().requires_grad_(False)
+    batches = list(micro_batches(found.responses, settings.micro_batch, device, settings.probe, settings.seed))
+    scores = {}
+    for name, score in (without_copies() | added).items():
+        progress(name)
+        scores[name] = _scores(model, batches, score)
+    figures = marked_figures(found, scores)
+    known = {
+        name: {key: [None if x != x else round(x, 4) for x in of[key]] for key in of} for name, of in figures.items()
+    }
+    return Report(
+        title=f"Marked tokens of {file.name}",
+        stem=f"fidelity_marked_{device.type}",
+        tables=[marked_table(figures)],
+        notes=marked_notes(found, f"{settings.model} in {dtype}", settings.probe),
+        runs={"settings": asdict(settings), "judged": known},
     )
 
 

@@ -1,6 +1,7 @@
 """What the records of a plan say: which rates were chosen, how fast each method learned, and whether GRPO was slower."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -86,7 +87,7 @@ def _paired(runs: pd.DataFrame, task: str, method: str) -> pd.DataFrame:
     """A method's trainings of a task and GRPO's of the same pairs, side by side."""
     of_task = runs[runs["task"] == task].set_index(["warm", "seed"])
     ours, theirs = (of_task[of_task["method"] == name] for name in (method, BASELINE))
-    return ours.join(theirs, how="inner", rsuffix="_grpo")
+    return ours.join(theirs.add_suffix("_grpo"), how="inner")
 
 
 def _gain(runs: pd.DataFrame, task: str, method: str, what: str = "reward") -> tuple[Estimate, float]:
@@ -118,14 +119,13 @@ def _compared(
             verdict = "control or explored" if name not in plan.named else "not told apart from GRPO"
             if holm_p < SIGNIFICANT:
                 verdict = "**faster**" if gain.value > 0 else "**slower**"
-            shown = f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
             share = _number(gain.value / headroom, ".2f") if headroom > 0 else "-"
-            line += [shown, ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
+            line += [_signed(gain), ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
         held_out = _gain(runs, task, name, "held_out")[0]
-        late = "" if name == BASELINE else f"{held_out.value:+.3f} ({held_out.low:+.3f} to {held_out.high:+.3f})"
+        late = "" if name == BASELINE else _signed(held_out)
         rows.append([*line, f"{of['held_out'].mean():.3f}", late, _number(of["steps"].median(), "g")])
-    columns = ("method", "lr", "mean reward", "minus GRPO's (95 %)", "ahead in", f"of {HEADROOM}'s gain")
-    columns += ("p", "verdict", "held-out at the end", "minus GRPO's", f"steps to {THRESHOLD:.0%}")
+    columns = ["method", "lr", "mean reward", "minus GRPO's (95 %)", "ahead in", f"of {HEADROOM}'s gain"]
+    columns += ["p", "verdict", "held-out at the end", "minus GRPO's", f"steps to {THRESHOLD:.0%}"]
     return Table(f"{task}: mean reward over the run, against GRPO", columns, rows)
 
 
@@ -163,6 +163,11 @@ def _grid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:
     return Table(f"{task}: mean reward at each learning rate, on the pairs that it is chosen on", columns, rows)
 
 
+def _signed(of: Estimate) -> str:
+    interval = f" ({of.low:+.3f} to {of.high:+.3f})" if math.isfinite(of.low) else ""  # none of a single cluster
+    return f"{of.value:+.3f}{interval}"
+
+
 def _number(value: float, form: str) -> str:
     return f"{value:{form}}" if math.isfinite(value) else "-"
 
@@ -170,13 +175,14 @@ def _number(value: float, form: str) -> str:
 def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     """What one has to know to read the figures."""
     some = (judged or chosen_from)[0][1].run
-    wanted, finished = len(plan.judge.all()), len({(one.run.warm, one.run.seed) for _, one in judged})
+    trainings = Counter((one.run.warm, one.run.seed) for _, one in judged)
+    finished = sum(count == len(plan.tasks) * len(plan.methods) for count in trainings.values())
     trainer = (
         "Real verl, Ray and vLLM on a CPU. Runs of one pair see the same problems in the same order; sampling noise is vLLM's."
         if plan.through_verl
         else "Runs of one pair see the same problems and the same sampling noise. Importance and update share one forward."
     )
-    ready = f"{finished} of {wanted} pairs are finished."
+    ready = f"{finished} of {len(plan.judge.all())} pairs are finished."
     rates = f"One learning rate for all methods: another may suit some of them better. {ready}"
     if len(plan.rates) > 1:
         rates = (
@@ -192,7 +198,7 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
         f"{_list(plan.named) or 'none'} is corrected (Holm) for their number on all tasks of the page; the others are controls "
         "or explored, and uncorrected.",
         "Weights: means over the steps of a run, of the tokens that can be reshaped. Recall: share of the results among as "
-        "many of the highest scores. `uniform` credit is GRPO bit for bit: a response without differences falls back.",
+        "many of the highest scores. A response without differences falls back to GRPO.",
         "Small models on made-up tasks: what holds here need not hold for yours.",
     ]
 
@@ -201,17 +207,18 @@ def _list(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def draw(plan: Plan, records: Named) -> Figure:
-    """Reward against steps, and each pair's gain."""
+def draw(plan: Plan, rates: Mapping[tuple[str, str], float], records: Named) -> Figure:
+    """Reward against steps, and each pair's gain, at the rate of each task and method."""
+    records = [(name, one) for name, one in records if one.run.lr == rates[one.run.task, name]]
     tasks = [task for task in plan.tasks if any(one.run.task == task for _, one in records)]
     figure, panels = subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), squeeze=False)
-    runs, rates = by_run(records), {(task, name): rate for (task, name), rate in chosen_rates(plan, records).items()}
+    runs = by_run(records)
     for row, task in zip(panels, tasks, strict=True):
         for number, name in enumerate(plan.methods):
             of = [
                 [step["reward"] for step in one.steps]
                 for method, one in records
-                if method == name and one.run.task == task and (len(plan.rates) == 1 or one.run.lr == rates[task, name])
+                if method == name and one.run.task == task
             ]
             if not of:
                 continue

@@ -2,32 +2,34 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import ORACLES, SPARE, Credit, Run
 from oar_plugin.config import OarConfigError
-from oar_plugin.credit.importance import importance_of
 
 PLANS = Path(__file__).parent / "plans"
 BASELINE = "grpo"
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Pairs:
     """Warm models crossed with seeds."""
 
-    warm: tuple[int, ...]
-    seeds: tuple[int, ...]
+    warm: tuple[Annotated[int, Field(ge=0)], ...]
+    seeds: tuple[Annotated[int, Field(ge=0)], ...]
 
     def all(self) -> list[tuple[int, int]]:
         return list(itertools.product(self.warm, self.seeds))
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Plan:
     """What a file of `plans` says.
@@ -44,11 +46,11 @@ class Plan:
     title: str
     tasks: tuple[str, ...]
     methods: Mapping[str, Credit]
-    rates: tuple[float, ...]
+    rates: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
     choose: Pairs
     judge: Pairs
     named: tuple[str, ...] = ()
-    steps: int = 40
+    steps: Annotated[int, Field(ge=1)] = 40
     through_verl: bool = False
 
     def runs(self, pairs: Pairs, rates: Mapping[tuple[str, str], Sequence[float]]) -> list[tuple[str, Run]]:
@@ -71,35 +73,49 @@ def read_plan(file: Path) -> Plan:
     """Raises ValueError for a plan that cannot work; the message names the file, the key and what is allowed."""
     try:
         return _plan(file.stem, yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, KeyError, OSError, yaml.YAMLError) as error:
-        told = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{file}: {told}") from None
+    except ValidationError as error:
+        raise ValueError(f"{file}: {'; '.join(map(_told, error.errors()))}") from None
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
-def _plan(name: str, values: dict[str, Any]) -> Plan:
-    methods = {method: Credit(**settings) for method, settings in values.pop("methods").items()}
-    pairs = {key: Pairs(*map(tuple, (values[key]["warm"], values[key]["seeds"]))) for key in ("choose", "judge")}
-    lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-    plan = Plan(name, methods=methods, **{**values, **lists, **pairs})
+def _told(fault: Any) -> str:
+    place = fault["loc"]
+    value = "" if fault["type"] == "missing" else f"={fault['input']!r}"
+    told = f"{'.'.join(map(str, place))}{value}: {fault['msg']}"
+    if fault["type"] == "unexpected_keyword_argument":
+        kind = {"methods": Credit, "choose": Pairs, "judge": Pairs}.get(place[0], Plan)
+        told += f"; allowed: {', '.join(key.name for key in fields(kind) if key.name != 'name')}"
+    return told
+
+
+def _plan(name: str, values: Any) -> Plan:
+    if not isinstance(values, dict):
+        raise ValueError(f"{values!r} is no plan; allowed: title, tasks, methods, rates, choose, judge and so on")
+    plan = TypeAdapter(Plan).validate_python({**values, "name": name})
     if unknown := set(plan.tasks) - set(TASKS):
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")
-    if BASELINE not in methods:
+    if BASELINE not in plan.methods:
         raise ValueError(f"methods: no {BASELINE}, which the others are held against")
-    if unknown := set(plan.named) - set(methods):
-        raise ValueError(f"named: {', '.join(sorted(unknown))}; allowed: {', '.join(methods)}")
+    if unknown := set(plan.named) - set(plan.methods):
+        raise ValueError(f"named: {', '.join(sorted(unknown))}; allowed: {', '.join(plan.methods)}")
     if shared := set(plan.choose.warm) & set(plan.judge.warm):
         raise ValueError(f"choose and judge share warm model {min(shared)}: a rate is judged on other models")
+    if not plan.judge.all():
+        raise ValueError("judge: no pair to compare methods on; allowed: a model and a seed or more")
     if len(plan.rates) > 1 and not plan.choose.all():
         raise ValueError("rates: of several one is chosen on the pairs of choose, which has none")
-    for method, credit in methods.items():
+    for method, credit in plan.methods.items():
         try:
-            if credit.importance not in (None, *ORACLES):
-                importance_of(str(credit.importance))
-            credit.config(0)
+            copies = credit.config(0).copies is not None
         except (ValueError, OarConfigError) as error:
             raise ValueError(
                 f"methods.{method}: {error} (importance: or {', '.join(ORACLES)}; gate: or {SPARE})"
             ) from None
-        if plan.through_verl and (credit.importance in ORACLES or SPARE in (credit.gate, credit.only)):
-            raise ValueError(f"methods.{method}: oracles and {SPARE} are not served by verl")
+        if plan.through_verl and (credit.importance in ORACLES or credit.gate == SPARE or credit.only):
+            raise ValueError(f"methods.{method}: verl serves no oracle, no gate {SPARE} and no `only`")
+        if copies and not plan.through_verl:
+            raise ValueError(
+                f"methods.{method}: importance={credit.importance}: masked copies are made through_verl alone"
+            )
     return plan

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -15,7 +17,7 @@ import tyro
 from benchmarks.learning import comparison, training
 from benchmarks.learning.plan import PLANS, Plan, read_plan
 from benchmarks.learning.training import Credit, Record, Run
-from benchmarks.learning.warm_start import warm_model
+from benchmarks.learning.warm_start import StuckError, warm_model
 from benchmarks.report import Progress, Report
 
 FORMAT = 4
@@ -41,7 +43,8 @@ class Settings:
         """Raises: ValueError for what cannot work."""
         if self.workers < 1:
             raise ValueError(f"--workers {self.workers}: must be at least 1")
-        self.read()
+        if len(self.read().rates) == 1 and self.part == "choose":
+            raise ValueError("--part choose: this plan has one learning rate")
 
     def read(self) -> Plan:
         shipped = PLANS / f"{self.plan}.yaml"
@@ -66,7 +69,7 @@ def measure(settings: Settings, progress: Progress) -> Report:
         comparison.tables(plan, chosen_from, judged),
         comparison.notes(plan, chosen_from, judged),
         {"chosen_on": [_plain(*one) for one in chosen_from], "judged_on": [_plain(*one) for one in judged]},
-        figure=lambda: comparison.draw(plan, judged or chosen_from),
+        figure=lambda: comparison.draw(plan, rates, judged or chosen_from),
     )
 
 
@@ -86,11 +89,24 @@ def records(
             _keep(file, verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve()))
     elif missing:
         spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-        with ProcessPoolExecutor(settings.workers, spawn, torch.set_num_threads, (1,)) as pool:
+        with ProcessPoolExecutor(settings.workers, spawn, _begin) as pool:
             starts = sorted({(run.warm, run.task) for run in missing.values()})
             _all(pool, [pool.submit(_taught, task, warm) for warm, task in starts], "warm models", progress)
             _all(pool, [pool.submit(_train, run, file) for file, run in missing.items()], "trainings", progress)
     return [(name, read(file)) for name, _, file in wanted if file.exists()]
+
+
+def _begin() -> None:
+    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _all(pool: ProcessPoolExecutor, futures: Sequence[Any], what: str, progress: Progress) -> None:
@@ -99,6 +115,9 @@ def _all(pool: ProcessPoolExecutor, futures: Sequence[Any], what: str, progress:
         for number, future in enumerate(as_completed(futures), 1):
             future.result()
             progress(what, number, len(futures))
+    except StuckError as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise error.with_traceback(None) from None  # it says all that there is to say
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise

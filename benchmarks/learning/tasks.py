@@ -7,9 +7,10 @@ has as well, and sums are small ones.
 |------------------|---------------------------------------|-------------------|----------------------------------------------|
 | `parallel`       | `A 3 + 2 ; B 9 - 1 ; ... = ?`         | `A 3 + 2 = 5 ;`   | directly: the answer lists them all          |
 | `chain`          | `3 ; A + 2 ; B - 1 ; ... = ?`         | `A 3 + 2 = 5 ;`   | each through the next, the last one directly |
-| `lookup`         | `B 4 ; E 0 ; A 5 ; ... 1 ?`           | `/ E 0 ; = B 4 ;` | likewise; what stands behind `/` never does  |
+| `lookup`         | `A 5 ; B 4 ; C 0 ; ... 1 ?`           | `/ C 0 ; = B 4 ;` | likewise; what stands behind `/` never does  |
 | `parallel_quiet` | as `parallel`                         |                   | filler has the entropy of results            |
 | `chain_quiet`    | as `chain`                            |                   | likewise                                     |
+| `chain_32k`      | as `chain`                            |                   | as there; the model knows 32,000 words       |
 
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, where the task
 is quiet, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
@@ -25,14 +26,19 @@ from benchmarks.tiny.words import DIGITS, NAMES, VOCABULARY, WORDS, encode
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
 _SUM = "+-"
-_ZERO, _NAME = encode(["0", "A"])
+_ZERO, _NAME, _HMM = encode(["0", "A", "hmm"])
 
 
 def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading: Reading) -> tuple[int, ...]:
     """Positions of the results that do not follow from what stands before them in their own step."""
-    lookup = isinstance(task, NamedLookup)
-    right = _looked_up if lookup else _computed
-    return tuple(at for at in reading.causal if right(problem, response, at) != response[at] - _ZERO)
+    lookup = isinstance(task, OrderedLookup)
+    right, words = _looked_up if lookup else _computed, known(response)
+    return tuple(at for at in reading.causal if right(problem, words, at) != words[at] - _ZERO)
+
+
+def known(response: Sequence[int]) -> list[int]:
+    """The response in words of the task: any other word of a wide vocabulary reads as filler."""
+    return [token if token < len(VOCABULARY) else _HMM for token in response]
 
 
 def _computed(_: Problem, response: Sequence[int], at: int) -> int | None:
@@ -82,7 +88,7 @@ class NamedChain(Chain):
         return _named(steps), answer
 
 
-class NamedLookup(Lookup):
+class OrderedLookup(Lookup):
     """Line `A 5` says where to go from 0: to 5. Before each some line is mentioned that leads nowhere, and as often wrong."""
 
     EQUALS: ClassVar[str] = "="
@@ -90,8 +96,8 @@ class NamedLookup(Lookup):
 
     def draw(self, rng: random.Random) -> tuple[list[str], Any]:
         values = rng.sample(range(self.LINES), self.LINES)
-        order, start = rng.sample(range(self.LINES), self.LINES), rng.randrange(self.LINES)
-        words = [word for line in order for word in (NAMES[line], str(values[line]), ";")]
+        start = rng.randrange(self.LINES)
+        words = [word for name, value in zip(NAMES, values, strict=False) for word in (name, str(value), ";")]
         return [*words, str(start), "?"], (start, tuple(values))
 
     def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
@@ -124,14 +130,24 @@ class QuietChain(NamedChain):
     FILLER: ClassVar[Sequence[str]] = QUIET
 
 
+class WideChain(NamedChain):
+    """For models that know many more words than the task's own, as language models do; none of them belongs in a response."""
+
+    WORDS: ClassVar[int] = 32_000
+
+    def read(self, problem: Problem, response: Sequence[int]) -> Reading:
+        return super().read(problem, known(response))
+
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         NamedParallel("parallel", steps=4, filler=(5, 8), error_rate=0.2),
         NamedChain("chain", steps=4, filler=(5, 8), error_rate=0.2),
-        NamedLookup("lookup", steps=3, filler=(4, 7), error_rate=0.27),
+        OrderedLookup("lookup", steps=3, filler=(4, 7), error_rate=0.27),
         QuietParallel("parallel_quiet", steps=4, filler=(5, 8), error_rate=0.2),
         QuietChain("chain_quiet", steps=4, filler=(5, 8), error_rate=0.2),
+        WideChain("chain_32k", steps=4, filler=(5, 8), error_rate=0.2),
     )
 }
 """By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts."""

@@ -8,9 +8,11 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import ConfigDict, with_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,6 +42,7 @@ SPARE = "spare"
 """As a gate: `benchmarks.candidates.learning.spare`, which the package's gates cannot be: it looks at more than importance."""
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, kw_only=True)
 class Credit:
     """How credit is spread; what is None is the package's default."""
@@ -51,9 +54,8 @@ class Credit:
     floor: float = 0.1
     probe: Probe = "answer_mean"
     warmup_steps: int = 0
-    only: str = (
-        ""  # "boost": no weight below 1 before mass is restored; "suppress": none above; "positive": right responses
-    )
+    # boost: no weight below 1 before mass is restored; suppress: none above; positive: right responses
+    only: Literal["", "boost", "suppress", "positive"] = ""
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
@@ -103,11 +105,17 @@ class Rollout:
     status_B: Tensor  # int64 of `Status`
     causal_BL: Tensor  # bool, the results that the answer follows from
     wrong_BL: Tensor  # bool, those of them that are wrong
+    gold_Bm: Tensor  # int64 ids, the right answer to the problem
 
     @property
     def reasoning_BL(self) -> Tensor:
         """Bool, the tokens to reshape: the reasoning of responses that have an answer."""
         return self.segments_BL == Segment.REASONING
+
+    @property
+    def mask_BL(self) -> Tensor:
+        """Bool, false at padding."""
+        return torch.arange(self.token_BL.shape[1]) < self.length_B[:, None]
 
     @property
     def length_B(self) -> Tensor:
@@ -182,7 +190,8 @@ def roll_out(
             status_B[row] = Status.NO_REASONING
         else:
             segments_BL[row, written] = torch.from_numpy(reading.segments).long()
-    tensors = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL, wrong_BL)
+    gold_Bm = torch.tensor([problem.answer for problem in problems]).repeat_interleave(copies, 0)
+    tensors = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL, wrong_BL, gold_Bm)
     return Rollout(start, graded, *(x[advantage_B != 0] for x in tensors))
 
 
@@ -190,6 +199,7 @@ def roll_out(
 class Forward:
     """One micro-batch and its forward, whose graph serves importance and update both."""
 
+    model: PreTrainedModel
     rows: Tensor  # int64 `[b]`, of the rollout
     token_bL: Tensor
     embedding_bLH: Tensor
@@ -207,7 +217,7 @@ def forward(model: PreTrainedModel, rollout: Rollout) -> list[Forward]:
     for rows, longest in micro_batches(rollout.length_B):
         token_bL = rollout.token_BL[rows, :longest]
         embedding_bLH = model.get_input_embeddings()(token_bL)
-        found.append(Forward(rows, token_bL, embedding_bLH, rows_of(model, embedding_bLH), head_VH))
+        found.append(Forward(model, rows, token_bL, embedding_bLH, rows_of(model, embedding_bLH), head_VH))
     return found
 
 
@@ -221,14 +231,15 @@ def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int)
     if name is not None:
         request = Request.from_config(run.credit.config(run.seed), step + 1, rollout.token_BL.shape[1])
         for one in passes:
-            segments_bL = rollout.segments_BL[one.rows, : one.token_bL.shape[1]]
-            importance_BL[one.rows, : one.token_bL.shape[1]] = _importance(request, one, segments_bL)
+            length = one.token_bL.shape[1]
+            segments_bL, mask_bL = rollout.segments_BL[one.rows, :length], rollout.mask_BL[one.rows, :length]
+            importance_BL[one.rows, :length] = _importance(request, one, segments_bL, mask_bL)
     return importance_BL
 
 
-def _importance(request: Request, one: Forward, segments_bL: Tensor) -> Tensor:
+def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Tensor) -> Tensor:
     """The package's gradient pass on a graph that the update goes through as well."""
-    packed, layout = packed_rows(one.token_bL, segments_bL, None)
+    packed, layout = packed_rows(one.token_bL, segments_bL, mask_bL)
     pass_ = MicroBatchPass(request, packed, layout)
 
     def project(hidden_NH: Tensor) -> Tensor:
@@ -236,13 +247,17 @@ def _importance(request: Request, one: Forward, segments_bL: Tensor) -> Tensor:
 
     for planned in pass_.importance.forwards(request.num_draws, log_probs=False):
         tap = pass_.tap(planned)
-        if tap.noise is not None:
-            raise ValueError(f"{request.importance} wants a forward with noise, which this trainer does not make")
-        scalar = tap.probe(project, one.hidden_bLH.flatten(0, 1)[tap.row_position_N])
+        leaf_bLH, hidden_bLH = one.embedding_bLH, one.hidden_bLH
+        if tap.noise is not None:  # a forward of its own
+            leaf_bLH = leaf_bLH.detach().requires_grad_(True)
+            hidden_bLH = rows_of(one.model, leaf_bLH + tap.noise(leaf_bLH.detach()))
+        scalar = tap.probe(project, hidden_bLH.flatten(0, 1)[tap.row_position_N])
         if scalar is not None and tap.receive is not None:
-            (gradient_bLH,) = torch.autograd.grad(scalar, one.embedding_bLH, retain_graph=True)
-            tap.receive(gradient_bLH, one.embedding_bLH.detach())
-    return importance_of_scores(request, packed, pass_.scores).view_as(one.token_bL)
+            (gradient_bLH,) = torch.autograd.grad(scalar, leaf_bLH, retain_graph=tap.noise is None)
+            tap.receive(gradient_bLH, leaf_bLH.detach())
+    flat = torch.zeros(one.token_bL.numel())
+    flat[layout.local_T] = importance_of_scores(request, packed, pass_.scores)
+    return flat.view_as(one.token_bL)
 
 
 @torch.no_grad()
@@ -258,14 +273,14 @@ def log_probs(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
 def weights(run: Run, rollout: Rollout, importance_BL: Tensor, log_prob_BL: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Weights `[B, L]` of a batch, ones for plain GRPO, and what they look like."""
     credit, reasoning_BL = run.credit, rollout.reasoning_BL
+    metrics: dict[str, float] = {}
     if credit.importance is None:
         return torch.ones(rollout.token_BL.shape), {}
     if credit.importance in ORACLES:
-        weight_BL, metrics = _restored(importance_BL, reasoning_BL), {}
+        weight_BL = _restored(importance_BL, reasoning_BL)
     elif credit.gate == SPARE:
         doubt_BL = -torch.expm1(log_prob_BL)
         weight_BL = spare(importance_BL, reasoning_BL, doubt_BL, rollout.negative_B1, credit.beta)
-        metrics = {}
     else:
         status_B = rollout.status_B
         if credit.only == "positive":

@@ -1,7 +1,7 @@
 """The trainings of a plan `through_verl`: real verl, Ray and vLLM on the CPU stack. A confirmation, minutes a run.
 
-The same models, problems in the same order, and the same settings of the optimizer as the small trainer's; the sampling noise is
-vLLM's.
+The same models, problems in the same order, and the same settings of the optimizer as the small trainer's; the sampling noise
+is vLLM's.
 """
 
 import random

@@ -14,13 +14,15 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy.optimize import brentq
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.learning.tasks import TASKS, lessons
+from benchmarks.learning.tasks import TASKS, WideChain, lessons
 from benchmarks.tiny.fast import head_of, rows_of
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.tasks import Task
@@ -42,6 +44,8 @@ ENOUGH = 0.8
 """Share of right answers, each of the most likely tokens, of a model that knows its task. A perfect imitator has all of them
 right, however many errors it saw."""
 ASKED = 128
+TAIL, SPREAD = 0.002, 2.0
+"""Of a wide vocabulary: the mass of the words that are not the task's, and the standard deviation of their logits, in nats."""
 Progress = Callable[..., object]
 
 
@@ -57,6 +61,9 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
         StuckError: it did not learn the task.
     """
     task = TASKS[name]
+    if isinstance(task, WideChain):
+        chain = TASKS["chain"]
+        return widened(warm_model(chain.name, number, progress), chain, task.WORDS, TAIL).state_dict()
     recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, IMITATION, HEADS, VOCABULARY, type(task).__name__]
     key = json.dumps([asdict(task), number, recipe], sort_keys=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / "learning"
@@ -79,9 +86,40 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
 
 def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:
     """A new copy of it; see `warm_weights`."""
-    model = build_model(number, heads=HEADS)
-    model.load_state_dict(warm_weights(name, number, progress))
+    weights = warm_weights(name, number, progress)
+    model = build_model(number, heads=HEADS, vocab=len(weights["lm_head.weight"]))
+    model.load_state_dict(weights)
     return model
+
+
+@torch.no_grad()
+def widened(model: PreTrainedModel, task: Task, vocabulary: int, mass: float) -> PreTrainedModel:
+    """A copy with further words, up to `vocabulary` of them, whose logits are Gaussian.
+
+    Together they have `mass` of the probability, as a mean over the rows that predict a demonstration's tokens. Random rows
+    of the projection alone would have more at any scale, so all of them lie off in one direction that every row is alike in.
+    """
+    token_BL, label_BL = next(batches(task, BATCH, 0, None))
+    hidden_NH = rows_of(model, model.get_input_embeddings()(token_BL))[:, :-1][label_BL[:, 1:] != PAD]
+    total_N = F.linear(hidden_NH, head_of(model)).logsumexp(-1)
+    common_H = torch.linalg.lstsq(hidden_NH, torch.ones(len(hidden_NH), 1)).solution[:, 0]
+    size, words = hidden_NH.shape[-1], model.config.vocab_size
+    # The last norm gives each row the length sqrt(H): its logits with `random_VH` have the wanted spread.
+    tail_N = math.log(vocabulary - words) + SPREAD**2 / 2 - total_N
+
+    def excess(shift: float) -> float:
+        return (tail_N - shift * (hidden_NH @ common_H)).sigmoid().mean().item() - mass
+
+    shift = brentq(excess, 0.0, 100.0)
+    generator = torch.Generator().manual_seed(0)
+    random_VH = torch.randn(vocabulary - words, size, generator=generator) * (SPREAD * size**-0.5)
+    parts: Any = model
+    further_VH = (random_VH - shift * common_H) / parts.model.norm.weight
+    wide = build_model(0, heads=model.config.num_attention_heads, vocab=vocabulary)
+    rows = ("model.embed_tokens.weight", "lm_head.weight")
+    kept = model.state_dict()
+    wide.load_state_dict({**kept, **{name: torch.cat([kept[name], further_VH]) for name in rows}})
+    return wide
 
 
 def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = lambda *_: None) -> list[int]:

@@ -3,7 +3,6 @@
 Copying is slow to learn behind filler, so demonstrations without any come first, and filler weighs little in the loss.
 """
 
-import functools
 import hashlib
 import itertools
 import json
@@ -28,11 +27,9 @@ FORMAT = 1
 """Raised when training changes, so that models of an older version are not taken from disk."""
 FILLER_WEIGHT, VALUE_WEIGHT = 0.1, 2.0
 """In the loss. Values, digits and names, are what is copied and worked out; other symbols weigh 1."""
-LEARNED, TRIED_ON = 0.5, 128
-"""Share of right answers, each of the most likely tokens, at which a model is taken to know its task, and problems asked. A
-perfect imitator has all of them right, however many errors it saw."""
-TRIES = 3
-"""Models a wanted one, at most."""
+LEARNED = 0.5
+"""Share of right answers, each of the most likely tokens, at which a model is taken to know its task. A perfect imitator has
+all of them right, however many errors it saw."""
 RAMP = 30
 """Steps over which the learning rate rises."""
 Progress = Callable[[str, int, int], object]
@@ -70,29 +67,6 @@ def warm_model(
     torch.save(model.state_dict(), part)
     part.replace(file)
     return model
-
-
-@functools.cache  # a study asks for the same model before every training
-def _learned_seed(task: Task, number: int, settings: WarmStart, progress: Progress) -> int:
-    seeds = TRIES * (number + 1)
-    learned = 0
-    for seed in range(seeds):
-        if accuracy(warm_model(task, seed, settings, progress), task, TRIED_ON, greedy=True) < LEARNED:
-            continue
-        if learned == number:
-            return seed
-        learned += 1
-    raise RuntimeError(
-        f"task {task.name}: of {seeds} warm models {learned} learned it (right in {LEARNED:.0%} of their most likely answers), "
-        f"{number + 1} were asked for; take fewer --warm-starts or another task"
-    )
-
-
-def learned_model(
-    task: Task, number: int, settings: WarmStart = WarmStart(), progress: Progress = lambda *_: None
-) -> PreTrainedModel:
-    """One of the models, from 0 by ascending seed, that learned their task: some get stuck before they can copy."""
-    return warm_model(task, _learned_seed(task, number, settings, progress), settings)
 
 
 def train(

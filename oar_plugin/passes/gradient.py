@@ -71,7 +71,8 @@ class Scores:
 
     Attributes:
         score_KT: of each backward, summed over draws.
-        entropy_T: nats, at the reasoning tokens whose rows this rank has; 0 everywhere unless the importance reads it.
+        entropy_T: nats, at the reasoning tokens whose rows this rank has, and where a backward starts from `later` rows at
+            the answer's; 0 everywhere unless the importance reads it.
         log_prob_T: the same.
     """
 
@@ -141,10 +142,10 @@ class MicroBatchPass:
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
         rows = {"reasoning": self._reasoning, "later": self._later}.get(backward.rows if backward else "", self._answer)
         count = len(rows)
-        positions = [rows.position_N, *([self._reasoning.position_N] if reads else [])]
+        positions = [rows.position_N, *([self._later.position_N] if reads else [])]
 
         def read(logits_NV: Tensor, chosen: slice) -> None:
-            self._read(self._reasoning.select(chosen), logits_NV.float())
+            self._read(self._later.select(chosen), logits_NV.float())
 
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
             if reads:

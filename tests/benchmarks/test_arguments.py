@@ -4,9 +4,6 @@ import pytest
 
 from benchmarks.__main__ import main
 
-FISHER, ALSO_FISHER = (
-    f"python:{module}:Fisher" for module in ("oar_plugin.credit.importance.fisher", "benchmarks.candidates.learning")
-)
 REFUSED = {
     "nothing": "there is no study 'nothing'; allowed: step, run,",
     "step --rounds 0": "--rounds 0: must be at least 1",
@@ -38,20 +35,10 @@ REFUSED = {
     "fidelity --seeds 0": "--seeds 0: must be at least 1",
     "fidelity --dtypes float32 float32": "--dtypes float32 float32: give float32, bfloat16, or both, each once",
     "fidelity --tasks nothing": "--tasks nothing: allowed: parallel",
-    "learning --methods magic": "--methods magic: unknown; allowed: fisher, ... or grpo, uniform, oracle",
-    "learning --methods python:oar_plugin.config:nothing": "--methods python: ... cannot be imported",
-    "learning --methods python:oar_plugin.config:OarConfig": "derived from",
-    f"learning --methods {FISHER} grpo {ALSO_FISHER}": f"--methods: a page would take {FISHER} and {ALSO_FISHER} for one",
-    "learning --gate python:oar_plugin.credit.gate:bi_level": "--gate: a page would take bi_level and python:oar_plugin.c",
-    "learning --gate magic": "gate='magic': unknown; allowed: two_level, bi_level",
-    "learning --tasks lookup": "--tasks lookup: allowed are parallel, ",  # too hard for a warm start of two minutes
-    "learning --copies 1": "--copies must be at least 2",
-    "learning --warm-starts 0": "--warm-starts 0: must be at least 1",
-    "learning --lr 1e-3 2e-3": "--lr: of several rates one is chosen on --choose-seeds",
-    "learning --lr 1e-3 2e-3 --choose-seeds 1 2 --seeds 2 3": "--choose-seeds and --seeds share 2",
-    "learning --through-verl --methods oracle": "--through-verl: uniform, oracle",
-    "learning --through-verl --positive-only": "--through-verl: ... --positive-only",
-    "learning --finished": "leave --finished out",
+    "learning --plan nothing": "--plan nothing: there is no such file; or one of ... judged, ... look",
+    "learning --workers 0": "--workers 0: must be at least 1",
+    "learning --plan look --part choose": "--part choose: this plan has one learning rate",
+    "learning --finished": "learning_runs holds no training of this plan; leave --finished out",
 }
 """By arguments what is said; where the message has dots, something else stands between its parts."""
 

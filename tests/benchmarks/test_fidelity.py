@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,15 +15,29 @@ from hypothesis import strategies as st
 
 from benchmarks.__main__ import main
 from benchmarks.fidelity.attention import answer_scalars, replaced_key_effect, with_pad
-from benchmarks.fidelity.estimators import REFERENCE, counted_work, loaded_estimators, package_estimators
+from benchmarks.fidelity.estimators import (
+    REFERENCE,
+    counted_work,
+    loaded_estimators,
+    package_estimators,
+    without_copies,
+)
+from benchmarks.fidelity.marked import read_marked
 from benchmarks.fidelity.responses import Response, Source, micro_batches, task_sources
-from benchmarks.fidelity.scores import causal_recall, deletion_curves, mean_over_groups, rank_correlation, top_overlap
+from benchmarks.fidelity.scores import (
+    auc,
+    causal_recall,
+    deletion_curves,
+    mean_over_groups,
+    rank_correlation,
+    top_overlap,
+)
 from benchmarks.fidelity.study import Settings, report_on
 from benchmarks.fidelity.tables import BASELINE
 from benchmarks.report import silent
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.tasks import TASKS
-from benchmarks.tiny.words import PAD, VOCABULARY
+from benchmarks.tiny.words import PAD, VOCABULARY, make_tokenizer
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES
 
@@ -91,7 +106,7 @@ def test_every_importance_of_the_package_is_an_estimator():
 
 
 PASSES = {
-    "fisher 1": (1, 1), "fisher 4": (4, 4), "oar_g 4": (5, 4), "onward 1": (2, 2), "entropy": (1, 0), "random": (0, 0)
+    "fisher 1": (1, 1), "fisher 4": (4, 4), "oar_g 4": (5, 4), "decision 1": (1, 1), "entropy": (1, 0), "random": (0, 0)
 }  # fmt: skip
 
 
@@ -164,6 +179,9 @@ def test_rank_correlation_overlap_and_recall():
     importance = torch.tensor([[0.1, 5.0, 0.2, 4.0, 9.0]])
     assert causal_recall(importance, keep, causal).item() == 0.5
     assert causal_recall(importance, keep, ~keep).isnan().all()
+    three = np.array([0.0, 5.0, 5.0, 9.0])
+    assert auc(three, np.array([False, True, False, False])) == pytest.approx((1 + 0.5 + 0) / 3)
+    assert math.isnan(auc(three, np.ones(4, dtype=bool)))
 
 
 @torch.no_grad()
@@ -275,3 +293,68 @@ def test_the_command_writes_a_page(tmp_path, capsys, monkeypatch):
     assert main(["fidelity", "--rounds", "1", "--device", "cpu", "--dtypes", "float32", "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"fidelity_cpu.{x}" for x in ("md", "json", "html", "png")}
     assert "exact OAR-P" in capsys.readouterr().out
+
+
+MARKED = [
+    {"prompt": "? é", "response": "é is = 3 ; so 14 ok #### 3", "right": True, "causal": [[7, 8], [14, 16]]},
+    {"prompt": "?", "response": "= 3 ; = 4 #### 4", "right": False, "causal": [[2, 3], [8, 9]], "wrong": [[8, 9]]},
+    {"prompt": "?", "response": "3 and nothing else", "right": False},
+]
+
+
+def marked_file(tmp_path, *rows):
+    file = tmp_path / "marked.jsonl"
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_a_token_is_marked_where_it_shares_a_character_with_a_span(tmp_path, by_bytes):
+    """Words hold the space before them, and a letter outside of ASCII is more than one byte."""
+    tokenizer = make_tokenizer(400, by_bytes)
+    found = read_marked(marked_file(tmp_path, *MARKED), tokenizer)
+    assert found.unusable == 1
+    right, wrong = found.responses
+    assert (right.right, wrong.right) == (True, False)
+    assert tokenizer.decode(right.token_T[right.causal_T]).split() == ["3", "14"] or by_bytes
+    assert tokenizer.decode(right.token_T[right.causal_T]).replace(" ", "") == "314"
+    assert right.wrong_T.sum() == 0
+    assert tokenizer.decode(wrong.token_T[wrong.wrong_T]).strip() == "4"
+    assert bool((wrong.causal_T & ~wrong.wrong_T).any())
+    for row in found.responses:
+        assert row.reasoning_R[row.causal_T[row.reasoning_R]].tolist() == row.causal_T.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": "?", "right": True}, "line 1: KeyError: 'response'"),
+        (MARKED[0] | {"causal": [[0, 99]]}, r"line 1: ValueError: span \[0, 99\] is not inside of the response's 26"),
+        (MARKED[0] | {"causal": [3]}, "line 1: TypeError"),
+        (MARKED[2], "no response has reasoning and an answer"),
+    ],
+)
+def test_a_file_without_marked_responses_is_refused(tmp_path, row, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        read_marked(marked_file(tmp_path, row), make_tokenizer(400))
+    with pytest.raises(ValueError, match="No such file"):
+        read_marked(tmp_path / "missing", make_tokenizer(400))
+
+
+def test_the_command_judges_marked_responses(tmp_path, capsys):
+    """By estimators of the package that make no copies, and by one that knows the wrong token."""
+    model, out, also = tmp_path / "model", tmp_path / "out", tmp_path / "also.py"
+    build_model(0, hidden=16, heads=2, vocab=400).save_pretrained(model)
+    make_tokenizer(400).save_pretrained(model)
+    also.write_text(
+        "import torch\n"
+        "def knows(model, batch):\n    return (batch.token_BT == 4).float()\n"
+        "ESTIMATORS = {'knows': knows}\n"
+    )
+    command = ["fidelity", "--marked", str(marked_file(tmp_path, *MARKED)), "--model", str(model), "--out", str(out)]
+    assert main([*command, "--also", str(also), "--device", "cpu"]) == 0
+    assert "1 more without an answer" in " ".join(capsys.readouterr().out.split())
+    runs = json.loads((out / "fidelity_marked_cpu.json").read_text(encoding="utf-8"))["runs"]["judged"]
+    assert set(runs) == {*without_copies(), "knows"} >= {"fisher 1", "decision 1", "entropy"}
+    assert runs["knows"] == {"causal recall": [0.0, 0.5], "causal AUC": [0.5, 0.75], "wrong AUC": [None, 1.0]}
+    assert all(0 <= x <= 1 for x in runs["fisher 1"]["causal AUC"])

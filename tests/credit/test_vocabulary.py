@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from oar_plugin.credit.importance import Rows
+from oar_plugin.credit.importance.decision import margin_coefficients
 from oar_plugin.credit.importance.fisher import fisher_coefficients
 from oar_plugin.credit.importance.oar_g import joint_coefficients, kl_coefficients
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
@@ -25,7 +26,7 @@ def in_shards(compute):
         barrier.wait()
         result = reduce(torch.stack([given[other] for other in STARTS]), 0)
         barrier.wait()
-        return result
+        return tensor.copy_(result)  # in place, as torch.distributed's are
 
     def work(start):
         total, largest = (lambda x, op=op: over_ranks(start, x, op) for op in (torch.sum, torch.amax))
@@ -66,11 +67,30 @@ def test_coefficients(logits, coefficients, limits):
     torch.testing.assert_close(torch.cat(got, 1), want, **limits)
 
 
-@pytest.mark.parametrize(
+some_banned = pytest.mark.parametrize(
     "banned",
     [[], [1, 2, 98], list(range(64)), [column for column in range(SIZE) if column != 70]],
     ids=["none", "some", "a whole shard", "all but one"],
 )
+
+
+@some_banned
+def test_margins_of_equal_logits_and_of_banned_ones(logits, banned):
+    """Half precision has many equal logits, here three in two shards; the first two columns of them are the highest."""
+    logits[1] = logits[1].round()
+    logits[2, [30, 63, 64, 99]] = 20.0
+    logits[:, banned] = -math.inf
+    want = torch.zeros_like(logits)
+    for row, sign in ((row, sign) for row in range(3) for sign in (1, -1)):
+        finite = [column for column in range(SIZE) if logits[row, column] > -math.inf and not want[row, column]]
+        for column in sorted(finite, key=lambda column: -logits[row, column])[:1]:
+            want[row, column] = sign
+    got = in_shards(lambda columns, shard: margin_coefficients(logits[:, columns], shard))
+    assert torch.equal(torch.cat(got, 1), want)
+    assert torch.equal(margin_coefficients(logits), want)
+
+
+@some_banned
 def test_where_logits_are_minus_infinity(logits, banned):
     """Banned tokens have no mass: they add nothing to an entropy, and their own log-probability is -inf."""
     logits[:, banned] = -math.inf

@@ -17,8 +17,8 @@ LIMIT_S = 600
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "initializer_range": 0.1}
 FLOAT32, HALF = 1e-4, 0.25
 ASKED = {
-    "fsdp": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "onward", "oar_p"],
-    "megatron": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "onward"],
+    "fsdp": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "decision", "oar_p"],
+    "megatron": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "decision"],
 }
 BRIDGE = "mbridge" if here.REHEARSAL and not importable("megatron.bridge") else "megatron.bridge"
 MEGATRON = {
@@ -131,5 +131,5 @@ def test_importance_does_not_raise_the_peak_of_a_step(large, tmp_path, log, figu
     for what, peak in peaks.items():
         figures(what, f"{peak / 2**20:.0f} MiB")
     assert peaks["log-probs"] > 0
-    for importance in ("fisher", "onward"):
+    for importance in ("fisher", "decision"):
         assert peaks[importance] <= max(peaks["update"], peaks["log-probs"]), importance

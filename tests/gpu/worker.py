@@ -86,7 +86,7 @@ def memory(engine: Any, layout: str, tokens: int) -> dict[str, int]:
     update()  # the optimizer's state is there from now on
     infer("fisher")
     peaks = {"update": peak_bytes(update, device), "log-probs": peak_bytes(lambda: infer(None), device)}
-    peaks |= {name: peak_bytes(lambda name=name: infer(name), device) for name in ("fisher", "onward")}
+    peaks |= {name: peak_bytes(lambda name=name: infer(name), device) for name in ("fisher", "decision")}
     everywhere = gather(peaks)
     return {name: max(one[name] for one in everywhere) for name in peaks}
 

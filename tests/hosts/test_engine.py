@@ -72,7 +72,7 @@ def test_every_rank_of_every_layout_equals_a_plain_model(results, root, case):
     [("single packed onward", "single onward last"), ("megatron tp2 fisher", "megatron vocabulary fisher")],
 )
 def test_a_plain_model_can_tell_rows_after_the_first_and_columns_of_padding(results, root, case, reference):
-    """With the probe `last`, `onward` reads the first row of the answer only; padding of the vocabulary is no outcome."""
+    """With the probe `last`, a backward from `answer` rows has the first one only; padding of the vocabulary is no outcome."""
     assert worst(results(case)[0], cases.want(root, reference)) > 1e-3
 
 
@@ -89,16 +89,18 @@ def test_packed_equals_one_by_one(results):
         assert error(alone[IMPORTANCE][0], results("single packed fisher")[0][IMPORTANCE][row]) < 1e-5
 
 
-@pytest.mark.parametrize(("case", "bound"), [("fisher", 0.2), ("onward", 0.2), ("oar_p", 0.5)])
+@pytest.mark.parametrize(("case", "bound"), [("fisher", 0.2), ("decision", 0.4), ("oar_p", 0.5)])
 def test_bf16_autocast_is_close(results, root, case, bound):
-    """bf16 has 8 bits: 2^-8 for each of the layers in between; ranks are what the gate uses."""
+    """bf16 has 8 bits: 2^-8 for each of the layers in between; ranks are what the gate uses. Of `decision`, rounding decides
+    which of two near logits is second."""
     assert 1e-5 < worst(results(f"single bf16 {case}")[0], cases.want(root, case)) < bound
 
 
 @pytest.mark.parametrize("case", [case for case in cases.named() if "fp16" in case.split()])
 def test_fp16_is_close_and_scaled_alike_on_ranks_that_share_sequences(results, root, case):
     """What scaling is for, see tests/passes/test_fp16.py."""
-    assert all(1e-5 < worst(result, cases.want(root, case)) < 0.1 for result in results(case))
+    most = 0.2 if "decision" in case else 0.1
+    assert all(1e-5 < worst(result, cases.want(root, case)) < most for result in results(case))
 
 
 def test_averaging_draws_averages(results, root):
@@ -108,7 +110,7 @@ def test_averaging_draws_averages(results, root):
         assert error(many[row], one[row]) > 1e-3
         keep = many[row] > 0
         assert 0.05 < (many[row][keep].mean() / one[row][keep].mean()) < 20
-    assert 1e-3 < worst(results("single packed onward draws16")[0], cases.want(root, "onward")) < 1.0
+    assert 1e-3 < worst(results("single packed decision draws16")[0], cases.want(root, "decision")) < 1.0
 
 
 def test_draws_are_averaged_alike_in_different_layouts(results):
@@ -255,7 +257,7 @@ def test_the_pass_moves_what_its_documentation_says(results):
     for case, rows, vocabulary, sequence, scores in [
         ("tp2 fisher", 4 * N * H, 12 * B, 0, 4 * T),
         ("tp2 oar_g", 4 * N * H, 32 * B, 0, 4 * T),
-        ("tp2 onward", 4 * (N + R) * H, 12 * N + 24 * R, 0, 3 * 4 * T),
+        ("tp2 decision", 4 * (N + R) * H, 28 * (N + R), 0, 2 * 4 * T),
         ("tp2 sp fisher", 8 * N * H, 12 * B, 0, 4 * T),
         ("cp2 fisher", 0, 0, 4 * B * V, 4 * T),
         ("cp2 fisher joint", 0, 0, 0, 4 * T),

@@ -204,8 +204,8 @@ def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
     (tmp_path / "part.yaml").write_text(preset)
     for name in files:
         where = ("--config-path", str(tmp_path), "--config-name", name)
-        one = settings_of(*where, "oar=onward", "algorithm.oar.tau=0.5")
-        assert (one.importance, one.tau, one.warmup_steps) == ("onward", 0.5, 0), name
+        one = settings_of(*where, "oar=decision", "algorithm.oar.tau=0.5")
+        assert (one.importance, one.tau, one.warmup_steps) == ("decision", 0.5, 0), name
 
 
 @pytest.mark.slow

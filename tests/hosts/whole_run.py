@@ -10,8 +10,8 @@ Seven run with every change, each for several features at once:
 * `test_smoke`, separate_async: engines and actor apart;
 * `test_launched_run`: `oar launch`, started twice: refusing, resuming, everything in one folder.
 
-The others are `nightly`: engines on two ranks, mixtures of experts, Megatron with context parallelism and `onward`, a lost node
-and resuming, the studies that run verl.
+The others are `nightly`: engines on two ranks, mixtures of experts, Megatron with context parallelism and `decision`, a lost
+node and resuming, the studies that run verl.
 """
 
 import math

@@ -86,7 +86,7 @@ def test_seeds_and_variants_are_runs_of_their_own_with_folders_of_their_own(monk
     ("variants", "sweeps", "names"),
     [
         (["oar"], ["algorithm.oar.importance=fisher,oar_g,oar_p,entropy"], ["fisher", "oar_g", "oar_p", "entropy"]),
-        (["oar"], ["oar=default,published,onward"], ["default", "published", "onward"]),
+        (["oar"], ["oar=default,published,decision"], ["default", "published", "decision"]),
         (
             ["oar", "grpo"],  # a baseline has no tau
             ["algorithm.oar.tau=0.3,0.9", "algorithm.oar.beta=range(1,3)"],

@@ -13,6 +13,7 @@ from tests.own_importance import Saliency
 from tests.passes.batch import distance, padded, rows_of, unpadded
 
 CLOSE = 0.1
+TWO = "python:benchmarks.candidates.learning:Onward"  # two backwards
 
 
 class Loud(Saliency):
@@ -55,15 +56,16 @@ def far(model):
 
 
 @pytest.mark.parametrize("probe", ["answer_mean", "answer_joint"])
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "onward"])
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "decision"])
 def test_scores_are_those_of_float32(model, importance, probe):
-    want = of(model, importance, probe, torch.float32)
-    assert distance(of(model, importance, probe), want) < CLOSE
-    assert distance(of(model, importance, probe, autocast=True), want) < CLOSE
+    """Rounding decides which of two near logits is second, and a random model has many near ones."""
+    want, limit = of(model, importance, probe, torch.float32), 2 * CLOSE if importance == "decision" else CLOSE
+    assert distance(of(model, importance, probe), want) < limit
+    assert distance(of(model, importance, probe, autocast=True), want) < limit
 
 
 @pytest.mark.parametrize(
-    ("importance", "probe"), [("fisher", "answer_mean"), ("fisher", "answer_joint"), ("onward", "last")]
+    ("importance", "probe"), [("fisher", "answer_mean"), ("fisher", "answer_joint"), (TWO, "last")]
 )
 def test_gradients_that_vanish_unscaled_do_not(far, importance, probe):
     want = of(far, importance, probe, torch.float32)

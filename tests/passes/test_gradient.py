@@ -19,6 +19,7 @@ from oar_plugin.passes.taps import ModelTaps
 from tests.passes.batch import distance, padded, positions, rows_of
 
 TEMPERATURE = 0.7
+TWO = "python:benchmarks.candidates.learning:Onward"  # two backwards
 NOISY = (Backward("probe", noise=True),)
 CPU = torch.device("cpu")
 
@@ -61,6 +62,16 @@ class Surprise(Reads):
 
 class NoisySurprise(Surprise):
     backwards = (Backward("reasoning", noise=True),)
+
+
+class Later(Surprise):
+    """From the rows of reasoning and answer."""
+
+    backwards = (Backward("later"),)
+
+
+class NoisyLater(Surprise):
+    backwards = (Backward("later", noise=True),)
 
 
 class Mixed(Reads):
@@ -118,13 +129,19 @@ def assert_same_scores(got, want):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-7)
 
 
-def directly(model, rows, temperature=TEMPERATURE):
-    """Entropy and log-probability of each reasoning token, 0 elsewhere, from the model's logits."""
+def read_by(kind):
+    """The segments of the tokens whose distributions are read."""
+    later = any(backward.rows == "later" for backward in kind.backwards)
+    return [Segment.REASONING, Segment.ANSWER] if later else [Segment.REASONING]
+
+
+def directly(model, rows, read, temperature=TEMPERATURE):
+    """Entropy and log-probability of each token of these segments, 0 elsewhere, from the model's logits."""
     entropy, log_prob = [], []
     for ids, segments in rows:
         with torch.no_grad():
             log_p = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        keep = segments[1:] == Segment.REASONING
+        keep = torch.isin(segments[1:], torch.tensor(read))
         entropy.append(torch.cat([torch.zeros(1), -(log_p.exp() * log_p).sum(-1) * keep]))
         log_prob.append(torch.cat([torch.zeros(1), log_p.gather(-1, ids[1:, None])[:, 0] * keep]))
     return torch.cat(entropy), torch.cat(log_prob)
@@ -135,14 +152,16 @@ def directly(model, rows, temperature=TEMPERATURE):
 
 @pytest.mark.parametrize("chunk", [5, 256])
 @pytest.mark.parametrize("draws", [1, 2])
-@pytest.mark.parametrize("kind", [Reads, NoisyReads, NothingButReads, Surprise, NoisySurprise, Mixed])
+@pytest.mark.parametrize(
+    "kind", [Reads, NoisyReads, NothingButReads, Surprise, NoisySurprise, Later, NoisyLater, Mixed]
+)
 def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(model, monkeypatch, kind, draws, chunk):
     """At the temperature of the rollout; also where a backward's forward is noisy; once, however many draws there are."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
     for temperature in (0.5, 1.5):
         batch = padded(rows_of(), left=chunk == 5)
         scores, packed = measure(model, kind, batch, num_draws=draws, temperature=temperature)
-        entropy_T, log_prob_T = directly(model, rows_of(), temperature)
+        entropy_T, log_prob_T = directly(model, rows_of(), read_by(kind), temperature)
         torch.testing.assert_close(scores.log_prob_T, log_prob_T, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(scores.entropy_T, entropy_T, rtol=1e-4, atol=1e-5)
         if not kind.backwards:  # an importance of readings alone
@@ -160,19 +179,21 @@ def test_reading_does_not_change_what_a_backward_gives(model):
 
 
 @pytest.mark.parametrize("chunk", [5, 256])
-@pytest.mark.parametrize("kind", [Surprise, NoisySurprise])
-def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, monkeypatch, kind, chunk):
+@pytest.mark.parametrize("kind", [Surprise, NoisySurprise, Later, NoisyLater])
+def test_a_backward_from_the_reasonings_rows_and_the_answers_equals_plain_autograd(model, monkeypatch, kind, chunk):
     """Coefficients are of clean entropies, the gradient goes through noisy embeddings."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
     scores, _ = measure(model, kind)
     want, vocabulary, hidden = [], model.config.vocab_size, model.config.hidden_size
     for ids, segments in rows_of():
-        at = positions(segments)
-        seed_N = response_seeds(ids, torch.zeros_like(ids), 1, 0).expand(len(at))
+        at, reasoning = torch.cat([positions(segments, segment) for segment in read_by(kind)]), positions(segments)
+        seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, 0)
+        seed_N = seed_1.expand(len(at))
         noise_TH = torch.zeros(len(ids), hidden)
-        if kind is NoisySurprise:
-            noise_TH[at] = request_of(kind).sigma * gaussian(position_seeds(seed_N, at), hidden)
-        entropy_T, _ = directly(model, [(ids, segments)])
+        if kind.backwards[0].noise:
+            noise = gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning), hidden)
+            noise_TH[reasoning] = request_of(kind).sigma * noise
+        entropy_T, _ = directly(model, [(ids, segments)], read_by(kind))
         sign_NV = signs(position_seeds(seed_N, torch.arange(len(at))), 0, vocabulary)
         embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
         logits_NV = model(inputs_embeds=embedding + noise_TH).logits[0, at - 1]
@@ -201,13 +222,13 @@ def test_every_row_of_every_backward_and_draw_has_signs_of_its_own(model):
     assert correlation.abs().max() < 6 / rows.shape[1] ** 0.5
 
 
-@pytest.mark.parametrize("kind", ["fisher", "oar_g", "onward", NoisySurprise])
+@pytest.mark.parametrize("kind", ["fisher", "oar_g", "decision", TWO, NoisySurprise])
 def test_every_draw_of_every_backward_is_another_one(model, kind):
     first, both = (measure(model, kind, num_draws=draws)[0] for draws in (1, 2))
     for one_T, two_T in zip(first.score_KT, both.score_KT, strict=True):
         second_T = two_T - one_T
         assert (second_T >= -1e-6 * one_T.max()).all()
-        assert (second_T - one_T).abs().max() > 0.05 * one_T.max()
+        assert ((second_T - one_T).abs() > 0.05 * one_T).sum() > 0.2 * (one_T > 0).sum()
 
 
 # ---- many micro-batches, many ranks, many responses
@@ -215,9 +236,9 @@ def test_every_draw_of_every_backward_is_another_one(model, kind):
 
 def test_micro_batches_write_into_one_place(model):
     """As Megatron's schedules have it: in any order, each at the places of its rows."""
-    request, rows = request_of("onward"), rows_of()
-    whole, packed = measure(model, "onward")
-    scores = Scores(importance_of("onward"), len(packed.token_T), CPU)
+    request, rows = request_of(TWO), rows_of()
+    whole, packed = measure(model, TWO)
+    scores = Scores(importance_of(TWO), len(packed.token_T), CPU)
     with ModelTaps(model) as taps:
         for chosen in ([3, 1], [0, 2]):
             batch = padded([rows[i] for i in chosen])

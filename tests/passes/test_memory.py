@@ -16,7 +16,7 @@ from oar_plugin.passes.request import Request
 CHUNK, VOCABULARY, HIDDEN = 16, 20_000, 8
 FLOAT32 = CHUNK * VOCABULARY * 4  # bytes of a chunk of logits
 CASES = [
-    *((name, probe) for name in ("fisher", "oar_g", "onward") for probe in ("answer_mean", "answer_joint")),
+    *((name, probe) for name in ("fisher", "oar_g", "decision") for probe in ("answer_mean", "answer_joint")),
     ("python:tests.own_importance:Saliency", "answer_mean"),
     ("python:tests.own_importance:Saliency", "answer_joint"),
 ]

@@ -32,7 +32,7 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
         ({"importance": "hybrid", "perturbation": {"span": 4}}, "hybrid", (0.3, 4)),
         ({"importance": "oar_p", "perturbation": {"budget": 9}}, "oar_p", (9, 1)),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "fisher", None),
-        ({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "onward"}}, "onward", None),
+        ({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "decision"}}, "decision", None),
     ],
 )
 def test_copies_go_to_the_actor_unless_the_rollout_engines_run_them_and_all_travels_as_plain_values(

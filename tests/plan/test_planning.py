@@ -77,12 +77,15 @@ def test_grpo_takes_what_oar_takes_without_the_oar(config):
     assert Plan(own).seconds == oar.seconds, "one's own is planned like any other"
 
 
-def test_onward_takes_a_second_forward_and_backward_and_projects_the_reasoning(config):
+def test_what_starts_from_the_reasoning_projects_it_and_a_second_backward_takes_a_forward(config):
     s = Setup(config)
-    onward = step_flops(Setup(changed(config, "oar.importance=onward")))[IMPORTANCE]
-    scored = s.sequences * s.scored_share
-    forward = s.model.layers_flops(s.mean_length) + 2 * s.model.head_flops(s.mean_response - 2 * s.answer_rows)
-    assert onward == pytest.approx(2 * step_flops(s)[IMPORTANCE] + scored * forward)
+    two = "python:benchmarks.candidates.learning:Onward"  # from the answer, and from the reasoning
+    one, both = (step_flops(Setup(changed(config, f"oar.importance={name}")))[IMPORTANCE] for name in ("decision", two))
+    fisher, scored = step_flops(s)[IMPORTANCE], s.sequences * s.scored_share
+    reasoning = s.mean_response - s.answer_rows
+    assert one == pytest.approx(fisher + scored * 2 * s.model.head_flops(reasoning))
+    forward = s.model.layers_flops(s.mean_length) + 2 * s.model.head_flops(reasoning - s.answer_rows)
+    assert both == pytest.approx(2 * fisher + scored * forward)
 
 
 @pytest.mark.parametrize(("name", "share"), [("entropy", 0.02), ("random", 0.01)])

@@ -21,7 +21,7 @@ def test_an_override_of_verl():
         f"{ROLLOUT}.engine_kwargs.vllm.x=1": f"; to add one, write +{ROLLOUT}.engine_kwargs.vllm.x=1",
     }
     with pytest.raises(RecipeError) as refused:
-        compose_recipe(RECIPE, "oar", ["oar=onward", "trainer.nnodes=4", *said])
+        compose_recipe(RECIPE, "oar", ["oar=decision", "trainer.nnodes=4", *said])
     for line, (word, hint) in zip(str(refused.value).splitlines(), said.items(), strict=True):
         assert line.startswith(f"{word}: verl's schema has no such key{hint}")
     allowed = [f"+{ROLLOUT}.engine_kwargs.vllm.x=1", "+trainer.newer=1", "++trainer.save_freq=1", "~data.seed"]

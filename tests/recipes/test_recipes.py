@@ -81,7 +81,7 @@ def test_the_table_has_what_is_planned_for_it(recipe):
     assert row == shown
 
 
-@pytest.mark.parametrize("preset", ["published", "onward"])
+@pytest.mark.parametrize("preset", ["published", "decision"])
 @pytest.mark.parametrize("name", ["qwen2_5_7b_math", "qwen2_5_7b_oar_p"])
 def test_a_preset_and_a_key_on_top_of_it(name, preset):
     own = composed(FOLDER / name).algorithm.oar

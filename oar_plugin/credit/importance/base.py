@@ -100,8 +100,9 @@ class Parts:
     Attributes:
         score_KBL: float32, of each backward, the mean over draws.
         reasoning_BL: bool, the tokens that are scored.
-        entropy_BL: float32, nats, of the distribution that a reasoning token was drawn from, if `reads` has it.
-        log_prob_BL: float32, of the reasoning tokens, if `reads` has it.
+        entropy_BL: float32, nats, of the distribution that a reasoning token was drawn from, if `reads` has it; of the
+            answer's tokens too where a backward starts from `later` rows.
+        log_prob_BL: float32, of the same tokens, if `reads` has it.
         seed_BL: int64, of each token's random numbers.
         sigma: `algorithm.oar.sigma`.
     """

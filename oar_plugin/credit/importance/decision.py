@@ -5,7 +5,7 @@ results, so importance that reads the answer alone pays the last step and treats
 counts. A row's margin is the logit of its likeliest token less that of the next; with random signs `u` a row and `H` the
 entropy of a row's distribution, at the temperature that tokens were drawn with,
 
-    J = sum_rows u exp(-H) margin        I_t = ||dJ / de_t|| ||e_t|| / sqrt(d) * sqrt(1 - exp(-H_t))
+    J = sum_rows u exp(-H) margin        I_t = ||dJ / de_t|| ||e_t|| / sqrt(d) * (1 - exp(-(H_t / SURE)^2))
 
 * The margin of a sure row is as steep as that of an open one, so nothing saturates: a copy shows what it depends on without
   a temperature, and tokens without mass have no part in it. Rows of high entropy hardly count: what moves them moves filler.
@@ -14,7 +14,7 @@ entropy of a row's distribution, at the temperature that tokens were drawn with,
 
 Not in the paper. It marks the same tokens as a token's own alternatives do (the standard deviation of `<g_t, e_v>` over the
 policy), which would need the whole vocabulary once more for every token. What it does to learning:
-`benchmarks/results/learning_judged.md`.
+`benchmarks/learning`; what it marks: `benchmarks/results/marks_cpu.md`.
 """
 
 import torch
@@ -24,10 +24,19 @@ from oar_plugin.credit.importance.base import Backward, Importance, Parts, Rows,
 from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
+SURE = 0.5
+"""Nats: a token of this entropy counts by about two thirds, one of a tenth of it by a hundredth.
+
+Chosen by what is marked, on two models each of the tasks of `benchmarks.learning`, before anything was judged. Square, so that
+the long tail of a large vocabulary, a few hundredths of a nat, does not make a choice of a sure token."""
+
 
 class Decision(Importance):
     name = "decision"
-    help = "How far the choice at a token moves later margins, the answer's among them, in nats; one backward."
+    help = (
+        "How far the choice at a token moves later margins, the answer's among them, in nats; one backward, "
+        "for chains of reasoning."
+    )
     backwards = (Backward("later"),)
     reads = frozenset({"entropy"})
     arbitrary_scale = False
@@ -41,19 +50,28 @@ class Decision(Importance):
         return squared_norm(gradient) * squared_norm(embedding) / embedding.shape[-1]
 
     def combine(self, parts: Parts) -> Tensor:
-        return (parts.score_KBL[0] * -torch.expm1(-parts.entropy_BL)).clamp_min(0).sqrt()
+        return parts.score_KBL[0].sqrt() * -torch.expm1(-(parts.entropy_BL / SURE).square())
 
 
 def margin_coefficients(logits_NV: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY) -> Tensor:
-    """Derivative of the highest logit less the next, `[N, V]`; where several are equal, of their mean."""
-    first_NV = _share_of_highest(logits_NV, vocabulary)
-    next_NV = _share_of_highest(logits_NV.masked_fill(first_NV > 0, -torch.inf), vocabulary)
-    return first_NV - next_NV
+    """Derivative of the highest logit less the next, `[N, V]`.
+
+    Of equal logits, as half precision has many, the first column counts as the higher. A row with one finite logit has no next.
+    """
+    first_NV = _is_highest(logits_NV, vocabulary)
+    next_NV = _is_highest(logits_NV.masked_fill(first_NV, -torch.inf), vocabulary)
+    return first_NV.to(logits_NV.dtype) - next_NV.to(logits_NV.dtype)
 
 
-def _share_of_highest(logits_NV: Tensor, vocabulary: VocabularyShard) -> Tensor:
-    # A shard that holds nothing but padding has no columns, and so no largest logit.
-    floor_N1 = logits_NV.new_full((*logits_NV.shape[:-1], 1), -torch.inf)
-    highest_N1 = vocabulary.largest(torch.cat([logits_NV, floor_N1], -1).amax(-1, keepdim=True))
-    at_NV = ((logits_NV == highest_N1) & (highest_N1 > -torch.inf)).to(logits_NV.dtype)
-    return at_NV / vocabulary.total(at_NV.sum(-1, keepdim=True)).clamp_min(1)
+def _is_highest(logits_NV: Tensor, vocabulary: VocabularyShard) -> Tensor:
+    """Bool `[N, V]`, true at the first column of the whole vocabulary that has the row's highest logit, if it is finite."""
+    width = logits_NV.shape[-1]
+    own_N1 = logits_NV.new_full((len(logits_NV), 1), -torch.inf)
+    at_N1 = torch.zeros_like(own_N1, dtype=torch.long)
+    if width:  # a shard may hold nothing but padding
+        own_N1, at_N1 = logits_NV.max(-1, keepdim=True)
+    highest_N1 = vocabulary.largest(own_N1.clone())  # which may write into it
+    column_V = torch.arange(vocabulary.start, vocabulary.start + width, device=logits_NV.device)
+    here_N1 = (own_N1 == highest_N1) & own_N1.isfinite()
+    nearest_N1 = vocabulary.largest(torch.where(here_N1, -(at_N1 + vocabulary.start), -torch.inf))
+    return column_V == -nearest_N1

@@ -147,7 +147,7 @@ def test_what_cannot_work_is_refused_at_the_start(key, name, part):
 @pytest.mark.parametrize(
     ("key", "known"),
     [
-        ("importance", ["allowed: fisher, oar_g, onward, oar_p", "python:<module>:<class>"]),
+        ("importance", ["allowed: fisher, oar_g, decision, oar_p", "python:<module>:<class>"]),
         ("gate", ["allowed: two_level, bi_level", "python:<module>:<function>"]),
     ],
 )

@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from oar_plugin.credit.importance import Fisher, OarG, Onward, Parts, Rows
-from oar_plugin.credit.importance.fisher import fisher_coefficients
-from oar_plugin.credit.importance.oar_g import joint_coefficients, kl_coefficients
+from oar_plugin.credit.importance import Parts, Rows
+from oar_plugin.credit.importance.decision import Decision
+from oar_plugin.credit.importance.fisher import Fisher, fisher_coefficients
+from oar_plugin.credit.importance.oar_g import OarG, joint_coefficients, kl_coefficients
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
-from oar_plugin.credit.importance.onward import NOISE, SURE, TEMPERATURE, row_weights
 
 # ---- fisher
 
@@ -69,52 +67,28 @@ def test_banned_tokens_count_nothing():
     torch.testing.assert_close(got, want)
 
 
-# ---- onward
-
-KEEP = torch.tensor([[False, True, True, True, False]])
-NOTHING, ONES = torch.zeros(1, 5), torch.ones(1, 5)
-values = st.lists(st.floats(0, 1e6, width=32), min_size=5, max_size=5).map(lambda v: torch.tensor([v]))
+# ---- decision
 
 
-def onward(answer_BL, reasoning_BL, entropy_BL, keep_BL=KEEP):
-    parts = Parts(torch.stack([answer_BL, reasoning_BL]), keep_BL, entropy_BL, NOTHING, NOTHING.long())
-    return Onward().combine(parts)
+def test_decision_starts_from_margins_with_a_sign_a_row_and_hardly_from_open_rows():
+    """Each row's scalar is +-exp(-H) (highest logit - next), the same sign for all columns."""
+    logits = torch.randn(40, 9, dtype=torch.float64, requires_grad=True)
+    first_N, next_N = logits.topk(2).values.unbind(-1)
+    (margin_NV,) = torch.autograd.grad((first_N - next_N).sum(), logits)
+    entropy_N = torch.linspace(0, 3, 40, dtype=torch.float64)
+    rows = Rows(logits.detach(), torch.zeros(40).long(), torch.arange(40), entropy_N)
+    got = Decision().coefficients(0, rows)
+    sign_N = (got * margin_NV).sum(-1).sign()
+    torch.testing.assert_close(got, sign_N[:, None] * torch.exp(-entropy_N)[:, None] * margin_NV)
+    assert 10 < (sign_N == 1).sum() < 30
 
 
-@given(values, values, values, st.sampled_from([2.0**-8, 4.0, 2.0**10]))
-def test_range_and_places_and_that_the_scale_of_either_part_means_nothing(answer_BL, reasoning_BL, entropy_BL, factor):
-    got = onward(answer_BL, reasoning_BL, entropy_BL)
-    assert ((got >= 0) & (got <= 1)).all()
-    assert (got[~KEEP] == 0).all()
-    answer_BL, reasoning_BL = answer_BL + 1e-3, reasoning_BL + 1e-3
-    got = onward(answer_BL, reasoning_BL, entropy_BL)
-    torch.testing.assert_close(onward(answer_BL * factor, reasoning_BL, entropy_BL), got)
-    torch.testing.assert_close(onward(answer_BL, reasoning_BL * factor, entropy_BL), got)
-
-
-def test_onward_by_hand():
-    """An early result that only what follows reads, filler with an eighth of its influence, and the last result."""
-    answer_BL, reasoning_BL = torch.tensor([[9.0, 0.0, 0.0, 2.0, 9.0]]), torch.tensor([[9.0, 4.0, 0.5, 0.0, 9.0]])
-    decision = (1 - math.exp(-1 / SURE)) * math.exp(-1 / NOISE)  # at an entropy of 1
-    want = decision * torch.tensor([[0.0, 1.0, 0.5, 1.0, 0.0]])
-    torch.testing.assert_close(onward(answer_BL, reasoning_BL, ONES), want)
-    # Neither a copy nor noise was a decision.
-    got = onward(ONES, ONES, torch.tensor([[0.0, 0.0, 0.6, 12.0, 0.0]]))[0]
-    assert got[1] == 0
-    assert got[3] < 0.01 < 0.5 < got[2]
-    # Without reasoning or influence.
-    assert (onward(NOTHING, NOTHING, ONES) == 0).all()
-    assert (onward(ONES, ONES, ONES, KEEP & False) == 0).all()
-
-
-def test_rows_of_filler_hardly_count_and_flattening_gives_a_sure_prediction_a_voice():
-    """The Fisher information of a near-certain row is near zero; flattened it is not."""
-    weights = row_weights(torch.tensor([0.0, 3.0, 0.5, -math.log(9.0) / 2]))
-    torch.testing.assert_close(weights, torch.tensor([1.0, math.exp(-6), math.exp(-1), 9.0]))
-    logits_NV, entropy_N = torch.tensor([[12.0, 0.0, 0.0, 0.0]]), torch.tensor([-math.log(9.0) / 2])
-    rows = Rows(logits_NV, torch.zeros(1).long(), torch.arange(1), entropy_N)
-    flat = Onward().coefficients(0, rows)
-    assert torch.equal(flat, fisher_coefficients(logits_NV / TEMPERATURE, rows.signs()))
-    assert flat.norm() > 10 * fisher_coefficients(logits_NV, rows.signs()).norm()
-    assert flat.sum().item() == pytest.approx(0, abs=1e-6)
-    torch.testing.assert_close(Onward().coefficients(1, rows), 3 * flat)
+def test_decision_by_hand():
+    """Gradients of 3 and 4, embeddings of the lengths 2 and 1 in four dimensions; entropies that count 0, 1/2 and 3/4."""
+    gradient, embedding = torch.tensor([[3.0, 0, 0, 0], [0, 4, 0, 0]]), torch.tensor([[0, 0, 2.0, 0], [1, 0, 0, 0]])
+    score = Decision().score(gradient, embedding)
+    assert score.tolist() == [9 * 4 / 4, 16 * 1 / 4]
+    entropy_BL = torch.tensor([[0.0, 0.5 * math.log(2) ** 0.5, 0.5 * math.log(4) ** 0.5]])
+    nothing = torch.zeros(1, 3)
+    parts = Parts(torch.full((1, 1, 3), 9.0), nothing == 0, entropy_BL, nothing, nothing.long())
+    torch.testing.assert_close(Decision().combine(parts), torch.tensor([[0.0, 3 * 0.5, 3 * 0.75]]))

@@ -15,7 +15,7 @@ PACKAGE = Path(oar_plugin.__file__).parent
 PLANS = {
     "fisher": ([(0, 0)], [(0, 1)], {"arbitrary_scale"}),
     "oar_g": ([(None, 0), (0, 0)], [(0, 1)], {"noisy"}),
-    "onward": ([(0, 0), (1, 0)], [(0, 1), (1, 1)], {"reasoning_rows"}),
+    "decision": ([(0, 0)], [(0, 1)], {"reasoning_rows"}),
     "oar_p": ([], [], set()),
     "hybrid": ([(0, 0)], [(0, 1)], set()),
     "entropy": ([(None, 0)], [], {"reasoning_rows"}),
@@ -81,15 +81,15 @@ def comparisons(source):
 @pytest.mark.parametrize(
     ("source", "noticed"),
     [
-        ("x = oar.importance == 'onward'", True),
+        ("x = oar.importance == 'decision'", True),
         ("if 'oar_p' != name: pass", True),
         ("y = name in ('grpo', 'fisher')", True),
         ("y = name in (other, 'fisher')", True),
         ("y = 'entropy' in names", True),
         ("match name:\n    case 'oar_g' | 'oar_p': pass", True),
-        ("NAMES = ['grpo', 'fisher', other, f(1), 'onward']", True),
-        ("COLORS = {'fisher': '#0072B2', 'onward': '#D55E00'}", True),
-        ("COLORS = dict(fisher=1, onward=2)", True),
+        ("NAMES = ['grpo', 'fisher', other, f(1), 'decision']", True),
+        ("COLORS = {'fisher': '#0072B2', 'decision': '#D55E00'}", True),
+        ("COLORS = dict(fisher=1, decision=2)", True),
         ("Name = Literal['fisher', 'oar_g']", True),
         # Naming one is not comparing.
         ("Request('fisher')", False),

@@ -1,4 +1,4 @@
-"""What the workers run, by name. A case is a table, a layout and a request, as "megatron tp2 sp onward only".
+"""What the workers run, by name. A case is a table, a layout and a request, as "megatron tp2 sp decision only".
 
 Each table says for a layout, which is built once, what is asked of it; results have the cases' names.
 """
@@ -11,7 +11,8 @@ import torch
 from tests.hosts.engine import world
 
 WORDS: dict[str, dict[str, Any]] = {
-    **{name: {"importance": name} for name in ("fisher", "oar_g", "onward", "entropy", "random")},
+    **{name: {"importance": name} for name in ("fisher", "oar_g", "decision", "entropy", "random")},
+    "onward": {"importance": "python:benchmarks.candidates.learning:Onward"},  # two backwards
     "own": {"importance": "python:tests.own_importance:Saliency"},
     "oar_p": {"importance": "oar_p", "replacement_token": world.PAD},
     "hybrid": {"importance": "hybrid", "replacement_token": world.PAD, "budget": 0.3},
@@ -26,7 +27,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "again": {},
 }
 OTHERS = ["entropy", "random", "own"]
-EVERYTHING = ["fisher", "onward", "oar_p"]
+EVERYTHING = ["fisher", "decision", "oar_p"]
 
 
 def _probed(*importances: str) -> list[str]:
@@ -38,44 +39,44 @@ SINGLE: dict[str, list[str]] = {
         *_probed("fisher", "oar_g", "oar_p"),
         *(f"{name} {how}" for name in EVERYTHING for how in ("dynamic", "only")),
         *(f"{name}{only}" for name in OTHERS for only in ("", " only")),
-        *("fisher again", "fisher draws64", "onward", "onward last", "onward draws16"),
+        *("fisher again", "fisher draws64", "decision", "decision draws16", "onward", "onward last"),
         *("oar_p span", "oar_p sampled", "oar_p half", "hybrid"),
     ],
     "offload": ["fisher"],
     "activations": ["fisher", "own"],
     **dict.fromkeys(("padded", "checkpointing", "lora", "bf16", "fsdp1"), EVERYTHING),
-    "fp16": ["fisher", "onward"],
+    "fp16": ["fisher", "decision"],
 }
 DOUBLE: dict[str, list[str]] = {
     "fsdp2": [*EVERYTHING, "oar_p half", "hybrid"],
     "checkpointing": ["fisher"],
     "padded": ["fisher"],
-    "fsdp1": ["onward"],
-    "wrapped": ["fisher", "fisher joint", "onward"],
-    "ulysses fp16": ["fisher", "onward"],
+    "fsdp1": ["decision", "onward"],
+    "wrapped": ["fisher", "fisher joint", "decision"],
+    "ulysses fp16": ["fisher", "decision"],
     "ulysses": [*EVERYTHING, "fisher joint", "oar_g", *OTHERS, "oar_p joint", "oar_p sampled"],
 }
 MEGATRON: dict[str, list[str]] = {
-    "tp2": ["fisher", "fisher joint", "onward"],
+    "tp2": ["fisher", "fisher joint", "decision"],
     "tp2 sp": [
         *_probed("fisher", "oar_g"),
         *(f"fisher {how}" for how in ("again", "dynamic", "only", "draws3")),
-        *("onward", "onward only", *OTHERS),
+        *("decision", "decision only", "onward", *OTHERS),
     ],
     **{f"tp2 sp {how}": ["fisher"] for how in ("full", "selective", "padded")},
-    "tp2 vocabulary": ["fisher", "onward"],
-    "pp2": ["fisher", "fisher dynamic", "fisher only", "fisher draws3", "oar_g", "onward", *OTHERS],
+    "tp2 vocabulary": ["fisher", "decision"],
+    "pp2": ["fisher", "fisher dynamic", "fisher only", "fisher draws3", "oar_g", "decision", "onward", *OTHERS],
     "pp2 full": ["fisher"],
-    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward"],
-    "cp2": [*_probed("fisher", "oar_g"), "fisher dynamic", "onward", *OTHERS],
+    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", "onward"],
+    "cp2": [*_probed("fisher", "oar_g"), "fisher dynamic", "decision", "onward", *OTHERS],
     **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
     "dp2": ["fisher", "fisher dynamic"],
     "dp2 overlap": ["fisher"],
     # Last: mbridge remembers of a tied model, in its class, that it has no output layer.
     "tied tp2 sp": ["fisher"],
-    "tied pp2": ["fisher", "onward"],
+    "tied pp2": ["fisher", "decision"],
 }
-EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", *OTHERS]}
+EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS]}
 TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "eight": EIGHT}
 
 
@@ -104,7 +105,7 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
-    (importance,) = words & {"fisher", "oar_g", "onward", "entropy", "own"}
+    (importance,) = words & {"fisher", "oar_g", "decision", "onward", "entropy", "own"}
     columns = world.COLUMNS if "vocabulary" in words else None
     return world.reference(folder, importance, probe, columns=columns, dtype=dtype)
 

@@ -48,7 +48,7 @@ LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "overlap": {"override_ddp_config": {"use_distributed_optimizer": True, "overlap_param_gather": True}},
     **{word: {} for word in ("one", "dp2", "vocabulary", "tied")},
 }
-BYTES = {"tp2": ["fisher", "oar_g", "onward"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
+BYTES = {"tp2": ["fisher", "oar_g", "decision"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
 
 
 def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:

@@ -132,9 +132,18 @@ def gradient_importance(
     def row_signs(at, seed_1):
         return signs(position_seeds(seed_1.expand(len(at)), torch.arange(len(at))), 0, logits.shape[-1])
 
-    if importance in ("entropy", "onward"):
-        log_p = (logits[reasoning - 1].detach() / temperature).log_softmax(-1)
-        scores = entropy = torch.zeros_like(logits[:, 0]).index_put((reasoning,), -(log_p.exp() * log_p).sum(-1))
+    if importance in ("entropy", "onward", "decision"):
+        read = torch.cat([reasoning, answer])
+        log_p = (logits[read - 1].detach() / temperature).log_softmax(-1)
+        scores = entropy = torch.zeros_like(logits[:, 0]).index_put((read,), -(log_p.exp() * log_p).sum(-1))
+    if importance == "decision":
+        first, second = logits[read - 1].topk(2).values.unbind(-1)
+        sign = signs(position_seeds(seed_1.expand(len(read)), torch.arange(len(read))), 0, 1)[:, 0]
+        norms = (
+            gradient((sign * (-entropy[read]).exp() * (first - second)).sum()).norm(dim=-1),
+            embedding[0].norm(dim=-1),
+        )
+        scores = norms[0] * norms[1] / embedding.shape[-1] ** 0.5 * (1 - (-((entropy / 0.5) ** 2)).exp())
     if importance == "onward":
         influence = torch.zeros_like(entropy)
         own = position_seeds(seed_1, torch.ones(1), 0)

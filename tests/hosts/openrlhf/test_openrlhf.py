@@ -108,7 +108,7 @@ def test_with_even_weights_advantages_are_openrlhfs_bit_for_bit(plain, patched, 
     [
         ({}, 1e-5),
         ({"importance": "oar_g", "gate": "bi_level"}, 1e-4),
-        ({"importance": "onward", "num_draws": 2}, 1e-5),
+        ({"importance": "decision", "num_draws": 2}, 1e-5),
         ({"importance": "entropy"}, 1e-5),
         ({"importance": "random"}, 1e-5),
         ({"importance": "oar_p"}, 1e-5),

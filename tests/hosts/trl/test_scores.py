@@ -14,7 +14,7 @@ from tests.hosts.trl.watched import Watched, relative, watched
 OWN = "python:tests.own_importance:Saliency"
 
 
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p", "hybrid", "onward", OWN])
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p", "hybrid", "decision", OWN])
 def test_scores_and_weights_equal_the_front_doors(tmp_path, importance):
     """Prompts of different length stand padded on the left; responses are sampled at another temperature than 1."""
     # oar_g reads the difference of two distributions that noise of 1e-3 keeps apart: here more noise, or rounding shows.

@@ -1,0 +1,175 @@
+"""What credit marks: scores by slow formulas, figures by hand, and a page of it all."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.candidates.learning.marks import MARKS, Sight
+from benchmarks.learning.tasks import TASKS
+from benchmarks.learning.training import forward, roll_out
+from benchmarks.learning.warm_start import HEADS
+from benchmarks.marks.study import IMPORTANCES, KINDS, first_hit, judged, scores, tables
+from benchmarks.tiny.model import build_model
+from benchmarks.tiny.words import PAD, encode
+from oar_plugin.credit.answer import Segment
+
+TASK = TASKS["parallel"]
+
+
+def written(model, prompt_BP, copies, longest, generator):
+    """Demonstrations, half of their steps wrong in every second one, in place of samples."""
+    rng, rows = random.Random(int(generator.initial_seed())), []
+    for prompt in prompt_BP.tolist():
+        facts = tuple((prompt[at + 1], "+-"[prompt[at + 2] - encode("+")[0]], prompt[at + 3]) for at in range(0, 20, 5))
+        problem = replace(TASK.problem(random.Random(0)), content=facts)
+        rows += [torch.tensor(TASK.demonstration(problem, rng, 0.5 * (copy % 2))) for copy in range(copies)]
+    return torch.nn.utils.rnn.pad_sequence(rows, True, PAD)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model(0, heads=HEADS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_sampling(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.learning.training.sample", written)
+        patch.setattr("benchmarks.marks.study.PROMPTS", 4)
+        patch.setattr("benchmarks.marks.study.warm_model", lambda task, number, progress: model)
+        yield
+
+
+@pytest.fixture(scope="module")
+def rollout(model):
+    return roll_out(model, TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
+
+
+def slow(model, rollout, row, place, backwards=1):
+    """For one token: gradient of the gold contrast, token by token what a sweep adds, by the model's own forward."""
+    length = int(rollout.length_B[row])
+    token_L, segments_L = rollout.token_BL[row, :length], rollout.segments_BL[row, :length]
+    table_VH = model.get_input_embeddings().weight.detach()
+    embedding_1LH = table_VH[token_L][None].requires_grad_()
+    logits_LV = model(inputs_embeds=embedding_1LH).logits[0]
+    answer = (segments_L == Segment.ANSWER).nonzero()[:, 0].tolist()
+    scalar = torch.zeros(())
+    for at, gold in zip(answer, rollout.gold_Bm[row].tolist(), strict=True):
+        own = int(token_L[at])
+        others_V = logits_LV[at - 1].detach().softmax(-1)
+        others_V[own] = 0
+        mean = (others_V / others_V.sum() * logits_LV[at - 1]).sum()
+        wrong = rollout.advantage_B[row] < 0
+        scalar = scalar + logits_LV[at - 1, own] - (logits_LV[at - 1, gold] if wrong else mean)
+    (gradient_1LH,) = torch.autograd.grad(scalar, embedding_1LH, retain_graph=True)
+    for _ in range(backwards - 1):
+        # What the policy's mean embedding is worth at each reasoning token, as its distribution moves.
+        mean_LH = logits_LV[:-1].softmax(-1) @ table_VH
+        worth = (mean_LH * gradient_1LH[0, 1:])[segments_L[1:] == Segment.REASONING].sum()
+        (gradient_1LH,) = torch.autograd.grad(scalar + worth, embedding_1LH, retain_graph=True)
+    worth_V = table_VH @ gradient_1LH[0, place]
+    policy_V = logits_LV[place - 1].detach().softmax(-1)
+    mean = (policy_V * worth_V).sum()
+    variance = (policy_V * (worth_V - mean).square()).sum()
+    return {
+        "norm": gradient_1LH[0, place].square().sum(),
+        "signed": worth_V[token_L[place]] - mean,
+        "variance": variance,
+    }
+
+
+def test_scores_are_their_formulas(model, rollout):
+    """In a right and in a wrong response, at some of the reasoning tokens, with the model's own forward."""
+    found = scores(model, rollout, seed=0)
+    for row in (int(rollout.advantage_B.argmax()), int(rollout.advantage_B.argmin())):
+        for place in rollout.reasoning_BL[row].nonzero()[:, 0].tolist()[1::11]:
+            for name, backwards in {"gold ": 1, "gold sweep 2 ": 2, "gold sweep 4 ": 4, "gold sweep 8 ": 8}.items():
+                for what, value in slow(model, rollout, row, place, backwards).items():
+                    if name + what in MARKS:
+                        got = found[name + what][row, place]
+                        torch.testing.assert_close(got, value.detach(), rtol=2e-3, atol=1e-6, msg=name + what)
+
+
+def test_margin_variance_is_how_far_alternatives_move_the_margin(model, rollout):
+    """By the first order of what each of them, put into its place, does to the answer's margins."""
+    sight = Sight(forward(model, rollout)[0], rollout)
+    score_bL = MARKS["margin variance"](sight)
+    gradient_bLH = sight.gradient(sight.margin())
+    for row, place in sight.reasoning_bL.nonzero()[::97].tolist():
+        worth_V = sight.table_VH @ gradient_bLH[row, place]
+        policy_V = sight.policy_bLV[row, place]
+        sampled = worth_V[policy_V.multinomial(20_000, True, generator=torch.Generator().manual_seed(0))]
+        assert score_bL[row, place] == pytest.approx(float(sampled.var()), rel=0.1)
+
+
+def test_every_credit_scores_every_response(model, rollout):
+    found = scores(model, rollout, seed=0)
+    assert {*IMPORTANCES, *MARKS, "surprisal", "decision x (1 - p)", "fisher x (1 - p)"} == set(found)
+    for name, score_BL in found.items():
+        assert score_BL.shape == rollout.token_BL.shape
+        assert score_BL[rollout.reasoning_BL].isfinite().all(), name
+        assert score_BL[rollout.reasoning_BL].unique().numel() > 1, name
+
+
+def test_kinds_and_figures_by_hand(rollout):
+    """A credit that knows the wrong results gives them all; one that fears them nothing; and every token is of one kind."""
+    best, worst = ([*judged(sign * rollout.wrong_BL.float(), rollout)] for sign in (1, -1))
+    asked = [row for row in best if "wrong AUC" in row]
+    assert 0 < len(asked) < len(best) == len(rollout.token_BL)
+    for row in asked:
+        assert row["wrong AUC"] == 1
+        assert row["wrong results, wrong answer, rank"] > 0.9
+        assert row["wrong results, wrong answer, weight"] > row["filler, weight"] == pytest.approx(row["form, weight"])
+        others = row.get("right results, wrong answer, weight", row["form, weight"])
+        assert others == pytest.approx(row["form, weight"]), "none of the wrong ones is among them"
+    assert {row["wrong AUC"] for row in worst if "wrong AUC" in row} == {0.0}
+    assert all(row["results AUC"] == 1 for row in judged(rollout.causal_BL.float(), rollout))
+    right, wrong = best[int(rollout.advantage_B.argmax())], best[int(rollout.advantage_B.argmin())]
+    assert {kind for kind in KINDS if f"{kind}, rank" in right} == {KINDS[2], *KINDS[3:]}
+    assert {kind for kind in KINDS if f"{kind}, rank" in wrong} >= {KINDS[0], *KINDS[3:]}
+
+
+def test_the_first_wrong_step_is_hit_where_the_highest_token_stands_in_it():
+    """Steps are `x r ;`: of three the second and the third are wrong."""
+    result_R, wrong_R = np.array([0, 1, 0, 0, 1, 0, 0, 1, 0], bool), np.array([0, 0, 0, 0, 1, 0, 0, 1, 0], bool)
+    hits = [first_hit(np.eye(9)[place], result_R, wrong_R) for place in range(9)]
+    assert hits == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert first_hit(np.zeros(9), result_R, wrong_R) == pytest.approx(3 / 9), "all equal: chance"
+
+
+def test_tables_are_means_over_models_of_their_responses():
+    rows = [("a", 0, 1.0), ("a", 1, 0.0), ("a", 1, 0.5), ("b", 0, float("nan")), ("b", 0, 0.25)]
+    found = pd.DataFrame(
+        [{"task": t, "model": m, "credit": "c", "wrong AUC": x, "first hit": x, "results AUC": x} for t, m, x in rows]
+    )
+    found[[f"{kind}, {what}" for kind in KINDS for what in ("weight", "rank")]] = 0.5
+    first = tables(found)[0]
+    assert first.columns == ("credit", "all tasks", "a", "b")
+    assert [cell.split()[0] for cell in first.rows[0]] == ["c", "0.50", "0.62", "0.25"]
+
+
+def test_the_command_writes_a_page(tmp_path, capsys):
+    assert main(["marks", "--tasks", "parallel", "--models", "1", "--batches", "1", "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"marks_cpu.md", "marks_cpu.json"}
+    page, runs = (tmp_path / "marks_cpu.md").read_text(), json.loads((tmp_path / "marks_cpu.json").read_text())["runs"]
+    assert all(f"| {name} |" in page for name in (*IMPORTANCES, *MARKS))
+    assert {(row["task"], row["model"]) for row in runs["means"]} == {("parallel", 0)}
+    assert "warm models a task" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--tasks", "nothing"], "--tasks nothing: allowed: parallel"),
+        (["--models", "0"], "--models 0: must be at least 1"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments, complaint, capsys):
+    assert main(["marks", *arguments]) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
