@@ -77,6 +77,14 @@ the importance reads what moves tokens that are never written. It is at least {f
 """
 
 
+class Plausible(NamedTuple):
+    """Shares of squared coefficients, by importance."""
+
+    fisher: float
+    onward: float
+    decision: float
+
+
 class Batch(NamedTuple):
     """Responses of which each can be scored, padded behind their end."""
 
@@ -104,13 +112,15 @@ class Found:
 
     start: str
     changes: dict[tuple[str, str, tuple[str, ...]], Change] = field(default_factory=dict)
-    plausible: dict[tuple[str, ...], dict[str, float]] = field(default_factory=dict)
+    plausible: dict[tuple[str, ...], Plausible] = field(default_factory=dict)
     error: float = 0.0
 
     def share(self, name: str, case: tuple[str, ...]) -> list[str]:
         """A cell where there is such a column."""
-        of = self.plausible.get(case)
-        return [] if of is None else [f"{of[name]:.3f}" if name in of else ""]
+        if case not in self.plausible:
+            return []
+        shares = self.plausible[case]._asdict()
+        return [f"{shares[name]:.3f}" if name in shares else ""]
 
 
 def study(start: str) -> Found:
@@ -199,14 +209,6 @@ def logits(model: PreTrainedModel, batch: Batch, wanted_BL: Tensor) -> Tensor:
     hidden_BLH = parts.model(input_ids=batch.token_BL, use_cache=False).last_hidden_state
     rows: Tensor = parts.lm_head(hidden_BLH[:, :-1][wanted_BL[:, 1:]])
     return rows
-
-
-class Plausible(NamedTuple):
-    """Shares of squared coefficients, by importance."""
-
-    fisher: float
-    onward: float
-    decision: float
 
 
 def on_plausible(logits_NV: Tensor) -> Plausible:

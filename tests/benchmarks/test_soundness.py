@@ -98,7 +98,7 @@ def test_on_plausible_by_hand():
     flat = p**0.25 / (p**0.25).sum()
     spread = flat * (1 - flat)
     assert found.onward == pytest.approx((1 - spread[0, 2] / spread.sum()).item())
-    assert found["decision"] == 1
+    assert found.decision == 1
     assert on_plausible(torch.tensor([[0.9995, 0.0005]]).log()).decision == 0.5
 
 
