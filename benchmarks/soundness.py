@@ -72,8 +72,9 @@ draw leaves.
 
 "On plausible tokens" is the share of the squared coefficients on the answer's logits that lies on tokens with p > {plausible},
 in expectation over signs; for `fisher` that is the share of the trace of the Fisher matrix. Where most of it lies elsewhere,
-the importance reads what moves tokens that are never written. It is at least {fisher:.2f} for `fisher`, {decision:.2f} for
-`decision`, and {onward:.3f} for `onward`, which reads at a temperature of {temperature:g}.
+the importance reads what moves tokens that are never written. A row that is sure of one token has half of it there, whatever it
+does elsewhere. It is at least {fisher:.2f} for `fisher`, {decision:.2f} for `decision`, and {onward:.3f} for `onward`, which
+reads at a temperature of {temperature:g}.
 """
 
 

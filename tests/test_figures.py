@@ -68,6 +68,7 @@ def marks():
     wrong, first, results, *_ = tables
     names = {
         "`decision`": "decision", "`decision` times doubt": "decision x (1 - p)", "`onward` (candidate)": "onward",
+        "`onward` times doubt": "onward x (1 - p)",
         "entropy factor alone (control)": "EntropyFactor", "`fisher` (default)": "fisher",
         "`fisher` times doubt": "fisher x (1 - p)", "`oar_g` (published)": "oar_g", "surprisal": "surprisal",
         "right answer known: gradient": "gold norm", "right answer known: signed, 8 backwards": "gold sweep 8 signed",

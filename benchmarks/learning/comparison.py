@@ -28,6 +28,8 @@ KINDS = {
 SECONDS = ["sample_seconds", "importance_seconds", "update_seconds"]
 MEANS = [*KINDS, "recall", "entropy", "length", "ess_ratio", "gradient_norm", "fallback/any", *SECONDS]
 
+NAMED = ["task", "method", "lr", "warm", "seed", "start"]
+
 Named = Sequence[tuple[str, Record]]
 """Records, each with the name of its method."""
 
@@ -47,12 +49,19 @@ def by_run(records: Named) -> pd.DataFrame:
         run = record.run
         rows.append(
             {
-                **{"task": run.task, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed},
+                **{
+                    "task": run.task,
+                    "method": name,
+                    "lr": run.lr,
+                    "warm": run.warm,
+                    "seed": run.seed,
+                    "start": record.start,
+                },
                 **{"held_out": record.held_out, "steps": there[0] + 1 if len(there) else math.inf},
                 **means(record),
             }
         )
-    return pd.DataFrame(rows, columns=["task", "method", "lr", "warm", "seed", "held_out", "steps", "reward", *MEANS])
+    return pd.DataFrame(rows, columns=[*NAMED, "held_out", "steps", "reward", *MEANS])
 
 
 def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
@@ -84,8 +93,8 @@ def tables(plan: Plan, chosen_from: Named, judged: Named) -> list[Table]:
 
 
 def _paired(runs: pd.DataFrame, task: str, method: str) -> pd.DataFrame:
-    """A method's trainings of a task and GRPO's of the same pairs, side by side."""
-    of_task = runs[runs["task"] == task].set_index(["warm", "seed"])
+    """A method's trainings of a task and GRPO's of the same pairs from the same weights, side by side."""
+    of_task = runs[runs["task"] == task].set_index(["warm", "seed", "start"])
     ours, theirs = (of_task[of_task["method"] == name] for name in (method, BASELINE))
     return ours.join(theirs.add_suffix("_grpo"), how="inner")
 

@@ -20,7 +20,7 @@ from benchmarks.learning.training import Credit, Record, Run
 from benchmarks.learning.warm_start import StuckError, warm_model
 from benchmarks.report import Progress, Report
 
-FORMAT = 4
+FORMAT = 5
 """Raised when training changes, so that runs of an older version are not taken for new ones."""
 _SHIPPED = ", ".join(sorted(file.stem for file in PLANS.glob("*.yaml")))
 
@@ -146,7 +146,8 @@ def run_file(run: Run, folder: Path) -> Path:
 def read(file: Path) -> Record:
     values = json.loads(file.read_text(encoding="utf-8"))
     run = values["run"]
-    return Record(Run(**run | {"credit": Credit(**run["credit"])}), values["steps"], values["held_out"])
+    values["run"] = Run(**run | {"credit": Credit(**run["credit"])})
+    return Record(**values)
 
 
 def _plain(name: str, record: Record) -> dict[str, Any]:
@@ -156,6 +157,7 @@ def _plain(name: str, record: Record) -> dict[str, Any]:
     return {
         "method": name,
         **{key: getattr(run, key) for key in ("task", "lr", "warm", "seed")},
+        "start": record.start,
         "held_out": round(record.held_out, 4),
         **{key: round(value, 4) for key, value in means.items()},
         "rewards": [round(step["reward"], 4) for step in record.steps],

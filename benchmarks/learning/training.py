@@ -4,6 +4,7 @@ One process, one update for each batch of rollouts, no KL term. Everything about
 here is a trainer small enough to run hundreds of times.
 """
 
+import hashlib
 import random
 import time
 from collections.abc import Sequence
@@ -78,12 +79,22 @@ class Run:
     prompts: int = 16
     copies: int = 8
 
+    @property
+    def draw(self) -> int:
+        """Seed of problems and sampling noise, of its own for each pair: what models have in common would be in no interval."""
+        return 1000 * (self.warm + 1) + self.seed
+
 
 @dataclass
 class Record:
-    """Of each step what `train` measures, and the accuracy on held-out problems at the end."""
+    """Of each step what `train` measures, and the accuracy on held-out problems at the end.
+
+    Attributes:
+        start: digest of the weights that it began with: a number names other ones on another machine.
+    """
 
     run: Run
+    start: str
     steps: list[dict[str, float]] = field(default_factory=list)
     held_out: float = float("nan")
 
@@ -131,24 +142,34 @@ def train(run: Run, model: PreTrainedModel) -> Record:
     """Train `model` in place."""
     task = TASKS[run.task]
     optimizer = torch.optim.Adam(model.parameters(), lr=run.lr, fused=True)
-    problems, noise = random.Random(1000 + run.seed), torch.Generator()
-    record = Record(run)
+    problems, noise = random.Random(run.draw), torch.Generator()
+    record = Record(run, digest_of(model))
     for step in range(run.steps):
         begun = time.perf_counter()
-        noise.manual_seed(100_000 * run.seed + step)
+        noise.manual_seed(1000 * run.draw + step)
         rollout = roll_out(model, task, problems, noise, run.prompts, run.copies)
         sampled = time.perf_counter()
         entry = {**rollout.graded, "used": len(rollout.token_BL), "sample_seconds": sampled - begun}
         if len(rollout.token_BL):
-            passes = forward(model, rollout)
+            passes = forward(model, rollout)  # the update's own: importance costs what it adds
+            begun = time.perf_counter()
             importance_BL = importance(run, rollout, passes, step)
             scored = time.perf_counter()
             weight_BL, described = weights(run, rollout, importance_BL, log_probs(rollout, passes))
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
-            entry |= {"importance_seconds": scored - sampled, "update_seconds": time.perf_counter() - scored}
+            entry |= {"importance_seconds": scored - begun}
+            entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
         record.steps.append(entry)
     record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
     return record
+
+
+def digest_of(model: PreTrainedModel) -> str:
+    """Of its weights."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def roll_out(

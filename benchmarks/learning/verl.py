@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from benchmarks.learning.tasks import TASKS
-from benchmarks.learning.training import HELD_OUT, Record, Run
+from benchmarks.learning.training import HELD_OUT, Record, Run, digest_of
 from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.verl_run import read_metrics, training_environment, training_overrides
 from benchmarks.tiny.warm_start import accuracy
@@ -39,7 +39,7 @@ def train(run: Run, model: PreTrainedModel, folder: Path) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
-    rng = random.Random(1000 + run.seed)
+    rng = random.Random(run.draw)
     write_problems(folder / "problems.parquet", [task.problem(rng) for _ in range(run.steps * run.prompts)])
     metrics_file, log = folder / "metrics.jsonl", folder / "verl.log"
     metrics_file.unlink(missing_ok=True)
@@ -52,7 +52,8 @@ def train(run: Run, model: PreTrainedModel, folder: Path) -> Record:
     trained = type(model).from_pretrained(folder / "checkpoint" / f"global_step_{run.steps}" / "actor" / "huggingface")
     for made in ("model", "checkpoint"):
         shutil.rmtree(folder / made)
-    return Record(run, [_entry(step) for step in metrics], accuracy(trained.eval(), task, HELD_OUT, greedy=False))
+    held_out = accuracy(trained.eval(), task, HELD_OUT, greedy=False)
+    return Record(run, digest_of(model), [_entry(step) for step in metrics], held_out)
 
 
 def overrides(run: Run, folder: Path) -> list[str]:

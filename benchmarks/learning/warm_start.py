@@ -64,8 +64,9 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
     if isinstance(task, WideChain):
         chain = TASKS["chain"]
         return widened(warm_model(chain.name, number, progress), chain, task.WORDS, TAIL).state_dict()
-    recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, IMITATION, HEADS, VOCABULARY, type(task).__name__]
-    key = json.dumps([asdict(task), number, recipe], sort_keys=True)
+    recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, LONGEST, ATTEMPTS, IMITATION, ENOUGH, ASKED, HEADS]
+    words = [FILLER_WEIGHT, VALUE_WEIGHT, VOCABULARY, type(task).__name__, task.FILLER]
+    key = json.dumps([asdict(task), number, recipe, words], sort_keys=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / "learning"
     file = cache / f"{name}-{number}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
     if file.exists():
@@ -74,6 +75,8 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
         model = build_model(number + 1000 * attempt, heads=HEADS)
         if teach(model, task, number, progress):
             break
+    else:
+        raise StuckError(f"task {name}, warm model {number}: stuck in {ATTEMPTS} attempts")
     share = accuracy(model, task, ASKED, greedy=True)
     if share < ENOUGH:
         raise StuckError(f"task {name}, warm model {number}: right in {share:.0%} of its most likely answers")

@@ -168,7 +168,7 @@ def trained(run, monkeypatch, **settings):
     """The model after `run`, on demonstrations, and its record."""
     model = build_model(0, hidden=16, layers=1)
     monkeypatch.setitem(TASKS, "parallel", TASK)
-    monkeypatch.setattr(training, "sample", writes(TASK, random.Random(1000 + run.seed)))
+    monkeypatch.setattr(training, "sample", writes(TASK, random.Random(run.draw)))
     monkeypatch.setattr(training, "HELD_OUT", 4)
     return model, training.train(replace(run, **settings), model)
 
@@ -431,7 +431,10 @@ def made_up(run, model=None):
     luck = math.sin(run.warm * 7 + run.seed * 3 + 11 * named) / 500
     reward = 0.5 + named + 0.1 * liked + luck + 0.1 * (run.warm == 2)
     return Record(
-        run, [{"reward": reward, "sample_seconds": 1.0, "importance_seconds": 1.0, "update_seconds": 2.0}] * 2, reward
+        run,
+        str(run.warm),
+        [{"reward": reward, "sample_seconds": 1.0, "importance_seconds": 1.0, "update_seconds": 2.0}] * 2,
+        reward,
     )
 
 
@@ -523,9 +526,9 @@ def test_a_record_is_found_by_all_that_it_depends_on(tmp_path):
     assert set(credits) == set(RUN.credit.__dict__)
     files = {study.run_file(run, tmp_path) for run in [RUN, *changed]}
     assert len(files) == 1 + len(changed)
-    study._keep(study.run_file(changed[-1], tmp_path), Record(changed[-1], [{"reward": 0.5}], 0.25))
+    study._keep(study.run_file(changed[-1], tmp_path), Record(changed[-1], "abc", [{"reward": 0.5}], 0.25))
     (kept,) = tmp_path.glob("*")
-    assert study.read(kept) == Record(changed[-1], [{"reward": 0.5}], 0.25)
+    assert study.read(kept) == Record(changed[-1], "abc", [{"reward": 0.5}], 0.25)
 
 
 TWO_RATES = Plan(
@@ -536,7 +539,7 @@ TWO_RATES = Plan(
 def records_of(rewards):
     """By rate and seed."""
     return [
-        ("grpo", Record(Run(task="chain", credit=Credit(), lr=lr, warm=0, seed=seed), [{"reward": reward}], reward))
+        ("grpo", Record(Run(task="chain", credit=Credit(), lr=lr, warm=0, seed=seed), "", [{"reward": reward}], reward))
         for (lr, seed), reward in rewards.items()
     ]
 
@@ -559,10 +562,27 @@ def test_the_picture_has_the_chosen_rates(tmp_path):
         assert [len(line.get_xdata()) for line in axes[1].lines if line.get_marker() == "o"] == [models] * 2
 
 
+def test_what_began_with_other_weights_is_no_pair():
+    """As after the kept models were lost, or came from another machine."""
+    run = Run(task="chain", credit=Credit(), lr=1e-3, warm=0, seed=0)
+    fisher = replace(run, credit=Credit(importance="fisher"))
+    for start, pairs in (("a", 1), ("b", 0)):
+        records = [
+            ("grpo", Record(run, "a", [{"reward": 0.5}], 0.0)),
+            ("fisher", Record(fisher, start, [{"reward": 0.6}], 0.0)),
+        ]
+        assert len(comparison._paired(comparison.by_run(records), "chain", "fisher")) == pairs
+
+
+def test_no_two_pairs_see_the_same_problems():
+    runs = [replace(RUN, warm=warm, seed=seed) for warm in range(9) for seed in range(9)]
+    assert len({run.draw for run in runs}) == len(runs)
+
+
 def test_steps_are_counted_on_a_mean_of_five():
     run = Run(task="chain", credit=Credit(), lr=1e-3, warm=0, seed=0)
     rewards = [0.3, 0.9, 0.9, 0.9, 0.9, 0.9], [0.3, 0.4]
-    rows = comparison.by_run([("grpo", Record(run, [{"reward": x} for x in of], 0.0)) for of in rewards])
+    rows = comparison.by_run([("grpo", Record(run, "", [{"reward": x} for x in of], 0.0)) for of in rewards])
     assert rows["steps"].tolist() == [3, math.inf]
 
 

@@ -42,8 +42,9 @@ def spare(
         w = 1 + beta f                            in responses better than their group
         w = (1 - f) + f (1 + beta) d              in the others
 
-    so that a token that is no decision (`f` = 0) weighs the same in both: the push on what all siblings share cancels, as it
-    does in GRPO. For that reason the mass is restored over the batch and not response by response.
+    so that a token that is no decision at all (`f` = 0) weighs the same in both: the push on what all siblings share cancels,
+    as it does in GRPO. For that reason the mass is restored over the batch and not response by response. Small decisions
+    are not balanced so: filler and form weigh a tenth less in the worse responses, on average.
     """
     square_BL = importance_BL.square()
     decisive_BL = square_BL / (1 + square_BL)

@@ -8,13 +8,12 @@ entropy of a row's distribution, at the temperature that tokens were drawn with,
     J = sum_rows u exp(-H) margin        I_t = ||dJ / de_t|| ||e_t|| / sqrt(d) * (1 - exp(-(H_t / SURE)^2))
 
 * The margin of a sure row is as steep as that of an open one, so nothing saturates: a copy shows what it depends on without
-  a temperature, and tokens without mass have no part in it. Rows of high entropy hardly count: what moves them moves filler.
+  a temperature. Of a sure row the next token is often one that is never written, so a long tail of the vocabulary changes
+  scores (`benchmarks/results/soundness.md`). Rows of high entropy hardly count: what moves them moves filler.
 * `||g|| ||e|| / sqrt(d)` is how far a step of the embedding's length in a random direction moves a margin: no unit of the
   embeddings is left. A token that was no choice (form, a copy) moves nothing, by its entropy.
 
-Not in the paper. It marks the same tokens as a token's own alternatives do (the standard deviation of `<g_t, e_v>` over the
-policy), which would need the whole vocabulary once more for every token. What it does to learning:
-`benchmarks/learning`; what it marks: `benchmarks/results/marks_cpu.md`.
+Not in the paper. What it marks: `benchmarks/results/marks_cpu.md`.
 """
 
 import torch
@@ -27,7 +26,7 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 SURE = 0.5
 """Nats: a token of this entropy counts by about two thirds, one of a tenth of it by a hundredth.
 
-Chosen by what is marked, on two models each of the tasks of `benchmarks.learning`, before anything was judged. Square, so that
+Chosen by what is marked, on models 0 and 1 of the tasks of `benchmarks.learning`, before anything was judged. Square, so that
 the long tail of a large vocabulary, a few hundredths of a nat, does not make a choice of a sure token."""
 
 
