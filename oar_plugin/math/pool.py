@@ -7,8 +7,11 @@ long is killed with its process, and a new process takes its place.
 import multiprocessing
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
@@ -38,34 +41,53 @@ class GuardedPool:
     """
 
     def __init__(self, processes: int, timeout_s: float, warm_up: Callable[[], None]) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self._closed, self._lock = timeout_s, False, threading.Lock()
         # Not forked: the caller has threads, and a fork copies the locks that they hold.
-        self._pool = ProcessPool(
+        self._make = partial(
+            ProcessPool,
             max_workers=processes,
             max_tasks=_TASKS_A_PROCESS,
             initializer=_prepare,
             initargs=[warm_up],
             context=multiprocessing.get_context("spawn"),
         )
+        self._pool = self._make()
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """`function(*args)`, from a module that can be imported, with arguments that can be pickled.
 
         Raises TaskTimedOut, or TaskCrashed where it raised or its process died; the cause is chained.
         """
-        try:
-            future = self._pool.schedule(_limited, args=[self.timeout_s, function, args], timeout=self.timeout_s)
-            result: Result = future.result(_PATIENCE_S)
-        except FutureTimeoutError as error:
-            raise TaskTimedOut(f"{function.__name__} took longer than {self.timeout_s:g} s") from error
-        except ProcessExpired as error:
-            raise TaskCrashed(f"{function.__name__}: its process died (exit status {error.exitcode})") from error
-        except Exception as error:  # whatever the task raised
-            raise TaskCrashed(f"{function.__name__}: {type(error).__name__}: {error}") from error
-        return result
+        for attempt in (1, 2):
+            try:
+                future = self._running().schedule(
+                    _limited, args=[self.timeout_s, function, args], timeout=self.timeout_s
+                )
+                result: Result = future.result(_PATIENCE_S)
+                return result
+            except FutureTimeoutError as error:
+                raise TaskTimedOut(f"{function.__name__} took longer than {self.timeout_s:g} s") from error
+            except ProcessExpired as error:
+                raise TaskCrashed(f"{function.__name__}: its process died (exit status {error.exitcode})") from error
+            except Exception as error:  # whatever the task raised
+                if attempt == 1 and isinstance(
+                    error, BrokenProcessPool
+                ):  # not the task's fault: once more, in a new pool
+                    continue
+                raise TaskCrashed(f"{function.__name__}: {type(error).__name__}: {error}") from error
+        raise AssertionError("two attempts neither returned nor raised")
+
+    def _running(self) -> ProcessPool:
+        """The pool, or a new one: a process that something kills while it takes its task breaks all of it."""
+        with self._lock:
+            if not (self._pool.active or self._closed):
+                self._pool.stop()
+                self._pool = self._make()
+            return self._pool
 
     def close(self) -> None:
         """End all processes, also those that are busy."""
+        self._closed = True
         self._pool.stop()
         self._pool.join()
 

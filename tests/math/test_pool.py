@@ -1,7 +1,9 @@
 """Tasks that hang, die or raise end in an error, and the pool goes on."""
 
 import math
+import multiprocessing
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,3 +46,23 @@ def test_a_task_that_fails_is_reported_and_the_next_one_runs(pool, function, arg
     with pytest.raises(TaskCrashed, match=cause):
         pool.run(function, *args)
     assert pool.run(math.isqrt, 81) == 9
+
+
+def test_processes_that_something_kills_cost_nothing():
+    """The kernel where memory is short, or a person. It breaks pebble's pool, and every task after it failed."""
+    others = set(multiprocessing.active_children())
+    pool = GuardedPool(processes=2, timeout_s=5.0, warm_up=bool)
+    try:
+        for _ in range(3):
+            assert pool.run(math.isqrt, 49) == 7
+            killed = set(multiprocessing.active_children()) - others
+            assert killed
+            for process in killed:
+                os.kill(process.pid, signal.SIGKILL)
+            for process in killed:
+                process.join()
+            assert [pool.run(math.isqrt, number**2) for number in range(5)] == [0, 1, 2, 3, 4]
+    finally:
+        pool.close()
+    with pytest.raises(TaskCrashed, match="not active"):
+        pool.run(math.isqrt, 49)
