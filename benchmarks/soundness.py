@@ -154,8 +154,7 @@ def responses(model: PreTrainedModel, start: str) -> Batch:
     """Sampled from the model, of groups whose responses did not all do alike."""
     rollout = roll_out(model, TASKS[start], random.Random(0), torch.Generator().manual_seed(0), 16, 8)
     rows = (rollout.status_B == Status.SCORED).nonzero()[:RESPONSES, 0]
-    mask_BL = torch.arange(rollout.token_BL.shape[1]) < rollout.length_B[:, None]
-    return Batch(rollout.token_BL[rows], rollout.segments_BL[rows], mask_BL[rows])
+    return Batch(rollout.token_BL[rows], rollout.segments_BL[rows], rollout.mask_BL[rows])
 
 
 def scores(model: PreTrainedModel, name: str, batch: Batch, seed: int = 0) -> Tensor:

@@ -40,9 +40,8 @@ def read_marked(file: Path, tokenizer: Any) -> Marked:
     finder, token_bytes = make_finder(OarConfig().answer_patterns), TokenBytes(tokenizer)
     found, unusable = [], 0
     try:
-        lines = file.read_text(encoding="utf-8").split(
-            "\n"
-        )  # not splitlines: it cuts at characters that JSON leaves as they are
+        # Not splitlines: it cuts at characters that JSON leaves as they are.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--marked {file}: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -19,6 +19,7 @@ from benchmarks.learning.plan import PLANS, Plan, read_plan
 from benchmarks.learning.training import Credit, Record, Run
 from benchmarks.learning.warm_start import StuckError, warm_model
 from benchmarks.report import Progress, Report
+from oar_plugin.whole_file import write_whole
 
 FORMAT = 5
 """Raised when training changes, so that runs of an older version are not taken for new ones."""
@@ -132,9 +133,7 @@ def _train(run: Run, file: Path) -> None:
 
 
 def _keep(file: Path, record: Record) -> None:
-    part = file.with_suffix(".part")  # whole or not at all
-    part.write_text(json.dumps(asdict(record)), encoding="utf-8")
-    part.replace(file)
+    write_whole(file, json.dumps(asdict(record)))
 
 
 def run_file(run: Run, folder: Path) -> Path:

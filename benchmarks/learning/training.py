@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -137,6 +138,11 @@ class Rollout:
         """Bool, the responses that are worse than their group."""
         return (self.advantage_B < 0)[:, None]
 
+    @property
+    def right_in_wrong_BL(self) -> Tensor:
+        """Bool, the right results of responses that are worse than their group."""
+        return self.causal_BL & ~self.wrong_BL & self.negative_B1
+
 
 def train(run: Run, model: PreTrainedModel) -> Record:
     """Train `model` in place."""
@@ -227,8 +233,9 @@ class Forward:
     hidden_bLH: Tensor
     head_VH: Tensor
 
-    def log_prob(self) -> Tensor:
-        """Of each token but the first, `[b, L - 1, V]` at the columns of all tokens."""
+    @cached_property
+    def log_prob_blV(self) -> Tensor:
+        """Of each token but the first, `[b, L - 1, V]` at the columns of all tokens, with a graph."""
         return F.linear(self.hidden_bLH[:, :-1], self.head_VH).log_softmax(-1)
 
 
@@ -247,8 +254,7 @@ def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int)
     importance_BL = torch.zeros(rollout.token_BL.shape)
     name = run.credit.importance
     if name in ORACLES:
-        right_BL = rollout.causal_BL & ~rollout.wrong_BL & rollout.negative_B1
-        return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(right_BL, ORACLES[name])
+        return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, ORACLES[name])
     if name is not None:
         request = Request.from_config(run.credit.config(run.seed), step + 1, rollout.token_BL.shape[1])
         for one in passes:
@@ -281,12 +287,11 @@ def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Te
     return flat.view_as(one.token_bL)
 
 
-@torch.no_grad()
 def log_probs(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
     """Of each token, `[B, L]`; 0 for the first."""
     found_BL = torch.zeros(rollout.token_BL.shape)
     for one in passes:
-        chosen_bl = one.log_prob().gather(-1, one.token_bL[:, 1:, None])[..., 0]
+        chosen_bl = one.log_prob_blV.detach().gather(-1, one.token_bL[:, 1:, None])[..., 0]
         found_BL[one.rows, 1 : one.token_bL.shape[1]] = chosen_bl
     return found_BL
 
@@ -331,7 +336,7 @@ def _paid(rollout: Rollout, weight_BL: Tensor, importance_BL: Tensor, usable_BL:
     negative_BL = rollout.negative_B1.expand_as(causal_BL)
     kinds = {
         "wrong_in_wrong": wrong_BL & negative_BL,
-        "right_in_wrong": causal_BL & ~wrong_BL & negative_BL,
+        "right_in_wrong": rollout.right_in_wrong_BL & usable_BL,
         "other_in_wrong": usable_BL & ~causal_BL & negative_BL,
         "result_in_right": causal_BL & ~negative_BL,
         "other_in_right": usable_BL & ~causal_BL & ~negative_BL,
@@ -361,7 +366,7 @@ def update(
     for one in passes:
         length = one.token_bL.shape[1]
         keep_bl = rollout.response_BL[one.rows, 1:length]
-        log_prob_NV = one.log_prob()[keep_bl]
+        log_prob_NV = one.log_prob_blV[keep_bl]
         log_prob_N = log_prob_NV.gather(-1, one.token_bL[:, 1:][keep_bl][:, None])[:, 0]
         loss = loss - (log_prob_N * advantage_BL[one.rows, 1:length][keep_bl]).sum() / rollout.graded["tokens"]
         with torch.no_grad():

@@ -5,15 +5,11 @@ so there is no number of steps for that, but a share of right answers.
 """
 
 import functools
-import hashlib
 import itertools
-import json
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +22,7 @@ from benchmarks.learning.tasks import TASKS, WideChain, lessons
 from benchmarks.tiny.fast import head_of, rows_of
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.tasks import Task
-from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches
+from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches, kept_weights
 from benchmarks.tiny.words import FILLER, PAD, VALUES, VOCABULARY
 
 FORMAT = 1
@@ -66,25 +62,21 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
         return widened(warm_model(chain.name, number, progress), chain, task.WORDS, TAIL).state_dict()
     recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, LONGEST, ATTEMPTS, IMITATION, ENOUGH, ASKED, HEADS]
     words = [FILLER_WEIGHT, VALUE_WEIGHT, VOCABULARY, type(task).__name__, task.FILLER]
-    key = json.dumps([asdict(task), number, recipe, words], sort_keys=True)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / "learning"
-    file = cache / f"{name}-{number}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
-    if file.exists():
-        return dict(torch.load(file, weights_only=True))
+    key = [asdict(task), number, recipe, words]
+    return kept_weights("learning", f"{name}-{number}", key, lambda: _taught(task, number, progress))
+
+
+def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
     for attempt in range(ATTEMPTS):
         model = build_model(number + 1000 * attempt, heads=HEADS)
         if teach(model, task, number, progress):
             break
     else:
-        raise StuckError(f"task {name}, warm model {number}: stuck in {ATTEMPTS} attempts")
+        raise StuckError(f"task {task.name}, warm model {number}: stuck in {ATTEMPTS} attempts")
     share = accuracy(model, task, ASKED, greedy=True)
     if share < ENOUGH:
-        raise StuckError(f"task {name}, warm model {number}: right in {share:.0%} of its most likely answers")
-    cache.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")  # whole or not at all, whoever else writes it
-    torch.save(model.state_dict(), part)
-    part.replace(file)
-    return model.state_dict()
+        raise StuckError(f"task {task.name}, warm model {number}: right in {share:.0%} of its most likely answers")
+    return model
 
 
 def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:

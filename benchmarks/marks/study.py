@@ -115,7 +115,7 @@ def judged(score_BL: Tensor, rollout: Rollout) -> Iterator[dict[str, float]]:
     result_BL, wrong_BL = rollout.causal_BL, rollout.wrong_BL
     kinds = (
         wrong_BL & negative_BL,
-        result_BL & ~wrong_BL & negative_BL,
+        rollout.right_in_wrong_BL,
         result_BL & ~negative_BL,
         filler_BL & ~result_BL,
         ~filler_BL & ~result_BL,

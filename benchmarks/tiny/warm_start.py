@@ -54,19 +54,32 @@ def warm_model(
 ) -> PreTrainedModel:
     """The model of a task and seed, trained now or kept in `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`."""
     key = {"task": asdict(task), "seed": seed, "settings": asdict(settings), "words": VOCABULARY, "format": FORMAT}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / "reasoning"
-    file = cache / f"{task.name}-{seed}-{digest}.pt"
     model = build_model(seed, settings.hidden, settings.layers, settings.heads)
-    if file.exists():
-        model.load_state_dict(torch.load(file, weights_only=True))
+
+    def trained() -> PreTrainedModel:
+        train(model, task, seed, settings, progress)
         return model
-    train(model, task, seed, settings, progress)
+
+    model.load_state_dict(kept_weights("reasoning", f"{task.name}-{seed}", key, trained))
+    return model
+
+
+def kept_weights(folder: str, name: str, key: object, make: Callable[[], PreTrainedModel]) -> dict[str, Tensor]:
+    """The state of a model, made now or kept in `FOLDER` of `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`.
+
+    `key`: all that it depends on, as JSON can hold it.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / folder
+    file = cache / f"{name}-{digest}.pt"
+    if file.exists():
+        return dict(torch.load(file, weights_only=True))
+    weights: dict[str, Tensor] = make().state_dict()
     cache.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")  # whole or not at all, whoever else writes it
-    torch.save(model.state_dict(), part)
+    torch.save(weights, part)
     part.replace(file)
-    return model
+    return weights
 
 
 def train(

@@ -70,9 +70,8 @@ class GuardedPool:
             except ProcessExpired as error:
                 raise TaskCrashed(f"{function.__name__}: its process died (exit status {error.exitcode})") from error
             except Exception as error:  # whatever the task raised
-                if attempt == 1 and isinstance(
-                    error, BrokenProcessPool
-                ):  # not the task's fault: once more, in a new pool
+                # A pool that broke is not the task's fault: once more, in a new one.
+                if attempt == 1 and isinstance(error, BrokenProcessPool):
                     continue
                 raise TaskCrashed(f"{function.__name__}: {type(error).__name__}: {error}") from error
         raise AssertionError("two attempts neither returned nor raised")
