@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from benchmarks.learning.tasks import TASKS
+from benchmarks.learning.tasks import TASKS, WideChain
 from benchmarks.learning.training import ORACLES, SPARE, Credit, Run
 from oar_plugin.config import OarConfigError
 
@@ -95,6 +95,8 @@ def _plan(name: str, values: Any) -> Plan:
     plan = TypeAdapter(Plan).validate_python({**values, "name": name})
     if unknown := set(plan.tasks) - set(TASKS):
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")
+    if plan.through_verl and (wide := [task for task in plan.tasks if isinstance(TASKS[task], WideChain)]):
+        raise ValueError(f"tasks: {', '.join(wide)}: its further words have no tokenizer that verl could use")
     if BASELINE not in plan.methods:
         raise ValueError(f"methods: no {BASELINE}, which the others are held against")
     if unknown := set(plan.named) - set(plan.methods):

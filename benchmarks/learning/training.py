@@ -41,7 +41,10 @@ BOOST = 3.0
 ORACLES = {"decides": BOOST, "blame": 0.0, "signed": -BOOST}
 """They know the results, and pay this for those of a wrong response that are right: like a wrong one, nothing, the opposite."""
 SPARE = "spare"
-"""As a gate: `benchmarks.candidates.learning.spare`, which the package's gates cannot be: it looks at more than importance."""
+"""As a gate: `benchmarks.candidates.learning.spare`, which the package's gates cannot be: it looks at more than importance.
+With the oracle `decides` it knows which tokens decide, and has the policy's doubt for which of them are wrong."""
+CERTAIN = 1e3
+"""Nats, for `SPARE`: a result, where the results are known."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -61,6 +64,10 @@ class Credit:
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
+        if self.gate == SPARE and self.importance in (None, "blame", "signed"):
+            raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats, or decides")
+        if self.only == "positive" and (self.gate == SPARE or self.importance in (None, *ORACLES)):
+            raise ValueError(f"only=positive with importance={self.importance}, gate={self.gate}: not served")
         gate = OarConfig().gate if self.gate == SPARE else self.gate
         settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe", "warmup_steps")}
         importance = {} if self.importance in (None, *ORACLES) else {"importance": self.importance}
@@ -253,6 +260,8 @@ def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int)
     """Of the package, `[B, L]`; of an oracle, its weights before mass is restored; zeros for plain GRPO."""
     importance_BL = torch.zeros(rollout.token_BL.shape)
     name = run.credit.importance
+    if name in ORACLES and run.credit.gate == SPARE:
+        return rollout.causal_BL * CERTAIN
     if name in ORACLES:
         return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, ORACLES[name])
     if name is not None:
@@ -302,11 +311,11 @@ def weights(run: Run, rollout: Rollout, importance_BL: Tensor, log_prob_BL: Tens
     metrics: dict[str, float] = {}
     if credit.importance is None:
         return torch.ones(rollout.token_BL.shape), {}
-    if credit.importance in ORACLES:
-        weight_BL = _restored(importance_BL, reasoning_BL)
-    elif credit.gate == SPARE:
+    if credit.gate == SPARE:
         doubt_BL = -torch.expm1(log_prob_BL)
         weight_BL = spare(importance_BL, reasoning_BL, doubt_BL, rollout.negative_B1, credit.beta)
+    elif credit.importance in ORACLES:
+        weight_BL = _restored(importance_BL, reasoning_BL)
     else:
         status_B = rollout.status_B
         if credit.only == "positive":

@@ -308,6 +308,11 @@ def test_spare_by_hand():
     torch.testing.assert_close(weight_BL[:, 1:-1], raw_BL / raw_BL.mean())
     assert (weight_BL[:, [0, -1]] == 1).all()
     assert torch.equal(weight_BL[:, 1], weight_BL[:, 3]), "what decides nothing weighs the same in right and wrong"
+    known = replace(run, credit=replace(run.credit, importance="decides"))
+    importance_BL = training.importance(known, by_hand(), [], 0)
+    weight_BL, _ = training.weights(known, by_hand(), importance_BL, log_prob_BL)
+    raw_BL = torch.tensor([[3 * 0.0, 3 * 0.75, 1, 1], [3, 3, 1, 1]])
+    torch.testing.assert_close(weight_BL[:, 1:-1], raw_BL / raw_BL.mean(), atol=1e-5, rtol=1e-5)
     nothing_BL = torch.zeros(1, 2)
     assert (spare(nothing_BL, nothing_BL.bool(), nothing_BL, nothing_BL[:, :1].bool()) == 1).all()
 
@@ -371,6 +376,12 @@ REFUSED = {
         "methods": METHODS | {"x": {"importance": "magic"}}
     },
     "or decides, blame, signed; gate: or spare": {"methods": METHODS | {"x": {"gate": "magic"}}},
+    "methods.x: gate=spare with importance=blame; allowed: importance in nats, or decides": {
+        "methods": METHODS | {"x": {"importance": "blame", "gate": "spare"}}
+    },
+    "methods.x: only=positive with importance=blame": {
+        "methods": METHODS | {"x": {"importance": "blame", "only": "positive"}}
+    },
     "methods.x: importance=oar_p: masked copies": {"methods": METHODS | {"x": {"importance": "oar_p"}}},
     "methods: no grpo": {"methods": {"fisher": {}}},
     "named: random; allowed: grpo, fisher, blame": {"named": ["random"]},
@@ -379,6 +390,7 @@ REFUSED = {
     "choose and judge share warm model 1": {"choose": {"warm": [0, 1], "seeds": [0]}},
     "rates: of several one is chosen on the pairs of choose": {"choose": {"warm": [], "seeds": []}},
     "judge: no pair": {"judge": {"warm": [], "seeds": [1]}},
+    "tasks: chain_32k: its further words have no tokenizer": {"tasks": ["chain_32k"], "through_verl": True},
     "methods.blame: verl serves no oracle": {"through_verl": True},
 }
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from benchmarks.candidates.learning.onward import Onward, decision
 from oar_plugin.credit.importance import Importance, Parts
+from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.noise import uniform
 
-__all__ = ["EntropyFactor", "Onward", "RandomTimesEntropyFactor", "spare"]
+__all__ = ["Doubted", "EntropyFactor", "Onward", "RandomTimesEntropyFactor", "spare"]
 
 
 class EntropyFactor(Importance):
@@ -30,6 +31,15 @@ class RandomTimesEntropyFactor(EntropyFactor):
 
     def combine(self, parts: Parts) -> Tensor:
         return super().combine(parts) * uniform(parts.seed_BL.flatten(), 1).view(parts.seed_BL.shape)
+
+
+class Doubted(Decision):
+    name = "Doubted"
+    help = "How far a token moves later margins, times one less the probability that it had."
+    reads = frozenset({"entropy", "log_prob"})
+
+    def combine(self, parts: Parts) -> Tensor:
+        return parts.score_KBL[0].sqrt() * -torch.expm1(parts.log_prob_BL)
 
 
 def spare(
