@@ -25,6 +25,7 @@ class Status(enum.IntEnum):
     ABORTED = 10  # the engine dropped its copies, or its weights changed under them
     ENGINE_FAILED = 11
     ANSWER_TOO_LONG = 12  # more tokens than `max_answer_tokens`
+    OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
 
 
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))

@@ -176,6 +176,21 @@ def test_status_and_segments(results, case):
                 assert (segments == Segment.OUTSIDE).all()
 
 
+def test_without_memory_a_batch_is_plain_grpo_and_no_trace_is_left(results):
+    """What comes after it in the same engine is held against references by the other tests."""
+    starved = results("single out of memory")
+    names = [Status(int(report[0])).name for report in starved[REPORT]]
+    assert names == [name.replace("SCORED", "OUT_OF_MEMORY") for name in world.STATUS]
+    assert all((importance == 0).all() for importance in starved[IMPORTANCE])
+    assert starved["traces"] == []
+    assert starved["log_probs_error"] == starved["entropy_error"] == 0
+
+
+def test_a_process_that_others_wait_for_says_what_to_lower(results):
+    assert "algorithm.oar.importance=fisher: no memory" in results("double out of memory")
+    assert "ppo_max_token_len_per_gpu" in results("double out of memory")
+
+
 @every_table
 def test_no_trace_is_left(results, table):
     """Weights, requires_grad, gradients, train mode, hooks, optimizer, scaler, three random states. Under Megatron with

@@ -5,6 +5,7 @@ to verl's own code untouched. With one, the rows that are to be scored come firs
 backward to the input embeddings; the other rows get verl's plain no-gradient forward.
 """
 
+import logging
 import math
 import os
 import time
@@ -26,6 +27,8 @@ from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens
 from oar_plugin.passes.tokens import TokenBytes
+
+logger = logging.getLogger(__name__)
 
 SECONDS = "oar_seconds"  # of `_score`'s output: actor seconds spent on each row
 
@@ -93,7 +96,10 @@ class ImportancePass:
             order, num_ahead = self._scored_first(data, status_B)
         outputs = []
         if num_ahead:
-            outputs.append(self._score(tu.index_select_tensor_dict(data, order[:num_ahead]), request))
+            outputs = self._scored(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
+            if not outputs:
+                status_B[status_B == Status.SCORED] = Status.OUT_OF_MEMORY
+                order, num_ahead = torch.arange(len(status_B)), 0
         if not request.importance_only:
             outputs += [
                 self._infer_plainly(tu.index_select_tensor_dict(data, rows))
@@ -141,6 +147,24 @@ class ImportancePass:
             ahead = math.ceil(ahead / max(1, micro_batches)) * micro_batches
         ahead = min(len(scored_B), ahead)
         return scored_first(scored_B, data["input_ids"].offsets().diff().cpu(), ahead), ahead
+
+    def _scored(self, data: TensorDict, request: Request) -> list[dict[str, Any]]:
+        """What `_score` returns; nothing where memory ran out and no other process waits for this one.
+
+        Of several processes the others wait in a collective for the one that has left the pass. There it is an error, as it is
+        where the update runs out of memory, which needs more than the pass does.
+        """
+        try:
+            return [self._score(data, request)]
+        except torch.OutOfMemoryError as error:
+            told = f"algorithm.oar.importance={request.importance}: no memory for a backward to the embeddings"
+            if distributed.get_world_size() > 1:
+                allowed = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"
+                raise torch.OutOfMemoryError(f"{told}: {allowed}, which bound its micro-batches ({error})") from error
+            logger.warning("%s; the responses of this batch stay plain GRPO (%s)", told, error)
+        # Not in the handler: the exception holds the pass's tensors.
+        get_torch_device().empty_cache()
+        return []
 
     def _is_dynamic(self, data: TensorDict) -> bool:
         """Whether micro-batches are made by their tokens, not by their rows."""

@@ -3,6 +3,7 @@
 CPU stand-ins: gloo for NCCL; under Ulysses, see `oar_plugin/hosts/verl/cpu/ulysses.py`. On GPUs, for `tests/gpu`, none.
 """
 
+import itertools
 import os
 import random
 import sys
@@ -25,6 +26,8 @@ from verl.utils.distributed import initialize_global_process_group
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
+from oar_plugin.credit.importance.base import Rows
+from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.hosts.verl.cpu import ulysses
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.request import NEEDED, REQUEST, Request
@@ -297,6 +300,21 @@ def behind_a_pass(folder: str, layout: str) -> list[list[float]]:
     return [updated(engine)["norms"] for engine in (scored, plain)]
 
 
+def out_of_memory(engine: Any, rows: list[int]) -> dict[str, Any] | str:
+    """A pass whose second chunk of rows finds no memory; the error's text where it ends the batch."""
+    real, calls = Fisher.coefficients, itertools.count(1)
+
+    def coefficients(self: Fisher, number: int, rows: Rows) -> torch.Tensor:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return real(self, number, rows)
+
+    try:
+        return run(engine, rows, around=mock.patch.object(Fisher, "coefficients", coefficients))
+    except torch.OutOfMemoryError as error:
+        return str(error)
+
+
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on every rank; the rows are split among them or not."""
     rows = UNEVEN[dist.get_rank()] if split else EVERY
@@ -310,10 +328,17 @@ def single(folder: str) -> dict[str, Any]:
     for layout, asked in cases.SINGLE.items():
         out |= asked_of(engines[layout], layout, asked, split=False)
     engine = engines["packed"]
+    starved = out_of_memory(engine, EVERY)  # before others that show that it goes on as it should
     alone = {i: run(engine, [i, 2]) for i in world.SCORED}
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
     fresh = {layout: behind_a_pass(folder, layout) for layout in ("bf16", "fsdp1", "lora")}
-    parts = {"one by one": alone, "moved": moved(engine), "recomputed": again, "behind a pass": fresh}
+    parts = {
+        "one by one": alone,
+        "out of memory": starved,
+        "moved": moved(engine),
+        "recomputed": again,
+        "behind a pass": fresh,
+    }
     return out | parts | afterwards(engine, partial(build, folder))
 
 
@@ -324,7 +349,7 @@ def double(folder: str) -> dict[str, Any]:
         if "ulysses" in layout:
             ulysses.install()
         out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split="ulysses" not in layout)
-    return out
+    return out | {"out of memory": out_of_memory(build(folder), UNEVEN[dist.get_rank()])}
 
 
 def main(**tables: Callable[[str], dict[str, Any]]) -> None:
