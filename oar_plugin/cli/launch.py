@@ -160,7 +160,7 @@ def _launch(args: argparse.Namespace) -> int:
         run_folder.check(run.config, start)
     _refuse_to_resume_nothing(runs, start)
     if all(run.config.trainer.device == "cpu" for run in runs):
-        _add(environment, cpu_environment())
+        _add(environment, cpu_environment(one_machine=args.on == "local"))
     local = args.on == "local"
     gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory, local)
     forecasts = [preflight.forecast(run.config, run.overrides, gpu, args.max_time or DAY_H) for run in runs]

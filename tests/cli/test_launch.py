@@ -105,6 +105,17 @@ def test_on_this_machine_it_becomes_the_training_process(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("where", "alone"), [([], True), (["--on", "slurm"], False), (["--on", "ray", "--hosts", "a"], False)]
+)
+def test_a_run_on_the_cpus_of_one_machine_listens_on_its_loopback(where, alone, environment, capsys):
+    environment["OAR_SMOKE"] = "/smoke"
+    assert main(["launch", ONE, "+cpu_smoke=dp", *where, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert [name in said for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0", "GLOO_SOCKET_IFNAME=lo")] == [alone] * 2
+    assert "RAY_USAGE_STATS_ENABLED=0" in said
+
+
+@pytest.mark.parametrize(
     ("program", "where", "called"),
     [("sbatch", ["--on", "slurm"], "qwen2-5-32b-megatron-oar-s1.sbatch"), ("kubectl", PODS.split(), "create -f -")],
 )

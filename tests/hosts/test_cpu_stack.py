@@ -1,11 +1,13 @@
 """verl on a CPU: when it is wanted, what it changes, and that a run leaves nothing behind."""
 
+import asyncio
 import importlib
 import importlib.metadata
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 pytest.importorskip("psutil")
+
+import psutil
 
 from oar_plugin.hosts.verl import cpu
 from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, distribution, vllm_worker
@@ -327,10 +331,15 @@ def test_interrupted_verl_leaves_no_process(tmp_path):
     """The real thing: Ctrl-C once Ray runs and verl's first actor is starting."""
     opened: list[Session] = []
     seen: list[int] = []
+    listens: set[str] = set()
 
     def press_ctrl_c(line: str) -> None:
         if "Started a local Ray instance" in line:
-            seen.append(len(opened[-1].processes()))  # the last attempt, where Ray did not start at once
+            processes = opened[-1].processes()  # the last attempt, where Ray did not start at once
+            seen.append(len(processes))
+            for process in processes:
+                with suppress(psutil.Error):
+                    listens.update(c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN)
             os.kill(os.getpid(), signal.SIGINT)
 
     micro_batches = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
@@ -348,4 +357,45 @@ def test_interrupted_verl_leaves_no_process(tmp_path):
         )
     assert seen, log.read_text()
     assert seen[0] > 3, "Ray's daemons were running when it was interrupted"
+    assert {address.removeprefix("::ffff:") for address in listens} == {"127.0.0.1"}
     assert_nothing_is_left(opened)
+
+
+@needs_verl
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_arrive_as_they_were_sent_and_nothing_is_unpickled(pickled, tmp_path):
+    """A message of somebody else on the machine ends the transfer with an error, not with code of theirs."""
+    import zmq.asyncio
+
+    from oar_plugin.hosts.verl.cpu.weights import ZmqCheckpointEngine
+
+    weights = {"a": torch.randn(3, 2).to(torch.bfloat16).T, "b": torch.tensor(7), "c": torch.randn(1)}
+    made = tmp_path / "made"
+
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (made,)
+
+    async def transfer():
+        sender, receiver = ZmqCheckpointEngine(0, is_master=True), ZmqCheckpointEngine(0)
+        address = receiver.prepare()
+        assert address.startswith("tcp://127.0.0.1:")
+        if pickled:
+            with zmq.asyncio.Context.instance().socket(zmq.PUSH) as socket:
+                socket.connect(address)
+                await socket.send_pyobj(Bomb())
+                return [item async for item in receiver.receive_weights()]
+        sender.init_process_group([address])
+        await sender.send_weights(iter(weights.items()))
+        return [item async for item in receiver.receive_weights()]
+
+    if pickled:
+        with pytest.raises(ValueError, match="not enough values"):
+            asyncio.run(transfer())
+        assert not made.exists()
+        return
+    arrived = dict(asyncio.run(transfer()))
+    assert list(arrived) == list(weights)
+    for name, weight in weights.items():
+        assert arrived[name].dtype == weight.dtype
+        assert torch.equal(arrived[name], weight)

@@ -10,9 +10,19 @@ def cpu_overrides(workers: int = 1) -> list[str]:
     return ["+cpu=dp", *([f"trainer.n_gpus_per_node={workers}"] if workers != 1 else [])]
 
 
-def cpu_environment() -> dict[str, str]:
+ON_LOOPBACK = {
+    # What Ray does by itself on Windows and macOS: it listens on 127.0.0.1 alone, and so do verl, vLLM's server
+    # and TransferQueue, which take its address. On Linux it would be every address of the machine.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""For a run on one machine: no other machine reaches its ports, but those of torch's TCPStore, which takes no address."""
+
+
+def cpu_environment(one_machine: bool = True) -> dict[str, str]:
     """Environment variables for such a run, on top of the caller's."""
     return {
+        **(ON_LOOPBACK if one_machine else {}),
         # A process each for a dozen actors: more threads than one would only fight over the cores.
         "OMP_NUM_THREADS": "1",
         # A KV cache of 1 GB, in place of a share of the machine's memory that another run may have taken.
