@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"credit", "importable", "intervals", "spelling", "whole_file"},
+    {"credit", "importable", "intervals", "printable", "spelling", "whole_file"},
     {"config"},
     {"passes", "math", "page"},
     {"estimator"},

@@ -4,10 +4,12 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from oar_plugin.printable import say
+
 
 def open_page(page: Path, command: str) -> int:
     """The command's exit status: 1 where no browser is."""
     if webbrowser.open(page.resolve().as_uri()):
         return 0
-    print(f"oar {command}: --open: no browser here; open {page} yourself", file=sys.stderr)
+    say(f"oar {command}: --open: no browser here; open {page} yourself", sys.stderr)
     return 1

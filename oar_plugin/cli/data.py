@@ -8,6 +8,7 @@ from pathlib import Path
 from oar_plugin.cli.arguments import positive
 from oar_plugin.math.folder import data_folder
 from oar_plugin.math.sources import SOURCES
+from oar_plugin.printable import say
 from oar_plugin.spelling import did_you_mean
 
 _HELP = """\
@@ -89,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
             if absent
             else "NAME is missing"
         )
-        print(f"oar data: {what}; oar data --list lists the data sets", file=sys.stderr)
+        say(f"oar data: {what}; oar data --list lists the data sets", sys.stderr)
         return 2
     missing = [name for name in ("datasets", "math_verify", "pebble") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"oar data: {', '.join(missing)} not installed: pip install '.[recipes]' in a checkout", file=sys.stderr)
+        say(f"oar data: {', '.join(missing)} not installed: pip install '.[recipes]' in a checkout", sys.stderr)
         return 1
 
     from oar_plugin.cli.tables import console, progress_bar, table
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar() as progress:
             prepared = prepare(args.names, args.out, args.local, args.limit, args.decontaminate, progress, repeats)
     except DataError as error:
-        print(f"oar data: {error}", file=sys.stderr)
+        say(f"oar data: {error}", sys.stderr)
         return 1
     made = table("data set", "split", "rows", "dropped", "longest prompt (characters)")
     for part in prepared:
@@ -113,14 +114,14 @@ def run(args: argparse.Namespace) -> int:
     out.print(made)
     for part in prepared:
         if part.in_evaluation and not args.decontaminate:
-            print(
+            say(
                 f"{part.name}: {part.in_evaluation} training rows are also in an evaluation set: --decontaminate drops them"
             )
         if part.unreadable:
             shown = ", ".join(map(repr, part.unreadable[:5])) + (", ..." if part.unreadable[5:] else "")
-            print(
+            say(
                 f"{part.name} ({part.split}): {len(part.unreadable)} answers that math-verify cannot read as "
                 f"mathematics; a response is paid when it has the same text: {shown}"
             )
-    out.print(f"written to {args.out}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"written to {args.out}", highlight=False, soft_wrap=True)
     return 0

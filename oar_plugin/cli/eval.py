@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive, share, whole
+from oar_plugin.printable import printable, say
+from oar_plugin.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,11 +95,11 @@ def run(args: argparse.Namespace) -> int:
         if args.temperature == 0 and args.k > 1:
             raise ValueError(f"--k={args.k}: with --temperature 0 all responses to a problem are the same; --k 1")
     except ValueError as error:
-        print(f"oar eval: {error}", file=sys.stderr)
+        say(f"oar eval: {error}", sys.stderr)
         return 2
     missing = [name for name in ("vllm", "math_verify", "pebble", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"oar eval: {', '.join(missing)} not installed: oar doctor says how", file=sys.stderr)
+        say(f"oar eval: {', '.join(missing)} not installed: oar doctor says how", sys.stderr)
         return 1
 
     from rich.markdown import Markdown
@@ -112,15 +114,16 @@ def run(args: argparse.Namespace) -> int:
         sets = [read(name, data, args.limit) for name in dict.fromkeys(args.data)]
         names = [each.name for each in sets]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            print(
-                f"oar eval: --data={','.join(args.data)}: two sets are called {twice}; rename a file", file=sys.stderr
-            )
+            say(f"oar eval: --data={','.join(args.data)}: two sets are called {twice}; rename a file", sys.stderr)
             return 2
-        say = partial(print, "oar eval:", file=sys.stderr)
-        methods = {name: [find(path, args.best, say) for path in paths] for name, paths in rows.items()}
-        lines = _evaluate(args, methods, sets, baseline, say)
+
+        def tell(text: str) -> None:
+            say(f"oar eval: {text}", sys.stderr)
+
+        methods = {name: [find(path, args.best, tell) for path in paths] for name, paths in rows.items()}
+        lines = _evaluate(args, methods, sets, baseline, tell)
     except EvaluationError as error:
-        print(f"oar eval: {error}", file=sys.stderr)
+        say(f"oar eval: {error}", sys.stderr)
         return 1
     keys = ("data", "k", "temperature", "top_p", "max_tokens", "seed", "limit")
     content = {
@@ -130,14 +133,14 @@ def run(args: argparse.Namespace) -> int:
         "lines": [asdict(line) for line in lines],
     }
     _set_aside(args.out, content)
-    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(args.out / "results.json", json.dumps(content, indent=1) + "\n")
     text = as_markdown(lines, baseline, args.k)
-    (args.out / "table.md").write_text(text, encoding="utf-8")
+    write_whole(args.out / "table.md", text)
     if sys.stdout.isatty():
-        console().print(Markdown(text))
+        console().print(Markdown(printable(text)))
     else:
-        print(text)
-    print(f"written to {args.out}: results.json, table.md and the responses")
+        say(text)
+    say(f"written to {args.out}: results.json, table.md and the responses")
     return 0
 
 
@@ -146,7 +149,7 @@ def _evaluate(
     methods: dict[str, list[str]],
     sets: Sequence[ProblemSet],
     baseline: str,
-    say: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> list[Line]:
     from oar_plugin.cli.tables import progress_bar
     from oar_plugin.evaluate.generate import ResponseFile, Sampling, generate
@@ -158,15 +161,15 @@ def _evaluate(
     with progress_bar() as progress:
         for name, model in ((name, model) for name, models in methods.items() for model in models):
             files = [ResponseFile(args.out / "responses", model, sampling, each) for each in sets]
-            generate(model, sets, files, sampling, args.k, args.tp, partial(progress, f"{name}: responses"), say)
+            generate(model, sets, files, sampling, args.k, args.tp, partial(progress, f"{name}: responses"), tell)
             for each, file in zip(sets, files, strict=True):
                 graded = grade(each, file.responses, args.k, partial(progress, f"{name}: answers, {each.name}"))
                 results[name][each.name].append(graded)
                 if graded.no_answer > MANY:
                     shares = f"{graded.no_answer:.0%} of the responses give no answer, {graded.cut:.0%} reached"
-                    say(f"{name}, {each.name}: {shares} --max-tokens {args.max_tokens}")
+                    tell(f"{name}, {each.name}: {shares} --max-tokens {args.max_tokens}")
                 if graded.failed:
-                    say(
+                    tell(
                         f"{name}, {each.name}: {graded.failed:.2%} of the responses count as wrong because comparing them with "
                         "the ground truth took too long or crashed"
                     )
@@ -185,7 +188,7 @@ def _set_aside(out: Path, content: dict[str, Any]) -> None:
     old.rename(out / f"results.{number}.json")
     with suppress(FileNotFoundError):
         (out / "table.md").rename(out / f"table.{number}.md")
-    print(
+    say(
         f"oar eval: {out} held results of other settings or models: now results.{number}.json, table.{number}.md",
         file=sys.stderr,
     )

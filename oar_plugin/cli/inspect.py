@@ -15,6 +15,7 @@ from oar_plugin.cli.browser import open_page
 from oar_plugin.cli.tables import console, table
 from oar_plugin.page.record import Header, Response
 from oar_plugin.page.sources import TOKENS, NothingYet, SourceError, Text, files, read, steps_text, unscored
+from oar_plugin.printable import say
 from oar_plugin.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         configs = _configs(args.importance, settings) if args.model else {}
         return _follow(args, places) if args.follow else _show(args, places, configs)
     except SourceError as error:
-        print(f"oar inspect: {error}", file=sys.stderr)
+        say(f"oar inspect: {error}", sys.stderr)
         return 2
 
 
@@ -127,12 +128,12 @@ def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarCo
         try:
             responses += score.scored(args.model, args.device, texts, configs) if configs else unscored(texts)
         except EvaluationError as error:
-            print(f"oar inspect: --model={args.model}: {error}", file=sys.stderr)
+            say(f"oar inspect: --model={args.model}: {error}", sys.stderr)
             return 1
         header = header or score.header_of(configs)
     assert header is not None
     for note in loaded.notes():
-        print(f"oar inspect: {note}", file=sys.stderr)
+        say(f"oar inspect: {note}", sys.stderr)
     steps = steps_text(sorted({response.step for response in responses}))
     if args.format == "html":
         from oar_plugin.page.inspector import inspector_page
@@ -140,7 +141,7 @@ def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarCo
         target = args.out or (places[0] / "inspect.html" if places[0].is_dir() else places[0].with_suffix(".html"))
         title = ", ".join(place.resolve().name for place in places)
         write_whole(target, inspector_page(responses, header, title, loaded.settings_differ))
-        print(f"{len(responses)} responses of steps {steps}: {target} ({target.stat().st_size / 1e6:.1f} MB)")
+        say(f"{len(responses)} responses of steps {steps}: {target} ({target.stat().st_size / 1e6:.1f} MB)")
         return open_page(target, "inspect") if args.open else 0
     text = (
         _json(header, responses)
@@ -183,10 +184,10 @@ def _follow(args: argparse.Namespace, places: list[Path]) -> int:
             except NothingYet as nothing:
                 now = f"oar inspect: {nothing}; waiting for more"
                 if now != said:
-                    print(now, file=sys.stderr)
+                    say(now, sys.stderr)
             said = now
             if ended:
-                print("the run has ended")
+                say("the run has ended")
                 return 0
             time.sleep(LOOK_AGAIN_S)
     except KeyboardInterrupt:

@@ -15,6 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive, whole
+from oar_plugin.printable import say
+from oar_plugin.whole_file import write_whole
 
 if TYPE_CHECKING:
     from oar_plugin.launch.finding import Finding
@@ -135,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("verl is not installed here, and checks the recipe first: pip install 'verl>=0.9'")
         return _launch(args)
     except (ValueError, OSError) as error:
-        print(f"oar launch: {error}", file=sys.stderr)
+        say(f"oar launch: {error}", sys.stderr)
         return 2
 
 
@@ -173,7 +175,7 @@ def _launch(args: argparse.Namespace) -> int:
         return 0
     _need_program(args.on)
     if not args.no_check and any(finding.level == "missing" for finding in findings):
-        print("oar launch: not started; --no-check starts it in spite of what is missing", file=sys.stderr)
+        say("oar launch: not started; --no-check starts it in spite of what is missing", sys.stderr)
         return 1
     waiting = [job for job in jobs if not run_folder.has_finished(job.run.config, start)]
     sys.stdout.flush()
@@ -210,7 +212,7 @@ def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
 
     for name in ("TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH"):
         if os.environ.pop(name, None) is not None:
-            print(f"oar launch: {name}: not used, a run's logs are in its own folder", file=sys.stderr)
+            say(f"oar launch: {name}: not used, a run's logs are in its own folder", sys.stderr)
     environment = job.for_nodes(os.environ, args.env, options.get("mount"))
     if args.resume or args.fresh:  # fresh once, and not again when a scheduler starts the driver again
         environment[START] = "resume" if args.resume else f"fresh:{secrets.token_hex(4)}"
@@ -228,9 +230,9 @@ def _say(findings: "list[Finding]", jobs: list[_Job]) -> None:
     for finding in findings:
         if finding.level != "ok":
             advice = finding.advice and f"; {finding.advice}"
-            print(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", file=sys.stderr)
+            say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
     for job in jobs:
-        print(f"oar launch: {job.needs}", file=sys.stderr)
+        say(f"oar launch: {job.needs}", sys.stderr)
 
 
 def _job(
@@ -321,9 +323,9 @@ def _start_all(on: str, jobs: list[_Job]) -> int:
     """How many of them failed. On this machine and on bare nodes they run one after the other."""
     failed = 0
     for job in jobs:
-        print(f"oar launch: {job.run.name} starts", file=sys.stderr)
+        say(f"oar launch: {job.run.name} starts", sys.stderr)
         if status := _run_here(job.words) if on in ("local", "ray") else _submit(on, job):
-            print(f"oar launch: {job.run.name}: failed, exit status {status}", file=sys.stderr)
+            say(f"oar launch: {job.run.name}: failed, exit status {status}", sys.stderr)
             failed += 1
     return failed
 
@@ -358,7 +360,7 @@ def _run_here(words: list[str]) -> int:
 
 def _submit(on: str, job: _Job) -> int:
     if on == "slurm":
-        Path(job.words[-1]).write_text(job.text, encoding="utf-8")
+        write_whole(Path(job.words[-1]), job.text)
         return min(1, subprocess.run(job.words, check=False).returncode)
     return min(1, subprocess.run(job.words, input=job.text, text=True, check=False).returncode)
 
@@ -398,5 +400,5 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         options["mount"] = (args.mount or "/shared").rstrip("/")
         secrets = " and ".join(name for name in ("HF_TOKEN", "WANDB_API_KEY") if os.environ.get(name))
         if secrets and not args.secret:
-            print(f"oar launch: {secrets}: not passed on; make a Secret and name it: --secret NAME", file=sys.stderr)
+            say(f"oar launch: {secrets}: not passed on; make a Secret and name it: --secret NAME", sys.stderr)
     return options

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
+from oar_plugin.printable import printable, say
 from oar_plugin.spelling import did_you_mean
 
 COMMANDS = {
@@ -28,9 +30,15 @@ IN_THE_CHECKOUT = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """With a message that shows what it was given, and steers no terminal."""
+        super().exit(status, message and printable(message))
+
+
 def make_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """With the arguments of these sub-commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="oar",
         description="Outcome-grounded Advantage Reshaping (OAR) for verl: token credit for reasoning models.",
         epilog="In a verl run nothing of this is needed: algorithm.adv_estimator=oar is enough. Exit status: 0 all is well; "
@@ -75,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         place = None if error.filename is None else f"{error.filename}: {error.strerror}"
-        print(f"oar {command}: {place or error}", file=sys.stderr)
+        say(f"oar {command}: {place or error}", sys.stderr)
         return 1 if place is None else 2  # a path that cannot be read or written is wrong input
     except KeyboardInterrupt:
-        print("oar: interrupted", file=sys.stderr)
+        say("oar: interrupted", sys.stderr)
         return 130
 
 

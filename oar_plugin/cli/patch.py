@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import oar_plugin
+from oar_plugin.printable import say
 
 TOOLS = {"git": ["git", "apply"], "patch": ["patch", "-p1", "--forward", "--fuzz=0", "--silent"]}
 """What applies a patch from its standard input: the first that is here."""
@@ -39,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
         said = patch(args.host, args.path, args.check, args.revert)
     except (PatchError, OSError) as error:
         hint = "" if isinstance(error, PatchError) else "; may this user write there, and is there room?"
-        print(f"oar patch: {error}{hint}", file=sys.stderr)
+        say(f"oar patch: {error}{hint}", sys.stderr)
         return getattr(error, "status", 1)
-    print(said)
+    say(said)
     return 0
 
 

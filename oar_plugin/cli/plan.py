@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from oar_plugin.cli.arguments import number, positive, share
 from oar_plugin.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED
+from oar_plugin.printable import say
 
 if TYPE_CHECKING:
     from oar_plugin.plan import Plan
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("verl") is None:
-        print("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", file=sys.stderr)
+        say("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", sys.stderr)
         return 1
     from oar_plugin.cli.tables import console, table
     from oar_plugin.hosts.verl.recipe import check_config, compose_recipe, find_recipe
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         made = Plan(config, gpu, expected)
         suggestions = suggest(made, lambda changed: Plan(changed, gpu, expected))
     except ValueError as error:
-        print(f"oar plan: {error}", file=sys.stderr)
+        say(f"oar plan: {error}", sys.stderr)
         return 2
     if args.json:
         changes = [{"overrides": s.overrides, "reason": s.reason, "headroom": s.plan.headroom} for s in suggestions]
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     for phase, seconds in {**made.seconds, "step": made.step}.items():
         flops = made.flops.get(phase, 0.0) / 1e15
         step.add_row(phase, f"{flops:.1f}" if flops else "", f"{seconds:.1f}", f"{seconds / made.step:.1%}")
-    out = console(highlight=False, markup=False)
+    out = console(highlight=False)
     out.print(memory, step)
     out.print("\n".join(_summary(made)), soft_wrap=True)
     left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from oar_plugin.hosts.verl.recipe import RecipeError, find_recipe, recipe_names, recipes_folder
+from oar_plugin.printable import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +44,8 @@ def _copy(name: str, folder: Path) -> int:
         if folder.exists():
             raise RecipeError(f"{folder} exists: name a folder that is not there yet")
     except RecipeError as error:
-        print(f"oar recipes: {error}", file=sys.stderr)
+        say(f"oar recipes: {error}", sys.stderr)
         return 2
     shutil.copytree(source, folder)
-    print(f"copied to {folder}; now: oar launch {f'RECIPE --template {folder}/FILE' if name == 'cluster' else folder}")
+    say(f"copied to {folder}; now: oar launch {f'RECIPE --template {folder}/FILE' if name == 'cluster' else folder}")
     return 0

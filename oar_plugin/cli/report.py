@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from oar_plugin.cli.browser import open_page
+from oar_plugin.printable import say
 
 PIP = {"yaml": "pyyaml", "google": "protobuf"}
 """Packages that have another name than what is imported."""
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         return _report(args)
     except ModuleNotFoundError as error:
         name = str(error.name).split(".")[0]
-        print(f"oar report: {name} is not installed here; pip install {PIP.get(name, name)}", file=sys.stderr)
+        say(f"oar report: {name} is not installed here; pip install {PIP.get(name, name)}", sys.stderr)
         return 1
 
 
@@ -59,12 +60,12 @@ def _report(args: argparse.Namespace) -> int:
             sides = [Side(name, runs) for name, runs in zip(names, (ours, theirs), strict=False)]
             report = write_report(sides, out, progress)
     except NoLogs as error:
-        print(f"oar report: {error}", file=sys.stderr)
+        say(f"oar report: {error}", sys.stderr)
         return 2
     titles, *rows = report.comparison
     shown = table(*titles)
     for row in rows:
         shown.add_row(*row)
     console().print(shown)
-    print(f"What went wrong, and when: {len(report.findings) - 1} findings\n{report.page}")
+    say(f"What went wrong, and when: {len(report.findings) - 1} findings\n{report.page}")
     return open_page(report.page, "report") if args.open else 0

@@ -1,5 +1,6 @@
 """The numbers of several methods on several data sets, and the table that papers have."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from oar_plugin.evaluate.grade import Graded
 from oar_plugin.evaluate.statistics import Estimate, Values, average, estimate, pass_at
+from oar_plugin.printable import printable
 
 AVERAGE = "average"
 """The line over all data sets, each counting the same."""
@@ -84,21 +86,26 @@ def interval(value: Estimate) -> str:
     return f"{100 * value.low:+.1f} to {100 * value.high:+.1f}"
 
 
+def _cell(name: str) -> str:
+    """A name in a table, with nothing in it that Markdown or a terminal would take for its own."""
+    return re.sub(r"[\\`*<>\[\]|]", r"\\\g<0>", printable(name)).replace("\n", " ")
+
+
 def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
     """For each shown metric a table with a row a method and a column a data set with its number of problems."""
     problems = {line.data: line.problems for line in lines}
     methods = dict.fromkeys(line.method for line in lines)
     parts = []
     for metric in shown(samples):
-        rows = [["", *(f"{name} ({count})" for name, count in problems.items())], ["---"] * (len(problems) + 1)]
+        rows = [["", *(f"{_cell(name)} ({count})" for name, count in problems.items())], ["---"] * (len(problems) + 1)]
         for method in methods:
             own = [line for line in lines if line.method == method]
-            rows.append([method, *(in_percent(line.estimates[metric]) for line in own)])
+            rows.append([_cell(method), *(in_percent(line.estimates[metric]) for line in own)])
             differences = [line.minus_baseline[metric] for line in own if line.minus_baseline]
             if differences:
                 cells = [f"{in_percent(each, '+')} ({interval(each)})" for each in differences]
                 marked = [f"**{c}**" if d.leaves_out_zero else c for c, d in zip(cells, differences, strict=True)]
-                rows.append([f"{method} - {baseline}", *marked])
+                rows.append([f"{_cell(method)} - {_cell(baseline)}", *marked])
         parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
     note = "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval leaves out zero."
     return "\n".join(parts) + f"\n{note} {_covers(lines)}\n"
@@ -106,6 +113,6 @@ def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
 
 def _covers(lines: Sequence[Line]) -> str:
     """What the intervals take in."""
-    alone = ", ".join(dict.fromkeys(line.method for line in lines if line.seeds == 1))
+    alone = ", ".join(dict.fromkeys(_cell(line.method) for line in lines if line.seeds == 1))
     seeds = f"but no other training seeds: there is one of {alone}" if alone else "and other training seeds"
     return f"Intervals take in other problems of the kind and other responses, {seeds}."

@@ -29,7 +29,8 @@ async function load() {
   responses = data.responses.step.map((_, i) => {
     const r = Object.fromEntries(Object.entries(data.responses).map(([name, values]) => [name, values[i]]));
     const own = pairs => Object.fromEntries(pairs.map(([name, values]) => [name, values.subarray(start, start + r.length)]));
-    Object.assign(r, own(Object.entries(columns)), {importance: own(importance), scores: {}, credit: {}, segment: []});
+    Object.assign(r, own(Object.entries(columns)), {importance: own(importance), segment: []});
+    Object.assign(r, {scores: {__proto__: null}, credit: {__proto__: null}});  // names may be of any letters
     for (const name in r.importance) r.importance[name] = r.importance[usedFor(r, name)];
     for (let k = 0; k < r.segments.length; k += 2) {
       for (let n = r.segments[k + 1]; n > 0; n--) r.segment.push(data.segmentNames[r.segments[k]]);
@@ -45,10 +46,10 @@ async function load() {
 const usedFor = (r, name) => r.importances.includes(name) ? name : r.importances[0] ?? name;
 const ownOf = (r, list) => list.filter(name => usedFor(r, name) === name);
 
-// Control signs, direction signs and half characters are shown as <U+...>.
+// Control signs, signs of format and direction, odd spaces and half characters are shown as <U+...>.
 const visible = text => text.replaceAll("\t", "⇥").replace(
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]|\p{Cs}/gu,
-  c => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  /(?!\n)[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\u202f\u2065]/gu,
+  c => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 const textOf = (r, i) => data.tokens.text[r.token[i]];
 const shownText = text => text.trim() ? visible(text).replaceAll("\n", "⏎\n")
   : visible(text).replaceAll(" ", "␣").replaceAll("\n", "⏎\n") || "∅";
@@ -92,7 +93,7 @@ function weigh(r, name, gate) {
   if (data.recorded && gate === data.run && ofRun) return {weights: r.recorded, status: r.status};
   const weights = new Float32Array(r.length).fill(1);
   if (r.status !== "scored" && r.status !== "constant") return {weights, status: r.status};
-  if (!(gate.gate in GATES) || !name) return {weights: null, status: r.status};
+  if (!Object.hasOwn(GATES, gate.gate) || !name) return {weights: null, status: r.status};
   let {score, sorted} = scoresOf(r, name);
   if (!sorted) return {weights, status: "non_finite"};
   if (!(sorted.at(-1) > sorted[0])) return {weights, status: "constant"};
@@ -181,13 +182,18 @@ function make(tag, properties, ...inside) {
 }
 
 function setUp() {
-  const known = name => responses.some(r => r[name].some(Number.isFinite));
+  const logged = name => responses.some(r => r[name].some(Number.isFinite));
   const offered = {source: new Set(data.responses.source), status: new Set(data.responses.status)};
-  elements.source.append(...[...offered.source].sort().map(value => make("option", {value, textContent: visible(value)})));
+  const options = (values, texts = values.map(visible)) => values.map((value, i) => make("option", {value, textContent: texts[i]}));
+  elements.source.append(...options([...offered.source].sort()));
+  const known = Object.keys(data.importances);
+  elements.importance.append(...options(known), ...known.length > 1 ? options(["*"], ["compare all"]) : []);
+  elements.importance.append(...known.length ? [] : options([""], ["none"]));
+  elements.importance.value = data.runImportance;
   for (const option of elements.status.options) option.hidden = option.value !== "" && !offered.status.has(option.value);
   elements.step.max = steps.length;
   elements.step.parentNode.hidden = steps.length < 2;
-  if (!data.responses.weighted.includes(true)) elements.colour.value = known("logProb") ? "logProb" : "entropy";
+  if (!data.responses.weighted.includes(true)) elements.colour.value = logged("logProb") ? "logProb" : "entropy";
   else if (!data.responses.advantage.some(Number.isFinite)) elements.colour.value = "weight";
 }
 
@@ -450,11 +456,11 @@ function update(name) {
   if (name === "gate") elements.tau.value = (other || data.run).tau;
   for (const key of numbers) {
     if (name === "gate" && gate.value === "run") elements[key].value = data.run[key];
-    elements[key].disabled = !(gateNow().gate in GATES) || (key === "floor" && gateNow().gate !== "bi_level");
+    elements[key].disabled = !Object.hasOwn(GATES, gateNow().gate) || (key === "floor" && gateNow().gate !== "bi_level");
     elements[key].previousElementSibling.textContent = format(+elements[key].value);
   }
   elements.step.previousElementSibling.textContent = +elements.step.value ? steps[elements.step.value - 1] : "all";
-  if (name === "gate" || numbers.includes(name)) for (const r of responses) r.credit = {};
+  if (name === "gate" || numbers.includes(name)) for (const r of responses) r.credit = {__proto__: null};
   if (name === "importance") {
     unpin();
     cards.filter(card => card.shown).forEach(clear);

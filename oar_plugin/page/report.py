@@ -15,6 +15,8 @@ from oar_plugin.intervals import half_95
 from oar_plugin.page.findings import ENTROPY, REWARD, findings
 from oar_plugin.page.logs import SECONDS, RunLog
 from oar_plugin.page.templates import TEMPLATES
+from oar_plugin.printable import printable
+from oar_plugin.whole_file import write_whole
 
 LINES = (
     ("Reward", REWARD, "Mean over a step's responses."),
@@ -50,6 +52,7 @@ LOOK: Any = {
     **{"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False},
 }
 REST = 0.01  # of a whole that is shown as "other"; below it is rounding
+LONGEST_STEM = 60  # letters of a picture's name, of at most four bytes; a file system takes 255 bytes
 POINTS = 150  # of a line, at most: each is the mean of some steps in a row; the table beside it has every so many
 
 Table = list[list[str]]  # titles first
@@ -211,11 +214,10 @@ def write_report(
     sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> Report:
     """`report.html`, which needs no other file, and two pictures a figure. ModuleNotFoundError: matplotlib."""
-    folder.mkdir(parents=True, exist_ok=True)
     shown, figures = list(panels(sides)), []
     for place, panel in enumerate(shown):
         progress(panel.title, place, len(shown))
-        stem = re.sub(r"\W+", "_", panel.title.lower())
+        stem = re.sub(r"\W+", "_", panel.title.lower())[:LONGEST_STEM]
         figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
     runs = labelled(sides)
     found = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
@@ -229,7 +231,7 @@ def write_report(
         figures=figures,
         points=POINTS,
     )
-    report.page.write_text(page, encoding="utf-8")
+    write_whole(report.page, page)
     return report
 
 
@@ -248,16 +250,19 @@ def _picture(panel: Panel, against: str, file: Path) -> str:
             x, frame = drawn.pop("x"), drawn
             axes, (colour, line) = plots[place if panel.stacked else 0], STYLES[place]
             if panel.stacked:
-                axes.stackplot(x, frame.T, labels=frame, colors=PARTS)
-                axes.set_title(side.name, loc="left")
+                axes.stackplot(x, frame.T, labels=map(printable, frame), colors=PARTS)
+                axes.set_title(printable(side.name), loc="left")
                 axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
                 continue
-            axes.plot(x, frame["mean"], line, color=colour, label=side.name, marker="." if len(x) < 12 else None)
+            axes.plot(
+                x, frame["mean"], line, color=colour, label=printable(side.name), marker="." if len(x) < 12 else None
+            )
             if "lowest" in frame:
                 axes.fill_between(x, frame["lowest"], frame["highest"], color=colour, alpha=0.25, lw=0)
             axes.legend()
         plots[-1].set_xlabel("step" if against == "steps" else f"seconds (sum of {SECONDS})")
-        figure.savefig(file, dpi=140)
-        svg = io.StringIO()
+        png, svg = io.BytesIO(), io.StringIO()
+        figure.savefig(png, format="png", dpi=140)
+        write_whole(file, png.getvalue())
         figure.savefig(svg, format="svg", transparent=True)
     return "<svg" + svg.getvalue().replace(INK, "currentColor").partition("<svg")[2]

@@ -11,6 +11,7 @@ from rich.text import Text as Line
 from oar_plugin.credit.answer import Segment
 from oar_plugin.page.inspector import KINDS, kind_of
 from oar_plugin.page.record import Response
+from oar_plugin.printable import printable
 
 
 def print_responses(responses: Sequence[Response], console: Console, table: Table) -> None:
@@ -21,8 +22,8 @@ def print_responses(responses: Sequence[Response], console: Console, table: Tabl
         said = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
         said += "" if response.truth is None else f"  truth {response.truth}"
         head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{said}"
-        console.print(Line(_shown(head), "bold"))
-        console.print(Line(_shown(response.prompt.strip()), "dim"))
+        console.print(Line(printable(head), "bold"))
+        console.print(Line(printable(response.prompt.strip()), "dim"))
         console.print(Line.assemble(*_styled(response)) if styled else Line(_marked(response)), end="\n\n")
     weights: dict[str, list[float]] = defaultdict(list)
     for response in responses:
@@ -43,15 +44,10 @@ def print_responses(responses: Sequence[Response], console: Console, table: Tabl
 
 def _styled(response: Response) -> Iterator[tuple[str, str]]:
     for token, weight in zip(response.tokens, response.weights or [1.0] * len(response.tokens), strict=True):
-        yield _shown(token), "bold" if weight > 1 else "dim" if weight < 1 else ""
+        yield printable(token), "bold" if weight > 1 else "dim" if weight < 1 else ""
 
 
 def _marked(response: Response) -> str:
     pairs = zip(response.tokens, response.weights or [1.0] * len(response.tokens), strict=True)
     runs = [(more, "".join(token for token, _ in run)) for more, run in groupby(pairs, lambda pair: pair[1] > 1)]
-    return "".join(f"[[{_shown(run)}]]" if more else _shown(run) for more, run in runs)
-
-
-def _shown(text: str) -> str:
-    """What steers a terminal, or the direction of writing, as `\\x1b`."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(f"[[{printable(run)}]]" if more else printable(run) for more, run in runs)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -42,7 +43,7 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)  # faster than two for matrices of this size, and always the same sums
     console = Console(highlight=False, soft_wrap=True)  # paths in one piece, to be copied
-    console.print(f"[bold]OAR demo[/]: everything goes to [cyan]{folder}[/]")
+    console.print(f"[bold]OAR demo[/]: everything goes to [cyan]{escape(str(folder))}[/]")
     problems = list(itertools.islice(TASK.problems(seed), steps * PROMPTS))
     console.print(f"The task: [green]{text(problems[0].prompt)}[/]  ->  [green]… #### {text(problems[0].answer)}[/]")
     model, before = warm_start(console, seed)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from scipy.stats import binomtest
 
@@ -114,7 +115,7 @@ def print_summary(
     console.print("\n".join([*lines, f"[dim]{CAVEAT}[/]"]))
     console.rule(f"done in {int(seconds) // 60}:{int(seconds) % 60:02d}", align="left", style="dim")
     for label, path in files.items():
-        console.print(f"{label:<24}[cyan]{path}[/]")
+        console.print(f"{label:<24}[cyan]{escape(str(path))}[/]")
     console.print(
         "\nNext\n"
         "  the same line in your own verl command   [bold]algorithm.adv_estimator=oar[/]\n"

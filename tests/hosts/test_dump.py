@@ -185,10 +185,10 @@ def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("where", ["write_text", "replace", "decode", "no prompts"])
+@pytest.mark.parametrize("where", ["open", "replace", "decode", "no prompts"])
 def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monkeypatch, caplog, where):
     world = World(tmp_path, without=("prompts",) if where == "no prompts" else ())
-    broken = {"write_text": (Path, full), "replace": (os, full), "decode": (TOKENIZER, lambda ids: 1 / 0)}
+    broken = {"open": (Path, full), "replace": (os, full), "decode": (TOKENIZER, lambda ids: 1 / 0)}
     if where in broken:
         monkeypatch.setattr(broken[where][0], where, broken[where][1])
     with caplog.at_level(logging.WARNING, "oar_plugin"):

@@ -16,6 +16,7 @@ from oar_plugin.cli.doctor.packages import examine_packages
 from oar_plugin.cli.doctor.questions import Answer, ask
 from oar_plugin.cli.doctor.recipe import examine_data, examine_recipe, features_for, packages_for
 from oar_plugin.launch.finding import Finding
+from oar_plugin.printable import say
 
 _HELP = """\
 Say whether a run with OAR would start on this machine, and what to do where it would not: packages (do they import, was their
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise RecipeError(f"{args.overrides[0]}: overrides are those of a recipe; name one with --recipe")
         recipe = None if args.recipe is None else str(find_recipe(args.recipe))
     except RecipeError as error:
-        print(f"oar doctor: {error}", file=sys.stderr)
+        say(f"oar doctor: {error}", sys.stderr)
         return 2
     findings = list(examine(recipe, args.overrides))
     levels = {finding.level for finding in findings}
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"verdict": verdict, "findings": [finding._asdict() for finding in findings]}, indent=1))
         return STATUS[verdict]
     _print_table(findings)
-    print(_in_words(verdict, findings, args.recipe, args.overrides))
+    say(_in_words(verdict, findings, args.recipe, args.overrides))
     return STATUS[verdict]
 
 
@@ -80,7 +81,7 @@ def examine(recipe: str | None = None, overrides: Sequence[str] = ()) -> Iterato
         overrides: of its configuration.
     """
     if sys.stderr.isatty():
-        print("oar doctor: imports what a run imports, a moment ...", file=sys.stderr)
+        say("oar doctor: imports what a run imports, a moment ...", sys.stderr)
     machine = Machine(ask("devices"))
     memory = "" if machine.memory_gib is None else str(machine.memory_gib)
     recipe_answer = Answer({}) if recipe is None else ask("recipe", recipe, memory, *overrides)
@@ -112,16 +113,17 @@ def _python() -> Finding:
 
 def _print_table(findings: Sequence[Finding]) -> None:
     try:
+        from rich.text import Text
+
         from oar_plugin.cli.tables import console, table
     except Exception:  # one of the findings says that it is missing or broken
         for subject, level, text, advice in findings:
-            print(f"{level:12} {subject}: {text}{advice and f'  -> {advice}'}")
+            say(f"{level:12} {subject}: {text}{advice and f'  -> {advice}'}")
         return
     shown = table("", "what", "found", "what to do", title="oar doctor", title_justify="left")
     colours = {"ok": "green", "note": "yellow", "not checked": "magenta", "missing": "red"}
     for subject, level, text, advice in findings:
-        cells = (text.replace("[", "\\["), advice.replace("[", "\\["))
-        shown.add_row(f"[{colours[level]}]{level}[/]", subject, *cells)
+        shown.add_row(Text(level, colours[level]), subject, text, advice)
     console().print(shown)
 
 

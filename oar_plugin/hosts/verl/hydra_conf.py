@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from oar_plugin.config import PREFIX, OarConfigError, unknown_key
 from oar_plugin.hosts.verl.capabilities import version_note
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
+from oar_plugin.printable import say
 
 logger = logging.getLogger("oar_plugin")
 
@@ -108,7 +109,7 @@ class KeepRun(Callback):
         try:
             opened = run_folder.begin(config, os.environ.get(run_folder.START, ""))
         except (run_folder.RunRefused, OSError) as error:
-            print(f"oar: {error}", file=sys.stderr)
+            say(f"oar: {error}", sys.stderr)
             sys.exit(2)
         except Exception:  # Hydra would go on without it
             traceback.print_exc()

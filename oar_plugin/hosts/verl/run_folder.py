@@ -23,7 +23,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.capabilities import host_version
-from oar_plugin.whole_file import write_whole
+from oar_plugin.printable import say
+from oar_plugin.whole_file import no_link, write_whole
 
 START = "OAR_START"
 """The environment variable that says how to start: `resume`, or `fresh`, or `fresh:ID`, which is fresh once however often the
@@ -101,9 +102,8 @@ def check(config: DictConfig, start: str = "") -> None:
     if unmatched := _unmatched(record, new):
         names = ", ".join(unmatched[:SHOWN]) + (f" and {len(unmatched) - SHOWN} more" if len(unmatched) > SHOWN else "")
         versions = f"{record['versions'] or 'other versions'}, now {_versions()}"
-        print(
-            f"oar: {folder}: started with {versions}; not compared, as one of them has no such key: {names}",
-            file=sys.stderr,
+        say(
+            f"oar: {folder}: started with {versions}; not compared, as one of them has no such key: {names}", sys.stderr
         )
     if not (keys := _differing(record, new)):
         return
@@ -228,7 +228,7 @@ def _lock(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _locks:
         _locks.pop(folder).close()
-    file = (folder / LOCK).open("a+", encoding="utf-8")
+    file = open(folder / LOCK, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115  open, and locked, as long as this process
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

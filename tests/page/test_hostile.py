@@ -1,0 +1,158 @@
+"""Whatever names, prompts, responses and settings hold, pages and terminals show it and do nothing else."""
+
+import itertools
+import json
+import os
+import re
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from oar_plugin.cli.main import main
+from oar_plugin.page.inspector import inspector_page
+from tests.hostile import PIECES, UNSEEN, names, texts
+from tests.page.dumped import HEADER, RESPONSE, write_dump
+
+FEW = settings(
+    max_examples=12,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.generate],
+)
+"""Each example opens a page: what fails is not made smaller."""
+SEEN = "text => visible(text)"
+TERMINALS = [{"COLUMNS": "200"}, {"COLUMNS": "80", "FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm"}]
+OF_RICH = re.compile(r"\x1b\[(?!31m)[?0-9;]*[A-Za-z]")
+"""Its styles, and how its progress bar moves; the red of `tests.hostile` is not among what commands print."""
+
+
+def steers(said, terminal):
+    """Whether what a command printed has more to say to a terminal than rich has."""
+    printed = said.out + said.err
+    return UNSEEN.search(OF_RICH.sub("", printed).replace("\r", "") if "FORCE_COLOR" in terminal else printed)
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a page; a fault of its script, a dialog or a request is a fault of the test."""
+    number = itertools.count()
+
+    def open_page(html):
+        faults, file = [], tmp_path / f"page{next(number)}.html"
+        file.write_text(html, encoding="utf-8")
+        page = browser.new_page()
+        for event in ("pageerror", "console", "dialog"):
+            page.on(event, lambda said: faults.append(str(said)))
+        page.on("request", lambda request: faults.append(request.url) if request.url != file.as_uri() else None)
+        page.goto(file.as_uri())
+        return page, faults
+
+    yield open_page
+    for context in browser.contexts:
+        context.close()
+
+
+@FEW
+@given(
+    st.fixed_dictionaries({name: texts for name in ("group", "uid", "source", "prompt", "truth", "status")}),
+    st.lists(texts, min_size=1, max_size=4),
+    st.dictionaries(texts, st.just([1.0, 2.0, 3.0, 4.0]), min_size=1, max_size=3),
+    st.dictionaries(texts, texts, max_size=3),
+    texts,
+)
+def test_the_inspector_shows_hostile_text_in_every_field(opened, fields, words, importance, others, title):
+    tokens = list(itertools.islice(itertools.cycle(words), 4))
+    response = replace(RESPONSE, **{**fields, "tokens": tokens, "importance": importance})
+    config = {**others, **HEADER.config, "importance": next(iter(importance)), "gate": title}
+    header = replace(HEADER, versions=others, config=config, arbitrary_scale=dict.fromkeys(importance, True))
+    for gate in (title, "two_level"):
+        header.config["gate"] = gate
+        page, faults = opened(inspector_page([response], header, title))
+        page.wait_for_selector("body[data-ready]")
+        assert page.locator("h1").count() == 1
+        assert page.locator("#groups :is(script, img, a, svg[onload], iframe)").count() == 0
+        assert page.locator("script").count() == 2
+        assert page.locator("base, iframe, object, embed").count() == 0
+        read = page.evaluate("() => [cards[0].r, data.tokens.text.length]")[0]
+        assert {name: read[name] for name in fields} == fields
+        shown = page.locator("#groups").text_content()
+        wanted = {name: page.evaluate(SEEN, text) for name, text in fields.items()}
+        assert [name for name in ("group", "uid", "source", "truth", "prompt") if wanted[name] not in shown] == []
+        parts = [*page.locator("dt").all_text_contents(), *page.locator("dd").all_text_contents()]
+        assert [text for text in [*parts, shown, page.locator("h1").text_content()] if UNSEEN.search(text)] == []
+        weights = page.evaluate("() => Array.from(credit(responses[0], nameNow()).weights)")
+        assert weights == ([0.5, 1.5, 1.0, 1.0] if gate == title else weights)
+        assert page.evaluate("Object.keys(Object.prototype)") == []
+        assert faults == []
+        page.close()
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # of letters that the font of the pictures has not
+@settings(FEW, max_examples=4)
+@given(names, names, st.lists(texts, min_size=2, max_size=2, unique=True), texts, st.sampled_from(TERMINALS))
+def test_a_report_shows_hostile_names_settings_and_metrics_on_its_page_and_in_the_terminal(
+    opened, tmp_path_factory, capsys, first, second, metrics, value, terminal
+):
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [folder / first, folder / f"{second}2"]
+    for place, run in enumerate(runs):
+        (run / "metrics").mkdir(parents=True)
+        known = {"algorithm.adv_estimator": f"{value}{place}", value: place, "data.seed": value}
+        (run / "run.yaml").write_text(yaml.safe_dump({"state": value, "settings": known}))
+        data = {f"val-core/{name}/mean@1": 0.5 for name in metrics} | {
+            f"timing_s/{metrics[0]}": 1.0,
+            "timing_s/step": 2.0,
+        }
+        rows = [{"step": step, "data": {"critic/score/mean": 0.1 * step, **data}} for step in (1, 2)]
+        (run / "metrics" / "start.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = {path for path in tmp_path_factory.getbasetemp().rglob("*") if folder not in path.parents}
+    capsys.readouterr()
+    with mock.patch.dict(os.environ, terminal):
+        assert main(["report", str(runs[0]), "--baseline", str(runs[1]), "--out", str(folder / "out")]) == 0
+    said = capsys.readouterr()
+    assert not steers(said, terminal)
+    assert {path for path in tmp_path_factory.getbasetemp().rglob("*") if folder not in path.parents} - before == set()
+    assert {path.suffix for path in (folder / "out").iterdir()} == {".html", ".png"}
+    page, faults = opened((folder / "out" / "report.html").read_text(encoding="utf-8"))
+    assert page.locator("script, img, a, base, iframe, object").count() == 0
+    assert page.locator("h1").count() == 1
+    shown = page.locator("body").text_content()
+    assert UNSEEN.search(shown.replace("\xa0", " ")) is None
+    assert faults == []
+    page.close()
+
+
+@settings(FEW, max_examples=60)
+@given(
+    st.fixed_dictionaries({name: texts for name in ("group", "uid", "source", "prompt", "truth", "status")}),
+    texts,
+    names,
+    st.sampled_from(TERMINALS),
+)
+def test_in_a_terminal_responses_steer_nothing_and_their_names_are_no_paths(
+    tmp_path_factory, capsys, fields, word, name, terminal
+):
+    folder = tmp_path_factory.mktemp("dumps")
+    write_dump(folder / name, 3, **fields, tokens=[word, "a", word, "b"])
+    capsys.readouterr()
+    with mock.patch.dict(os.environ, terminal):
+        assert main(["inspect", str(folder / name), "--format", "text"]) == 0
+        assert main(["inspect", str(folder / name)]) == 0
+        assert main(["inspect", str(folder / name), "--steps", "7"]) == 2
+        assert main(["inspect", str(folder / name / "no")]) == 2
+        assert main(["report", str(folder / name)]) == 2
+    said = capsys.readouterr()
+    assert not steers(said, terminal)
+    assert sorted(path.name for path in folder.iterdir()) == [name]
+    assert sorted(path.name for path in (folder / name).iterdir()) == ["inspect.html", "step_000003.jsonl"]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_header_that_is_refused_is_refused_in_letters_that_are_seen(piece, tmp_path, capsys):
+    line = json.dumps({**vars(HEADER), "versions": {piece: 1}}) + "\n"
+    (tmp_path / "step_1.jsonl").write_text(line + RESPONSE.line())
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert not steers(capsys.readouterr(), {})
