@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pickle import UnpicklingError
 from typing import Any
 
 import jinja2
@@ -20,6 +21,7 @@ from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.page.sources import SourceError, Text, advantages
 from oar_plugin.passes.tap import UnsupportedModelError
 from oar_plugin.passes.tokens import TokenBytes
+from oar_plugin.printable import say
 
 ROWS = 512
 """Positions whose logits are there at a time: 0.3 GB of float32 for a vocabulary of 152,000."""
@@ -40,7 +42,7 @@ def graded(texts: Sequence[Text]) -> list[Text]:
     try:
         from oar_plugin.hosts.verl.reward import compute_score
     except ImportError as error:
-        print(f"oar inspect: responses are not graded: {error}", file=sys.stderr)
+        say(f"oar inspect: responses are not graded: {error}", sys.stderr)
         return list(texts)
 
     return [
@@ -51,15 +53,16 @@ def graded(texts: Sequence[Text]) -> list[Text]:
 
 def _load(name: str, device: str | None) -> tuple[Any, Any]:
     """Model and tokenizer. Raises EvaluationError."""
-    path = find(name, False, lambda said: print(f"oar inspect: {said}", file=sys.stderr))
+    path = find(name, False, lambda said: say(f"oar inspect: {said}", sys.stderr))
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         dtype = torch.float32 if place.type == "cpu" else "auto"
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(place).eval(), tokenizer
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        return model.to(place).eval(), tokenizer
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError, UnpicklingError) as error:
         on = f" on --device={device}" if device else ""
         raise EvaluationError(f"not loaded{on}: {' '.join(str(error).split())[:300]}") from error
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -117,7 +118,8 @@ def _step_of(folder: Path, best: bool) -> Path:
 
 def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
     target = actor / MERGED
-    say(f"merging {actor} into {target} with verl.model_merger, once")
+    unpickled = "; Megatron's files are unpickled: only of a run that you trust" if backend == "megatron" else ""
+    say(f"merging {actor} into {target} with verl.model_merger, once{unpickled}")
     words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir"]
     try:
         with tempfile.TemporaryDirectory(
@@ -127,7 +129,10 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
             partial.mkdir()
             # A process of its own: it imports verl, and gives back the memory of all shards.
             done = subprocess.run(
-                [sys.executable, "-m", "verl.model_merger", *words, str(partial)], capture_output=True
+                [sys.executable, "-m", "verl.model_merger", *words, str(partial)],
+                # verl would unpickle whatever shards hold.
+                env={**os.environ, "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"},
+                capture_output=True,
             )
             if done.returncode or not _is_model(partial):
                 said = "\n".join((done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-15:])
@@ -152,6 +157,6 @@ def _fold_in_adapter(folder: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
     PeftModel.from_pretrained(base, str(folder / "lora_adapter")).merge_and_unload().save_pretrained(folder)
     shutil.rmtree(folder / "lora_adapter")

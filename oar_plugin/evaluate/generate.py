@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from oar_plugin.evaluate.checkpoints import fingerprint
 from oar_plugin.evaluate.problems import EvaluationError, Problem, ProblemSet, reason
+from oar_plugin.whole_file import no_link
 
 IN_FLIGHT = 1024
 """Requests that an engine holds at a time: more than it runs at once, so that it never waits for the next."""
@@ -59,7 +60,7 @@ class ResponseFile:
     def __enter__(self) -> "ResponseFile":
         """Read what is there; a last line that was cut off is taken away. Raises EvaluationError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a+b")
+        self._file = open(self.path, "a+b", opener=no_link)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -180,8 +181,8 @@ def _prompts(
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        context = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "max_position_embeddings", None)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         make = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
         prompts = [[make(problem.prompt) for problem in each.problems] for each in sets]
     except (OSError, ValueError, TypeError, TemplateError) as error:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.math.sources import SOURCES, Source, problem_of, verl_row
+from oar_plugin.whole_file import write_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -200,10 +201,9 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    partial = path.with_suffix(".partial")
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows), partial)
-        partial.replace(path)  # a run that reads at the same time sees the old file or the new one
+        write_whole(path, sink.getvalue().to_pybytes())
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}: choose another place with --out") from error

@@ -104,7 +104,7 @@ def load_model(name: str) -> Model:
 
     if Path(name).is_dir():
         try:
-            return Model(AutoConfig.from_pretrained(name), name)
+            return Model(AutoConfig.from_pretrained(name, trust_remote_code=False), name)
         except (OSError, ValueError) as error:
             raise PlanError(f"{name}: no model that can be planned ({str(error).splitlines()[0]})") from None
     words = name.split("/")[-1].removeprefix("Meta-").split("-")

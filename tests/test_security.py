@@ -1,0 +1,255 @@
+"""What SECURITY.md says of files: what they hold is not executed, not unpickled, and leads no write out of the folder."""
+
+import ast
+import json
+import pickle
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from benchmarks.tiny.model import Shape, model_of
+from benchmarks.tiny.words import make_tokenizer
+from oar_plugin.cli.main import main
+from oar_plugin.evaluate.checkpoints import find
+from oar_plugin.evaluate.generate import ResponseFile, Sampling
+from oar_plugin.evaluate.problems import EvaluationError, Problem, ProblemSet
+from oar_plugin.math.answer import _parse, final_answer
+from oar_plugin.math.prepare import DataError, load
+from oar_plugin.page.dumps import Dumps
+from oar_plugin.page.logs import NoLogs, read_run
+from oar_plugin.whole_file import write_whole
+from tests.hostile import PIECES
+from tests.page.dumped import HEADER, RESPONSE, write_dump
+
+ROOT = Path(__file__).parents[1]
+SECRET = "not to be written over\n"
+
+
+# ---- the source
+
+
+def calls():
+    """Every call in the package, with its file and its name as it is written."""
+    for file in sorted((ROOT / "oar_plugin").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                yield file.relative_to(ROOT).as_posix(), ast.unparse(node.func), node
+
+
+CALLS = list(calls())
+
+
+def test_models_are_loaded_without_the_code_in_their_folders():
+    found = {}
+    for file, name, node in CALLS:
+        if name.endswith("from_pretrained") and not name.startswith("PeftModel"):  # an adapter's folder has no code
+            trusts = next((ast.unparse(word.value) for word in node.keywords if word.arg == "trust_remote_code"), None)
+            found.setdefault(trusts, set()).add(file)
+    assert found.keys() == {"False", "True"}
+    assert found["True"] == {"oar_plugin/hosts/openrlhf/settings.py"}, "OpenRLHF itself does"
+
+
+def test_nothing_is_unpickled_and_commands_print_what_can_be_seen():
+    named = {(file, name) for file, name, _ in CALLS}
+    unpickles = ("pickle.load", "pickle.loads", "torch.load", "np.load", "recv_pyobj", "read_pickle", "marshal.loads")
+    assert [each for each in named if each[1].endswith(unpickles)] == []
+    # JSON has no letters that steer; a script is printed as it will run; `inspect` prints what `page/terminal.py` made.
+    printing = Counter(
+        file.removeprefix("oar_plugin/cli/") for file, name, _ in CALLS if name == "print" and "/cli/" in file
+    )
+    assert printing == Counter(
+        ["data.py", "doctor/__init__.py", "doctor/answers.py", "inspect.py", "launch.py", "plan.py"]
+    )
+
+
+# ---- files that somebody else made
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, made):
+        self.made = made
+
+    def __reduce__(self):
+        return Path.touch, (self.made,)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer(by_bytes=True)
+    model_of(Shape(32, 64, 2, 2, 2, vocab=len(tokenizer)), 100, architecture="llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def code_of(made):
+    return f"from pathlib import Path\nPath({str(made)!r}).touch()\n"
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "model", "weights"])
+def test_a_model_folders_code_and_pickles_do_not_run(what, model_folder, tmp_path, monkeypatch, capsys):
+    """Asked at a terminal, a user would have to say no; here yes is what a careless one types."""
+    folder, made = tmp_path / "model", tmp_path / "made"
+    shutil.copytree(model_folder, folder)
+    (folder / "mine.py").write_text(code_of(made))
+    if what == "weights":
+        (folder / "model.safetensors").unlink()
+        torch.save({"lm_head.weight": Bomb(made)}, folder / "pytorch_model.bin")
+    else:
+        file = folder / ("tokenizer_config.json" if what == "tokenizer" else "config.json")
+        config = json.loads(file.read_text())
+        if what == "tokenizer":
+            config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+        else:
+            names = {name: f"mine.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+            config |= {"model_type": "mine", "auto_map": names}
+        file.write_text(json.dumps(config))
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "#### 2"}))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    status = main(["inspect", str(tmp_path / "mine.jsonl"), "--model", str(folder), "--device", "cpu"])
+    assert status == 1 or what == "tokenizer"  # a tokenizer without its own class may still be one
+    assert not made.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hostile", [False, True])
+def test_shards_of_a_checkpoint_are_merged_and_not_unpickled(hostile, model_folder, tmp_path):
+    pytest.importorskip("verl")
+    from transformers import AutoModelForCausalLM
+
+    actor, made = tmp_path / "global_step_1" / "actor", tmp_path / "made"
+    shutil.copytree(model_folder, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
+    (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
+    weights = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
+    torch.save(weights | ({"more": Bomb(made)} if hostile else {}), actor / "model_world_size_1_rank_0.pt")
+    if hostile:
+        with pytest.raises(EvaluationError, match="weights_only"):
+            find(str(tmp_path), False, print)
+        assert not made.exists()
+    else:
+        merged = AutoModelForCausalLM.from_pretrained(find(str(tmp_path), False, print)).state_dict()
+        assert all(torch.equal(merged[name].float(), weight.bfloat16().float()) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("brings", ["script", "pickle"])
+def test_a_folder_of_data_brings_no_code(brings, tmp_path, monkeypatch):
+    made, folder = tmp_path / "made", tmp_path / "data"
+    folder.mkdir()
+    if brings == "script":
+        (folder / "data.py").write_text(code_of(made))
+        (folder / "test.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}))
+    else:
+        (folder / "test.pkl").write_bytes(pickle.dumps(Bomb(made)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match="cannot read"):
+        load("math500", "test", folder, None)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "metrics.jsonl", "events.out.tfevents.1", "run-1.wandb"])
+def test_logs_are_data(name, tmp_path):
+    made = tmp_path / "made"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"x": 1}}\n')
+    bomb = pickle.dumps(Bomb(made))
+    yaml = (
+        f"settings: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{made}]]\n".encode()
+    )
+    (tmp_path / name).write_bytes(yaml if name == "run.yaml" else bomb)
+    with pytest.raises(NoLogs):
+        read_run(tmp_path if name == "run.yaml" else tmp_path / name)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('pathlib').Path({!r}).touch()",
+        "().__class__.__base__.__subclasses__()",
+        "1+open({!r},'w')",
+        "(1)(2)",
+    ],
+)
+@pytest.mark.parametrize(
+    "answer", ["\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "The answer is {}", "\\boxed{{${}$}}"]
+)
+def test_an_answer_is_not_evaluated_as_python(text, answer, tmp_path, monkeypatch):
+    """sympy's reader calls eval. Digits and operators reach it, and no letter."""
+    parser = pytest.importorskip("math_verify.parser")
+    given, parse_expr = [], parser.parse_expr
+    monkeypatch.setattr(
+        parser, "parse_expr", lambda text, **options: (given.append(text), parse_expr(text, **options))[1]
+    )
+    parser.parse_expr_cached.cache_clear()
+    found = final_answer(answer.format(text.format(str(tmp_path / "made"))))
+    assert found is not None
+    _parse(found.text, found.boxed)
+    assert [text for text in given if any(letter.isalpha() or letter in "_'\"" for letter in text)] == []
+    assert not (tmp_path / "made").exists()
+
+
+# ---- where files are written
+
+
+def lead(folder, *names):
+    """Symbolic links of these names in `folder`, each to a file outside; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder.parent / f"outside{number}" for number in range(len(names))]
+    for name, file in zip(names, files, strict=True):
+        file.write_text(SECRET, encoding="utf-8")
+        (folder / name).symlink_to(file)
+    return files
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path):
+    folder = tmp_path / "folder"
+    outside = lead(folder, "page.html", ".page.html.unfinished")
+    write_whole(folder / "page.html", "new")
+    assert (folder / "page.html").read_text() == "new"
+    assert not (folder / "page.html").is_symlink()
+    assert [file.read_text() for file in outside] == [SECRET] * 2
+
+
+def test_a_run_folder_and_responses_are_not_written_through_links(tmp_path):
+    from oar_plugin.hosts.verl import run_folder
+
+    problems = ProblemSet("ours", [Problem([{"role": "user", "content": "1?"}], "1")])
+    file = ResponseFile(tmp_path / "responses", "model", Sampling(0.6, 0.95, 8, 0), problems)
+    outside = lead(tmp_path / "run", run_folder.LOCK) + lead(file.path.parent, file.path.name)
+    config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path / "run"), "resume_mode": "auto"}})
+    with pytest.raises(OSError, match="symbolic links"):
+        run_folder.begin(config)
+    with pytest.raises(OSError, match="symbolic links"), file:
+        pass
+    assert [file.read_text() for file in outside] == [SECRET] * 2
+
+
+def test_pages_reports_and_pictures_are_not_written_through_links(tmp_path):
+    dump = write_dump(tmp_path / "dump", 3)
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": step, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outside = lead(dump, "inspect.html") + lead(
+        tmp_path / "out", "report.html", "reward_steps.png", "reward_seconds.png"
+    )
+    assert main(["inspect", str(dump)]) == 0
+    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "reward_steps.png").read_bytes().startswith(b"\x89PNG")
+    assert [file.read_text() for file in outside] == [SECRET] * 4
+
+
+def test_no_name_in_a_response_leads_out_of_the_dumps_folder(tmp_path):
+    from oar_plugin.config import DumpConfig
+
+    dumps = Dumps(DumpConfig(dir="dump"), tmp_path / "home")
+    for step, piece in enumerate(PIECES, start=1):
+        fields = dict.fromkeys(("group", "uid", "source", "prompt", "truth"), piece)
+        dumps.write(HEADER, step, [type(RESPONSE)(**{**vars(RESPONSE), **fields})])
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {f"home/dump/step_{step:06d}.jsonl" for step in range(1, len(PIECES) + 1)}
