@@ -150,7 +150,7 @@ def _examine_machine(config: DictConfig) -> Iterator[Finding]:
         advice = "--on ray, slurm or kubernetes, or fewer with trainer.n_gpus_per_node=N"
         yield Finding("GPUs", "missing", f"the recipe needs {needed} GPUs, here are {here}", advice)
     # verl's own Ray takes ports that are free; but `ray.init` prefers one that is there.
-    current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108  Ray's own
     address = os.environ.get("RAY_ADDRESS") or (
         current.read_text(encoding="utf-8").strip() if current.is_file() else ""
     )

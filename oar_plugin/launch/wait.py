@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
             )
         time.sleep(LOOK_AGAIN_S)
     if args.then:
-        os.execvp("bash", ["bash", "-c", os.environ[args.then]])
+        os.execvp("bash", ["bash", "-c", os.environ[args.then]])  # noqa: S607  the one of PATH, as `oar launch` means it
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def inspector_page(responses: Sequence[Response], header: Header, title: str, as
         title: plain text.
         as_recorded: weights travel too, for settings differ between steps and `header` has the newest.
     """
-    style, script = (Markup(Path(__file__).with_suffix(end).read_text("utf-8")) for end in (".css", ".js"))
+    files = [Path(__file__).with_suffix(end) for end in (".css", ".js")]
+    style, script = (Markup(file.read_text("utf-8")) for file in files)  # noqa: S704  the package's own
     tokens = [token for response in responses for token in zip(response.token_ids, response.tokens, strict=True)]
     # Frequent ones first: their numbers are small.
     table = [token for token, _ in sorted(Counter(tokens).items(), key=lambda item: (-item[1], item[0]))]

@@ -51,9 +51,9 @@ class Session:
         self.tag = uuid.uuid4().hex[:12]
         self._token = secrets.token_hex(32)
         parent = tempfile.gettempdir()
-        self.ray_directory = Path(
-            tempfile.mkdtemp(prefix="oar-", dir=parent if len(parent) < LONGEST_RAY_DIRECTORY - 12 else "/tmp")
-        )
+        if len(parent) >= LONGEST_RAY_DIRECTORY - 12:
+            parent = "/tmp"  # noqa: S108  mkdtemp makes a name that nobody has, for this user alone
+        self.ray_directory = Path(tempfile.mkdtemp(prefix="oar-", dir=parent))
 
     def environment(self) -> dict[str, str]:
         """What marks a process as one of this session, and gives Ray its directory.
@@ -95,7 +95,7 @@ class Session:
                             process.kill()
                 time.sleep(0.1)
         shutil.rmtree(self.ray_directory, ignore_errors=True)
-        for socket in Path("/tmp").glob(f"rl-colocate-zmq-*-{self.tag}.sock"):
+        for socket in Path("/tmp").glob(f"rl-colocate-zmq-*-{self.tag}.sock"):  # noqa: S108  where verl makes them
             socket.unlink(missing_ok=True)
 
 
