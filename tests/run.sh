@@ -19,6 +19,13 @@ fi
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
+# Known vulnerabilities of what is pinned, where the package index tells of them. pip-audit has an environment of its own: nothing
+# that is tested depends on it.
+if [ ! -x "$venv/audit/bin/pip-audit" ]; then
+  rm -rf "$venv/audit" # of a run that was interrupted
+  "$venv/bin/python" -m venv "$venv/audit" && timeout 300 "$venv/audit/bin/pip" install --quiet pip-audit==2.10.1 || true
+fi
+AUDIT=$venv/audit/bin/pip-audit "$venv/bin/python" -m tests.audit
 # Each release of TRL lies beside the environment: wherever a trl is found, verl's patch of models imports from it what is no
 # longer there. One process a release: its imports take longer than its tests.
 for trl in 1.16.0 1.15.0; do
