@@ -1,6 +1,7 @@
 """What went wrong in a run, and when, as its metrics show it."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ START = 5  # steps that say where a run began
 GRADIENT_SPIKE, BEFORE = 10, 20  # times the median of so many steps before: Adam's second moment keeps it for long
 ENTROPY_LEFT = 0.1  # of the start's: what is sampled then hardly differs, and groups have no signal
 REWARD_LEFT, SMOOTH = 0.5, 10  # of the best mean of so many steps, counted from the lowest reward that a response got
+COUNTED = 1_000_000  # missing steps, at most: a broken line may name any step
 REWARD_SEEN = 0.1  # of the range of rewards: below it a mean is made by few responses
 BOUNDS = (
     # OAR then changes fewer than four responses of five.
@@ -66,8 +68,8 @@ def _found(run: RunLog) -> Iterator[tuple[Iterable[int], str]]:
     for step, again in run.resumed.items():
         yield [step], f"started again here, from a checkpoint: {again} logged steps were done again"
     trained = run.column(*REWARD).index
-    if len(trained):
-        yield sorted({*range(trained[0], trained[-1])} - {*trained}), "not in the log"
+    gaps = chain.from_iterable(range(before + 1, after) for before, after in pairwise(trained))
+    yield islice(gaps, COUNTED), "not in the log"
     total = run.whole("trainer.total_training_steps")
     last = int(run.metrics.index[-1])
     if total and last < total:

@@ -96,7 +96,7 @@ def _document(
         },
         "kinds": KINDS,
         "segmentNames": {segment.value: segment.name.lower() for segment in Segment} | {_TOOL: "tool"},
-        "importances": {name: {"arbitraryScale": header.arbitrary_scale[name]} for name in names},
+        "importances": {name: {"arbitraryScale": header.arbitrary_scale.get(name, False)} for name in names},
         "run": {name: run[name] for name in ("gate", "tau", "beta", "floor")},
         "runImportance": run["importance"] if run["importance"] in names else next(iter(names), ""),
         "gates": gates,

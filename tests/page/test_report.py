@@ -85,6 +85,11 @@ def side(name, rewards, seeds):
     return Side(name, [run_of({REWARD: [reward] * 3}, seed=seed) for reward, seed in zip(rewards, seeds, strict=True)])
 
 
+def test_a_step_far_off_costs_no_memory():
+    frame = pd.DataFrame({REWARD: [0.1, 0.1]}, index=[1, 10**15])
+    assert findings(RunLog("r", "file", 1, frame, {}, {})) == [["2 to 1000001, 1000000 steps", "not in the log"]]
+
+
 # Student's t at 97.5 %: 12.706, 4.303 and 2.776 for 1, 2 and 4 degrees of freedom.
 @pytest.mark.parametrize(
     ("ours", "seeds", "theirs", "their_seeds", "said"),
