@@ -98,6 +98,7 @@ setup(
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100,<7",
+            "sentencepiece>=0.2,<1",
             "ruff>=0.14,<1",
             "mypy>=1.18,<3",
             "mlflow-skinny>=3,<4",

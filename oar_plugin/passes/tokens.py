@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MOST_WAITING = 8
+"""Tokens that wait for their text. A character has at most four; to wait without end would take quadratic time."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -41,8 +43,9 @@ class TokenBytes:
     - SentencePiece in the ``tokenizers`` format (Llama 2, Gemma, T5): ``▁`` is a space, ``<0x0A>`` a byte, and where
       ``decode`` drops the space before the first word, so does ``pieces``;
     - anything else (WordPiece, tokenizers in pure Python): by decoding each token behind its predecessor, which is
-      slower. A character made of several tokens goes wholly to its last one there, and ``decode`` is matched as far
-      as a token's text depends on nothing but the token before it.
+      slower. A character made of several tokens goes wholly to its last one there, as does white space that ``decode``
+      shows only before other text, and ``decode`` is matched as far as a token's text depends on nothing but its
+      neighbours.
 
     Special tokens and ids outside the vocabulary (padded embeddings, ignore indices) have no bytes.
     """
@@ -126,16 +129,26 @@ class TokenBytes:
     def _decoded_in_context(self, ids: list[int]) -> list[bytes]:
         pieces = [b""] * len(ids)
         shown = [position for position, token_id in enumerate(ids) if self._token(token_id) is not None]
-        # Tokens [context, done) are the ones just written; decoding them again gives the text to take off.
-        context = done = 0
-        for now in range(1, len(shown) + 1):
-            before = self._decode([ids[position] for position in shown[context:done]])
-            after = self._decode([ids[position] for position in shown[context:now]])
-            # A character may still lack tokens; they get their bytes together with the one that completes it.
-            if after.endswith("\N{REPLACEMENT CHARACTER}") and now < len(shown):
+        # Tokens whose text is known, decoded again for what they change in the next ones; and those that came since.
+        context, before, waiting = list[int](), "", list[int]()
+        for position in shown:
+            waiting.append(position)
+            after = self._decode(context + [ids[one] for one in waiting])
+            # A character may still lack tokens, and white space may show only before what follows it: such tokens' text goes to
+            # the one that completes it.
+            if (after == before or after.endswith("\N{REPLACEMENT CHARACTER}")) and position != shown[-1]:
+                if len(waiting) < _MOST_WAITING:
+                    continue
+                first = waiting.pop(0)
+                alone = self._decode([*context, ids[first]])
+                if alone != before:
+                    pieces[first] = alone[len(before) :].encode()
+                    context = [ids[first]]
+                    before = self._decode(context)
                 continue
-            pieces[shown[now - 1]] = after[len(before) :].encode()
-            context, done = done, now
+            pieces[position] = after[len(before) :].encode()
+            context, waiting = [ids[one] for one in waiting], []
+            before = self._decode(context)
         return pieces
 
     def _decode(self, ids: list[int]) -> str:

@@ -1,89 +1,16 @@
 """Token bytes add up to the decoded text, for every family of tokenizers, built here from a few sentences."""
 
-import functools
-import json
+import time
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from oar_plugin.passes.tokens import TokenBytes
+from tests.passes.families import BUILDERS, SENTENCES, tokenizer_and_bytes
 
-SENTENCES = [
-    "The answer is \\boxed{42}. So $x^2 + \\frac{1}{2} = 3$, and that's it.",
-    "你好，世界。答案是五。",
-    "Emoji 🙂👩‍👧 and accents: déjà vu, naïve.\n\n#### 18",
-    "<answer>  two  spaces </answer>",
-]
-COMMON = {"special_tokens": ["<unk>", "<|end|>"], "show_progress": False}
-
-
-def trained(backend, trainer, change=None):
-    """A tokenizer from a backend, with two added tokens that are not special; `change` comes after the training."""
-    backend.train_from_iterator(SENTENCES * 3, trainer)
-    if change is not None:
-        change(backend)
-    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("<答案>", special=False)])
-    names = {"unk_token": "<unk>", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-
-def byte_level(nested=False):
-    """`nested`: a decoder that is not known, around one that is, takes the generic way."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet, decoder = pre_tokenizers.ByteLevel.alphabet(), decoders.ByteLevel()
-    backend.decoder = decoders.Sequence([decoder, decoders.Replace(Regex("x{9}"), "")]) if nested else decoder
-    return trained(backend, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, **COMMON))
-
-
-def byte_fallback_bpe(strip):
-    settings = {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
-    backend = Tokenizer(models.BPE(**settings))
-    prepend = [normalizers.Prepend("▁")] if strip else []
-    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-
-    def add_bytes(backend):
-        """The trainer can only add byte tokens as special ones, which they are not."""
-        model = json.loads(backend.to_str())["model"]
-        vocabulary = model["vocab"] | {f"<0x{byte:02X}>": len(model["vocab"]) + byte for byte in range(256)}
-        backend.model = models.BPE(vocabulary, [tuple(merge) for merge in model["merges"]], **settings)
-
-    return trained(backend, trainers.BpeTrainer(vocab_size=120, limit_alphabet=60, **COMMON), add_bytes)
-
-
-def unigram_metaspace():
-    backend = Tokenizer(models.Unigram())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return trained(backend, trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", **COMMON))
-
-
-def word_piece():
-    backend = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    return trained(backend, trainers.WordPieceTrainer(vocab_size=200, **COMMON))
-
-
-BUILDERS = {
-    "byte_level": byte_level,
-    "llama_2": lambda: byte_fallback_bpe(strip=True),
-    "gemma": lambda: byte_fallback_bpe(strip=False),
-    "unigram": unigram_metaspace,
-    "word_piece": word_piece,
-    "unknown_decoder": lambda: byte_level(nested=True),
-}
 every_tokenizer = pytest.mark.parametrize("name", BUILDERS)
-
-
-@functools.cache
-def tokenizer_and_bytes(name):
-    tokenizer = BUILDERS[name]()
-    return tokenizer, TokenBytes(tokenizer)
 
 
 def joined_and_decoded(name, ids, errors="strict"):
@@ -155,3 +82,30 @@ class WithoutBackend:
 
 def test_a_tokenizer_in_pure_python_is_decoded_token_by_token():
     assert TokenBytes(WithoutBackend()).pieces([1, 0, 2, 99, 3]) == [b"a", b"", b"b", b"", b"c"]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("text", ["鱻", "\N{REPLACEMENT CHARACTER}"])
+def test_endless_half_characters_take_linear_time(name, text):
+    tokenizer, token_bytes = tokenizer_and_bytes(name)
+    half, start = tokenizer.encode(text)[-2:-1] or [tokenizer.encode("a")[-1]], time.process_time()
+    assert len(token_bytes.pieces(10_000 * half)) == 10_000
+    assert time.process_time() - start < 3  # far above linear time, far below quadratic
+
+
+class Stripped(WithoutBackend):
+    """As in SentencePiece's own models: white space at the ends of what is decoded is not shown."""
+
+    vocabulary = ("<pad>", *"ab \n#5")
+
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+        return super().decode(ids, skip_special_tokens, clean_up_tokenization_spaces).strip()
+
+
+def test_white_space_that_shows_only_before_other_text_goes_there():
+    tokenizer = Stripped()
+    ids = [tokenizer.vocabulary.index(letter) for letter in " a b\n\n##5 \na"]
+    pieces = TokenBytes(tokenizer).pieces(ids)
+    assert pieces == [b"", b"a", b"", b" b", b"", b"", b"\n\n#", b"#", b"5", b"", b"", b" \na"]
+    long = TokenBytes(tokenizer).pieces([2, *1000 * [3], 4, 6])
+    assert b"".join(long) == b"b" + 6 * b" " + b"\n5", "of endless white space the end"

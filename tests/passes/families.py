@@ -1,0 +1,156 @@
+"""A tokenizer of each family, trained here on a few sentences."""
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tiktoken import _educational
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
+
+from oar_plugin.passes.tokens import TokenBytes
+
+SENTENCES = [
+    "The answer is \\boxed{42}. So $x^2 + \\frac{1}{2} = 3$, and that's it.",
+    "你好，世界。答案是五。",
+    "Emoji 🙂👩‍👧 and accents: déjà vu, naïve.\n\n#### 18",
+    "<answer>  two  spaces </answer>",
+]
+COMMON = {"special_tokens": ["<unk>", "<|end|>"], "show_progress": False}
+
+
+def trained(backend, trainer, change=None):
+    """A tokenizer from a backend, with two added tokens that are not special; `change` comes after the training."""
+    backend.train_from_iterator(SENTENCES * 3, trainer)
+    if change is not None:
+        change(backend)
+    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("<答案>", special=False)])
+    names = {"unk_token": "<unk>", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def byte_level(nested=False):
+    """`nested`: a decoder that is not known, around one that is, takes the generic way."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet, decoder = pre_tokenizers.ByteLevel.alphabet(), decoders.ByteLevel()
+    backend.decoder = decoders.Sequence([decoder, decoders.Replace(Regex("x{9}"), "")]) if nested else decoder
+    return trained(backend, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, **COMMON))
+
+
+def byte_fallback_bpe(strip):
+    settings = {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
+    backend = Tokenizer(models.BPE(**settings))
+    prepend = [normalizers.Prepend("▁")] if strip else []
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+
+    def add_bytes(backend):
+        """The trainer can only add byte tokens as special ones, which they are not."""
+        model = json.loads(backend.to_str())["model"]
+        vocabulary = model["vocab"] | {f"<0x{byte:02X}>": len(model["vocab"]) + byte for byte in range(256)}
+        backend.model = models.BPE(vocabulary, [tuple(merge) for merge in model["merges"]], **settings)
+
+    return trained(backend, trainers.BpeTrainer(vocab_size=120, limit_alphabet=60, **COMMON), add_bytes)
+
+
+def unigram_metaspace(prepend="always"):
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prepend)
+    return trained(backend, trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", **COMMON))
+
+
+def word_piece():
+    backend = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return trained(backend, trainers.WordPieceTrainer(vocab_size=200, **COMMON))
+
+
+class ByRanks(PreTrainedTokenizer):
+    """The part of a model's own tokenizer around tiktoken (Qwen 1, Kimi) that is used."""
+
+    model_input_names = ("input_ids",)
+
+    def __init__(self, ranks, **names):
+        letters = bytes_to_unicode()
+        self._ranks = ranks
+        self._names = {rank: "".join(letters[byte] for byte in token) for token, rank in ranks.items()}
+        self._bytes = {letter: byte for byte, letter in letters.items()}
+        super().__init__(**names)
+
+    @property
+    def vocab_size(self):
+        return len(self._ranks)
+
+    def get_vocab(self):
+        return {name: rank for rank, name in self._names.items()} | self.added_tokens_encoder
+
+    def _tokenize(self, text, **_):
+        pattern = r"\s*\w+|\s*[^\w\s]|\s+"
+        encoding = _educational.SimpleBytePairEncoding(pat_str=pattern, mergeable_ranks=self._ranks)
+        return [self._names[rank] for rank in encoding.encode(text, visualise=None)]
+
+    def _convert_token_to_id(self, token):
+        return next(rank for rank, name in self._names.items() if name == token)
+
+    def _convert_id_to_token(self, index):
+        return self._names[index]
+
+    def convert_tokens_to_string(self, tokens):
+        letters = "".join(tokens)
+        parts = (bytes([self._bytes[one]]) if one in self._bytes else one.encode() for one in letters)
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+def with_added_tokens(tokenizer):
+    """For tokenizers in pure Python."""
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("<答案>", special=False)])
+    return tokenizer
+
+
+def tiktoken():
+    text = "".join(SENTENCES * 3)
+    ranks = _educational.bpe_train(text, 300, r"\s*\w+|\s*[^\w\s]|\s+", visualise=None)
+    return with_added_tokens(ByRanks(ranks, eos_token="<|end|>", pad_token="<|pad|>"))
+
+
+def sentence_piece(kind, **options):
+    import sentencepiece
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.model"
+        with path.open("wb") as model:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(SENTENCES * 3), model_writer=model, model_type=kind, minloglevel=2, **options
+            )
+        names = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<|pad|>"}
+        return with_added_tokens(SentencePieceBackend(vocab_file=str(path), **names))
+
+
+BUILDERS = {
+    "byte_level": byte_level,
+    "llama_2": lambda: byte_fallback_bpe(strip=True),
+    "gemma": lambda: byte_fallback_bpe(strip=False),
+    "unigram": unigram_metaspace,
+    "no_first_space": lambda: unigram_metaspace("never"),
+    "word_piece": word_piece,
+    "unknown_decoder": lambda: byte_level(nested=True),
+    "tiktoken": tiktoken,
+}
+if importlib.util.find_spec("sentencepiece"):
+    BUILDERS |= {
+        "sentence_piece": lambda: sentence_piece("unigram", vocab_size=73),
+        "sentence_piece_bytes": lambda: sentence_piece("bpe", vocab_size=350, byte_fallback=True),
+    }
+
+
+@functools.cache
+def tokenizer_and_bytes(name):
+    tokenizer = BUILDERS[name]()
+    return tokenizer, TokenBytes(tokenizer)
