@@ -66,6 +66,7 @@ setup(
         "jinja2>=3.1,<4",
         "packaging>=20",
         "pydantic>=2.11,<3",
+        "regex>=2024.11.6",
         "rich>=13,<16",
         "wrapt>=1.16,<3",
     ],

@@ -145,8 +145,9 @@ class OarConfig(BaseModel):
     answer_patterns: tuple[str, ...] = Field(
         ("boxed", "hash", "answer_tag", "the_answer_is"),
         description="Where the answer stands; the last complete match in a response counts. Names: boxed, hash, answer_tag, "
-        "the_answer_is; or 'regex:<expression>' (group 1 is the answer); or 'python:<module>:<function>'. Empty: the last "
-        "token of the response (probe=last only).",
+        "the_answer_is; or 'regex:<expression>' (group 1 is the answer; it has 2 seconds for a response); or "
+        "'python:<module>:<function>' (your code: nothing ends it when it takes long). A response on which one of these fails "
+        "keeps its plain advantage (fallback/search_failed). Empty: the last token of the response (probe=last only).",
     )
     max_answer_tokens: int = Field(
         1024,

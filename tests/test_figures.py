@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from oar_plugin.credit.answer import PATTERN_SECONDS
+from oar_plugin.passes.segments import LOST_SECONDS
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ["README.md", "benchmarks/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
@@ -23,6 +26,7 @@ NO_MEASUREMENT = [
     r"noise of 0\.001|sigma 0\.001|tau 0\.4|floor 0\.1|above 0\.1|; 0\.1 is even",  # settings, and shares that follow from them
     r"at least 60 % of their answers|by more than 0\.02|each about 0\.1 uncertain",  # thresholds, rounded
     r"\| [\w ,]+ \| \d+ \| \d\.\d \| \d\.\d \|",  # errors by formula (tests/evaluate/test_statistics.py)
+    rf"{PATTERN_SECONDS:g} seconds(?= of CPU time| a response)|batch {LOST_SECONDS:g} seconds",  # limits
     r"(?:within )?\d(?:\.\d)?e-\d",  # learning rates, and limits that tests assert
 ]
 """Numbers that define something: versions, sizes, settings, thresholds. Everything else has a source below."""

@@ -8,20 +8,19 @@ borders rarely coincide (one token can hold ``}.`` or half of a multi-byte chara
 """
 
 import enum
-import functools
-import logging
 import operator
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import regex
 
 from oar_plugin.credit.named import imported
 
-logger = logging.getLogger(__name__)
+PATTERN_SECONDS = 2.0
+"""CPU seconds of this process that a user's regular expression may take for one text; ordinary ones take milliseconds."""
 
 
 class Segment(enum.IntEnum):
@@ -34,7 +33,11 @@ class Segment(enum.IntEnum):
     AFTER = 4
 
 
-@dataclass(frozen=True)
+class SearchFailed(Exception):
+    """A user's own pattern failed on a text, so that nobody knows where its answer is; says which and how."""
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerSpan:
     """Where an answer stands in a text, in characters (``str`` offsets).
 
@@ -69,6 +72,8 @@ _LONGEST_LEAD = 40
 # A full stop inside a number or name ("3.14", "x.y") does not end the sentence; a closing tag and a new line do.
 _SENTENCE_END = re.compile(r"\.(?!\w)|[?。？！\n]|</\w+>")
 _LEADING_DECORATION = re.compile(r"(?:[\s$*]|\\[(\[])*")
+# What `regex` takes for an approximate match ("{e<=1}") or a named class ("[[:alpha:]]"), and `re` for plain characters.
+_READ_OTHERWISE = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:\^?\w+:\]))")
 
 
 def _trimmed(text: str, marker_start: int, start: int, end: int, decoration: bool = False) -> AnswerSpan | None:
@@ -104,12 +109,12 @@ def _boxed(text: str) -> Iterator[AnswerSpan]:
         yield AnswerSpan(match.start(), *match.span(1))
 
 
-def _matches(pattern: re.Pattern[str], group: int | str, decoration: bool) -> _Candidates:
-    """Every match of ``pattern`` as a candidate: its ``group`` is the answer, its beginning the marker's."""
+def _matches(pattern: re.Pattern[str]) -> _Candidates:
+    """Every match of ``pattern`` as a candidate: group 1 is the answer, perhaps with decoration."""
 
     def candidates(text: str) -> Iterator[AnswerSpan]:
         for match in pattern.finditer(text):
-            if span := _trimmed(text, match.start(), *match.span(group), decoration):
+            if span := _trimmed(text, match.start(), *match.span(1), decoration=True):
                 yield span
 
     return candidates
@@ -150,8 +155,8 @@ def _last_character(text: str) -> AnswerSpan | None:
 
 _NAMED: dict[str, _Candidates] = {
     "boxed": _boxed,
-    "hash": _matches(_HASH, 1, decoration=True),
-    "answer_tag": _matches(_ANSWER_TAG, 1, decoration=True),
+    "hash": _matches(_HASH),
+    "answer_tag": _matches(_ANSWER_TAG),
     "the_answer_is": _the_answer_is,
 }
 
@@ -172,21 +177,24 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
             - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence. Prose
               behind the real answer can match too ("the answer is plausible"): for models that end this way;
             - ``regex:<expression>``: a Python regular expression whose group named ``answer``, or else group 1, is the
-              answer and whose match begins the marker;
+              answer and whose match begins the marker. It is run by the ``regex`` library, which can end a search
+              (``PATTERN_SECONDS``) and differs from ``re`` in rare characters alone: for ``\w`` and ``\b``, combining
+              marks are letters and ``²`` or ``½`` is none; ``\s`` leaves out U+001C to U+001F;
             - ``python:<module>:<function>``: a callable that takes the text and returns an ``AnswerSpan``,
-              ``(start, end)``, ``(marker_start, start, end)`` or None. If it raises or returns something else, the
-              response counts as one without an answer, and a warning is logged once per kind of fault.
+              ``(start, end)``, ``(marker_start, start, end)`` or None. It is the user's code: nothing ends it when it
+              takes long.
 
             Empty: for models without an answer format. The last character that is not white space is then the answer,
             so its last token; only the ``last`` probe makes sense on it.
 
     Returns:
         A function of the text, ``AnswerSpan`` or None. The text may hold lone surrogates, which stand for bytes that
-        are not UTF-8.
+        are not UTF-8. It raises ``SearchFailed`` where a pattern of the user's own took too long, raised, or returned
+        something else.
 
     Raises:
-        ValueError: a pattern is none of these, its expression does not compile or has no group, or its function
-            cannot be imported.
+        ValueError: a pattern is none of these, its expression does not compile, has no group, or is read otherwise by
+            ``regex`` than by ``re``, or its function cannot be imported.
     """
     if isinstance(patterns, str):
         raise ValueError(f"answer patterns must be a list of strings, got the single string {patterns!r}")
@@ -209,18 +217,17 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     return find
 
 
+def may_fail(patterns: Sequence[str]) -> bool:
+    """Whether one of these is a user's own, whose search may fail in one process and not in another that has the same text."""
+    return any(pattern not in _NAMED for pattern in patterns)
+
+
 def _candidates_of(pattern: str) -> _Candidates:
     if pattern in _NAMED:
         return _NAMED[pattern]
     kind, _, value = pattern.partition(":")
     if kind == "regex":
-        try:
-            compiled = re.compile(value)
-        except re.error as error:
-            raise ValueError(f"answer pattern {pattern!r}: not a regular expression: {error}") from error
-        if not compiled.groups:
-            raise ValueError(f"answer pattern {pattern!r}: needs a group for the answer: (...) or (?P<answer>...)")
-        return _matches(compiled, "answer" if "answer" in compiled.groupindex else 1, decoration=False)
+        return _own_expression(pattern, value)
     if kind == "python":
         try:
             function = imported(pattern, "allowed: python:<module>:<function>")
@@ -240,34 +247,50 @@ def _candidates_of(pattern: str) -> _Candidates:
     )
 
 
+def _own_expression(pattern: str, expression: str) -> _Candidates:
+    if other := _READ_OTHERWISE.search(expression):
+        there = expression[other.start(1) :][:8]
+        raise ValueError(f"answer pattern {pattern!r}: {there!r} has another meaning here; allowed: \\{other[1]}")
+    try:
+        group = "answer" if "answer" in re.compile(expression).groupindex else 1
+        compiled: Any = regex.compile(expression, regex.VERSION0)
+    except (re.error, regex.error) as error:
+        raise ValueError(f"answer pattern {pattern!r}: not a regular expression: {error}") from error
+    if not compiled.groups:
+        raise ValueError(f"answer pattern {pattern!r}: needs a group for the answer: (...) or (?P<answer>...)")
+
+    def candidates(text: str) -> Iterator[AnswerSpan]:
+        try:
+            for match in compiled.finditer(text, timeout=PATTERN_SECONDS):
+                if span := _trimmed(text, match.start(), *match.span(group)):
+                    yield span
+        except (TimeoutError, MemoryError) as error:
+            raise SearchFailed(f"answer pattern {pattern!r} took too long, or too much memory") from error
+
+    return candidates
+
+
 def _ask(finder: AnswerFinder, text: str) -> AnswerSpan | None:
-    """Call a finder that may be a user's own: whatever it does, training goes on, and the fault is logged once."""
+    """Call a finder that may be a user's own; whatever it does, nothing but SearchFailed comes out of it."""
     name = str(getattr(finder, "__qualname__", type(finder).__qualname__))
     try:
         found = finder(text)
+    except SearchFailed:
+        raise
     except Exception as error:
-        _warn_once(name, f"raised {type(error).__name__}")
-        return None
+        raise SearchFailed(f"answer finder {name} raised {type(error).__name__}") from error
     if found is None:
         return None
     try:
         offsets = (found.marker_start, found.start, found.end) if isinstance(found, AnswerSpan) else tuple(found)
         *marker, start, end = (operator.index(offset) for offset in offsets)
         (marker_start,) = marker or (start,)
-    except Exception:
-        _warn_once(name, f"returned {type(found).__name__} that is not two or three integers")
-        return None
+    except Exception as error:
+        what = f"{type(found).__name__} that is not two or three integers"
+        raise SearchFailed(f"answer finder {name} returned {what}") from error
     if not 0 <= marker_start <= start <= end <= len(text):
-        _warn_once(name, "returned offsets that are out of order or outside the text")
-        return None
+        raise SearchFailed(f"answer finder {name} returned offsets that are out of order or outside the text")
     return _trimmed(text, marker_start, start, end)
-
-
-@functools.cache
-def _warn_once(finder: str, fault: str) -> None:
-    logger.warning(
-        "answer finder %s %s; the response counts as one without an answer", finder, fault, exc_info=sys.exc_info()[1]
-    )
 
 
 def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarray | None = None) -> np.ndarray | None:
@@ -287,6 +310,7 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
         int8 ``[T]`` of :class:`Segment`, or None when the policy wrote no answer that the finder knows.
 
     Raises:
+        SearchFailed: the finder raised, or returned something else than an answer.
         ValueError: ``own`` has not one value per token.
     """
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))

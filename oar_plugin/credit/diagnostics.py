@@ -26,6 +26,7 @@ class Status(enum.IntEnum):
     ENGINE_FAILED = 11
     ANSWER_TOO_LONG = 12  # more tokens than `max_answer_tokens`
     OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
+    SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
 
 
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
@@ -69,7 +70,7 @@ def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict
     """
     scored_B = status_B == Status.SCORED
     needed = int((status_B != Status.NOT_NEEDED).sum())
-    missing = sum(int((status_B == s).sum()) for s in (Status.NO_ANSWER, Status.TRUNCATED))
+    missing = sum(int((status_B == s).sum()) for s in (Status.NO_ANSWER, Status.TRUNCATED, Status.SEARCH_FAILED))
     metrics = {"scored": scored_B.float().mean().item()}
     if needed:
         metrics["answer_found"] = 1 - missing / needed

@@ -1,5 +1,7 @@
 """Which responses can be scored, and which of their tokens are what?"""
 
+import logging
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -7,10 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.answer import AnswerFinder, Segment, make_finder, segment_tokens
+from oar_plugin.credit.answer import AnswerFinder, SearchFailed, Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.tokens import TokenBytes
+
+logger = logging.getLogger(__name__)
+
+LOST_SECONDS = 20.0
+"""That searches of one batch may take and fail; its other responses then fall back unseen."""
 
 
 def segment_rows(
@@ -31,11 +38,15 @@ def segment_rows(
         int8 `[L_i]` segments for each row (OUTSIDE where a row is not to be scored), and int64 `[B]` of `Status`.
     """
     finder, longest = make_finder(request.answer_patterns), (request.max_response_length, request.max_answer_tokens)
-    segments, status = [], []
+    segments, status, lost = [], [], 0.0
     for ids, own, needed in rows:
         found, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
-        if needed:
+        if needed and lost > LOST_SECONDS:
+            state = Status.SEARCH_FAILED
+        elif needed:
+            started = time.perf_counter()
             found, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest)
+            lost += (time.perf_counter() - started) * (state == Status.SEARCH_FAILED)
         segments.append(torch.from_numpy(found))
         status.append(int(state))
     return segments, torch.tensor(status)
@@ -75,7 +86,11 @@ def segment_response(
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:
         return nothing, Status.TRUNCATED
-    found = segment_tokens(token_bytes.pieces(ids), finder, own)
+    try:
+        found = segment_tokens(_pieces(token_bytes, ids), finder, own)
+    except SearchFailed as error:
+        _warn_once(error)
+        return nothing, Status.SEARCH_FAILED
     if found is None:
         return nothing, Status.NO_ANSWER
     if not (found == Segment.REASONING).any():
@@ -83,3 +98,19 @@ def segment_response(
     if (found == Segment.ANSWER).sum() > max_answer_tokens:
         return nothing, Status.ANSWER_TOO_LONG
     return found, Status.SCORED
+
+
+def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
+    try:
+        return token_bytes.pieces(ids)
+    except Exception as error:  # a model's own tokenizer runs code of its own
+        raise SearchFailed(f"the tokenizer raised {type(error).__name__}") from error
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(error: SearchFailed) -> None:
+    if str(error) not in _warned:
+        _warned.add(str(error))
+        logger.warning("%s; such responses keep plain GRPO (search_failed)", error, exc_info=error)

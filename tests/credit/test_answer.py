@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oar_plugin.credit import answer
-from oar_plugin.credit.answer import AnswerSpan, Segment, make_finder, segment_tokens
+from oar_plugin.credit.answer import AnswerSpan, SearchFailed, Segment, make_finder, segment_tokens
 from tests.real_data import MATH_RESPONSES, read_lines
 
 NAMES = ("boxed", "hash", "answer_tag", "the_answer_is")
@@ -77,7 +77,7 @@ CASES = {
     r"regex:(=)> (?P<answer>\d+)": {"a name": ["x «=> |5» !"]},
     r"regex:=> (\d+)?": {"an empty group": ["x => ?"]},
     OWN: {"two numbers or three": ["pair «|<5>»", "«triple |5»"]},
-    (OWN, "boxed"): {"others are asked too": [r"fails «\boxed{|5»}", r"empty «\boxed{|5»}"]},
+    (OWN, "boxed"): {"others are asked too": [r"empty «\boxed{|5»}"]},
     (): {"the last visible character": ["so 4«|2» \n", " \n"]},
 }
 
@@ -98,6 +98,11 @@ def test_the_last_answer_is_found_with_what_announces_it(patterns, marked):
         ("box", "allowed are boxed, hash, answer_tag, the_answer_is, regex"),
         ("regex:(", "not a regular expression"),
         ("regex:abc", "needs a group"),
+        # The library that can end a search would take them for an approximate match, or for a class of characters.
+        (r"regex:\text{s}(\d)", r"'{s}\(\\\\d\)' has another meaning here; allowed: \\{"),
+        ("regex:(a{e<=1})", "another meaning"),
+        (r"regex:\\{ 2i+1s<3}(a)", "another meaning"),
+        ("regex:([[:alpha:]]+)", r"another meaning here; allowed: \\\["),
         ("python:no_such_module:f", "cannot be imported"),
         ("python:math:no_such_function", "cannot be imported"),
         ("python:math", "allowed: python:<module>:<function>"),
@@ -115,19 +120,44 @@ def test_a_bad_pattern_is_named(pattern, reason):
     ("text", "fault"),
     [
         ("anything else", "raised KeyError"),
+        (r"fails \boxed{5}", "raised KeyError"),
         ("nonsense", "returned str"),
         ("four", "returned tuple"),
         ("far", "returned offsets that are out of order or outside"),
         ("backward", "returned offsets that are out of order or outside"),
     ],
 )
-def test_a_faulty_users_function_means_no_answer_and_one_warning(text, fault, caplog):
-    answer._warn_once.cache_clear()
-    finder = make_finder([OWN])
-    assert [finder(text) for _ in range(3)] == [None] * 3
-    assert segment_tokens([text[:2].encode(), text[2:].encode()], users_own) is None
-    (record,) = caplog.records
-    assert f"users_own {fault}" in record.getMessage()
+def test_a_faulty_users_function_is_named(text, fault):
+    """Even where another pattern finds something: nobody knows whether it would have been the last answer."""
+    for finder in (make_finder([OWN]), make_finder([OWN, "boxed"]), users_own):
+        with pytest.raises(SearchFailed, match=f"users_own {fault}"):
+            segment_tokens([text[:2].encode(), text[2:].encode()], finder)
+
+
+ENDLESS = [  # expressions, and texts on which they try everything
+    (r"((?:a|aa)+)$", 5000 * "a" + "!"),
+    (r"answer(.*answer.*answer.*answer.*)z", 5000 * "answer "),
+    (r"(.*?,){25}P(.)", 5000 * "1,"),
+]
+
+
+@pytest.mark.parametrize(("expression", "text"), ENDLESS)
+def test_a_users_expression_that_does_not_end_is_ended(expression, text, monkeypatch):
+    monkeypatch.setattr(answer, "PATTERN_SECONDS", 0.1)
+    finder, start = make_finder(["boxed", f"regex:{expression}"]), time.process_time()
+    for _ in range(2):
+        with pytest.raises(SearchFailed, match=re.escape(repr(f"regex:{expression}")) + " took too long"):
+            finder(r"\boxed{5} " + text)
+    assert time.process_time() - start < 2
+    assert finder(r"\boxed{5} aa!").start == 7, "the next text is none the worse for it"
+
+
+@pytest.mark.parametrize("braces", [r"\{e<=1\}", r"{1,2}", "{", r"\\\{s}", "[:a]", r"\[[:a]", "{(s)}"])
+def test_other_braces_and_brackets_are_read_as_ever(braces):
+    ours, pythons = make_finder([f"regex:(x{braces})"]), re.compile(f"(x{braces})")
+    for text in ("x{e<=1}", "xx", "x{", "x\\{s}", "x:", "xa", "x[a", "x{s}"):
+        match = pythons.search(text)
+        assert ours(text) == (match and AnswerSpan(match.start(), match.start(), match.end())), text
 
 
 # ---- tokens

@@ -191,6 +191,13 @@ def test_a_process_that_others_wait_for_says_what_to_lower(results):
     assert "ppo_max_token_len_per_gpu" in results("double out of memory")
 
 
+@pytest.mark.parametrize("case", [case for case in cases.named() if "fails" in case.split()])
+def test_a_search_that_fails_on_one_rank_falls_back_on_all_that_hold_the_response(results, case):
+    for result in results(case):
+        assert int(result[REPORT][world.FAILS][0]) == Status.SEARCH_FAILED
+        assert (result[SEGMENTS][world.FAILS] == Segment.OUTSIDE).all()
+
+
 @every_table
 def test_no_trace_is_left(results, table):
     """Weights, requires_grad, gradients, train mode, hooks, optimizer, scaler, three random states. Under Megatron with

@@ -1,9 +1,13 @@
+import time
+
 import numpy as np
 import pytest
 
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.segments import segment_response
+from oar_plugin.passes import segments as module
+from oar_plugin.passes.request import Request
+from oar_plugin.passes.segments import segment_response, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
 
@@ -41,3 +45,70 @@ def test_a_longer_answer_than_allowed_is_none(most, status):
     segments, found = segment("so\n#### 400<eos>", max_answer_tokens=most)
     assert found == status
     assert (segments != Segment.OUTSIDE).any() == (status == Status.SCORED)
+
+
+# ---- searches that fail
+
+
+def slow(text):
+    """A user's own function that takes a while and fails, but for one text."""
+    if text.startswith("good"):
+        return (5, 6)
+    time.sleep(0.05)
+    raise KeyError(text)
+
+
+SLOW = f"python:{__name__}:slow"
+
+
+def rows_of(*texts):
+    encoded = [TOKENIZER(text)["input_ids"] for text in texts]
+    return [(ids, np.ones(len(ids), dtype=bool), text != "unneeded") for ids, text in zip(encoded, texts, strict=True)]
+
+
+def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):
+    request = Request("fisher", answer_patterns=patterns, max_response_length=100)
+    segments, status = segment_rows(rows, request, TokenBytes(tokenizer), ())
+    for row, one in zip(segments, status, strict=True):
+        assert (one == Status.SCORED) or (row == Segment.OUTSIDE).all()
+    return [Status(int(one)).name for one in status]
+
+
+def test_a_search_that_fails_falls_back_and_says_so_once(caplog):
+    module._warned.clear()
+    assert status_of(rows_of("good 5", "bad", "worse", "unneeded")) == [
+        "SCORED", "SEARCH_FAILED", "SEARCH_FAILED", "NOT_NEEDED"
+    ]  # fmt: skip
+    (record,) = caplog.records
+    assert "slow raised KeyError" in record.getMessage()
+    assert record.exc_info, "with the user's own traceback"
+
+
+def test_a_batch_that_has_lost_too_much_time_is_not_searched_on(monkeypatch):
+    """Where every response takes all the time that it may, a step would take hours."""
+    monkeypatch.setattr(module, "LOST_SECONDS", 0.12)
+    start = time.perf_counter()
+    names = status_of(rows_of("good 1", "unneeded", *(100 * ["bad"]), "good 2", "unneeded"))
+    assert names == ["SCORED", "NOT_NEEDED", *(101 * ["SEARCH_FAILED"]), "NOT_NEEDED"]
+    assert time.perf_counter() - start < 2
+    assert status_of(rows_of("good 1")) == ["SCORED"], "the next batch begins anew"
+
+
+class Broken:
+    """A model's own tokenizer, which fails on some ids."""
+
+    all_special_ids = ()
+    added_tokens_decoder = {}  # noqa: RUF012
+
+    def convert_ids_to_tokens(self, token_id):
+        return "x"
+
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+        if 9 in ids:
+            raise OverflowError
+        return "x" * len(ids)
+
+
+def test_a_tokenizer_that_raises_does_not_stop_a_run():
+    rows = [(ids, np.ones(len(ids), dtype=bool), True) for ids in ([1, 2, 3], [1, 9, 3])]
+    assert status_of(rows, ("hash",), Broken()) == ["NO_ANSWER", "SEARCH_FAILED"]

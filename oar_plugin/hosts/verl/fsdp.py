@@ -74,7 +74,7 @@ class OarFSDPMixin(ImportancePass):
                 taps.tap.scalar.backward()
             taps.tap = None
         assert one is not None
-        one.scores.total(self._sum_over_sequence_ranks)
+        one.scores.total(self._sum_over_sharing_ranks)
         # The forward for log-probs would have been made anyway; the rest is what importance costs.
         output["model_output"].update(score_fields(request, one.packed, one.scores, elapsed(started) - host_seconds))
         return output
@@ -123,16 +123,14 @@ class OarFSDPMixin(ImportancePass):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
         logits_NV = read[0].new_zeros(len(row_N), read[0].shape[-1])
         logits_NV[here_N] = read[0]
-        return self._sum_over_sequence_ranks(logits_NV)
+        return self._sum_over_sharing_ranks(logits_NV)
 
     # ---- where things are
 
     def _micro_batch_pass(self, request: Request, micro_batch: TensorDict, local_input_ids: Tensor) -> MicroBatchPass:
         local_T, input_ids = self._local_positions(micro_batch, local_input_ids), micro_batch["input_ids"]
         packed = Packed(input_ids.values(), micro_batch[SEQUENCE_SEGMENTS].values(), input_ids.offsets())
-        layout = Layout(
-            local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sequence_ranks
-        )
+        layout = Layout(local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sharing_ranks)
         return MicroBatchPass(request, packed, layout)
 
     def _local_positions(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Tensor:
@@ -151,7 +149,7 @@ class OarFSDPMixin(ImportancePass):
 
     # ---- what this engine is
 
-    def _sum_over_sequence_ranks(self, tensor: Tensor) -> Tensor:
+    def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
         if self.use_ulysses_sp:
             distributed.all_reduce(tensor, group=self.ulysses_parallel_group)
         return tensor

@@ -19,6 +19,7 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device, 
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import EngineRegistry
 
+from oar_plugin.credit.answer import Segment, may_fail
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.engine_copies import engine_copies
@@ -70,6 +71,10 @@ class ImportancePass:
         """Refuse a request, and while `token_bytes` is None a model, whose importance would be wrong."""
         raise NotImplementedError
 
+    def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
+        """Over the ranks that hold the same rows; in place or not."""
+        raise NotImplementedError
+
     def _micro_batches_divided_by(self) -> int:
         """verl's engine runs micro-batches in multiples of this number."""
         return 1
@@ -88,6 +93,8 @@ class ImportancePass:
             self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         maybe_fix_3d_position_ids(data)
         segments, status_B = segment_batch(data, request, self.token_bytes, self._eos_ids)
+        if may_fail(request.answer_patterns):
+            self._agree_on_failures(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         order, num_ahead = torch.arange(len(status_B)), 0
@@ -130,6 +137,14 @@ class ImportancePass:
             {IMPORTANCE: nested(importance), SEGMENTS: nested(segments), REPORT: nested(list(report))}
         )
         return result
+
+    def _agree_on_failures(self, segments: list[Tensor], status_B: Tensor) -> None:
+        """A response whose search failed on one of the ranks that hold it falls back on all of them, in place: else their
+        forwards would differ. One may be out of time where another was a little faster."""
+        failed_B = (status_B == Status.SEARCH_FAILED).to(get_device_id(), torch.int32)
+        for row in self._sum_over_sharing_ranks(failed_B).nonzero()[:, 0].tolist():
+            segments[row].fill_(int(Segment.OUTSIDE))
+            status_B[row] = Status.SEARCH_FAILED
 
     def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
         """An order of the rows with those to score in front, and how many rows take the scoring pass.

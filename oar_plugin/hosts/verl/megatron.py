@@ -222,12 +222,11 @@ class OarMegatronMixin(ImportancePass):
             scores.reads_NT.zero_()
             if not get_model_config(self.module[0]).sequence_parallel:
                 scores.score_KT.zero_()
-        scores.total(
-            lambda vector: _all_reduced(
-                parallel_state.get_model_parallel_group(),
-                _all_reduced(parallel_state.get_context_parallel_group(), vector),
-            )
-        )
+        scores.total(self._sum_over_sharing_ranks)
+
+    def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
+        over_context = _all_reduced(parallel_state.get_context_parallel_group(), tensor)
+        return _all_reduced(parallel_state.get_model_parallel_group(), over_context)
 
     # ---- what this engine is
 

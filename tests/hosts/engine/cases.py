@@ -25,6 +25,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "only": {"only": True},
     **{f"draws{number}": {"num_draws": number} for number in (3, 16, 64)},
     "again": {},
+    "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
 }
 OTHERS = ["entropy", "random", "own"]
 EVERYTHING = ["fisher", "decision", "oar_p"]
@@ -54,7 +55,16 @@ DOUBLE: dict[str, list[str]] = {
     "fsdp1": ["decision", "onward"],
     "wrapped": ["fisher", "fisher joint", "decision"],
     "ulysses fp16": ["fisher", "decision"],
-    "ulysses": [*EVERYTHING, "fisher joint", "oar_g", *OTHERS, "oar_p joint", "oar_p sampled"],
+    "ulysses": [
+        *EVERYTHING,
+        "fisher fails",
+        "oar_p fails",
+        "fisher joint",
+        "oar_g",
+        *OTHERS,
+        "oar_p joint",
+        "oar_p sampled",
+    ],
 }
 MEGATRON: dict[str, list[str]] = {
     "tp2": ["fisher", "fisher joint", "decision"],
@@ -65,10 +75,20 @@ MEGATRON: dict[str, list[str]] = {
     ],
     **{f"tp2 sp {how}": ["fisher"] for how in ("full", "selective", "padded")},
     "tp2 vocabulary": ["fisher", "decision"],
-    "pp2": ["fisher", "fisher dynamic", "fisher only", "fisher draws3", "oar_g", "decision", "onward", *OTHERS],
+    "pp2": [
+        "fisher",
+        "fisher fails",
+        "fisher dynamic",
+        "fisher only",
+        "fisher draws3",
+        "oar_g",
+        "decision",
+        "onward",
+        *OTHERS,
+    ],
     "pp2 full": ["fisher"],
     "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", "onward"],
-    "cp2": [*_probed("fisher", "oar_g"), "fisher dynamic", "decision", "onward", *OTHERS],
+    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "onward", *OTHERS],
     **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
     "dp2": ["fisher", "fisher dynamic"],
     "dp2 overlap": ["fisher"],
@@ -99,6 +119,9 @@ def named(*tables: str, without: tuple[str, ...] = ()) -> list[str]:
 def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     """Importance of each scored response in the plainest way. Not of what is random, drawn, or within a budget."""
     words = set(case.split())
+    if "fails" in words:
+        scored = want(root, case.replace(" fails", ""))
+        return {row: scores for row, scores in scored.items() if row != world.FAILS}
     folder, dtype = root / "fsdp", torch.float32
     if words & {"megatron", "eight"}:
         folder, dtype = root / "megatron" / ("tied" if "tied" in words else ""), torch.float64

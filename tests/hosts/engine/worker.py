@@ -182,10 +182,9 @@ def run(
     asked = Request(
         sigma=world.SIGMA,
         temperature=world.TEMPERATURE,
-        answer_patterns=("hash",),
         max_response_length=world.MAX_RESPONSE_LENGTH,
         importance_only=only,
-        **{"importance": "fisher", **request},
+        **{"importance": "fisher", "answer_patterns": ("hash",), **request},
     )
     with engine.eval_mode():
         plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})

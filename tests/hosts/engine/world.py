@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.tiny import words
-from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.credit.perturbation import Search, sample_replacements, units
 from oar_plugin.passes.masked_copies import Candidate
@@ -34,7 +34,16 @@ ROWS = [
     ("6?", "#### 6<eos>", True),
 ]
 SCORED = [0, 1, 3, 4]
+FAILS = 1
 STATUS = ["SCORED", "SCORED", "NOT_NEEDED", "SCORED", "SCORED", "NO_ANSWER", "TRUNCATED", "NO_REASONING"]
+
+
+def fails_on_a_rank(text: str) -> tuple[int, int, int] | None:
+    """A user's own way to find the answers, which fails for one of the responses on the last rank alone."""
+    if text == ROWS[FAILS][1].removesuffix("<eos>") and distributed.get_rank() == distributed.get_world_size() - 1:
+        raise TimeoutError
+    found = make_finder(("hash",))(text)
+    return None if found is None else (found.marker_start, found.start, found.end)
 
 
 def make_model(folder: Path, **config: Any) -> None:
