@@ -157,9 +157,7 @@ def test_logs_are_data(name, tmp_path):
     made = tmp_path / "made"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"x": 1}}\n')
     bomb = pickle.dumps(Bomb(made))
-    yaml = (
-        f"settings: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{made}]]\n".encode()
-    )
+    yaml = f"state: finished\nsettings: !!python/object/apply:os.mkdir [{made}]\n".encode()
     (tmp_path / name).write_bytes(yaml if name == "run.yaml" else bomb)
     with pytest.raises(NoLogs):
         read_run(tmp_path if name == "run.yaml" else tmp_path / name)
