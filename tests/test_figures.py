@@ -21,7 +21,7 @@ NO_MEASUREMENT = [
     r"(?:, | and |for 1\.15 and )1\.16",
     r" \(or 3\.10, 3\.12\)| to 0\.31",
     r"1\.5B|0\.1B|top[ -](?:20|10) %|95 %|at 95 %|[Bb]udget (?:of )?0\.[35]|spans of 8",
-    r"40 steps of 16 x 8|TP 2 x PP 2 x CP 2|TP x PP x CP|`answer_mean`|x 1\.0",
+    r"24 steps of 16 x 8|is below 0\.05|TP 2 x PP 2 x CP 2|TP x PP x CP|`answer_mean`|x 1\.0",
     r"needs 6\.5 GB of memory",  # what the demo asks for before it starts (tests/recipes)
     r"noise of 0\.001|sigma 0\.001|tau 0\.4|floor 0\.1|above 0\.1|; 0\.1 is even",  # settings, and shares that follow from them
     r"at least 60 % of their answers|by more than 0\.02|each about 0\.1 uncertain",  # thresholds, rounded
@@ -86,45 +86,50 @@ def marks():
         )
 
 
-def rewards(stem, task):
-    """Method -> difference to GRPO, its interval, in how many runs it was ahead."""
-    (table,) = (table for table in load(stem)["tasks"][task] if "against GRPO" in table["title"])
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    return {r["method"]: (r["against GRPO"], r["95 % interval"].replace(" .. ", " to "), r["ahead in"]) for r in rows}
+JUDGED = {  # label -> method, its scores on the page of fidelity
+    "oracle: which results were wrong is known": ("blame", None),
+    "`fisher`, `two_level` (default)": ("fisher", "fisher 1"),
+    "`decision`, `two_level`": ("decision", None),
+    "`decision` times doubt, `two_level` (candidate)": ("doubted", None),
+    "`decision`, doubt in worse responses (candidate)": ("spare", None),
+    "control: entropy factor alone": ("entropy_factor", None),
+    "control: random": ("random", "random"),
+}
 
 
-def bold(text, interval):
-    low, high = map(float, interval.split(" to "))
-    return f"**{text}**" if low * high > 0 else text
+def compared(stem, task):
+    """Method -> its row against GRPO."""
+    return {row["method"]: row for row in load(stem)["tables"][f"{task}: mean reward over the run, against GRPO"]}
+
+
+def bold(text, verdict):
+    return f"**{text}**" if verdict in ("**faster**", "**slower**") else text
 
 
 def learning():
-    two = " tau=0.85 gate=two_level"
-    methods = {  # label -> page, method, its score
-        "oracle: the deciding tokens are known": ("learning_cpu", "oracle", None),
-        "`onward`, `two_level`": ("learning_two_level", "onward" + two, None),
-        "`fisher`, `two_level` (default)": ("learning_two_level", "fisher" + two, "fisher 1"),
-        "`fisher`, `bi_level`": ("learning_cpu", "fisher", None),
-        "`oar_p`, `bi_level`": ("learning_cpu", "oar_p", "oar_p"),
-        "`oar_g`, `bi_level` (published)": ("learning_cpu", "oar_g", "oar_g 1"),
-        "random, `bi_level`": ("learning_cpu", "random", "random"),
-    }
-    scores = agreement()["float32"]
-    for label, (stem, method, score) in methods.items():
-        found = [rewards(stem, task)[method] for task in ("parallel", "parallel_wordy", "chain", "chain_wordy")]
-        cells = [bold(f"{gain} ({interval}; {ahead})", interval) for gain, interval, ahead in found]
+    tasks, stem = ("chain", "parallel", "chain_quiet"), "learning_judged"
+    of, scores = {task: compared(stem, task) for task in tasks}, agreement()["float32"]
+    for label, (method, score) in JUDGED.items():
+        rows = [of[task][method] for task in tasks]
+        gains = [row["minus GRPO's (95 %)"] for row in rows]
+        cells = [
+            bold(f"{gain[:-1]}; {row['ahead in']})", row["verdict"]) for gain, row in zip(gains, rows, strict=True)
+        ]
         yield stem, f"| {label} | {' | '.join(cells)} |"
-        if score or method == "oracle":
-            row = scores[score] if score else None
-            first = f"{row['means']['overlap']['value']:.2f} | {passes(row)}" if row else "| "
-            gains = " | ".join(bold(gain, interval) for gain, interval, _ in found)
-            yield stem, f"| {label} | {first} | {gains} |".replace("|  |", "| |")
-        if method in ("oracle", "random"):
-            ahead, of = (sum(int(text.split(" of ")[k]) for *_, text in found) for k in (0, 1))
-            yield stem, f"({ahead} of {of} runs ahead)"
-    for label, method in (("`onward`", "onward"), ("the default", "fisher")):
-        gain, interval, ahead = rewards("learning_verl", "chain")[method + two]
-        yield "learning_verl", f"{label} {gain} ({interval}; {ahead})"
+        if score or method in ("blame", "decision"):
+            first = f"{scores[score]['means']['overlap']['value']:.2f}" if score else ""
+            short = " | ".join(bold(gain.split()[0], row["verdict"]) for gain, row in zip(gains, rows, strict=True))
+            yield stem, f"| {label} | {first} | {short} |".replace("|  |", "| |")
+    for task in tasks:
+        yield stem, f"{of[task]['grpo']['mean reward']} on `{task}`"
+    ahead = {name: sum(int(of[task][name]["ahead in"].split()[0]) for task in tasks) for name, _ in JUDGED.values()}
+    yield stem, f"ahead on all three tasks, in {ahead['blame']} of 72 pairs"
+    yield stem, f"is ahead in {ahead['spare']} of 72 pairs"
+    yield stem, f"ahead in {ahead['fisher']} of 72, most of them on `parallel`"
+    yield stem, f"behind in {72 - ahead['random']} of 72 pairs"
+    recall = [load(stem)["tables"][f"{task}: mean weights, and what importance cost"] for task in tasks]
+    shares = [row["recall"] for rows in recall for row in rows if row["method"] == "decision"]
+    yield stem, f"its recall is {min(shares)} to {max(shares)}"
 
 
 def costs():
