@@ -152,9 +152,9 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
 def tokenizer(monkeypatch):
     """A word is a token; of a context of 6."""
     made = SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"].split())
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda model: made)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda model, *, trust_remote_code: made)
     config = SimpleNamespace(max_position_embeddings=6)
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda model: config)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda model, *, trust_remote_code: config)
     return made
 
 
