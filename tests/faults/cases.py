@@ -1,0 +1,237 @@
+"""Every fault that is tried in a whole run, and what is expected of it. Expectations were written down before the first try.
+
+A fault waits for its moment by facts: `generating` is right behind the second step's metrics, when the next responses are being
+written; `updating` is right behind the third step's dump, when their advantages are known and the actor's update is running.
+"""
+
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.faults.run import LiveRun
+
+Outcome = Literal["ends", "goes on", "waits for ever"]
+Fault = Callable[[LiveRun], None]
+
+NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", "oar/scored", "oar/ess_ratio")
+"""Metrics that are compared between runs, bit for bit."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault.
+
+    Attributes:
+        what: in the words of the table.
+        expected: `ends` with an error, and goes on from its last checkpoint when it is started again; `goes on` to its last
+            step; `waits for ever`: the host has no limit of time there.
+        fault: what is done to the run that is under way.
+        overrides: of the run that suffers it, and of no other.
+        same: whether all steps, those after a new start included, have the numbers of a run that nothing happened to.
+        metric: is above 0 in some step.
+        says: a part of the log.
+        often: tried with every change; the others every night.
+    """
+
+    what: str
+    expected: Outcome
+    fault: Fault = lambda run: None
+    overrides: tuple[str, ...] = ()
+    same: bool = True
+    metric: str = ""
+    says: str = ""
+    often: bool = False
+
+
+# ---- when
+
+
+def generating(run: LiveRun) -> None:
+    run.wait_for(lambda: len(run.steps()) >= 2)
+
+
+def updating(run: LiveRun) -> None:
+    run.wait_for(lambda: (run.folder / "dump" / "step_000003.jsonl").exists())
+
+
+MOMENTS = {"while responses are written": generating, "in the actor's update": updating}
+
+
+# ---- what
+
+
+def signalled(kind: str, number: int, when: Fault) -> Fault:
+    def fault(run: LiveRun) -> None:
+        when(run)
+        run.of(kind)[0].send_signal(number)
+
+    return fault
+
+
+def stopped(kind: str, seconds: float, when: Fault = generating) -> Fault:
+    """As a machine that swaps, or a debugger: nothing is lost, and nobody answers."""
+
+    def fault(run: LiveRun) -> None:
+        when(run)
+        process = run.of(kind)[0]
+        process.suspend()
+        time.sleep(seconds)
+        process.resume()
+
+    return fault
+
+
+def no_more_memory(kind: str, when: Fault) -> Fault:
+    """The address space that it has now, and no more."""
+
+    def fault(run: LiveRun) -> None:
+        when(run)
+        process = run.of(kind)[0]
+        process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms,) * 2)
+
+    return fault
+
+
+def no_more_files(kind: str, when: Fault) -> Fault:
+    """No file of it may grow: to a process that is what a full disk is."""
+
+    def fault(run: LiveRun) -> None:
+        when(run)
+        run.of(kind)[0].rlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    return fault
+
+
+def dumps_have_no_room(run: LiveRun) -> None:
+    """A full disk of their own, where this machine lets one be made; else something else lies in their place."""
+    run.wait_for(lambda: len(run.steps()) >= 1)
+    folder = run.folder / "dump"
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+def newest_checkpoint_is_half_written(run: LiveRun) -> None:
+    """A power cut: the driver is gone, and of the newest checkpoint a file has half of its bytes."""
+    signalled("driver", signal.SIGKILL, generating)(run)
+    run.wait_to_end()
+    latest = run.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    step = int(latest.read_text(encoding="utf-8"))
+    (weights,) = (run.folder / "checkpoints" / f"global_step_{step}" / "actor").glob("model_world_size_*.pt")
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+
+
+def a_checkpoint_is_under_way(run: LiveRun) -> None:
+    """The driver is gone before the newest checkpoint is whole: its folder is there, and the pointer names the one before."""
+    signalled("driver", signal.SIGKILL, generating)(run)
+    run.wait_to_end()
+    folder = run.folder / "checkpoints"
+    step = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+    half = folder / f"global_step_{step + 1}" / "actor"
+    half.mkdir(parents=True, exist_ok=True)
+    (half / "model_world_size_1_rank_0.pt").write_bytes(b"half")
+
+
+def last_dump_is_half_written(run: LiveRun) -> None:
+    signalled("driver", signal.SIGKILL, generating)(run)
+    run.wait_to_end()
+    last = sorted((run.folder / "dump").glob("*.jsonl"))[-1]
+    last.write_bytes(last.read_bytes()[:-20])
+
+
+# ---- the table
+
+_KILLED: dict[str, Outcome] = {
+    # Ray tells whoever waits for an actor that it is gone.
+    "engine core": "ends",
+    "rollout server": "ends",
+    "load balancer": "ends",
+    "agent loop": "ends",
+    "reward loop": "ends",
+    "actor": "ends",
+    "trainer": "ends",
+    "raylet": "ends",
+    "gcs": "ends",
+    "driver": "ends",
+    # Spoken to through sockets, by clients without a limit of time.
+    "storage": "waits for ever",
+    "storage controller": "waits for ever",
+    # Nobody needs it.
+    "dashboard": "goes on",
+}
+_STOPPED = ("engine core", "rollout server", "agent loop", "reward loop", "actor", "trainer", "driver", "storage")
+STOPPED_S = 30.0
+"""Longer than anything of OAR's own waits; Ray gives a raylet or GCS that does not answer 60 s or more."""
+LONG_S = 150.0
+
+
+def _rewards(name: str) -> tuple[str, ...]:
+    prefix = "reward.custom_reward_function"
+    return (f"{prefix}.path=pkg://tests.faults.rewards", f"{prefix}.name={name}")
+
+
+def _own(name: str) -> tuple[str, ...]:
+    return (f"algorithm.oar.importance=python:tests.faults.importances:{name}",)
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"kill {kind}": Case(
+            f"kill -9: {kind}, while responses are written", expected, signalled(kind, signal.SIGKILL, generating),
+            often=kind == "engine core",
+        )
+        for kind, expected in _KILLED.items()
+    },
+    **{
+        f"kill {kind} in the update": Case(
+            f"kill -9: {kind}, in the actor's update", _KILLED[kind], signalled(kind, signal.SIGKILL, updating)
+        )
+        for kind in ("actor", "trainer", "driver", "engine core")
+    },
+    **{
+        f"stop {kind}": Case(f"stopped for {STOPPED_S:.0f} s: {kind}", "goes on", stopped(kind, STOPPED_S))
+        for kind in (*_STOPPED, "storage controller", "raylet", "gcs", "dashboard")
+    },
+    "stop actor in the update": Case(
+        f"stopped for {STOPPED_S:.0f} s: actor, in its update", "goes on", stopped("actor", STOPPED_S, updating)
+    ),
+    "stop raylet for long": Case(f"stopped for {LONG_S:.0f} s: raylet", "ends", stopped("raylet", LONG_S)),
+    "stop gcs for long": Case(f"stopped for {LONG_S:.0f} s: gcs", "ends", stopped("gcs", LONG_S)),
+    "interrupt": Case("Ctrl-C: driver", "ends", signalled("driver", signal.SIGINT, generating)),
+    "terminate": Case("SIGTERM: driver", "ends", signalled("driver", signal.SIGTERM, generating)),
+    "no room for checkpoints": Case(
+        "full disk where the actor's checkpoints lie", "ends", no_more_files("actor", generating), says="File too large"
+    ),
+    "no room for dumps": Case(
+        "dumps cannot be written", "goes on", dumps_have_no_room, metric="oar/dump_failed", often=True
+    ),
+    "no room for the trainer's files": Case(
+        "full disk where metrics and the trainer's state lie", "ends", no_more_files("trainer", generating)
+    ),
+    "no memory for importance": Case(
+        "out of memory in the importance pass, once", "goes on", overrides=_own("OutOfMemory"), same=False,
+        metric="oar/fallback/out_of_memory", often=True,
+    ),
+    "no memory for the update": Case(
+        "out of memory in the actor's update", "ends", no_more_memory("actor", updating)
+    ),
+    "importance is not a number": Case(
+        "an importance of NaN", "goes on", overrides=_own("NotFinite"), same=False, metric="oar/fallback/non_finite",
+    ),
+    "importance raises": Case(
+        "an importance of a user's own that raises", "ends", overrides=_own("Raises"), says="that fails"
+    ),
+    "reward raises": Case("a reward that raises", "ends", overrides=_rewards("raises"), says="a reward that fails"),
+    "reward hangs": Case("a reward that hangs", "waits for ever", overrides=_rewards("hangs")),
+    "reward is nothing": Case("a reward of None", "ends", overrides=_rewards("nothing")),
+    "reward is a string": Case("a reward of text", "ends", overrides=_rewards("a_string")),
+    "reward is not a number": Case("a reward of NaN", "goes on", overrides=_rewards("not_a_number"), same=False),
+    "reward is infinite": Case("an infinite reward", "goes on", overrides=_rewards("infinite"), same=False),
+    "half a checkpoint": Case("the newest checkpoint has half of its bytes", "ends", newest_checkpoint_is_half_written),
+    "a checkpoint under way": Case("killed while a checkpoint was written", "ends", a_checkpoint_is_under_way),
+    "half a dump": Case("killed while a dump was written", "ends", last_dump_is_half_written),
+}  # fmt: skip

@@ -1,0 +1,39 @@
+"""Importances that fail as a user's own may."""
+
+import torch
+from torch import Tensor
+
+from oar_plugin.credit.importance import Parts
+from oar_plugin.credit.importance.base import Rows
+from oar_plugin.credit.importance.fisher import Fisher
+
+
+class OutOfMemory(Fisher):
+    name = "out_of_memory"
+    help = "Finds no memory once, in the third of its calls with rows."
+    calls = 0
+
+    def coefficients(self, number: int, rows: Rows) -> Tensor:
+        if len(rows.logits_NV) > 1:  # not the trial at the start
+            OutOfMemory.calls += 1
+        if OutOfMemory.calls == 3:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        return super().coefficients(number, rows)
+
+
+class NotFinite(Fisher):
+    name = "not_finite"
+    help = "NaN for every token of the batch."
+
+    def combine(self, parts: Parts) -> Tensor:
+        return super().combine(parts) * float("nan")
+
+
+class Raises(Fisher):
+    name = "raises"
+    help = "Raises in training, and not in the trial at the start."
+
+    def coefficients(self, number: int, rows: Rows) -> Tensor:
+        if len(rows.logits_NV) > 1:
+            raise ZeroDivisionError("an importance of a user's own that fails")
+        return super().coefficients(number, rows)

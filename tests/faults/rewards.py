@@ -1,0 +1,31 @@
+"""Rewards that fail as users' rewards do: for every ninth response, whatever it says. `name=` chooses one."""
+
+import functools
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.tiny import data
+
+
+def _sometimes(fault: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(data.compute_score)
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, **more: Any) -> Any:
+        if zlib.crc32(solution_str.encode()) % 9 == 0:
+            return fault()
+        return data.compute_score(data_source, solution_str, ground_truth, **more)
+
+    return compute_score
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("a reward that fails")
+
+
+raises = _sometimes(_raise)
+hangs = _sometimes(threading.Event().wait)
+nothing = _sometimes(lambda: None)
+not_a_number = _sometimes(lambda: {"score": float("nan"), "acc": 0.0})
+infinite = _sometimes(lambda: {"score": float("inf"), "acc": 0.0})
+a_string = _sometimes(lambda: "right")

@@ -1,0 +1,172 @@
+"""A small run of a recipe with real verl, Ray and vLLM, whose processes are known by what they are for."""
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from oar_plugin.hosts.verl.cpu.launch import cpu_environment
+from oar_plugin.hosts.verl.cpu.session import Session, run_verl
+from oar_plugin.hosts.verl.recipe import entry_point
+from oar_plugin.hosts.verl.run_folder import START
+from tests.faults import seeded
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900.0
+"""Against a run that hangs where it was expected to end or to go on."""
+
+GRACE_S = 20.0
+"""What Ray's daemons may take to end, once the driver is gone."""
+
+KINDS = {
+    "driver": "verl.trainer.main_ppo",
+    "trainer": "ray::TaskRunner",
+    "actor": "ray::WorkerDict",
+    "rollout server": "ray::vLLMHttpServer",
+    "engine core": "VLLM::EngineCore",
+    "load balancer": "ray::GlobalRequestLoadBalancer",
+    "agent loop": "AgentLoopWorker",
+    "reward loop": "RewardLoopWorker",
+    "storage": "ray::SimpleStorageUnit",
+    "storage controller": "ray::TransferQueueController",
+    "raylet": "/raylet/raylet",
+    "gcs": "/gcs/gcs_server",
+    "dashboard": "/dashboard/dashboard.py",
+}
+"""What stands in the command line of a process, which Ray and vLLM set to say what it is."""
+
+
+@dataclass
+class LiveRun:
+    """One run, in a thread. It ends with its context, whatever stands.
+
+    Attributes:
+        folder: of the run; `assets` holds the model and the data.
+        left: processes that were still there `GRACE_S` after the driver had ended, when it has.
+    """
+
+    folder: Path
+    assets: Path
+    overrides: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    steps_wanted: int = 4
+    recipe: str = "qwen2_5_7b_math"
+    variant: str = "oar"
+    name: str = "first"
+    left: list[str] = field(default_factory=list)
+    _session: Session | None = None
+
+    def __enter__(self) -> "LiveRun":
+        self._pool = ThreadPoolExecutor(1)
+        self._status: Future[int] = self._pool.submit(self._run)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._status.done() and self._session is not None:
+            for process in self.of("driver"):
+                with suppress(psutil.Error):
+                    process.kill()
+        self._pool.shutdown()
+
+    def _run(self) -> int:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        loop = self.folder / "loop.yaml"
+        loop.write_text(seeded.CONFIG, encoding="utf-8")
+        rollout = "actor_rollout_ref.rollout"
+        arguments = [
+            *entry_point(ROOT / "recipes" / self.recipe, self.variant),
+            "+cpu_smoke=dp",
+            f"trainer.default_local_dir={self.folder}/checkpoints",
+            f"trainer.total_training_steps={self.steps_wanted}",
+            "trainer.save_freq=1",
+            "trainer.test_freq=-1",
+            f"{rollout}.max_num_seqs=1",
+            f"{rollout}.agent.default_agent_loop={seeded.NAME}",
+            f"{rollout}.agent.agent_loop_config_path={loop}",
+            f"algorithm.oar.dump.dir={self.folder}/dump" if self.variant == "oar" else "",
+            *self.overrides,
+        ]
+        environment = {
+            "OAR_SMOKE": str(self.assets),
+            "VERL_FILE_LOGGER_PATH": str(self.metrics_file),
+            "PYTHONPATH": str(ROOT),
+            START: "resume",
+            **cpu_environment(),
+            **self.environment,
+        }
+        return run_verl(list(filter(None, arguments)), environment, self.log_file, LIMIT_S, on_start=self._started)
+
+    def _started(self, session: Session) -> None:
+        """When the driver has ended, see what stays before it is ended as well."""
+        self._session, end = session, session.end
+
+        def look_and_end() -> None:
+            deadline = time.monotonic() + GRACE_S
+            while session.processes() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            self.left = [_line(process)[:60] for process in session.processes()]
+            end()
+
+        session.end = look_and_end
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / f"{self.name}.jsonl"
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8", errors="replace") if self.log_file.exists() else ""
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Metrics of the steps that are done. A half-written line is left out."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
+        return [{"step": record["step"], **record["data"]} for record in map(json.loads, lines)]
+
+    def of(self, kind: str) -> list[psutil.Process]:
+        """Its processes of a kind, the first that was started first."""
+        found = []
+        for process in self._session.processes() if self._session is not None else []:
+            with suppress(psutil.Error):
+                line = _line(process)
+                if KINDS[kind] in line and (kind != "driver" or not line.startswith("ray::")):
+                    found.append(process)
+        return sorted(found, key=lambda process: process.create_time())
+
+    def wait_for(self, fact: Callable[[], Any]) -> None:
+        """Raises AssertionError where the run has ended, and TimeoutError, before the fact was one."""
+        deadline = time.monotonic() + LIMIT_S
+        while not fact():
+            assert not self._status.done(), f"ended with {self._status.result()}:\n{self.log()[-4000:]}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(self.log()[-4000:])
+            time.sleep(0.05)
+
+    def wait_to_end(self) -> None:
+        with suppress(FutureTimeoutError):
+            self._status.result(LIMIT_S)
+
+    def ended(self) -> bool:
+        return self._status.done()
+
+    def status(self) -> int:
+        """verl's exit status, when it has ended."""
+        return self._status.result()
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
