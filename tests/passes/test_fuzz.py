@@ -1,6 +1,6 @@
 """Hostile responses through tokenizers of every family, the search for the answer, the actor's pass and the gate.
 
-More than 10,000 responses in a minute. For an hour: OAR_FUZZ_EXAMPLES=20000 pytest --timeout 0 tests/passes/test_fuzz.py
+Half a minute. For an hour: OAR_FUZZ_EXAMPLES=20000 pytest --timeout 0 tests/passes/test_fuzz.py
 """
 
 import functools
