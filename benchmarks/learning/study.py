@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -82,30 +83,26 @@ def records(
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [(name, run, run_file(run, folder)) for name, run in runs]
     missing = {file: run for _, run, file in wanted if not file.exists() and not settings.finished}
-    if missing and plan.through_verl:
-        from benchmarks.learning import verl
-
-        for number, (file, run) in enumerate(missing.items()):
-            progress(f"{run.task}, warm model {run.warm}, seed {run.seed}", number, len(missing))
-            _keep(file, verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve()))
-    elif missing:
+    if missing:
+        train = _train_through_verl if plan.through_verl else _train
         spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         with ProcessPoolExecutor(settings.workers, spawn, _begin) as pool:
             starts = sorted({(run.warm, run.task) for run in missing.values()})
             _all(pool, [pool.submit(_taught, task, warm) for warm, task in starts], "warm models", progress)
-            _all(pool, [pool.submit(_train, run, file) for file, run in missing.items()], "trainings", progress)
+            _all(pool, [pool.submit(train, run, file) for file, run in missing.items()], "trainings", progress)
     return [(name, read(file)) for name, _, file in wanted if file.exists()]
 
 
 def _begin() -> None:
-    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever."""
+    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever. By a signal, so that
+    a run of verl is ended with it."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def follow() -> None:
         parent.join()
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, daemon=True).start()
 
@@ -130,6 +127,12 @@ def _taught(task: str, warm: int) -> None:
 
 def _train(run: Run, file: Path) -> None:
     _keep(file, training.train(run, warm_model(run.task, run.warm)))
+
+
+def _train_through_verl(run: Run, file: Path) -> None:
+    from benchmarks.learning import verl
+
+    _keep(file, verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve()))
 
 
 def _keep(file: Path, record: Record) -> None:

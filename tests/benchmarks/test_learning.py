@@ -653,8 +653,10 @@ def test_a_run_through_verl(tmp_path, monkeypatch):
     """One step of real verl, Ray and vLLM. The model is a random one, so no reward differs and nothing is scored: what
     importance does there is seen in tests/recipes."""
     pytest.importorskip("vllm")
-    monkeypatch.setattr(study, "warm_model", lambda *_: build_model(0, heads=2))
-    monkeypatch.setattr("benchmarks.learning.verl.HELD_OUT", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(warm_start, "teach", lambda *_: [1])
+    monkeypatch.setattr(warm_start, "accuracy", lambda *_, greedy: 1.0)
+    warm_start.warm_model("chain", 0)  # kept for the process that trains it
     methods = {"grpo": {}, "decision": {"importance": "decision"}}
     pairs = {"choose": {"warm": [], "seeds": []}, "judge": {"warm": [0], "seeds": [1]}}
     changes = {"tasks": ["chain"], "methods": methods, "named": ["decision"], "rates": [1e-3], "steps": 1, **pairs}

@@ -248,14 +248,24 @@ WORST = [
 
 @pytest.mark.parametrize("part", WORST)
 @pytest.mark.parametrize("frame", ["{}", "\\boxed{{{}}}", "<answer>{}</answer>"])
-def test_time_and_memory_of_a_search_are_bounded_by_the_size_of_the_text(part, frame):
-    """The worst that was seen is 3 microseconds and 160 bytes a byte of text."""
+def test_time_and_memory_of_a_search_grow_with_the_text_and_no_faster(part, frame):
+    """Time is held against the time of a tenth of the text: a search that goes over the text for each of its parts takes 100
+    times as long, one that reads it once 10 times. Memory of the worst that was seen is 160 bytes a byte of text."""
     size = 50_000
-    text, start = frame.format(part * (size // len(part.encode()))), time.process_time()
-    FINDER(text)
-    assert time.process_time() - start < 15e-6 * size
+    small, large = (frame.format(part * (length // len(part.encode()))) for length in (size // 10, size))
+    assert best_time(large) < 40 * max(best_time(small), 1e-3)
     tracemalloc.start()
-    FINDER(text)
+    FINDER(large)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 300 * size
+
+
+def best_time(text: str) -> float:
+    """Of three searches, in CPU seconds: a machine may be busy, and collect garbage, in one of them."""
+    took = []
+    for _ in range(3):
+        start = time.process_time()
+        FINDER(text)
+        took.append(time.process_time() - start)
+    return min(took)
