@@ -16,6 +16,7 @@ from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import Session, run_verl
 from oar_plugin.hosts.verl.recipe import entry_point
 from oar_plugin.hosts.verl.run_folder import START
+from tests import in_order
 from tests.faults import seeded
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,9 @@ class LiveRun:
             "trainer.save_freq=1",
             "trainer.test_freq=-1",
             f"{rollout}.max_num_seqs=1",
+            f"{rollout}.enable_prefix_caching=False",  # a prompt that is known is computed in other pieces
+            f"trainer.v1.sampler.custom_sampler.path={in_order.PATH}",
+            "trainer.v1.sampler.custom_sampler.name=InOrder",
             f"{rollout}.agent.default_agent_loop={seeded.NAME}",
             f"{rollout}.agent.agent_loop_config_path={loop}",
             f"algorithm.oar.dump.dir={self.folder}/dump" if self.variant == "oar" else "",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import Segment, make_finder
+from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.plain import batch_importance
@@ -226,6 +226,46 @@ def test_no_response_stops_a_step_and_each_keeps_its_total_or_is_counted(family,
         counted = round(metrics[f"fallback/{reason.name.lower()}"] * needed)
         assert counted == int((done.status_B == reason).sum())
     assert round(metrics["fallback/any"] * needed) + int(scored_B.sum()) == needed
+
+
+def segments_slowly(pieces, own):
+    """Character by character, what each is for; then a token by its characters, and one without any by its neighbours."""
+    data = b"".join(piece if mine else b"\n" * len(piece) for piece, mine in zip(pieces, own, strict=True))
+    text = data.decode("utf-8", "surrogateescape")
+    if (answer := FINDER(text)) is None:
+        return None
+    kinds = []
+    for place, character in enumerate(text):
+        before_answer = Segment.REASONING if place < answer.marker_start else Segment.CONCLUDE
+        in_answer = Segment.ANSWER if place < answer.end else Segment.AFTER
+        kind = before_answer if place < answer.start else in_answer
+        kinds += [kind] * len(character.encode("utf-8", "surrogateescape"))
+    found, at, kinds = [], 0, [Segment.REASONING, *kinds, Segment.AFTER]
+    for piece, mine in zip(pieces, own, strict=True):
+        here, behind = kinds[at + 1 : at + 1 + len(piece)], kinds[at + 1]
+        if not mine:
+            found.append(Segment.OUTSIDE)
+        elif piece:
+            first = [kind for kind in (Segment.ANSWER, Segment.CONCLUDE) if kind in here]
+            found.append([*first, here[0]][0])
+        elif Segment.AFTER == behind:
+            found.append(Segment.AFTER)
+        else:
+            found.append(Segment.REASONING if kinds[at] == Segment.REASONING else Segment.CONCLUDE)
+        at += len(piece)
+    return found if Segment.ANSWER in found else None
+
+
+@every_family
+@given(RESPONSES, st.integers(0, 200))
+@settings(hostile, max_examples=math.ceil(EXAMPLES / 3))
+def test_segments_are_those_of_a_slow_search(family, responses, seed):
+    tokenizer, token_bytes = tokenizer_and_bytes(family)
+    for parts in responses:
+        pieces = token_bytes.pieces(tokens(tokenizer, parts)[:400])
+        own = owned(len(pieces), seed)
+        found = segment_tokens(pieces, FINDER, own)
+        assert (None if found is None else found.tolist()) == segments_slowly(pieces, own)
 
 
 # ---- time and memory

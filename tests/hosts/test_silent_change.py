@@ -1,0 +1,126 @@
+"""With another estimator, a whole run is bit for bit what it is where the plugin is not loaded, in every trainer mode.
+
+A first run records its responses with verl's own `skip.rollout_tq`, and two others replay them: vLLM's sampling is not the same
+twice.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+
+from benchmarks.tiny.verl_run import read_metrics
+from oar_plugin.hosts.verl.cpu.launch import cpu_environment
+from oar_plugin.hosts.verl.cpu.session import run_verl
+from oar_plugin.hosts.verl.recipe import compose_recipe, entry_point
+from recipes.smoke import group_of, make_assets
+from tests import in_order
+from tests.hosts.whole_run import LIMIT_S, RECIPES
+
+STEPS = 3
+RECIPE_OF = {
+    "sync": "qwen2_5_7b_math",
+    "colocate_async": "qwen2_5_7b_colocate_async",
+    "separate_async": "qwen2_5_7b_separate_async",
+}
+WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "tests.hosts.cpu_alone"}
+WITH = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
+OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {"PYTHONPATH": str(RECIPES.parent), **cpu_environment(), **more}
+
+
+def whole(mode: str, folder: Path) -> None:
+    """The configuration of a run that records or replays, in one file: it needs no plugin to be found."""
+    recipe = RECIPES / RECIPE_OF[mode]
+    group = group_of(compose_recipe(recipe, "grpo"))
+    overrides = [
+        f"+cpu_smoke={group}",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_freq={STEPS}",
+        "trainer.test_freq=-1",
+        "trainer.resume_mode=disable",
+        "trainer.default_local_dir=${oc.env:OAR_CHECKPOINTS}",
+        "trainer.experiment_name=replayed",
+        f"trainer.v1.sampler.custom_sampler.path={in_order.PATH}",
+        f"trainer.v1.sampler.custom_sampler.name={'InOrder' if mode == 'sync' else 'InOrderAsync'}",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "skip.rollout_tq.enable=True",
+        f"skip.rollout_tq.dump_dir={folder}/rollouts",
+        f"skip.rollout_tq.steps={list(range(1, STEPS + 2))}",
+    ]
+    OmegaConf.save(compose_recipe(recipe, "grpo", overrides), folder / "whole.yaml")
+
+
+def run(folder: Path, name: str, plugin: dict[str, str]):
+    """Metrics of each step that do not tell of time, and the weights at the end."""
+    told = {
+        "OAR_SMOKE": str(folder),
+        "OAR_CHECKPOINTS": str(folder / name),
+        "VERL_FILE_LOGGER_PATH": str(folder / f"{name}.jsonl"),
+    }
+    log = folder / f"{name}.log"
+    status = run_verl(entry_point(folder, "whole"), environment(**told, **plugin), log, LIMIT_S)
+    assert status == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
+    steps = [
+        {key: value for key, value in step.items() if not key.startswith(OF_TIME)}
+        for step in read_metrics(folder / f"{name}.jsonl")
+    ]
+    weights = load_file(folder / name / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors")
+    return steps, weights, log.read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize("mode", RECIPE_OF)
+def test_without_the_plugin_nothing_differs(mode, tmp_path):
+    make_assets(tmp_path)
+    whole(mode, tmp_path)
+    run(tmp_path, "recorded", WITHOUT)
+    steps, weights, log = run(tmp_path, "without", WITHOUT)
+    steps_with, weights_with, log_with = run(tmp_path, "with", WITH)
+    for text in (log, log_with):
+        assert "The trainer will generate" not in text, "responses are replayed"
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0 for step in steps)
+    differing = [
+        (one["step"], key, one.get(key), other.get(key))
+        for one, other in zip(steps, steps_with, strict=True)
+        for key in one.keys() | other.keys()
+        if one.get(key) != other.get(key)
+    ]
+    assert not differing
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    assert weights.keys() == weights_with.keys()
+    for name, weight in weights.items():
+        assert weight.equal(weights_with[name])
+        assert not weight.equal(start[name])
+
+
+LOADED = """
+import sys, verl
+from verl.trainer.ppo.v1 import get_trainer_cls
+print("oar_plugin.hosts.verl.plugin" in sys.modules, get_trainer_cls("sync").__module__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("plugin", "expected"),
+    [(WITHOUT, "False verl.trainer.ppo.v1.trainer_sync"), (WITH, "True oar_plugin.hosts.verl.trainer")],
+)
+def test_one_of_the_two_has_the_plugin(plugin, expected):
+    told = {**os.environ, **environment(**plugin)}
+    run = subprocess.run([sys.executable, "-c", LOADED], env=told, capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == expected, run.stderr

@@ -1,0 +1,40 @@
+"""verl's replay buffers with a batch in the order of the data.
+
+verl names prompts at random and takes them by their names' hashes, so that a mini-batch holds other prompts in every run, and
+no two runs are the same bit for bit. Chosen by verl's own `trainer.v1.sampler.custom_sampler`.
+"""
+
+from typing import Any
+
+from transfer_queue import KVBatchMeta
+
+from oar_plugin.hosts.verl.cpu.sampler import QuickReplayBuffer, QuickReplayBufferAsync
+
+PATH = f"pkg://{__name__}"
+
+
+def _prompt(key: str) -> str:
+    return key.split("_")[0]
+
+
+class InOrder(QuickReplayBuffer):
+    def _select_prompt_uids(
+        self, partition_id: str, sampleable_keys: set[str], batch_size: int
+    ) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, int]]:
+        _, snapshot, step_of = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        as_registered = [uid for uid in step_of if uid in sampleable_keys]
+        return sorted(as_registered, key=step_of.__getitem__)[:batch_size], snapshot, step_of
+
+    def _materialize_batch(
+        self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict[str, Any]]
+    ) -> KVBatchMeta:
+        place = {uid: number for number, uid in enumerate(selected_prompt_uids)}
+        keys = sorted(
+            (key for key in partition_snapshot if _prompt(key) in place),
+            key=lambda key: (place[_prompt(key)], *map(int, key.split("_")[1:])),
+        )
+        return super()._materialize_batch(partition_id, selected_prompt_uids, {key: partition_snapshot[key] for key in keys})
+
+
+class InOrderAsync(InOrder, QuickReplayBufferAsync):
+    pass
