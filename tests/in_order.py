@@ -33,7 +33,9 @@ class InOrder(QuickReplayBuffer):
             (key for key in partition_snapshot if _prompt(key) in place),
             key=lambda key: (place[_prompt(key)], *map(int, key.split("_")[1:])),
         )
-        return super()._materialize_batch(partition_id, selected_prompt_uids, {key: partition_snapshot[key] for key in keys})
+        return super()._materialize_batch(
+            partition_id, selected_prompt_uids, {key: partition_snapshot[key] for key in keys}
+        )
 
 
 class InOrderAsync(InOrder, QuickReplayBufferAsync):

@@ -94,8 +94,10 @@ def records(
 
 
 def _begin() -> None:
-    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever. By a signal, so that
-    a run of verl is ended with it."""
+    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever.
+
+    By a signal, so that a run of verl is ended with it.
+    """
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None

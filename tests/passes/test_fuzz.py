@@ -248,7 +248,7 @@ def segments_slowly(pieces, own):
         elif piece:
             first = [kind for kind in (Segment.ANSWER, Segment.CONCLUDE) if kind in here]
             found.append([*first, here[0]][0])
-        elif Segment.AFTER == behind:
+        elif behind == Segment.AFTER:
             found.append(Segment.AFTER)
         else:
             found.append(Segment.REASONING if kinds[at] == Segment.REASONING else Segment.CONCLUDE)
