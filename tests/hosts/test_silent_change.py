@@ -33,7 +33,8 @@ RECIPE_OF = {
 }
 WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "tests.hosts.cpu_alone"}
 WITH = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
-OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/")
+OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/")
+"""Metrics of time and memory, which are never the same twice."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -64,7 +65,7 @@ def whole(mode: str, folder: Path) -> None:
 
 
 def run(folder: Path, name: str, plugin: dict[str, str]):
-    """Metrics of each step that do not tell of time, and the weights at the end."""
+    """Metrics of each step but those of time and memory, and the weights at the end."""
     told = {
         "OAR_SMOKE": str(folder),
         "OAR_CHECKPOINTS": str(folder / name),
@@ -74,7 +75,7 @@ def run(folder: Path, name: str, plugin: dict[str, str]):
     status = run_verl(entry_point(folder, "whole"), environment(**told, **plugin), log, LIMIT_S)
     assert status == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
     steps = [
-        {key: value for key, value in step.items() if not key.startswith(OF_TIME)}
+        {key: value for key, value in step.items() if not key.startswith(OF_THE_MACHINE)}
         for step in read_metrics(folder / f"{name}.jsonl")
     ]
     weights = load_file(folder / name / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors")
