@@ -1,7 +1,7 @@
 """What a study found, as a page, as JSON, as a picture, and in the terminal; and how it says how far it is."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +82,8 @@ class Report:
     def to_json(self) -> str:
         tables = {t.title: [dict(zip(t.columns, row, strict=True)) for row in t.rows] for t in self.tables}
         content = {"command": self.command, "machine": self.machine, "tables": tables, "notes": list(self.notes)}
-        return json.dumps({**content, "runs": self.runs}, indent=1, default=_plain) + "\n"
+        head = json.dumps({**content, "runs": {}}, indent=1, default=_plain).removesuffix("{}\n}")
+        return head + _runs(self.runs) + "\n}\n"
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<stem>.md`, `.json`, `.png` and the extra files; returns their paths."""
@@ -105,6 +106,16 @@ def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     return figure, panels
+
+
+def _runs(runs: Mapping[str, Any]) -> str:
+    """JSON with a line for each element of a list: there may be hundreds, with dozens of numbers each."""
+    found = []
+    for name, value in runs.items():
+        parts = [json.dumps(part, default=_plain) for part in value] if isinstance(value, list) else []
+        text = "[\n" + ",\n".join(parts) + "\n]" if parts else json.dumps(value, default=_plain)
+        found.append(f"{json.dumps(name)}: {text}")
+    return "{" + ",\n".join(found) + "}"
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Text of other people's files, folders and models, as a terminal may have it."""
+"""Text from files and models of others, made safe to print."""
 
 from typing import TextIO
 
@@ -11,5 +11,5 @@ def printable(text: str) -> str:
 
 
 def say(text: object, file: TextIO | None = None) -> None:
-    """Print a line or several; to standard output without `file`."""
+    """Print `printable(text)`; to standard output without `file`."""
     print(printable(str(text)), file=file)

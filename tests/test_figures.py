@@ -90,7 +90,7 @@ JUDGED = {  # label -> method, its scores on the page of fidelity
     "oracle: which results were wrong is known": ("blame", None),
     "`fisher`, `two_level` (default)": ("fisher", "fisher 1"),
     "`decision`, `two_level`": ("decision", None),
-    "`decision` times doubt, `two_level` (candidate)": ("doubted", None),
+    "influence of `decision` times doubt, `two_level` (candidate)": ("doubted", None),
     "`decision`, doubt in worse responses (candidate)": ("spare", None),
     "control: entropy factor alone": ("entropy_factor", None),
     "control: random": ("random", "random"),

@@ -22,7 +22,7 @@ from oar_plugin.math.prepare import DataError, load
 from oar_plugin.page.dumps import Dumps
 from oar_plugin.page.logs import NoLogs, read_run
 from oar_plugin.whole_file import write_whole
-from tests.hostile import PIECES
+from tests.hostile import PIECES, Bomb
 from tests.page.dumped import HEADER, RESPONSE, write_dump
 
 ROOT = Path(__file__).parents[1]
@@ -69,16 +69,6 @@ def test_nothing_is_unpickled_and_commands_print_what_can_be_seen():
 # ---- files that somebody else made
 
 
-class Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, made):
-        self.made = made
-
-    def __reduce__(self):
-        return Path.touch, (self.made,)
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer(by_bytes=True)
@@ -117,24 +107,34 @@ def test_a_model_folders_code_and_pickles_do_not_run(what, model_folder, tmp_pat
     assert not made.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hostile", [False, True])
-def test_shards_of_a_checkpoint_are_merged_and_not_unpickled(hostile, model_folder, tmp_path):
+def sharded(folder, model_folder, more):
+    """A checkpoint of verl's in one shard, with `more` in it; returns its weights."""
     pytest.importorskip("verl")
     from transformers import AutoModelForCausalLM
 
-    actor, made = tmp_path / "global_step_1" / "actor", tmp_path / "made"
+    actor = folder / "global_step_1" / "actor"
     shutil.copytree(model_folder, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
     (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
     weights = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
-    torch.save(weights | ({"more": Bomb(made)} if hostile else {}), actor / "model_world_size_1_rank_0.pt")
-    if hostile:
-        with pytest.raises(EvaluationError, match="weights_only"):
-            find(str(tmp_path), False, print)
-        assert not made.exists()
-    else:
-        merged = AutoModelForCausalLM.from_pretrained(find(str(tmp_path), False, print)).state_dict()
-        assert all(torch.equal(merged[name].float(), weight.bfloat16().float()) for name, weight in weights.items())
+    torch.save(weights | more, actor / "model_world_size_1_rank_0.pt")
+    return weights
+
+
+@pytest.mark.slow
+def test_shards_of_a_checkpoint_are_merged(model_folder, tmp_path):
+    weights = sharded(tmp_path, model_folder, {})
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(find(str(tmp_path), False, print)).state_dict()
+    assert all(torch.equal(merged[name].float(), weight.bfloat16().float()) for name, weight in weights.items())
+
+
+@pytest.mark.slow
+def test_shards_of_a_checkpoint_are_not_unpickled(model_folder, tmp_path):
+    sharded(tmp_path, model_folder, {"more": Bomb(tmp_path / "made")})
+    with pytest.raises(EvaluationError, match="weights_only"):
+        find(str(tmp_path), False, print)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("brings", ["script", "pickle"])

@@ -48,18 +48,9 @@ def by_run(records: Named) -> pd.DataFrame:
         there = reward.index[reward >= THRESHOLD]
         run = record.run
         rows.append(
-            {
-                **{
-                    "task": run.task,
-                    "method": name,
-                    "lr": run.lr,
-                    "warm": run.warm,
-                    "seed": run.seed,
-                    "start": record.start,
-                },
-                **{"held_out": record.held_out, "steps": there[0] + 1 if len(there) else math.inf},
-                **means(record),
-            }
+            {"task": run.task, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed, "start": record.start}
+            | {"held_out": record.held_out, "steps": there[0] + 1 if len(there) else math.inf}
+            | means(record)
         )
     return pd.DataFrame(rows, columns=[*NAMED, "held_out", "steps", "reward", *MEANS])
 

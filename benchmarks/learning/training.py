@@ -59,15 +59,13 @@ class Credit:
     floor: float = 0.1
     probe: Probe = "answer_mean"
     warmup_steps: int = 0
-    # boost: no weight below 1 before mass is restored; suppress: none above; positive: right responses
-    only: Literal["", "boost", "suppress", "positive"] = ""
+    # boost: no weight below 1 before mass is restored; suppress: none above
+    only: Literal["", "boost", "suppress"] = ""
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
         if self.gate == SPARE and self.importance in (None, "blame", "signed"):
             raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats, or decides")
-        if self.only == "positive" and (self.gate == SPARE or self.importance in (None, *ORACLES)):
-            raise ValueError(f"only=positive with importance={self.importance}, gate={self.gate}: not served")
         gate = OarConfig().gate if self.gate == SPARE else self.gate
         settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe", "warmup_steps")}
         importance = {} if self.importance in (None, *ORACLES) else {"importance": self.importance}
@@ -317,12 +315,9 @@ def weights(run: Run, rollout: Rollout, importance_BL: Tensor, log_prob_BL: Tens
     elif credit.importance in ORACLES:
         weight_BL = _restored(importance_BL, reasoning_BL)
     else:
-        status_B = rollout.status_B
-        if credit.only == "positive":
-            status_B = status_B.masked_fill(rollout.advantage_B <= 0, Status.NOT_NEEDED)
         advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)
         config = credit.config(run.seed)
-        _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, reasoning_BL, status_B, config)
+        _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, reasoning_BL, rollout.status_B, config)
         reasoning_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     if credit.only in ("boost", "suppress"):
         one_BL = torch.ones_like(weight_BL)

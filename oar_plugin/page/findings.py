@@ -1,7 +1,8 @@
 """What went wrong in a run, and when, as its metrics show it."""
 
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice, pairwise
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,6 @@ START = 5  # steps that say where a run began
 GRADIENT_SPIKE, BEFORE = 10, 20  # times the median of so many steps before: Adam's second moment keeps it for long
 ENTROPY_LEFT = 0.1  # of the start's: what is sampled then hardly differs, and groups have no signal
 REWARD_LEFT, SMOOTH = 0.5, 10  # of the best mean of so many steps, counted from the lowest reward that a response got
-COUNTED = 1_000_000  # missing steps, at most: a broken line may name any step
 REWARD_SEEN = 0.1  # of the range of rewards: below it a mean is made by few responses
 BOUNDS = (
     # OAR then changes fewer than four responses of five.
@@ -33,19 +33,27 @@ BOUNDS = (
 
 def findings(run: RunLog) -> list[list[str]]:
     """A row each, in the order of their first steps: its steps, what it was."""
-    found = sorted(((list(steps), what) for steps, what in _found(run)), key=lambda finding: finding[0][:1])
-    return [
-        [f"{steps[0]} to {steps[-1]}, {len(steps)} steps" if len(steps) > 1 else str(steps[0]), what]
-        for steps, what in found
-        if steps
-    ]
+    found = [(steps, what) for steps, what in _found(run) if steps.count]
+    return [[str(steps), what] for steps, what in sorted(found, key=lambda finding: finding[0].first)]
 
 
-def _where(bad: pd.Series) -> Iterable[int]:
-    return bad.index[bad].tolist()
+class Steps(NamedTuple):
+    """Of a finding."""
+
+    first: int
+    last: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.first} to {self.last}, {self.count} steps" if self.count > 1 else str(self.first)
 
 
-def _found(run: RunLog) -> Iterator[tuple[Iterable[int], str]]:
+def _where(bad: pd.Series) -> Steps:
+    steps = bad.index[bad].tolist()
+    return Steps(steps[0], steps[-1], len(steps)) if steps else Steps(0, 0, 0)
+
+
+def _found(run: RunLog) -> Iterator[tuple[Steps, str]]:
     for name, column in run.metrics.items():
         yield _where(np.isinf(column)), f"{name} is not finite"
     for name, least, most, what in BOUNDS:
@@ -66,13 +74,14 @@ def _found(run: RunLog) -> Iterator[tuple[Iterable[int], str]]:
     collapsed = (reward < REWARD_LEFT * best) & (best > REWARD_SEEN * (highest - lowest))
     yield _where(collapsed), f"reward: below {REWARD_LEFT:.0%} of its best, in means of {SMOOTH} steps"
     for step, again in run.resumed.items():
-        yield [step], f"started again here, from a checkpoint: {again} logged steps were done again"
+        yield Steps(step, step), f"started again here, from a checkpoint: {again} logged steps were done again"
     trained = run.column(*REWARD).index
-    gaps = chain.from_iterable(range(before + 1, after) for before, after in pairwise(trained))
-    yield islice(gaps, COUNTED), "not in the log"
+    gaps = [range(before + 1, after) for before, after in pairwise(trained) if after > before + 1]
+    if gaps:  # a broken line may name any step: nothing is made of each
+        yield Steps(gaps[0][0], gaps[-1][-1], sum(map(len, gaps))), "not in the log"
     total = run.whole("trainer.total_training_steps")
     last = int(run.metrics.index[-1])
     if total and last < total:
-        yield [last], f"ended before its last step, {total}"
+        yield Steps(last, last), f"ended before its last step, {total}"
     elif run.state not in ("", "finished"):
-        yield [last], f"the last step in the log; run.yaml calls the run {run.state}"
+        yield Steps(last, last), f"the last step in the log; run.yaml calls the run {run.state}"

@@ -1,5 +1,6 @@
 """Which responses can be scored, and which of their tokens are what?"""
 
+import functools
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +18,7 @@ from oar_plugin.passes.tokens import TokenBytes
 logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 20.0
-"""That searches of one batch may take and fail; its other responses then fall back unseen."""
+"""Failed searches of one batch may take so long together; its other responses then fall back without a search."""
 
 
 def segment_rows(
@@ -46,7 +47,8 @@ def segment_rows(
         elif needed:
             started = time.perf_counter()
             found, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest)
-            lost += (time.perf_counter() - started) * (state == Status.SEARCH_FAILED)
+            if state == Status.SEARCH_FAILED:
+                lost += time.perf_counter() - started
         segments.append(torch.from_numpy(found))
         status.append(int(state))
     return segments, torch.tensor(status)
@@ -89,7 +91,7 @@ def segment_response(
     try:
         found = segment_tokens(_pieces(token_bytes, ids), finder, own)
     except SearchFailed as error:
-        _warn_once(error)
+        _warn_once(str(error))
         return nothing, Status.SEARCH_FAILED
     if found is None:
         return nothing, Status.NO_ANSWER
@@ -107,10 +109,7 @@ def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
         raise SearchFailed(f"the tokenizer raised {type(error).__name__}") from error
 
 
-_warned: set[str] = set()
-
-
-def _warn_once(error: SearchFailed) -> None:
-    if str(error) not in _warned:
-        _warned.add(str(error))
-        logger.warning("%s; such responses keep plain GRPO (search_failed)", error, exc_info=error)
+@functools.cache
+def _warn_once(error: str) -> None:
+    """In the handler of that error."""
+    logger.warning("%s; such responses keep plain GRPO (search_failed)", error, exc_info=True)

@@ -277,7 +277,6 @@ WEIGHTS = {
     "": ([2 / 3] * 3 + [2], [2 / 3] * 3 + [2]),
     "boost": ([0.8] * 3 + [1.6], [0.8] * 3 + [1.6]),
     "suppress": ([8 / 9] * 3 + [4 / 3], [8 / 9] * 3 + [4 / 3]),
-    "positive": ([1] * 4, [2 / 3] * 3 + [2]),
 }
 
 
@@ -371,16 +370,13 @@ REFUSED = {
     "methods.grpo.tauu=1: Unexpected keyword argument; allowed: importance, gate, tau,": {
         "methods": {"grpo": {"tauu": 1}}
     },
-    "methods.grpo.only='some': Input should be '', 'boost',": {"methods": {"grpo": {"only": "some"}}},
+    "methods.grpo.only='some': Input should be '', 'boost' or": {"methods": {"grpo": {"only": "some"}}},
     "methods.x: algorithm.oar.importance='magic': unknown; allowed: fisher": {
         "methods": METHODS | {"x": {"importance": "magic"}}
     },
     "or decides, blame, signed; gate: or spare": {"methods": METHODS | {"x": {"gate": "magic"}}},
     "methods.x: gate=spare with importance=blame; allowed: importance in nats, or decides": {
         "methods": METHODS | {"x": {"importance": "blame", "gate": "spare"}}
-    },
-    "methods.x: only=positive with importance=blame": {
-        "methods": METHODS | {"x": {"importance": "blame", "only": "positive"}}
     },
     "methods.x: importance=oar_p: masked copies": {"methods": METHODS | {"x": {"importance": "oar_p"}}},
     "methods: no grpo": {"methods": {"fisher": {}}},

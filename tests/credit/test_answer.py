@@ -202,17 +202,6 @@ def test_own_must_have_one_value_per_token():
         segment_tokens([b"a", b"b"], FINDERS[()], np.array([True]))
 
 
-REPEATED = [r"\boxed{", r"\boxed{1} ", "the answer is the answer is ", "the answer is 5, so ", "<answer>"]
-REPEATED += ["the ", "#### ", "\\", "$ "]
-
-
-@pytest.mark.parametrize("text", ["answer" + 100_000 * " ", *(part * (150_000 // len(part)) for part in REPEATED)])
-def test_endless_repetition_in_many_tokens_takes_linear_time(text):
-    pieces, start = [bytes([byte]) for byte in text.encode()], time.perf_counter()
-    segment_tokens(pieces, FINDERS[NAMES])
-    assert time.perf_counter() - start < 3  # far above linear time on a busy machine, far below quadratic
-
-
 # ---- what holds for every text, every way to cut it into tokens and every answer
 
 # Without anything that a marker or a sentence end is made of, but with characters of one to four bytes; and no text at all.

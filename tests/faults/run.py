@@ -1,6 +1,5 @@
 """A small run of a recipe with real verl, Ray and vLLM, whose processes are known by what they are for."""
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.tiny.verl_run import read_metrics
 from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.hosts.verl.cpu.session import Session, run_verl
 from oar_plugin.hosts.verl.recipe import entry_point
@@ -20,6 +20,7 @@ from tests import in_order
 from tests.faults import seeded
 
 ROOT = Path(__file__).parents[2]
+STEPS = 4
 LIMIT_S = 900.0
 """Against a run that hangs where it was expected to end or to go on."""
 
@@ -56,10 +57,6 @@ class LiveRun:
     folder: Path
     assets: Path
     overrides: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    steps_wanted: int = 4
-    recipe: str = "qwen2_5_7b_math"
-    variant: str = "oar"
     name: str = "first"
     left: list[str] = field(default_factory=list)
     _session: Session | None = None
@@ -82,10 +79,10 @@ class LiveRun:
         loop.write_text(seeded.CONFIG, encoding="utf-8")
         rollout = "actor_rollout_ref.rollout"
         arguments = [
-            *entry_point(ROOT / "recipes" / self.recipe, self.variant),
+            *entry_point(ROOT / "recipes" / "qwen2_5_7b_math"),
             "+cpu_smoke=dp",
             f"trainer.default_local_dir={self.folder}/checkpoints",
-            f"trainer.total_training_steps={self.steps_wanted}",
+            f"trainer.total_training_steps={STEPS}",
             "trainer.save_freq=1",
             "trainer.test_freq=-1",
             f"{rollout}.max_num_seqs=1",
@@ -94,7 +91,7 @@ class LiveRun:
             "trainer.v1.sampler.custom_sampler.name=InOrder",
             f"{rollout}.agent.default_agent_loop={seeded.NAME}",
             f"{rollout}.agent.agent_loop_config_path={loop}",
-            f"algorithm.oar.dump.dir={self.folder}/dump" if self.variant == "oar" else "",
+            f"algorithm.oar.dump.dir={self.folder}/dump",
             *self.overrides,
         ]
         environment = {
@@ -103,9 +100,8 @@ class LiveRun:
             "PYTHONPATH": str(ROOT),
             START: "resume",
             **cpu_environment(),
-            **self.environment,
         }
-        return run_verl(list(filter(None, arguments)), environment, self.log_file, LIMIT_S, on_start=self._started)
+        return run_verl(arguments, environment, self.log_file, LIMIT_S, on_start=self._started)
 
     def _started(self, session: Session) -> None:
         """When the driver has ended, see what stays before it is ended as well."""
@@ -132,11 +128,8 @@ class LiveRun:
         return self.log_file.read_text(encoding="utf-8", errors="replace") if self.log_file.exists() else ""
 
     def steps(self) -> list[dict[str, Any]]:
-        """Metrics of the steps that are done. A half-written line is left out."""
-        if not self.metrics_file.exists():
-            return []
-        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
-        return [{"step": record["step"], **record["data"]} for record in map(json.loads, lines)]
+        """Metrics of the steps that are done."""
+        return read_metrics(self.metrics_file)
 
     def of(self, kind: str) -> list[psutil.Process]:
         """Its processes of a kind, the first that was started first."""

@@ -8,9 +8,12 @@ import pytest
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser():
-    """Headless Chromium: of PATH, or what `playwright install` brought. Without one: skipped, and a failure where CI=true."""
+    """Headless Chromium: of PATH, or what `playwright install` brought. Without one: skipped, and a failure where CI=true.
+
+    It leaves its event loop running in this thread until it is closed: tests of other rooms have loops of their own.
+    """
     missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
     try:
         from playwright.sync_api import Error, sync_playwright

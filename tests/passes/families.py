@@ -1,11 +1,11 @@
 """A tokenizer of each family, trained here on a few sentences."""
 
 import functools
-import importlib.util
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import sentencepiece
 from tiktoken import _educational
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
@@ -121,8 +121,6 @@ def tiktoken():
 
 
 def sentence_piece(kind, **options):
-    import sentencepiece
-
     with TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.model"
         with path.open("wb") as model:
@@ -142,12 +140,9 @@ BUILDERS = {
     "word_piece": word_piece,
     "unknown_decoder": lambda: byte_level(nested=True),
     "tiktoken": tiktoken,
+    "sentence_piece": lambda: sentence_piece("unigram", vocab_size=73),
+    "sentence_piece_bytes": lambda: sentence_piece("bpe", vocab_size=350, byte_fallback=True),
 }
-if importlib.util.find_spec("sentencepiece"):
-    BUILDERS |= {
-        "sentence_piece": lambda: sentence_piece("unigram", vocab_size=73),
-        "sentence_piece_bytes": lambda: sentence_piece("bpe", vocab_size=350, byte_fallback=True),
-    }
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):
 
 
 def test_a_search_that_fails_falls_back_and_says_so_once(caplog):
-    module._warned.clear()
+    module._warn_once.cache_clear()
     assert status_of(rows_of("good 5", "bad", "worse", "unneeded")) == [
         "SCORED", "SEARCH_FAILED", "SEARCH_FAILED", "NOT_NEEDED"
     ]  # fmt: skip

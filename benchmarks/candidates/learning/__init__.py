@@ -35,7 +35,7 @@ class RandomTimesEntropyFactor(EntropyFactor):
 
 class Doubted(Decision):
     name = "Doubted"
-    help = "How far a token moves later margins, times one less the probability that it had."
+    help = "The influence of decision, without its entropy factor, times one less the probability that the token had."
     reads = frozenset({"entropy", "log_prob"})
 
     def combine(self, parts: Parts) -> Tensor:

@@ -115,9 +115,7 @@ class KeepRun(Callback):
             traceback.print_exc()
             sys.exit(1)
         if opened is None:
-            print(
-                f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh begins again", file=sys.stderr
-            )
+            say(f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh begins again", sys.stderr)
             sys.exit(0)
         # In Ray's environment, not in this process's: the logger is in an actor, and Ray may run already.
         variables = run_folder.variables(opened)

@@ -103,8 +103,10 @@ class ImportancePass:
             order, num_ahead = self._scored_first(data, status_B)
         outputs = []
         if num_ahead:
-            outputs = self._scored(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
-            if not outputs:
+            scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
+            if scored is not None:
+                outputs = [scored]
+            else:
                 status_B[status_B == Status.SCORED] = Status.OUT_OF_MEMORY
                 order, num_ahead = torch.arange(len(status_B)), 0
         if not request.importance_only:
@@ -163,14 +165,14 @@ class ImportancePass:
         ahead = min(len(scored_B), ahead)
         return scored_first(scored_B, data["input_ids"].offsets().diff().cpu(), ahead), ahead
 
-    def _scored(self, data: TensorDict, request: Request) -> list[dict[str, Any]]:
-        """What `_score` returns; nothing where memory ran out and no other process waits for this one.
+    def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> dict[str, Any] | None:
+        """What `_score` returns; None where memory ran out and no other process waits for this one.
 
         Of several processes the others wait in a collective for the one that has left the pass. There it is an error, as it is
         where the update runs out of memory, which needs more than the pass does.
         """
         try:
-            return [self._score(data, request)]
+            return self._score(data, request)
         except torch.OutOfMemoryError as error:
             told = f"algorithm.oar.importance={request.importance}: no memory for a backward to the embeddings"
             if distributed.get_world_size() > 1:

@@ -125,7 +125,7 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
     if not moves and _has_finished(record, settings, config):
         return None
     if start == "resume" and not is_begun(folder):
-        print(f"oar: {folder}: {START}=resume, but no run is there; it begins at step 0", file=sys.stderr)
+        say(f"oar: {folder}: {START}=resume, but no run is there; it begins at step 0", sys.stderr)
     _lock(folder)
     if moves:
         folder.rename(unused(folder))
