@@ -73,7 +73,7 @@ _LONGEST_LEAD = 40
 _SENTENCE_END = re.compile(r"\.(?!\w)|[?。？！\n]|</\w+>")
 _LEADING_DECORATION = re.compile(r"(?:[\s$*]|\\[(\[])*")
 # What `regex` takes for an approximate match ("{e<=1}") or a named class ("[[:alpha:]]"), and `re` for plain characters.
-_READ_OTHERWISE = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:\^?\w+:\]))")
+_READ_OTHERWISE = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:[^\]]*:\]))")
 
 
 def _trimmed(text: str, marker_start: int, start: int, end: int, decoration: bool = False) -> AnswerSpan | None:
@@ -215,11 +215,6 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
         return replace(answer, marker_start=marker_start)
 
     return find
-
-
-def may_fail(patterns: Sequence[str]) -> bool:
-    """Whether one of these is a user's own, whose search may fail in one process and not in another that has the same text."""
-    return any(pattern not in _NAMED for pattern in patterns)
 
 
 def _candidates_of(pattern: str) -> _Candidates:

@@ -78,7 +78,7 @@ def _found(run: RunLog) -> Iterator[tuple[Steps, str]]:
     trained = run.column(*REWARD).index
     gaps = [range(before + 1, after) for before, after in pairwise(trained) if after > before + 1]
     if gaps:  # a broken line may name any step: nothing is made of each
-        yield Steps(gaps[0][0], gaps[-1][-1], sum(map(len, gaps))), "not in the log"
+        yield Steps(gaps[0][0], gaps[-1][-1], sum(gap.stop - gap.start for gap in gaps)), "not in the log"
     total = run.whole("trainer.total_training_steps")
     last = int(run.metrics.index[-1])
     if total and last < total:

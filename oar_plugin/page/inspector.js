@@ -46,7 +46,7 @@ async function load() {
 const usedFor = (r, name) => r.importances.includes(name) ? name : r.importances[0] ?? name;
 const ownOf = (r, list) => list.filter(name => usedFor(r, name) === name);
 
-// Control signs, signs of format and direction, odd spaces and half characters are shown as <U+...>.
+// Control and format characters, odd spaces and half characters are shown as <U+...>.
 const visible = text => text.replaceAll("\t", "⇥").replace(
   /(?!\n)[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\u202f\u2065]/gu,
   c => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);

@@ -217,7 +217,8 @@ def write_report(
     shown, figures = list(panels(sides)), []
     for place, panel in enumerate(shown):
         progress(panel.title, place, len(shown))
-        stem = re.sub(r"\W+", "_", panel.title.lower())[:LONGEST_STEM]
+        whole = re.sub(r"\W+", "_", panel.title.lower())
+        stem = whole if len(whole) <= LONGEST_STEM else f"{whole[:LONGEST_STEM]}_{place}"  # others may begin alike
         figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
     runs = labelled(sides)
     found = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]

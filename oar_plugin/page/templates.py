@@ -1,4 +1,4 @@
-"""The pages' templates, which lie beside this file. Text in them is escaped, and signs that would not be seen are shown."""
+"""The pages' templates, which lie beside this file. Text in them is escaped, and characters that steer are shown."""
 
 from pathlib import Path
 from typing import Any

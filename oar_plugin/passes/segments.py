@@ -17,8 +17,23 @@ from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
-LOST_SECONDS = 20.0
-"""Failed searches of one batch may take so long together; its other responses then fall back without a search."""
+SLOW_SECONDS, LOST_SECONDS = 0.1, 20.0
+"""Searches of one batch that fail or are slow may take so long together; its other responses then fall back without a search.
+A search takes microseconds, unless a user's own pattern does not fit the text."""
+
+
+class LostTime:
+    """Seconds of a batch's searches that failed or were slow."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def spent(self) -> bool:
+        return self._seconds > LOST_SECONDS
+
+    def count(self, seconds: float, status: Status) -> None:
+        if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
+            self._seconds += seconds
 
 
 def segment_rows(
@@ -39,16 +54,11 @@ def segment_rows(
         int8 `[L_i]` segments for each row (OUTSIDE where a row is not to be scored), and int64 `[B]` of `Status`.
     """
     finder, longest = make_finder(request.answer_patterns), (request.max_response_length, request.max_answer_tokens)
-    segments, status, lost = [], [], 0.0
+    segments, status, lost = [], [], LostTime()
     for ids, own, needed in rows:
         found, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
-        if needed and lost > LOST_SECONDS:
-            state = Status.SEARCH_FAILED
-        elif needed:
-            started = time.perf_counter()
-            found, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest)
-            if state == Status.SEARCH_FAILED:
-                lost += time.perf_counter() - started
+        if needed:
+            found, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest, lost)
         segments.append(torch.from_numpy(found))
         status.append(int(state))
     return segments, torch.tensor(status)
@@ -70,6 +80,7 @@ def segment_response(
     eos_ids: Collection[int],
     max_response_length: int,
     max_answer_tokens: int,
+    lost: LostTime,
 ) -> tuple[np.ndarray, Status]:
     """Segments of one response, and whether it can be scored.
 
@@ -81,6 +92,7 @@ def segment_response(
         eos_ids: tokens that end a response.
         max_response_length: a response as long as this that does not end in one of them is truncated.
         max_answer_tokens: an answer of more tokens is none.
+        lost: of the batch.
 
     Returns:
         int8 `[L]` (OUTSIDE everywhere unless the status is SCORED) and the status.
@@ -88,13 +100,17 @@ def segment_response(
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:
         return nothing, Status.TRUNCATED
+    if lost.spent():
+        return nothing, Status.SEARCH_FAILED
+    found, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
         found = segment_tokens(_pieces(token_bytes, ids), finder, own)
     except SearchFailed as error:
         _warn_once(str(error))
-        return nothing, Status.SEARCH_FAILED
+        status = Status.SEARCH_FAILED
+    lost.count(time.perf_counter() - started, status)
     if found is None:
-        return nothing, Status.NO_ANSWER
+        return nothing, status
     if not (found == Segment.REASONING).any():
         return nothing, Status.NO_REASONING
     if (found == Segment.ANSWER).sum() > max_answer_tokens:

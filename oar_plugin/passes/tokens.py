@@ -44,8 +44,8 @@ class TokenBytes:
       ``decode`` drops the space before the first word, so does ``pieces``;
     - anything else (WordPiece, tokenizers in pure Python): by decoding each token behind its predecessor, which is
       slower. A character made of several tokens goes wholly to its last one there, as does white space that ``decode``
-      shows only before other text, and ``decode`` is matched as far as a token's text depends on nothing but its
-      neighbours.
+      shows only before other text; of more than eight tokens of it in a row some is lost. ``decode`` is matched as far
+      as a token's text depends on nothing but its neighbours.
 
     Special tokens and ids outside the vocabulary (padded embeddings, ignore indices) have no bytes.
     """

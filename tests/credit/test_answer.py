@@ -103,6 +103,7 @@ def test_the_last_answer_is_found_with_what_announces_it(patterns, marked):
         ("regex:(a{e<=1})", "another meaning"),
         (r"regex:\\{ 2i+1s<3}(a)", "another meaning"),
         ("regex:([[:alpha:]]+)", r"another meaning here; allowed: \\\["),
+        ("regex:([[:script=Greek:]]+)", r"another meaning here; allowed: \\\["),
         ("python:no_such_module:f", "cannot be imported"),
         ("python:math:no_such_function", "cannot be imported"),
         ("python:math", "allowed: python:<module>:<function>"),

@@ -24,6 +24,7 @@ from oar_plugin.hosts.verl.agent_loop import Group
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
 from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.segments import LostTime
 from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
 
@@ -147,6 +148,7 @@ def run(monkeypatch):
         worker._eos_ids = {tokenizer.eos_token_id}
         worker._replacement = world.PAD
         worker._groups = {}
+        worker._lost_time = 0, LostTime()
         worker.llm_client = server
         queue = {}
         task = dict(uid="u", global_steps=1, outputs=outputs, queue=queue)

@@ -176,19 +176,23 @@ def test_status_and_segments(results, case):
                 assert (segments == Segment.OUTSIDE).all()
 
 
-def test_without_memory_a_batch_is_plain_grpo_and_no_trace_is_left(results):
-    """What comes after it in the same engine is held against references by the other tests."""
-    starved = results("single out of memory")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("layout", ["packed", "checkpointing", "bf16", "offload"])
+def test_without_memory_a_batch_is_plain_grpo_and_updates_are_those_of_a_fresh_engine(results, layout, where):
+    (behind, without), starved = results("single out of memory")[f"{layout} {where}"]
     names = [Status(int(report[0])).name for report in starved[REPORT]]
     assert names == [name.replace("SCORED", "OUT_OF_MEMORY") for name in world.STATUS]
     assert all((importance == 0).all() for importance in starved[IMPORTANCE])
     assert starved["traces"] == []
     assert starved["log_probs_error"] == starved["entropy_error"] == 0
+    assert behind == without
+    assert min(without) > 0
 
 
-def test_a_process_that_others_wait_for_says_what_to_lower(results):
-    assert "algorithm.oar.importance=fisher: no memory" in results("double out of memory")
-    assert "ppo_max_token_len_per_gpu" in results("double out of memory")
+@pytest.mark.parametrize("case", ["double out of memory", "single no way back"])
+def test_a_process_that_others_wait_for_and_one_without_a_way_back_say_what_to_lower(results, case):
+    assert "algorithm.oar.importance=fisher: no memory" in results(case)
+    assert "ppo_max_token_len_per_gpu" in results(case)
 
 
 @pytest.mark.parametrize("case", [case for case in cases.named() if "fails" in case.split()])

@@ -7,7 +7,7 @@ from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes import segments as module
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.segments import segment_response, segment_rows
+from oar_plugin.passes.segments import LostTime, segment_response, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
 
@@ -19,7 +19,9 @@ def segment(text, others=0, max_answer_tokens=10):
     ids = TOKENIZER(text)["input_ids"]
     finder, ends = make_finder(("hash",)), {TOKENIZER.eos_token_id}
     longest = world.MAX_RESPONSE_LENGTH, max_answer_tokens
-    return segment_response(ids, np.arange(len(ids)) >= others, finder, TokenBytes(TOKENIZER), ends, *longest)
+    return segment_response(
+        ids, np.arange(len(ids)) >= others, finder, TokenBytes(TOKENIZER), ends, *longest, LostTime()
+    )
 
 
 @pytest.mark.parametrize("number", range(len(world.ROWS)))
@@ -92,6 +94,12 @@ def test_a_batch_that_has_lost_too_much_time_is_not_searched_on(monkeypatch):
     assert names == ["SCORED", "NOT_NEEDED", *(101 * ["SEARCH_FAILED"]), "NOT_NEEDED"]
     assert time.perf_counter() - start < 2
     assert status_of(rows_of("good 1")) == ["SCORED"], "the next batch begins anew"
+
+
+def test_searches_that_are_slow_and_find_nothing_count_too(monkeypatch):
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LOST_SECONDS", 1e-9)
+    assert status_of(rows_of("nothing", "nothing"), ("hash",)) == ["NO_ANSWER", "SEARCH_FAILED"]
 
 
 class Broken:

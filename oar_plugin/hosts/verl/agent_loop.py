@@ -28,7 +28,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord,
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
 from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS, replacement_token
-from oar_plugin.passes.segments import end_of_sequence_tokens, segment_response
+from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger("oar_plugin")
@@ -125,6 +125,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         super().__init__(*args, **kwargs)
         self._oar = resolve(self.config)
         self._finder = make_finder(self._oar.answer_patterns)
+        self._lost_time = 0, LostTime()
         self._token_bytes = TokenBytes(self.tokenizer)
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
@@ -185,9 +186,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
                 longest = self.config.data.max_response_length, self._oar.max_answer_tokens
-                segments, status = segment_response(
-                    output.response_ids, mask, self._finder, self._token_bytes, self._eos_ids, *longest
-                )
+                found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost(session.step)
+                segments, status = segment_response(output.response_ids, mask, *found_by)
                 record = replace(record, status=status)
                 if status == Status.SCORED:
                     importance, record = await self._score(output, segments, session.step, record)
@@ -202,6 +202,12 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             ENGINE_FIELDS[REPORT]: torch.tensor([float(record.status), 0.0]),
             OFFLOAD: record.to_row(),
         }
+
+    def _lost(self, step: int) -> LostTime:
+        """Of the newest step that responses came from."""
+        if step > self._lost_time[0]:
+            self._lost_time = step, LostTime()
+        return self._lost_time[1]
 
     async def _score(
         self, output: AgentLoopOutput, segments: np.ndarray, step: int, record: OffloadRecord

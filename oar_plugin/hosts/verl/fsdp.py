@@ -125,6 +125,9 @@ class OarFSDPMixin(ImportancePass):
         logits_NV[here_N] = read[0]
         return self._sum_over_sharing_ranks(logits_NV)
 
+    def _way_back(self) -> Callable[[], object] | None:
+        return getattr(self.module, "reset_iter_state", None)  # FSDP2's, of torch 2.13; FSDP1 has none
+
     # ---- where things are
 
     def _micro_batch_pass(self, request: Request, micro_batch: TensorDict, local_input_ids: Tensor) -> MicroBatchPass:

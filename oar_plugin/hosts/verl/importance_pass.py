@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device, 
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import EngineRegistry
 
-from oar_plugin.credit.answer import Segment, may_fail
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.engine_copies import engine_copies
@@ -93,8 +94,7 @@ class ImportancePass:
             self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         maybe_fix_3d_position_ids(data)
         segments, status_B = segment_batch(data, request, self.token_bytes, self._eos_ids)
-        if may_fail(request.answer_patterns):
-            self._agree_on_failures(segments, status_B)
+        self._agree_on_failures(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         order, num_ahead = torch.arange(len(status_B)), 0
@@ -166,22 +166,28 @@ class ImportancePass:
         return scored_first(scored_B, data["input_ids"].offsets().diff().cpu(), ahead), ahead
 
     def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> dict[str, Any] | None:
-        """What `_score` returns; None where memory ran out and no other process waits for this one.
+        """What `_score` returns; None where memory ran out, no other process waits for this one, and the engine has a way back.
 
         Of several processes the others wait in a collective for the one that has left the pass. There it is an error, as it is
         where the update runs out of memory, which needs more than the pass does.
         """
+        way_back = self._way_back() if distributed.get_world_size() == 1 else None
         try:
             return self._score(data, request)
         except torch.OutOfMemoryError as error:
             told = f"algorithm.oar.importance={request.importance}: no memory for a backward to the embeddings"
-            if distributed.get_world_size() > 1:
+            if way_back is None:
                 allowed = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"
                 raise torch.OutOfMemoryError(f"{told}: {allowed}, which bound its micro-batches ({error})") from error
             logger.warning("%s; the responses of this batch stay plain GRPO (%s)", told, error)
         # Not in the handler: the exception holds the pass's tensors.
+        way_back()
         get_torch_device().empty_cache()
-        return []
+        return None
+
+    def _way_back(self) -> Callable[[], object] | None:
+        """What makes the engine whole behind a forward or backward that was left half-way; None where it has no such thing."""
+        return None
 
     def _is_dynamic(self, data: TensorDict) -> bool:
         """Whether micro-batches are made by their tokens, not by their rows."""

@@ -7,8 +7,8 @@ import itertools
 import os
 import random
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,29 +287,51 @@ def afterwards(engine: Any, build: Callable[[bool], Any]) -> dict[str, Any]:
     return {"inert": inert, "grad_norms": [norms, inert[0]["norms"]], "noticed": found}
 
 
-def behind_a_pass(folder: str, layout: str) -> list[list[float]]:
-    """Gradient norms of two updates: where a pass is the engine's first forward, and where there is none."""
+def behind(folder: str, layout: str, what: Callable[[Any], Any]) -> tuple[list[list[float]], Any]:
+    """Gradient norms of two updates, where `what` was done to the engine first and where not; and what it returned."""
 
     def fresh() -> Any:
         torch.manual_seed(0)  # of an adapter
         return build(folder, **LAYOUTS[layout])
 
     scored, plain = fresh(), fresh()
-    run(scored, first=True)
-    return [updated(engine)["norms"] for engine in (scored, plain)]
+    found = what(scored)
+    return [updated(engine)["norms"] for engine in (scored, plain)], found
 
 
-def out_of_memory(engine: Any, rows: list[int]) -> dict[str, Any] | str:
-    """A pass whose second chunk of rows finds no memory; the error's text where it ends the batch."""
+def no_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("tried to allocate")
+
+
+@contextmanager
+def no_memory_in(engine: Any, where: str) -> Iterator[None]:
+    """In the `forward` from the second chunk of rows on, or in the first layer's `backward`."""
     real, calls = Fisher.coefficients, itertools.count(1)
 
     def coefficients(self: Fisher, number: int, rows: Rows) -> torch.Tensor:
-        if next(calls) == 2:
-            raise torch.OutOfMemoryError("tried to allocate")
-        return real(self, number, rows)
+        return no_memory() if next(calls) == 2 else real(self, number, rows)
 
+    def watch(_: Any, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(no_memory)
+
+    if where == "forward":
+        with mock.patch.object(Fisher, "coefficients", coefficients):
+            yield
+        return
+    layers = next(module for module in engine.module.modules() if isinstance(module, torch.nn.ModuleList))
+    handle = layers[0].register_forward_hook(watch)
     try:
-        return run(engine, rows, around=mock.patch.object(Fisher, "coefficients", coefficients))
+        yield
+    finally:
+        handle.remove()
+
+
+def out_of_memory(engine: Any, where: str = "forward", rows: list[int] = EVERY) -> dict[str, Any] | str:
+    """The pass; the error's text where it ends the batch."""
+    try:
+        return run(engine, rows, around=no_memory_in(engine, where))
     except torch.OutOfMemoryError as error:
         return str(error)
 
@@ -327,13 +349,18 @@ def single(folder: str) -> dict[str, Any]:
     for layout, asked in cases.SINGLE.items():
         out |= asked_of(engines[layout], layout, asked, split=False)
     engine = engines["packed"]
-    starved = out_of_memory(engine, EVERY)  # before others that show that it goes on as it should
+    starved = {
+        f"{layout} {where}": behind(folder, layout, partial(out_of_memory, where=where))
+        for layout in ("packed", "checkpointing", "bf16", "offload")
+        for where in ("forward", "backward")
+    }
     alone = {i: run(engine, [i, 2]) for i in world.SCORED}
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
-    fresh = {layout: behind_a_pass(folder, layout) for layout in ("bf16", "fsdp1", "lora")}
+    fresh = {layout: behind(folder, layout, partial(run, first=True))[0] for layout in ("bf16", "fsdp1", "lora")}
     parts = {
         "one by one": alone,
         "out of memory": starved,
+        "no way back": out_of_memory(build(folder, **LAYOUTS["fsdp1"])),
         "moved": moved(engine),
         "recomputed": again,
         "behind a pass": fresh,
@@ -348,7 +375,7 @@ def double(folder: str) -> dict[str, Any]:
         if "ulysses" in layout:
             ulysses.install()
         out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split="ulysses" not in layout)
-    return out | {"out of memory": out_of_memory(build(folder), UNEVEN[dist.get_rank()])}
+    return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
 
 
 def main(**tables: Callable[[str], dict[str, Any]]) -> None:
