@@ -86,6 +86,7 @@ def marks():
         )
 
 
+GAIN = "minus GRPO's (95 %)"
 JUDGED = {  # label -> method, its scores on the page of fidelity
     "oracle: which results were wrong is known": ("blame", None),
     "`fisher`, `two_level` (default)": ("fisher", "fisher 1"),
@@ -111,7 +112,7 @@ def learning():
     of, scores = {task: compared(stem, task) for task in tasks}, agreement()["float32"]
     for label, (method, score) in JUDGED.items():
         rows = [of[task][method] for task in tasks]
-        gains = [row["minus GRPO's (95 %)"] for row in rows]
+        gains = [row[GAIN] for row in rows]
         cells = [
             bold(f"{gain[:-1]}; {row['ahead in']})", row["verdict"]) for gain, row in zip(gains, rows, strict=True)
         ]
@@ -130,6 +131,9 @@ def learning():
     recall = [load(stem)["tables"][f"{task}: mean weights, and what importance cost"] for task in tasks]
     shares = [row["recall"] for rows in recall for row in rows if row["method"] == "decision"]
     yield stem, f"its recall is {min(shares)} to {max(shares)}"
+    for task in ("chain", "parallel"):
+        row = compared("learning_verl", task)["fisher"]
+        yield "learning_verl", f"{row[GAIN][:-1]}; {row['ahead in']}) on `{task}`"
 
 
 def costs():

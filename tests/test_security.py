@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.tiny.model import Shape, model_of
 from benchmarks.tiny.words import make_tokenizer
@@ -107,23 +110,30 @@ def test_a_model_folders_code_and_pickles_do_not_run(what, model_folder, tmp_pat
     assert not made.exists()
 
 
-def sharded(folder, model_folder, more):
-    """A checkpoint of verl's in one shard, with `more` in it; returns its weights."""
+def sharded(folder, model_folder, content):
+    """A checkpoint of verl's in one shard."""
     pytest.importorskip("verl")
-    from transformers import AutoModelForCausalLM
-
     actor = folder / "global_step_1" / "actor"
     shutil.copytree(model_folder, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
     (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
-    weights = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
-    torch.save(weights | more, actor / "model_world_size_1_rank_0.pt")
-    return weights
+    torch.save(content, actor / "model_world_size_1_rank_0.pt")
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_shards_of_a_checkpoint_are_merged(model_folder, tmp_path):
-    weights = sharded(tmp_path, model_folder, {})
+def test_shards_of_a_checkpoint_are_merged(model_folder, tmp_path, mesh):
     from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
+    as_fsdp2_has_it = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in weights.items()}
+    sharded(tmp_path, model_folder, as_fsdp2_has_it)
 
     merged = AutoModelForCausalLM.from_pretrained(find(str(tmp_path), False, print)).state_dict()
     assert all(torch.equal(merged[name].float(), weight.bfloat16().float()) for name, weight in weights.items())
