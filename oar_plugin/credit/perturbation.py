@@ -151,8 +151,9 @@ def _by_blocks(unit_list: Sequence[Unit], length: int, copies: int) -> _Rounds:
     blocks = [list(range(i, min(i + size, len(unit_list)))) for i in range(0, len(unit_list), size)]
     scores = yield [tuple(t for i in block for t in unit_list[i]) for block in blocks]
     estimate_U = torch.empty(len(unit_list), dtype=torch.float64)
-    for block, score in zip(blocks, scores, strict=True):
-        estimate_U[block] = max(score, 0.0) / len(block) if score == score else math.nan
+    positive = torch.tensor(scores, dtype=torch.float64).clamp_min(0.0)  # NaN stays
+    for block, score in zip(blocks, positive.tolist(), strict=True):
+        estimate_U[block] = score / len(block)
     left = copies - len(blocks)
     if left <= 0:
         return _spread(unit_list, estimate_U, length)
@@ -180,6 +181,6 @@ def _spread(unit_list: Sequence[Unit], score_U: Tensor, length: int) -> Tensor:
     and a token that hurts the answer has not helped it.
     """
     importance_L = torch.zeros(length, dtype=torch.float64)
-    for unit, score in zip(unit_list, score_U.tolist(), strict=True):
-        importance_L[list(unit)] = (max(score, 0.0) if score == score else math.nan) / len(unit)
+    for unit, score in zip(unit_list, score_U.clamp_min(0.0).tolist(), strict=True):  # NaN stays
+        importance_L[list(unit)] = score / len(unit)
     return importance_L

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.credit.gate import GATES, bi_level, gate_of, kept_mass, relative, two_level
+from oar_plugin.credit.gate import GATES, _fault, bi_level, gate_of, kept_mass, relative, two_level
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
 
@@ -116,6 +116,54 @@ def test_relative_scores_are_multiples_of_the_mean_over_the_reasoning():
     got = relative(importance, torch.tensor([[True, True, False], [True, True, False], [False] * 3]))
     assert got[:2, :2].tolist() == [[2 / 3, 4 / 3], [0, 0]]
     assert torch.isfinite(got).all()
+    uneven = torch.tensor([[0.25, 100.0, 100.0, 100.0], [0.25, 0.75, 0.5, 0.5]])
+    got = relative(uneven, torch.tensor([[True, False, False, False], [True] * 4]))
+    assert got[0, 0] == 1
+    assert got[1].tolist() == [0.5, 1.5, 1, 1]
+
+
+class Own:
+    """A user's gate: `shape` of what it returns, and which arguments it saw."""
+
+    def __init__(self, weight=None):
+        self.weight, self.seen = weight, []
+
+    def __call__(self, importance_BL, reasoning_BL, tau, beta, floor):
+        assert 0 <= tau <= 1
+        assert beta >= 0
+        assert 0 < floor <= 1
+        self.seen.append((importance_BL, reasoning_BL))
+        return torch.ones_like(importance_BL) if self.weight is None else self.weight
+
+
+@pytest.mark.parametrize(
+    ("own", "fault"),
+    [
+        (Own(), None),
+        ("no function", "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
+        (Own(torch.ones(5)), "it must return weights of the shape of importance_BL"),
+        (Own([[1.0]]), "it must return weights of the shape of importance_BL"),
+        (
+            Own(torch.full((3, 5), 0.5)),
+            "its weights must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere",
+        ),
+    ],
+)
+def test_a_gate_of_a_users_own_is_tried(own, fault):
+    assert _fault(own) == fault
+    for importance_BL, reasoning_BL in getattr(own, "seen", ()):
+        assert (importance_BL > 0).all()
+        assert reasoning_BL.sum(-1).tolist() == [3, 5, 0], (
+            "tokens outside in front and behind, none, and nothing but them"
+        )
+        assert reasoning_BL[0].tolist() == [False, True, True, True, False]
+
+
+def test_what_a_users_gate_raises_is_told():
+    def own(importance_BL, reasoning_BL, tau, beta, floor):
+        raise KeyError("mine")
+
+    assert _fault(own) == "a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: KeyError('mine')"
 
 
 def test_kept_mass():
@@ -124,3 +172,5 @@ def test_kept_mass():
     broken = [[0.5, 1.503, 1], [0.5, 1.6, 1], [0.5, 1.5, 1.1], [nan, 1, 1], [inf, 1, 1], [1, 1, nan]]
     mask = torch.tensor([True, True, False]).expand(8, 3)
     assert kept_mass(torch.tensor(kept + broken), mask).tolist() == [True] * 2 + [False] * 6
+    alone = torch.tensor([[1.0015, 1.0]])
+    assert kept_mass(alone, torch.tensor([[True, False]])).tolist() == [False], "0.1 % of one token"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oar_plugin.credit.perturbation import Search, copies_of_budget, sample_replacements, units
+from oar_plugin.credit.perturbation import Search, copies_of_budget, replacement_seeds, sample_replacements, units
 
 
 def run(unit_list, length, score, budget=1.0, gradient=None):
@@ -97,6 +97,44 @@ def test_a_small_budget_takes_larger_blocks_and_no_second_round():
     importance, (asked,) = run(singles(40), 40, lambda unit: float(unit[0]), budget=4)
     assert [len(unit) for unit in asked] == [10, 10, 10, 10]
     assert importance[39] == 3.0
+
+
+def test_one_copy_that_is_left_over_is_run_and_a_score_below_zero_or_nan_is_nobodys_best():
+    importance, asked = run(singles(16), 16, lambda unit: 2.0 if 8 in unit else -1.0, budget=3)
+    assert [len(round) for round in asked] == [2, 1]
+    assert importance.tolist() == [0] * 8 + [2] * 8, (
+        "a quarter each of the block's, times what the one that was run says"
+    )
+    unknown, _ = run(singles(16), 16, lambda unit: math.nan if 9 in unit else 1.0, budget=2)
+    assert unknown[:8].tolist() == [0.125] * 8
+    assert unknown[8:].isnan().all()
+
+
+def test_what_is_not_said_is_one_token_a_unit_and_a_copy_for_each():
+    assert units([True, True]) == singles(2)
+    assert Search(singles(5), 5).wanted == singles(5)
+
+
+@pytest.mark.parametrize("gradient", [None, [4.0, 3.0, 2.0, 1.0]])
+@pytest.mark.parametrize("budget", [1.0, 2])
+def test_every_copy_needs_its_score(budget, gradient):
+    search = Search(singles(4), 4, budget, gradient)
+    with pytest.raises((ValueError, RuntimeError)):
+        search.send([1.0] * (len(search.wanted) + 1))
+
+
+def test_hosts_in_lock_step_count_on_one_round_or_two():
+    rounds = {(1, False): 1, (1, True): 1, (0.5, True): 1, (2, True): 1, (0.5, False): 2, (2, False): 2}
+    assert {key: Search.most_rounds(*key) for key in rounds} == rounds
+
+
+def test_replacements_are_drawn_anew_for_each_response_position_and_run():
+    ids, positions = torch.tensor([4, 5, 6]), torch.tensor([1, 2])
+    seeds = [
+        replacement_seeds(*given) for given in ((ids, positions, 7), (ids.flip(0), positions, 7), (ids, positions, 8))
+    ]
+    assert len(torch.cat(seeds).unique()) == 6
+    assert torch.equal(replacement_seeds(ids, positions[1:], 7), seeds[0][1:]), "whatever else is drawn"
 
 
 @given(st.integers(1, 80), st.floats(0.01, 1), st.booleans(), st.integers(0, 5))

@@ -14,7 +14,7 @@ from oar_plugin.credit.importance.oar_g import joint_coefficients, kl_coefficien
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 STARTS, WIDTH, SIZE = [0, 64, 128], 64, 100  # the last shard is padding alone
-TOKENS = torch.tensor([5, 70, 99])
+TOKENS = torch.tensor([63, 64, 99])  # at both ends of shards
 
 
 def in_shards(compute):
@@ -38,7 +38,10 @@ def in_shards(compute):
 
 @pytest.fixture
 def logits():
-    return torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0)) * 4
+    """In float32 the exponential of 100 is infinite."""
+    return torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0)) * 4 + torch.tensor(
+        [[0.0], [100.0], [-100.0]]
+    )
 
 
 def fisher(logits, noisy, shard):

@@ -8,7 +8,15 @@ import torch
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.gate import gate_of
-from oar_plugin.credit.importance import Backward, Copies, Importance, importance_of
+from oar_plugin.credit.importance import (
+    IMPORTANCES,
+    Backward,
+    Copies,
+    Importance,
+    importance_of,
+    of_engines,
+    without_copies,
+)
 from oar_plugin.credit.importance.check import problems
 from tests import own_importance
 from tests.own_importance import Saliency
@@ -100,6 +108,81 @@ def test_what_an_importance_lacks(kind, said):
     found = problems(kind)
     assert bool(found) == bool(said)
     assert [part for part in said if part not in "; ".join(found)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (3, "it must be a class derived from oar_plugin.credit.importance.Importance"),
+        ({"backwards": 1}, "backwards must be a tuple of Backward: (Backward(...),)"),
+        ({"copies": 1}, "copies must be None or Copies(...)"),
+        (
+            {"backwards": (Backward(),), "score": Saliency.score},
+            "it has backwards and no method coefficients (what each logit is multiplied by)",
+        ),
+        (
+            {"backwards": (Backward(),), "coefficients": Saliency.coefficients},
+            "it has backwards and no method score (a number a token from its gradient)",
+        ),
+        ({"copies": Copies(by_gradient=True)}, "its copies are chosen by gradient, and it has no backwards"),
+    ],
+)
+def test_messages_in_full(kind, said):
+    assert problems(type("Own", (Empty,), kind) if isinstance(kind, dict) else kind) == [said]
+
+
+class Recorder(Importance):
+    """What an importance is tried with."""
+
+    name = help = "records"
+    reads = frozenset({"entropy", "log_prob"})
+    backwards = (Backward("probe", noise=True), Backward("probe"), Backward("reasoning", noise=True))
+    seen = SimpleNamespace()
+
+    def coefficients(self, number, rows):
+        self.seen.rows.append((number, rows))
+        return rows.logits_NV
+
+    def score(self, gradient, embedding):
+        self.seen.gradients.append((gradient, embedding))
+        return gradient.sum(-1)
+
+    def combine(self, parts):
+        self.seen.parts.append(parts)
+        return parts.score_KBL[0]
+
+
+def test_a_trial_gives_what_a_pass_gives():
+    seen = Recorder.seen
+    seen.rows, seen.gradients, seen.parts = [], [], []
+    assert problems(Recorder) == []
+    for count in (3, 0):
+        rows = [(number, one) for number, one in seen.rows if len(one.logits_NV) == count]
+        kinds = [
+            (number, one.token_N is None, one.clean_NV is not None, one.entropy_N is not None) for number, one in rows
+        ]
+        assert kinds == [
+            (0, True, True, False), (0, False, False, False), (1, True, False, False), (1, False, False, False),
+            (2, False, False, True),
+        ]  # fmt: skip
+    assert [(one.clean_NV - one.logits_NV).unique().shape[0] > 0 for _, one in seen.rows[:1]] == [True]
+    first, second = seen.gradients
+    assert torch.equal(first[0], -second[0])
+    assert first[0].min() == -first[0].max() < 0, "both signs at once"
+    assert first[0].unique().numel() == 10
+    (parts,) = seen.parts
+    assert parts.reasoning_BL.sum(-1).tolist() == [3, 2, 0]
+    assert not parts.reasoning_BL[0, 0]
+    assert not parts.reasoning_BL[1, 2:].any()
+    for value_BL in (parts.score_KBL[0], parts.entropy_BL, -parts.log_prob_BL):
+        assert torch.equal(value_BL > 0, parts.reasoning_BL)
+        assert value_BL.max() < 1
+    assert parts.seed_BL.unique().numel() == 12
+
+
+def test_names_for_messages():
+    assert without_copies().split(", ") == [name for name, kind in IMPORTANCES.items() if kind.copies is None]
+    assert [IMPORTANCES[name].copies.by_gradient for name in of_engines().split(", ")] == [False]
 
 
 # ---- gates
