@@ -28,8 +28,8 @@ tau {paper_tau} unless said; beta 2, floor 0.1.
 - With tau 1 `bi_level` puts up to {one[1]} times the mean on one token; with tau 0 its floor never acts.
 - Recall hardly differs between gates that keep the order of the scores. Among the equal weights of `two_level` chance decides.
 
-Weights that are finite and positive, keep the mass and keep the order are tested (`tests/credit/test_gate.py`). Which gate
-learns better: [learning_variants.md](learning_variants.md).
+Weights that are finite and positive, keep the mass and keep the order are tested (`tests/credit/test_gate.py`). No gate
+was seen to learn better: [learning_explored.md](learning_explored.md).
 """
 
 

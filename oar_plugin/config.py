@@ -4,9 +4,9 @@ In a verl run they live under `algorithm.oar.*`; the defaults are the paper's (a
 and the preset `oar=published` has the paper's of those too.
 
 `fisher` because, of what an engine can compute with one backward, it agrees best with exact OAR-P (0.67 of the top 20 %
-against 0.52 for `oar_g`, twelve models, `benchmarks/results/fidelity_cpu.md`). `two_level` with tau 0.85 because `fisher` with
-`bi_level` was behind GRPO on a chain in all of six seeds (-0.030; `two_level` -0.010) and nowhere ahead of it by more than the
-noise (`benchmarks/results/learning_variants.md`).
+against 0.52 for `oar_g`, twelve models, `benchmarks/results/fidelity_cpu.md`). `two_level` with tau 0.85 because one
+outlier takes the scale of `bi_level` with it (`benchmarks/results/gate_edges.md`), and small models learned no faster with either
+(`benchmarks/results/learning_explored.md`).
 """
 
 import difflib

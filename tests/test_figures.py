@@ -136,6 +136,47 @@ def learning():
         yield "learning_verl", f"{row[GAIN][:-1]}; {row['ahead in']}) on `{task}`"
 
 
+def explored():
+    stem, tasks = "learning_explored", ("chain", "parallel", "parallel_quiet")
+    trained = load(stem)["runs"]["judged_on"]
+    fallen = [run for run in trained if run["held_out"] < 0.6]
+    assert not [run for run in fallen if run["method"].startswith("fisher")]
+    assert {("grpo", "chain_quiet"), ("blame", "lookup")} <= {(run["method"], run["task"]) for run in fallen}
+    of_lookup = sum(run["task"] == "lookup" for run in fallen)
+    yield (
+        stem,
+        f"Of {len(trained)} trainings {len(fallen)} fall apart (held-out accuracy below 0.6), {of_lookup} of them",
+    )
+    of = {task: compared(stem, task) for task in tasks}
+    ahead = {
+        name: sum(int(of[task][name]["ahead in"].split()[0]) for task in tasks)
+        for name in of["chain"]
+        if name != "grpo"
+    }
+    yield stem, f"which tokens decide is ahead in {ahead['decides']} of 12 pairs"
+    yield stem, f"in the worse responses in {ahead['known decisions, spare']} of 12"
+    yield stem, f"which results were wrong in {ahead['blame']} of 12"
+    yield stem, f"below zero in {ahead['signed']} of 12"
+    yield stem, f"the default in {ahead['fisher']} of 12"
+    paper, ours = ([of[task][name][GAIN].split()[0] for task in tasks] for name in ("fisher, bi_level", "fisher"))
+    yield stem, f"{paper[0]} on `chain`, {paper[1]} on `parallel` and {paper[2]} on `parallel_quiet`"
+    yield stem, f"with `two_level` {ours[0]}, {ours[1]} and {ours[2]}"
+
+
+def published():
+    stem, tasks = "learning_paper", ("chain", "parallel")
+    of = {task: compared(stem, task) for task in tasks}
+    found = [float(row["p"]) for task in tasks for name, row in of[task].items() if name != "grpo"]
+    yield stem, f"Of {len(found)} comparisons with GRPO the smallest p is {min(found)}"
+    gain = {name: [of[task][name][GAIN].split()[0] for task in tasks] for name in of["chain"] if name != "grpo"}
+    yield (
+        stem,
+        f"{gain['tau 0.2 beta 1'][0]} with tau 0.2 and beta 1, {gain['tau 0.9 beta 4'][0]} with tau 0.9 and beta 4",
+    )
+    boost, suppress, both = (" and ".join(gain[name]) for name in ("boost only", "suppress only", "published"))
+    yield stem, f"boost only {boost}, suppress only {suppress}, both {both}"
+
+
 def costs():
     run = load("run_cpu")
     (ratio,) = (r for r in run["ratios"] if r["name"] == "whole step, wall seconds")
@@ -205,7 +246,11 @@ def without_fences(document):
 
 @pytest.fixture(scope="module")
 def figures():
-    return [figure for source in (fidelity, marks, learning, costs, step, copies) for figure in source()]
+    return [
+        figure
+        for source in (fidelity, marks, learning, explored, published, costs, step, copies)
+        for figure in source()
+    ]
 
 
 def test_every_figure_is_what_its_file_says_and_its_section_links_to_it(figures):
