@@ -1,14 +1,19 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
+import subprocess
+import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,6 +40,7 @@ from oar_plugin.credit.importance import Importance
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 from tests.hosts.whole_run import LIMIT_S
+from tests.limits import PROCESS_S
 
 EDGES = Path(gate_edges.__file__).parent / "results" / "gate_edges.md"
 TASK = NamedParallel("parallel", steps=2, filler=(1, 2), error_rate=0.2)
@@ -617,6 +623,36 @@ def test_two_workers_train_what_one_does(tmp_path, monkeypatch):
     for _, record in found:
         here = training.train(record.run, models[record.run.warm])
         assert (here.held_out, here.steps[0]["length"]) == (record.held_out, record.steps[0]["length"])
+
+
+A_STUDY = """
+import multiprocessing, os, pathlib, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from benchmarks.learning.study import _begin
+
+def work(file):
+    pathlib.Path(file).write_text(str(os.getpid()) + "\\n")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin) as pool:
+        pool.submit(work, sys.argv[1]).result()
+"""
+
+
+def test_a_worker_ends_with_a_study_that_was_killed(tmp_path):
+    """It would wait for work, or go on with a run of verl, for ever."""
+    (tmp_path / "study.py").write_text(A_STUDY)
+    told = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "study.py"), str(tmp_path / "pid")], env=told)
+    while not (tmp_path / "pid").exists() or not (text := (tmp_path / "pid").read_text()).endswith("\n"):
+        assert parent.poll() is None
+        time.sleep(0.1)
+    worker = psutil.Process(int(text))
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([worker], timeout=PROCESS_S)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 # ---- through verl
