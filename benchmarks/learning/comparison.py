@@ -190,7 +190,15 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
             f"{_list(plan.choose.seeds)}, the same grid for every method; methods are judged on models "
             f"{_list(plan.judge.warm)} and seeds {_list(plan.judge.seeds)}: {ready}"
         )
+    runs = by_run(judged)
+    compared = sum(len(_paired(runs, task, name)) for task in plan.tasks for name in plan.methods if name != BASELINE)
+    alone = int((runs["method"] != BASELINE).sum()) - compared
     return [
+        *(
+            [f"{alone} trainings stand beside none of GRPO that began with the same weights: not compared."]
+            if alone
+            else []
+        ),
         f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
         f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. {trainer}",
         rates,

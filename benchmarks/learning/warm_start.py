@@ -98,7 +98,9 @@ def widened(model: PreTrainedModel, task: Task, vocabulary: int, mass: float) ->
     token_BL, label_BL = next(batches(task, BATCH, 0, None))
     hidden_NH = rows_of(model, model.get_input_embeddings()(token_BL))[:, :-1][label_BL[:, 1:] != PAD]
     total_N = F.linear(hidden_NH, head_of(model)).logsumexp(-1)
-    common_H = torch.linalg.lstsq(hidden_NH, torch.ones(len(hidden_NH), 1)).solution[:, 0]
+    # Rounded: the last digits of a least-squares solution depend on where its memory lies, and change from call to call.
+    common_H = torch.linalg.lstsq(hidden_NH.double(), torch.ones(len(hidden_NH), 1).double()).solution[:, 0]
+    common_H = common_H.float().round(decimals=4)
     size, words = hidden_NH.shape[-1], model.config.vocab_size
     # The last norm gives each row the length sqrt(H): its logits with `random_VH` have the wanted spread.
     tail_N = math.log(vocabulary - words) + SPREAD**2 / 2 - total_N
@@ -106,7 +108,7 @@ def widened(model: PreTrainedModel, task: Task, vocabulary: int, mass: float) ->
     def excess(shift: float) -> float:
         return (tail_N - shift * (hidden_NH @ common_H)).sigmoid().mean().item() - mass
 
-    shift = brentq(excess, 0.0, 100.0)
+    shift = round(brentq(excess, 0.0, 100.0), 3)
     generator = torch.Generator().manual_seed(0)
     random_VH = torch.randn(vocabulary - words, size, generator=generator) * (SPREAD * size**-0.5)
     parts: Any = model

@@ -586,6 +586,10 @@ def test_what_began_with_other_weights_is_no_pair():
             ("fisher", Record(fisher, start, [{"reward": 0.6}], 0.0)),
         ]
         assert len(comparison._paired(comparison.by_run(records), "chain", "fisher")) == pairs
+        plan = replace(TWO_RATES, methods={"grpo": Credit(), "fisher": fisher.credit})
+        assert [note for note in comparison.notes(plan, [], records) if "not compared" in note] == [
+            "1 trainings stand beside none of GRPO that began with the same weights: not compared."
+        ][pairs:]
 
 
 def test_no_two_pairs_see_the_same_problems():
