@@ -33,7 +33,7 @@ BOUNDS = (
 
 def findings(run: RunLog) -> list[list[str]]:
     """A row each, in the order of their first steps: its steps, what it was."""
-    found = [(steps, what) for steps, what in _found(run) if steps.count]
+    found = [(steps, what) for steps, what in _found(run) if steps.number]
     return [[str(steps), what] for steps, what in sorted(found, key=lambda finding: finding[0].first)]
 
 
@@ -42,10 +42,10 @@ class Steps(NamedTuple):
 
     first: int
     last: int
-    count: int = 1
+    number: int = 1
 
     def __str__(self) -> str:
-        return f"{self.first} to {self.last}, {self.count} steps" if self.count > 1 else str(self.first)
+        return f"{self.first} to {self.last}, {self.number} steps" if self.number > 1 else str(self.first)
 
 
 def _where(bad: pd.Series) -> Steps:
