@@ -175,6 +175,9 @@ def published():
     )
     boost, suppress, both = (" and ".join(gain[name]) for name in ("boost only", "suppress only", "published"))
     yield stem, f"boost only {boost}, suppress only {suppress}, both {both}"
+    wide = compared("learning_vocabulary", "chain_32k")
+    fisher, decision = (wide[name][GAIN].split()[0] for name in ("fisher", "decision"))
+    yield "learning_vocabulary", f"`fisher` {fisher} and `decision` {decision}"
 
 
 def costs():
