@@ -5,6 +5,7 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from oar_plugin.credit.answer import PATTERN_SECONDS
@@ -86,6 +87,7 @@ def marks():
         )
 
 
+FIVE = ("chain", "parallel", "lookup", "chain_quiet", "parallel_quiet")
 GAIN = "minus GRPO's (95 %)"
 JUDGED = {  # label -> method, its scores on the page of fidelity
     "oracle: which results were wrong is known": ("blame", None),
@@ -130,6 +132,28 @@ def learning():
     yield stem, f"behind in {72 - ahead['random']} of 72 pairs"
     recall = [load(stem)["tables"][f"{task}: mean weights, and what importance cost"] for task in tasks]
     shares = [row["recall"] for rows in recall for row in rows if row["method"] == "decision"]
+    p = [of[task]["blame"]["p"] for task in tasks]
+    yield stem, f"(p of {p[0]}, {p[1]} and {p[2]}, not corrected)"
+    quiet = [run for run in load(stem)["runs"]["judged_on"] if run["task"] == "chain_quiet"]
+    ((fallen, pair),) = ((run["held_out"], (run["warm"], run["seed"])) for run in quiet if run["held_out"] < 0.6)
+    yield stem, f"falls apart (held-out accuracy {fallen:.3f})"
+    mean = {
+        name: {(run["warm"], run["seed"]): run["reward"] for run in quiet if run["method"] == name}
+        for name in ("grpo", "fisher", "spare", "random")
+    }
+    without = {
+        name: np.mean(
+            [
+                np.mean([rewards[key] - mean["grpo"][key] for key in rewards if key != pair and key[0] == warm])
+                for warm in {warm for warm, _ in rewards}
+            ]
+        )
+        for name, rewards in mean.items()
+    }
+    yield (
+        stem,
+        f"the default is {without['fisher']:+.3f}, `spare` {without['spare']:+.3f}, random {without['random']:+.3f}",
+    )
     yield stem, f"its recall is {min(shares)} to {max(shares)}"
     for task in ("chain", "parallel"):
         row = compared("learning_verl", task)["fisher"]
@@ -158,6 +182,11 @@ def explored():
     yield stem, f"which results were wrong in {ahead['blame']} of 12"
     yield stem, f"below zero in {ahead['signed']} of 12"
     yield stem, f"the default in {ahead['fisher']} of 12"
+    order = ("decides", "known decisions, spare", "blame", "signed", "fisher")
+    every = [sum(int(compared(stem, task)[name]["ahead in"].split()[0]) for task in FIVE) for name in order]
+    yield stem, "On all five it is {}, {}, {}, {} and {} of 20".format(*every)
+    onward = [of[task]["onward"][GAIN].split()[0] for task in tasks]
+    yield stem, f"`onward` is {onward[0]}, {onward[1]} and {onward[2]}"
     paper, ours = ([of[task][name][GAIN].split()[0] for task in tasks] for name in ("fisher, bi_level", "fisher"))
     yield stem, f"{paper[0]} on `chain`, {paper[1]} on `parallel` and {paper[2]} on `parallel_quiet`"
     yield stem, f"with `two_level` {ours[0]}, {ours[1]} and {ours[2]}"

@@ -134,7 +134,11 @@ def _train(run: Run, file: Path) -> None:
 def _train_through_verl(run: Run, file: Path) -> None:
     from benchmarks.learning import verl
 
-    _keep(file, verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve()))
+    try:
+        record = verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve())
+    except SystemExit as ended:  # by a signal; the pool would go on with the next training
+        os._exit(int(ended.code or 1))
+    _keep(file, record)
 
 
 def _keep(file: Path, record: Record) -> None:

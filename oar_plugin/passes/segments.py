@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -101,10 +102,12 @@ def segment_response(
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:
         return nothing, Status.TRUNCATED
     if lost.spent():
+        _warn_once(f"failed or slow searches of a batch took {LOST_SECONDS:g} s; its others are not searched")
         return nothing, Status.SEARCH_FAILED
     found, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
-        found = segment_tokens(_pieces(token_bytes, ids), finder, own)
+        pieces, started = _pieces(token_bytes, ids), time.perf_counter()
+        found = segment_tokens(pieces, finder, own)
     except SearchFailed as error:
         _warn_once(str(error))
         status = Status.SEARCH_FAILED
@@ -127,5 +130,5 @@ def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
 
 @functools.cache
 def _warn_once(error: str) -> None:
-    """In the handler of that error."""
-    logger.warning("%s; such responses keep plain GRPO (search_failed)", error, exc_info=True)
+    """With the traceback of the error that is being handled, if one is."""
+    logger.warning("%s; such responses keep plain GRPO (search_failed)", error, exc_info=sys.exc_info()[0] is not None)

@@ -632,15 +632,23 @@ def test_two_workers_train_what_one_does(tmp_path, monkeypatch):
 A_STUDY = """
 import multiprocessing, os, pathlib, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from benchmarks.learning.study import _begin
+from types import SimpleNamespace
+from benchmarks.learning import study, verl
+from oar_plugin.hosts.verl.cpu.session import session
+
+def train(run, model, folder):
+    with session():  # turns the signal into SystemExit
+        pathlib.Path(sys.argv[-1]).write_text(str(os.getpid()) + "\\n")
+        time.sleep(600)
 
 def work(file):
-    pathlib.Path(file).write_text(str(os.getpid()) + "\\n")
-    time.sleep(600)
+    sys.argv.append(file)
+    study.warm_model, verl.train = (lambda *_: None), train
+    study._train_through_verl(SimpleNamespace(task="chain", warm=0), pathlib.Path(file))
 
 if __name__ == "__main__":
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin) as pool:
-        pool.submit(work, sys.argv[1]).result()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), study._begin) as pool:
+        [future.result() for future in [pool.submit(work, sys.argv[1]) for _ in range(3)]]
 """
 
 
