@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import recipe, run_folder
+from oar_plugin.hosts.verl.cpu.launch import cpu_environment
 from oar_plugin.launch import runs
 from oar_plugin.launch.job import for_nodes
 
@@ -38,7 +39,7 @@ def environment(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "compose_recipe", config)
     with mock.patch.dict(os.environ):
         for name in list(os.environ):
-            if name.startswith(("OAR_", "NCCL_", "VLLM_", "VERL_", "HF_", "WANDB_")):
+            if name.startswith(("OAR_", "NCCL_", "VLLM_", "VERL_", "HF_", "WANDB_")) or name in cpu_environment():
                 del os.environ[name]
         os.environ["OAR_CHECKPOINTS"] = "/shared/c"
         yield os.environ
