@@ -193,12 +193,9 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     runs = by_run(judged)
     compared = sum(len(_paired(runs, task, name)) for task in plan.tasks for name in plan.methods if name != BASELINE)
     alone = int((runs["method"] != BASELINE).sum()) - compared
+    left_out = f"{alone} trainings stand beside none of GRPO that began with the same weights: not compared."
     return [
-        *(
-            [f"{alone} trainings stand beside none of GRPO that began with the same weights: not compared."]
-            if alone
-            else []
-        ),
+        *([left_out] if alone else []),
         f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
         f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. {trainer}",
         rates,

@@ -106,7 +106,7 @@ def segment_response(
         return nothing, Status.SEARCH_FAILED
     found, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
-        pieces, started = _pieces(token_bytes, ids), time.perf_counter()
+        pieces, started = _pieces(token_bytes, ids), time.perf_counter()  # decoding is no search, unless it fails
         found = segment_tokens(pieces, finder, own)
     except SearchFailed as error:
         _warn_once(str(error))

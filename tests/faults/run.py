@@ -11,8 +11,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.tiny.verl_run import read_metrics
-from oar_plugin.hosts.verl.cpu.launch import cpu_environment
+from benchmarks.tiny.verl_run import read_metrics, training_environment
 from oar_plugin.hosts.verl.cpu.session import Session, run_verl
 from oar_plugin.hosts.verl.recipe import entry_point
 from oar_plugin.hosts.verl.run_folder import START
@@ -40,7 +39,6 @@ KINDS = {
     "storage controller": "ray::TransferQueueController",
     "raylet": "/raylet/raylet",
     "gcs": "/gcs/gcs_server",
-    "dashboard": "/dashboard/dashboard.py",
 }
 """What stands in the command line of a process, which Ray and vLLM set to say what it is."""
 
@@ -94,13 +92,7 @@ class LiveRun:
             f"algorithm.oar.dump.dir={self.folder}/dump",
             *self.overrides,
         ]
-        environment = {
-            "OAR_SMOKE": str(self.assets),
-            "VERL_FILE_LOGGER_PATH": str(self.metrics_file),
-            "PYTHONPATH": str(ROOT),
-            START: "resume",
-            **cpu_environment(),
-        }
+        environment = training_environment(self.metrics_file) | {"OAR_SMOKE": str(self.assets), START: "resume"}
         return run_verl(arguments, environment, self.log_file, LIMIT_S, on_start=self._started)
 
     def _started(self, session: Session) -> None:

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from benchmarks.tiny.verl_run import read_metrics
-from oar_plugin.hosts.verl.cpu.launch import cpu_environment
+from benchmarks.tiny.verl_run import read_metrics, training_environment
 from oar_plugin.hosts.verl.cpu.session import run_verl
 from oar_plugin.hosts.verl.recipe import compose_recipe, entry_point
 from recipes.smoke import group_of, make_assets
@@ -35,10 +34,6 @@ WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "te
 WITH = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
 OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/")
 """Metrics of time and memory, which are never the same twice."""
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {"PYTHONPATH": str(RECIPES.parent), **cpu_environment(), **more}
 
 
 def whole(mode: str, folder: Path) -> None:
@@ -66,20 +61,17 @@ def whole(mode: str, folder: Path) -> None:
 
 def run(folder: Path, name: str, plugin: dict[str, str]):
     """Metrics of each step but those of time and memory, and the weights at the end."""
-    told = {
-        "OAR_SMOKE": str(folder),
-        "OAR_CHECKPOINTS": str(folder / name),
-        "VERL_FILE_LOGGER_PATH": str(folder / f"{name}.jsonl"),
-    }
-    log = folder / f"{name}.log"
-    status = run_verl(entry_point(folder, "whole"), environment(**told, **plugin), log, LIMIT_S)
-    assert status == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
+    metrics, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    told = {**training_environment(metrics), "OAR_SMOKE": str(folder), "OAR_CHECKPOINTS": str(folder / name), **plugin}
+    status = run_verl(entry_point(folder, "whole"), told, log, LIMIT_S)
+    said = log.read_text(encoding="utf-8", errors="replace")
+    assert status == 0, said[-4000:]
     steps = [
         {key: value for key, value in step.items() if not key.startswith(OF_THE_MACHINE)}
-        for step in read_metrics(folder / f"{name}.jsonl")
+        for step in read_metrics(metrics)
     ]
     weights = load_file(folder / name / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors")
-    return steps, weights, log.read_text(encoding="utf-8", errors="replace")
+    return steps, weights, said
 
 
 @pytest.mark.slow
@@ -121,7 +113,7 @@ print("oar_plugin.hosts.verl.plugin" in sys.modules, get_trainer_cls("sync").__m
     ("plugin", "expected"),
     [(WITHOUT, "False verl.trainer.ppo.v1.trainer_sync"), (WITH, "True oar_plugin.hosts.verl.trainer")],
 )
-def test_one_of_the_two_has_the_plugin(plugin, expected):
-    told = {**os.environ, **environment(**plugin)}
+def test_one_of_the_two_has_the_plugin(plugin, expected, tmp_path):
+    told = {**os.environ, **training_environment(tmp_path / "metrics.jsonl"), **plugin}
     run = subprocess.run([sys.executable, "-c", LOADED], env=told, capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == expected, run.stderr
