@@ -15,11 +15,8 @@ from benchmarks.tiny.verl_run import read_metrics, training_environment
 from oar_plugin.hosts.verl.cpu.session import Session, run_verl
 from oar_plugin.hosts.verl.recipe import entry_point
 from oar_plugin.hosts.verl.run_folder import START
-from tests import in_order
-from tests.faults import seeded
 
 ROOT = Path(__file__).parents[2]
-STEPS = 4
 LIMIT_S = 900.0
 """Against a run that hangs where it was expected to end or to go on."""
 
@@ -49,6 +46,7 @@ class LiveRun:
 
     Attributes:
         folder: of the run; `assets` holds the model and the data.
+        overrides: on top of the recipe and of the sizes of its smoke test.
         left: processes that were still there `GRACE_S` after the driver had ended, when it has.
     """
 
@@ -56,6 +54,9 @@ class LiveRun:
     assets: Path
     overrides: tuple[str, ...] = ()
     name: str = "first"
+    recipe: str = "qwen2_5_7b_math"
+    environment: dict[str, str] = field(default_factory=dict)
+    limit_s: float = LIMIT_S
     left: list[str] = field(default_factory=list)
     _session: Session | None = None
 
@@ -73,27 +74,17 @@ class LiveRun:
 
     def _run(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
-        loop = self.folder / "loop.yaml"
-        loop.write_text(seeded.CONFIG, encoding="utf-8")
-        rollout = "actor_rollout_ref.rollout"
         arguments = [
-            *entry_point(ROOT / "recipes" / "qwen2_5_7b_math"),
+            *entry_point(ROOT / "recipes" / self.recipe),
             "+cpu_smoke=dp",
             f"trainer.default_local_dir={self.folder}/checkpoints",
-            f"trainer.total_training_steps={STEPS}",
-            "trainer.save_freq=1",
             "trainer.test_freq=-1",
-            f"{rollout}.max_num_seqs=1",
-            f"{rollout}.enable_prefix_caching=False",  # a prompt that is known is computed in other pieces
-            f"trainer.v1.sampler.custom_sampler.path={in_order.PATH}",
-            "trainer.v1.sampler.custom_sampler.name=InOrder",
-            f"{rollout}.agent.default_agent_loop={seeded.NAME}",
-            f"{rollout}.agent.agent_loop_config_path={loop}",
             f"algorithm.oar.dump.dir={self.folder}/dump",
             *self.overrides,
         ]
         environment = training_environment(self.metrics_file) | {"OAR_SMOKE": str(self.assets), START: "resume"}
-        return run_verl(arguments, environment, self.log_file, LIMIT_S, on_start=self._started)
+        environment |= self.environment
+        return run_verl(arguments, environment, self.log_file, self.limit_s, on_start=self._started)
 
     def _started(self, session: Session) -> None:
         """When the driver has ended, see what stays before it is ended as well."""
@@ -144,7 +135,7 @@ class LiveRun:
 
     def wait_to_end(self) -> None:
         with suppress(FutureTimeoutError):
-            self._status.result(LIMIT_S)
+            self._status.result(self.limit_s)
 
     def ended(self) -> bool:
         return self._status.done()

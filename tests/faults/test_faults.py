@@ -1,11 +1,14 @@
 """Faults on whole runs: each of `cases.py` is a run of four steps, and a second one where the first ended.
 
 Two to three minutes a fault with two cores: `python -m pytest tests/faults -m nightly`, `-k` for some of them, `--lf` for those
-that failed.
+that failed. With OAR_FAULTS_SEEN=FILE what was seen is added to that file, a line a fault, from which `python -m
+tests.faults.table` makes the page of docs/.
 """
 
+import json
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,16 @@ pytest.importorskip("vllm")
 from recipes.smoke import make_assets
 from tests.faults.cases import CASES, NUMBERS, Case
 from tests.faults.run import LIMIT_S, LiveRun
+from tests.faults.seeded import seeded
 
 PATIENCE_S = 240.0
 """A run without a new step for so long after a fault, and without an end, waits for ever."""
+STEPS = 4
+FOUR_STEPS = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1")
 SHARED_MEMORY = Path("/dev/shm")
+SEMAPHORES = "sem.mp-"
+"""Python's, 32 bytes each. They stay behind a run that nothing happens to as well: Ray ends a worker's children with it, and
+with them the process that would remove them."""
 
 
 @dataclass
@@ -30,7 +39,7 @@ class Tried:
     Attributes:
         outcome: as `Case.expected`.
         left: processes that outlived the driver.
-        shared_memory: files that are left there.
+        shared_memory: files that are left there, but for `SEMAPHORES`.
         again: exit status of the run that was started behind one that ended; None where there was none.
         steps: of each step of both runs, the numbers that are compared.
         metrics: the highest value of each of OAR's counters.
@@ -61,7 +70,8 @@ def assets(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(assets, tmp_path_factory):
     """The numbers of a run that nothing happens to."""
-    with LiveRun(tmp_path_factory.mktemp("undisturbed"), assets) as run:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with LiveRun(folder, assets, (*FOUR_STEPS, *seeded(folder))) as run:
         run.wait_to_end()
         assert run.status() == 0, run.log()[-4000:]
         return numbers(run)
@@ -69,7 +79,8 @@ def undisturbed(assets, tmp_path_factory):
 
 def tried(case: Case, folder: Path, assets: Path) -> Tried:
     before = {*SHARED_MEMORY.glob("*")}
-    with LiveRun(folder, assets, case.overrides) as run:
+    overrides = (*FOUR_STEPS, *seeded(folder))
+    with LiveRun(folder, assets, (*overrides, *case.overrides)) as run:
         case.fault(run)
         seen, changed = len(run.steps()), time.monotonic()
         while not run.ended() and time.monotonic() - changed < PATIENCE_S:
@@ -80,7 +91,7 @@ def tried(case: Case, folder: Path, assets: Path) -> Tried:
     steps, found, again = run.steps(), numbers(run), None
     outcome = "waits for ever" if waits else "goes on" if run.status() == 0 else "ends"
     if outcome != "goes on":
-        with LiveRun(folder, assets, name="second") as second:
+        with LiveRun(folder, assets, overrides, name="second") as second:
             second.wait_to_end()
             again, found = second.status(), found | numbers(second)
     counters = {
@@ -90,7 +101,7 @@ def tried(case: Case, folder: Path, assets: Path) -> Tried:
     return Tried(
         outcome,
         run.left,
-        sorted(path.name for path in {*SHARED_MEMORY.glob("*")} - before),
+        sorted(path.name for path in {*SHARED_MEMORY.glob("*")} - before if not path.name.startswith(SEMAPHORES)),
         again,
         found,
         {name: max(step.get(name, 0.0) for step in steps) for name in counters},
@@ -124,4 +135,11 @@ def deviations(case: Case, seen: Tried, undisturbed: dict[int, list[Any]]) -> li
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_does_what_is_expected_of_it(name, assets, undisturbed, tmp_path):
-    assert deviations(CASES[name], tried(CASES[name], tmp_path, assets), undisturbed) == []
+    seen = tried(CASES[name], tmp_path, assets)
+    found = deviations(CASES[name], seen, undisturbed)
+    if file := os.environ.get("OAR_FAULTS_SEEN"):
+        told = {key: value for key, value in asdict(seen).items() if key not in ("steps", "log")}
+        same = seen.steps == undisturbed
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"name": name, **told, "same": same, "deviations": found}) + "\n")
+    assert found == []
