@@ -4,13 +4,19 @@ A fault waits for its moment by facts: `generating` is right behind the second s
 written; `updating` is right behind the third step's dump, when their advantages are known and the actor's update is running.
 """
 
+import os
 import resource
 import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+import pytest
 
 from tests.faults.run import LiveRun
 
@@ -30,6 +36,7 @@ class Case:
             step; `waits for ever`: the host has no limit of time there.
         fault: what is done to the run that is under way.
         overrides: of the run that suffers it, and of no other.
+        around: a context around both runs, from the folder; what it gives are variables of the first one's environment.
         same: whether all steps, those after a new start included, have the numbers of a run that nothing happened to.
         metric: is above 0 in some step.
         says: a part of the log.
@@ -38,6 +45,7 @@ class Case:
     expected: Outcome
     fault: Fault = lambda run: None
     overrides: tuple[str, ...] = ()
+    around: Callable[[Path], AbstractContextManager[dict[str, str]]] = lambda folder: nullcontext({})
     same: bool = True
     metric: str = ""
     says: str = ""
@@ -136,6 +144,61 @@ def last_dump_is_half_written(run: LiveRun) -> None:
     last.write_bytes(last.read_bytes()[:-20])
 
 
+def own_disk(name: str) -> Callable[[Path], AbstractContextManager[dict[str, str]]]:
+    """A folder of the run lies on a disk of its own."""
+
+    @contextmanager
+    def around(folder: Path) -> Iterator[dict[str, str]]:
+        if os.getuid() != 0:
+            pytest.skip("mounts a disk: for root")
+        disk = folder / name
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)], check=True)
+        try:
+            yield {}
+        finally:
+            subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+    return around
+
+
+def disk_is_full(name: str) -> Fault:
+    """Until the run's end."""
+
+    def fault(run: LiveRun) -> None:
+        generating(run)
+        filler = run.folder / name / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(b"0" * 65536):
+                pass
+        run.wait_to_end()
+        filler.unlink()
+
+    return fault
+
+
+@contextmanager
+def clock(folder: Path) -> Iterator[dict[str, str]]:
+    """The clock of the run's processes is this machine's and what stands in a file; clocks that only count are left alone."""
+    package = Path(pytest.importorskip("libfaketime", reason="pip install libfaketime").__file__).parent
+    library = str(package / "vendor" / "libfaketime" / "src" / "libfaketime.so.1")
+    (folder / "clock").write_text("+0", encoding="utf-8")
+    yield {
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": str(folder / "clock"),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+
+
+def clock_steps(by: str) -> Fault:
+    def fault(run: LiveRun) -> None:
+        generating(run)
+        (run.folder / "clock").write_text(by, encoding="utf-8")
+
+    return fault
+
+
 # ---- the table
 
 _KILLED: dict[str, Outcome] = {
@@ -157,6 +220,7 @@ _KILLED: dict[str, Outcome] = {
 STOPPED_S = 30.0
 """Longer than anything of OAR's own waits; Ray gives a raylet or GCS that does not answer 60 s or more."""
 LONG_S = 150.0
+DISK_BYTES = 200_000_000
 
 
 def _rewards(name: str) -> tuple[str, ...]:
@@ -181,11 +245,17 @@ CASES: dict[str, Case] = {
     f"stopped for {STOPPED_S:.0f} s in the update: actor": Case("goes on", stopped("actor", STOPPED_S, updating)),
     f"stopped for {LONG_S:.0f} s: raylet": Case("ends", stopped("raylet", LONG_S)),
     f"stopped for {LONG_S:.0f} s: gcs": Case("ends", stopped("gcs", LONG_S)),
+    "clock steps an hour ahead": Case("goes on", clock_steps("+3600"), around=clock),
+    "clock steps an hour back": Case("goes on", clock_steps("-3600"), around=clock),
     "Ctrl-C: driver": Case("ends", signalled("driver", signal.SIGINT, generating)),
     "SIGTERM: driver": Case("ends", signalled("driver", signal.SIGTERM, generating)),
-    "full disk: the actor's checkpoints": Case("ends", no_more_files("actor", generating), says="File too large"),
-    "full disk: dumps": Case("goes on", dumps_have_no_room, metric="oar/dump_failed"),
-    "full disk: metrics and the trainer's state": Case("ends", no_more_files("trainer", generating)),
+    "no file may grow: actor": Case("ends", no_more_files("actor", generating), says="File too large"),
+    "full disk of checkpoints": Case(
+        "ends", disk_is_full("checkpoints"), around=own_disk("checkpoints"), says="No space left"
+    ),
+    "full disk of dumps": Case("goes on", disk_is_full("dump"), around=own_disk("dump"), metric="oar/dump_failed"),
+    "dumps' folder is gone": Case("goes on", dumps_have_no_room, metric="oar/dump_failed"),
+    "no file may grow: trainer": Case("ends", no_more_files("trainer", generating)),
     "out of memory: importance pass": Case(
         "goes on", overrides=_own("OutOfMemory"), same=False, metric="oar/fallback/out_of_memory"
     ),

@@ -55,6 +55,7 @@ class LiveRun:
     overrides: tuple[str, ...] = ()
     name: str = "first"
     recipe: str = "qwen2_5_7b_math"
+    variant: str = "oar"
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float = LIMIT_S
     left: list[str] = field(default_factory=list)
@@ -75,7 +76,7 @@ class LiveRun:
     def _run(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
         arguments = [
-            *entry_point(ROOT / "recipes" / self.recipe),
+            *entry_point(ROOT / "recipes" / self.recipe, self.variant),
             "+cpu_smoke=dp",
             f"trainer.default_local_dir={self.folder}/checkpoints",
             "trainer.test_freq=-1",
@@ -113,6 +114,14 @@ class LiveRun:
     def steps(self) -> list[dict[str, Any]]:
         """Metrics of the steps that are done."""
         return read_metrics(self.metrics_file)
+
+    @property
+    def ray_directory(self) -> Path:
+        assert self._session is not None
+        return self._session.ray_directory
+
+    def processes(self) -> int:
+        return len(self._session.processes()) if self._session is not None else 0
 
     def of(self, kind: str) -> list[psutil.Process]:
         """Its processes of a kind, the first that was started first."""

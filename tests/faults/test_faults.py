@@ -80,20 +80,21 @@ def undisturbed(assets, tmp_path_factory):
 def tried(case: Case, folder: Path, assets: Path) -> Tried:
     before = {*SHARED_MEMORY.glob("*")}
     overrides = (*FOUR_STEPS, *seeded(folder))
-    with LiveRun(folder, assets, (*overrides, *case.overrides)) as run:
-        case.fault(run)
-        seen, changed = len(run.steps()), time.monotonic()
-        while not run.ended() and time.monotonic() - changed < PATIENCE_S:
-            time.sleep(0.2)
-            if len(run.steps()) > seen:
-                seen, changed = len(run.steps()), time.monotonic()
-        waits = not run.ended()
-    steps, found, again = run.steps(), numbers(run), None
-    outcome = "waits for ever" if waits else "goes on" if run.status() == 0 else "ends"
-    if outcome != "goes on":
-        with LiveRun(folder, assets, overrides, name="second") as second:
-            second.wait_to_end()
-            again, found = second.status(), found | numbers(second)
+    with case.around(folder) as environment:
+        with LiveRun(folder, assets, (*overrides, *case.overrides), environment=environment) as run:
+            case.fault(run)
+            seen, changed = len(run.steps()), time.monotonic()
+            while not run.ended() and time.monotonic() - changed < PATIENCE_S:
+                time.sleep(0.2)
+                if len(run.steps()) > seen:
+                    seen, changed = len(run.steps()), time.monotonic()
+            waits = not run.ended()
+        steps, found, again = run.steps(), numbers(run), None
+        outcome = "waits for ever" if waits else "goes on" if run.status() == 0 else "ends"
+        if outcome != "goes on":
+            with LiveRun(folder, assets, overrides, name="second") as second:
+                second.wait_to_end()
+                again, found = second.status(), found | numbers(second)
     counters = {
         name for step in steps for name in step if name.startswith("oar/") and ("fallback" in name or "failed" in name)
     }
