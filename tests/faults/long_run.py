@@ -4,7 +4,7 @@
     python -m tests.faults.long_run --out FOLDER --variant grpo     (verl's own GRPO, to see whose growth it is)
 
 Real verl, Ray and vLLM with a tiny model on a CPU; an hour or two. `samples.jsonl` keeps what the processes held, every
-quarter of a minute, and `long_run.json` how much each grew behind the first tenth of the steps, as a straight line through it tells.
+quarter of a minute, and `long_run.json` how much each grew behind the first tenth of the steps: a straight line through it.
 """
 
 import argparse
@@ -36,10 +36,9 @@ GROWS = 0.02
 FEWEST = 10  # samples, for a line
 
 SIZES = (
-    "data.train_batch_size=2",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "data.train_batch_size=4",
     "trainer.total_epochs=1000000",
-    "algorithm.oar.perturbation.budget=1",
+    "algorithm.oar.perturbation.span=2",  # its responses are short
 )
 
 
@@ -165,7 +164,13 @@ def main() -> int:
         print(f"ended with {run.status()}, left: {run.left}\n{run.log()[-4000:]}", file=sys.stderr)
         return 1
     found = growths(samples[:-1], run.steps())  # the last one may have seen the run's end
-    report = {"steps": len(run.steps()), "variant": told.variant, "growths": [asdict(one) for one in found]}
+    report = {
+        "steps": len(run.steps()),
+        "variant": told.variant,
+        "steps with a scored response": sum(step.get("oar/scored", 0) > 0 for step in run.steps()),
+        "copies": sum(step.get("oar/offload/copies", 0) for step in run.steps()),
+        "growths": [asdict(one) for one in found],
+    }
     (folder / "long_run.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     table = Table("", "mean", "growth", "95 %", title=f"{len(run.steps())} steps, {told.variant}")
     for one in found:

@@ -1,13 +1,17 @@
-"""A recipe on a Ray cluster of two nodes that loses one of them, and goes on from its checkpoint.
+"""A recipe on a Ray cluster of two nodes that loses one of them, or the network to it, and goes on from its checkpoint.
 
-Both nodes are on this machine: two raylets, a pretended GPU each. A real cluster adds the network and shared storage.
+Both nodes are on this machine: two raylets, a pretended GPU each. For a network that can be cut the second one is in a network
+namespace of its own, which takes root. A real cluster adds shared storage.
 """
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,8 +40,10 @@ TWO_NODES = [
 ]
 
 
-class TwoNodes:
-    """The cluster, and runs of the recipe on it. Ended with the session that it belongs to."""
+class OnACluster:
+    """Runs of the recipe on a cluster, which ends with the session that it belongs to."""
+
+    address: str
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder = folder
@@ -50,27 +56,6 @@ class TwoNodes:
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
             **environment,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts.lost_node_cluster"],
-            cwd=RECIPES.parent,
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "cluster.log").open("w"),
-            text=True,
-        )
-        self.address = self._read()
-
-    def _read(self) -> str:
-        for line in self._process.stdout:
-            if ":" in line.split(" ")[0] or line.endswith("done\n"):
-                return line.strip()
-        raise AssertionError((self.folder / "cluster.log").read_text()[-3000:])
-
-    def tell(self, what: str) -> None:
-        self._process.stdin.write(f"{what}\n")
-        self._process.stdin.flush()
-        self._read()
 
     def start(self, name: str, steps: int) -> "subprocess.Popen[bytes]":
         overrides = [
@@ -95,6 +80,90 @@ class TwoNodes:
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
+
+
+class TwoNodes(OnACluster):
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        super().__init__(folder, environment)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.hosts.lost_node_cluster"],
+            cwd=RECIPES.parent,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / "cluster.log").open("w"),
+            text=True,
+        )
+        self.address = self._read()
+
+    def _read(self) -> str:
+        for line in self._process.stdout:
+            if ":" in line.split(" ")[0] or line.endswith("done\n"):
+                return line.strip()
+        raise AssertionError((self.folder / "cluster.log").read_text()[-3000:])
+
+    def tell(self, what: str) -> None:
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        self._read()
+
+
+CABLE = "oar0"  # both of its ends
+HERE, THERE = "10.213.77.1", "10.213.77.2"
+
+
+@contextmanager
+def another_network() -> Iterator[str]:
+    """The name of a network namespace, with a cable to it."""
+    name = f"oar{os.getpid()}"
+    try:
+        for command in (
+            f"ip netns add {name}",
+            f"ip link add {CABLE} type veth peer name {CABLE} netns {name}",
+            f"ip addr add {HERE}/24 dev {CABLE}",
+            f"ip link set {CABLE} up",
+            f"ip -n {name} addr add {THERE}/24 dev {CABLE}",
+            f"ip -n {name} link set {CABLE} up",
+            f"ip -n {name} link set lo up",
+        ):
+            subprocess.run(command.split(), check=True)
+        yield name
+    finally:
+        subprocess.run(f"ip netns delete {name}".split())  # and the cable with it
+
+
+class TwoNetworks(OnACluster):
+    def __init__(self, folder: Path, environment: dict[str, str], network: str) -> None:
+        every_address = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "GLOO_SOCKET_IFNAME": CABLE}
+        super().__init__(folder, environment | every_address)
+        with socket.create_server((HERE, 0)) as free:
+            port = free.getsockname()[1]
+        self.address, self._network = f"{HERE}:{port}", network
+        self._node("head", f"--head --port={port} --node-ip-address={HERE} --include-dashboard=false")
+        self.add()
+
+    def add(self) -> None:
+        name = f"node{len(list(self.folder.glob('node*.log')))}"
+        self._node(name, f"--address={self.address} --node-ip-address={THERE}", f"ip netns exec {self._network} ")
+
+    def _node(self, name: str, told: str, within: str = "") -> None:
+        ray = f"{within}{sys.executable} -m ray.scripts.scripts start --block --num-cpus=16 --num-gpus=1"
+        log = self.folder / f"{name}.log"
+        process = subprocess.Popen(
+            f"{ray} --object-store-memory=200000000 {told}".split(),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        while "Ray runtime started" not in self.log(name):
+            assert process.poll() is None, self.log(name)
+            time.sleep(0.2)
+
+    def cut(self, seconds: float) -> None:
+        subprocess.run(f"ip link set {CABLE} down".split(), check=True)
+        time.sleep(seconds)
+        subprocess.run(f"ip link set {CABLE} up".split(), check=True)
 
 
 def checkpointed(folder: Path) -> int:
@@ -128,3 +197,27 @@ def test_a_run_that_loses_a_node_goes_on_from_its_checkpoint(tmp_path):
         again = cluster.start("second", steps=saved + 2)
         assert again.wait(LIMIT_S) == 0, cluster.log("second")
         assert cluster.steps() == [saved + 1, saved + 2], "no step is lost but those after the checkpoint"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes a network namespace: for root")
+@pytest.mark.parametrize(("seconds", "goes_on"), [(5, True), (60, False)])
+def test_a_network_that_is_cut(seconds, goes_on, tmp_path):
+    make_assets(tmp_path)
+    with another_network() as network, session() as opened:
+        cluster = TwoNetworks(tmp_path, opened.environment(), network)
+        driver = cluster.start("first", steps=4 if goes_on else 50)
+        while not updating(tmp_path) and driver.poll() is None:
+            time.sleep(0.2)
+        assert updating(tmp_path), cluster.log("first")
+        cluster.cut(seconds)
+        if goes_on:
+            assert driver.wait(LIMIT_S) == 0, cluster.log("first")
+            assert cluster.steps() == [1, 2, 3, 4]
+            return
+        assert driver.wait(LIMIT_S) > 0, "Ray gives a node up that does not answer; the run must not hang"
+
+        saved = checkpointed(tmp_path)
+        cluster.add()
+        again = cluster.start("second", steps=saved + 2)
+        assert again.wait(LIMIT_S) == 0, cluster.log("second")
+        assert cluster.steps() == [saved + 1, saved + 2]
