@@ -32,6 +32,7 @@ def test_every_response_of_a_batch_is_described_by_itself():
     torch.testing.assert_close(effective_sample_size(weight, keep), torch.tensor(sizes))
     torch.testing.assert_close(top_share(weight, keep), torch.tensor(tops))
     assert top_share(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]), 0.5).tolist() == [0.75]
+    assert effective_sample_size(torch.tensor([[3.0, 9.0]]), torch.tensor([[True, False]])).tolist() == [1.0]
 
 
 def test_means_are_over_the_scored_responses():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from oar_plugin.credit.importance import Rows
-from oar_plugin.credit.importance.decision import margin_coefficients
-from oar_plugin.credit.importance.fisher import fisher_coefficients
+from oar_plugin.credit.importance.decision import Decision, margin_coefficients
+from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.importance.oar_g import joint_coefficients, kl_coefficients
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
@@ -44,10 +44,14 @@ def logits():
     )
 
 
-def fisher(logits, noisy, shard):
-    """Signs as well: each rank draws those of its own columns."""
-    rows = Rows(logits, None, torch.tensor([11, 12, 13]), vocabulary=shard)
-    return fisher_coefficients(logits, rows.signs(), shard)
+def of_importance(kind):
+    """Its signs as well: `fisher` draws one for each column, those of a rank's own on that rank."""
+
+    def coefficients(logits, noisy, shard):
+        entropy_N = torch.tensor([0.5, 1.0, 0.0])
+        return kind().coefficients(0, Rows(logits, None, torch.tensor([11, 12, 13]), entropy_N, vocabulary=shard))
+
+    return coefficients
 
 
 def softmax_less_the_token(logits, noisy, shard):
@@ -57,7 +61,8 @@ def softmax_less_the_token(logits, noisy, shard):
 @pytest.mark.parametrize(
     ("coefficients", "limits"),
     [
-        (fisher, {}),
+        (of_importance(Fisher), {}),
+        (of_importance(Decision), {}),
         (kl_coefficients, {"rtol": 1e-9, "atol": 1e-12}),
         (lambda logits, noisy, shard: joint_coefficients(logits, TOKENS, shard), {}),
         (softmax_less_the_token, {}),

@@ -64,7 +64,7 @@ def held(run: LiveRun, inside: Path) -> dict[str, float]:
     found["all: CPU, s"] = sum(value for name, value in found.items() if name.endswith("CPU, s"))
     found["all: processes"] = run.processes()
     found["all: shared memory, MB"] = sum(sizes(Path("/dev/shm"))) / 1e6
-    found["all: files in Ray's folder"] = len(sizes(run.ray_directory))
+    found["all: files in Ray's folder"] = len(sizes(run.directory))
     return found
 
 

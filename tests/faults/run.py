@@ -116,9 +116,9 @@ class LiveRun:
         return read_metrics(self.metrics_file)
 
     @property
-    def ray_directory(self) -> Path:
+    def directory(self) -> Path:
         assert self._session is not None
-        return self._session.ray_directory
+        return self._session.directory
 
     def processes(self) -> int:
         return len(self._session.processes()) if self._session is not None else 0

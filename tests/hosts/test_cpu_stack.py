@@ -254,7 +254,7 @@ def assert_nothing_is_left(opened: list[Session]) -> None:
     assert opened
     for one in opened:
         assert one.processes() == []
-        assert not one.ray_directory.exists()
+        assert not one.directory.exists()
 
 
 class TestRunVerl:
@@ -288,6 +288,14 @@ class TestRunVerl:
         assert lines == ["child started", "last"]
         assert Path("log").read_text() == "child started\nlast"
 
+    def test_what_is_temporary_goes_with_it_however_it_ends(self):
+        lines: list[str] = []
+        self.run(
+            "import os, tempfile; print(tempfile.mkdtemp(), flush=True); os.kill(os.getpid(), 9)", on_line=lines.append
+        )
+        assert not Path(lines[1]).exists()
+        assert Path(lines[1]).parent.name.startswith("oar-")
+
     def test_starts_again_when_ray_did_not_start(self):
         code = (
             "import pathlib; first = not pathlib.Path('seen').exists(); pathlib.Path('seen').touch()\n"
@@ -320,7 +328,7 @@ class TestRunVerl:
             neighbour = subprocess.Popen([sys.executable, "-c", SLEEP], env=environment)
             self.run("pass")
             assert_nothing_is_left(self.opened)
-            assert len(str(other.ray_directory)) < 45, "room for the sockets of Ray"
+            assert len(str(other.directory)) < 45, "room for the sockets of Ray"
             assert neighbour.poll() is None
         assert neighbour.wait(PROCESS_S) != 0
 

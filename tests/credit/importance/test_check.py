@@ -49,6 +49,10 @@ class Empty(Importance):
     name = help = "nothing"
 
 
+class Nameless(Importance):
+    help = "has no attribute of that name"
+
+
 def own(*said, base=Saliency, **attributes):
     """A class that is `base` but for some attributes, and what is said of it; nothing where it can be used."""
     return pytest.param(type("Own", (base,), attributes), said, id=", ".join([base.__name__, *attributes]))
@@ -76,6 +80,7 @@ LOG_PROB = frozenset({"log_prob"})
         own("Own() failed", "size", __init__=lambda self, size: None),
         own("it has no name", name=""),
         own("it has no help", help=""),
+        own("it has no name", base=Nameless),
         own("no method coefficients", "no method score", base=Empty, backwards=(Backward(),)),
         own("no method score", base=Empty, backwards=(Backward(),), coefficients=Saliency.coefficients),
         own("2 backwards and no method combine", backwards=(Backward("answer"), Backward("reasoning"))),
@@ -102,6 +107,9 @@ LOG_PROB = frozenset({"log_prob"})
         # What is no reasoning is not read, and what `combine` is given may have a sign.
         own(combine=lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL),
         own(score=signed, combine=lambda self, parts: parts.score_KBL[0].abs()),
+        own(score=lambda self, gradient, embedding: gradient.sum(-1).clamp_min(0)),
+        # Copies are chosen by what `combine` makes of a gradient.
+        own(NOT_4, copies=Copies(by_gradient=True), combine=lambda self, parts: parts.score_KBL),
     ],
 )
 def test_what_an_importance_lacks(kind, said):

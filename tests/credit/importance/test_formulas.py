@@ -26,6 +26,12 @@ def test_fisher_coefficients_are_a_root_of_the_fisher_matrix_and_the_expected_sc
     torch.testing.assert_close(score_N.mean(), (weight_VH.T @ fisher_VV @ weight_VH).trace(), rtol=1e-4, atol=0)
 
 
+def test_every_row_is_its_own_distribution():
+    logits, sign_NV = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64).sign()
+    alone = [fisher_coefficients(logits[row : row + 1], sign_NV[row : row + 1]) for row in range(4)]
+    torch.testing.assert_close(fisher_coefficients(logits, sign_NV), torch.cat(alone))
+
+
 # ---- oar_g
 
 

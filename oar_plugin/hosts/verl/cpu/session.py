@@ -9,6 +9,7 @@ Two runs side by side do not meet: each has an own Ray cluster on free ports, an
 the weights (see ``vllm_worker.py``).
 """
 
+import getpass
 import logging
 import os
 import secrets
@@ -45,7 +46,7 @@ RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 class Session:
-    """The processes and files of one run, found by its tag."""
+    """The processes and files of one run, found by its tag and in its directory."""
 
     def __init__(self) -> None:
         self.tag = uuid.uuid4().hex[:12]
@@ -53,14 +54,24 @@ class Session:
         parent = tempfile.gettempdir()
         if len(parent) >= LONGEST_RAY_DIRECTORY - 12:
             parent = "/tmp"  # noqa: S108  mkdtemp makes a name that nobody has, for this user alone
-        self.ray_directory = Path(tempfile.mkdtemp(prefix="oar-", dir=parent))
+        self.directory = Path(tempfile.mkdtemp(prefix="oar-", dir=parent))
 
     def environment(self) -> dict[str, str]:
-        """What marks a process as one of this session, and gives Ray its directory.
+        """What marks a process as one of this session, and where Ray and everybody else put what is temporary.
 
-        Ray's cluster asks for a token. Given one here, it does not leave one in the user's home directory.
+        Ray's cluster asks for a token. Given one here, it does not leave one in the user's home directory. What torch compiled
+        stays, for the next run.
         """
-        return {SESSION_VARIABLE: self.tag, "RAY_TMPDIR": str(self.ray_directory), "RAY_AUTH_TOKEN": self._token}
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        return {
+            SESSION_VARIABLE: self.tag,
+            "RAY_TMPDIR": str(self.directory),
+            # Processes that are killed, as Ray's are at the end of every run, do not remove their own: sockets of vLLM's,
+            # locks of verl's, folders of wandb's.
+            "TMPDIR": str(self.directory),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
+            "RAY_AUTH_TOKEN": self._token,
+        }
 
     def processes(self) -> list[psutil.Process]:
         """Every living process with the tag in its environment, except this one."""
@@ -94,7 +105,7 @@ class Session:
                         if not (spare_trackers and any(RESOURCE_TRACKER in word for word in process.cmdline())):
                             process.kill()
                 time.sleep(0.1)
-        shutil.rmtree(self.ray_directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
         for socket in Path("/tmp").glob(f"rl-colocate-zmq-*-{self.tag}.sock"):  # noqa: S108  where verl makes them
             socket.unlink(missing_ok=True)
 
