@@ -1,7 +1,7 @@
 """Every fault that is tried in a whole run, and what is expected of it. Expectations were written down before the first try.
 
-A fault waits for its moment by facts: `generating` is right behind the second step's metrics, when the next responses are being
-written; `updating` is right behind the third step's dump, when their advantages are known and the actor's update is running.
+A fault waits for its moment by facts: `generating` is right behind a step's metrics, when the next responses are being written;
+`updating` is right behind a step's dump, when their advantages are known and the actor's update is running.
 """
 
 import os
@@ -23,8 +23,15 @@ from tests.faults.run import LiveRun
 Outcome = Literal["ends", "goes on", "waits for ever"]
 Fault = Callable[[LiveRun], None]
 
-NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", "oar/scored", "oar/ess_ratio")
-"""Metrics that are compared between runs, bit for bit."""
+
+def none(run: LiveRun) -> None:
+    """The run has brought it along: its first step is under way."""
+    while "Training Progress" not in run.log() and not run.ended():
+        time.sleep(0.2)
+
+
+def _nothing(folder: Path) -> AbstractContextManager[dict[str, str]]:
+    return nullcontext({})
 
 
 @dataclass(frozen=True)
@@ -32,34 +39,46 @@ class Case:
     """A fault.
 
     Attributes:
-        expected: `ends` with an error, and goes on from its last checkpoint when it is started again; `goes on` to its last
-            step; `waits for ever`: the host has no limit of time there.
+        expected: `ends` with an error, and goes on from its last checkpoint when it is started again; `goes on`; `waits for
+            ever`: the host has no limit of time there.
         fault: what is done to the run that is under way.
+        repair: what is done before it is started again.
         overrides: of the run that suffers it, and of no other.
         around: a context around both runs, from the folder; what it gives are variables of the first one's environment.
         same: whether all steps, those after a new start included, have the numbers of a run that nothing happened to.
         metric: is above 0 in some step.
         says: a part of the log.
+        lasts: what was done stays in the folder.
     """
 
     expected: Outcome
-    fault: Fault = lambda run: None
+    fault: Fault = none
+    repair: Fault = lambda run: None
     overrides: tuple[str, ...] = ()
-    around: Callable[[Path], AbstractContextManager[dict[str, str]]] = lambda folder: nullcontext({})
+    around: Callable[[Path], AbstractContextManager[dict[str, str]]] = _nothing
     same: bool = True
     metric: str = ""
     says: str = ""
+    lasts: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """In a run of its own, from the first step on."""
+        return bool(self.overrides) or self.around is not _nothing or self.lasts
 
 
 # ---- when
 
 
 def generating(run: LiveRun) -> None:
-    run.wait_for(lambda: len(run.steps()) >= 2)
+    done = len(run.steps())
+    run.wait_for(lambda: len(run.steps()) > done)
 
 
 def updating(run: LiveRun) -> None:
-    run.wait_for(lambda: (run.folder / "dump" / "step_000003.jsonl").exists())
+    run.wait_for(run.steps)
+    number = run.steps()[-1]["step"] + 2
+    run.wait_for(lambda: (run.folder / "dump" / f"step_{number:06d}.jsonl").exists())
 
 
 # ---- what
@@ -109,7 +128,7 @@ def no_more_files(kind: str, when: Fault) -> Fault:
 
 def dumps_have_no_room(run: LiveRun) -> None:
     """A file lies where their folder was."""
-    run.wait_for(lambda: len(run.steps()) >= 1)
+    generating(run)
     folder = run.folder / "dump"
     shutil.rmtree(folder)
     folder.touch()
@@ -163,18 +182,17 @@ def own_disk(name: str) -> Callable[[Path], AbstractContextManager[dict[str, str
 
 
 def disk_is_full(name: str) -> Fault:
-    """Until the run's end."""
-
     def fault(run: LiveRun) -> None:
         generating(run)
-        filler = run.folder / name / "filler"
-        with suppress(OSError), filler.open("wb", buffering=0) as file:
+        with suppress(OSError), (run.folder / name / "filler").open("wb", buffering=0) as file:
             while file.write(b"0" * 65536):
                 pass
-        run.wait_to_end()
-        filler.unlink()
 
     return fault
+
+
+def disk_has_room(run: LiveRun) -> None:
+    (run.folder / "checkpoints" / "filler").unlink()
 
 
 @contextmanager
@@ -251,10 +269,14 @@ CASES: dict[str, Case] = {
     "SIGTERM: driver": Case("ends", signalled("driver", signal.SIGTERM, generating)),
     "no file may grow: actor": Case("ends", no_more_files("actor", generating), says="File too large"),
     "full disk of checkpoints": Case(
-        "ends", disk_is_full("checkpoints"), around=own_disk("checkpoints"), says="No space left"
+        "ends",
+        disk_is_full("checkpoints"),
+        repair=disk_has_room,
+        around=own_disk("checkpoints"),
+        says="No space left",
     ),
     "full disk of dumps": Case("goes on", disk_is_full("dump"), around=own_disk("dump"), metric="oar/dump_failed"),
-    "dumps' folder is gone": Case("goes on", dumps_have_no_room, metric="oar/dump_failed"),
+    "dumps' folder is gone": Case("goes on", dumps_have_no_room, lasts=True, metric="oar/dump_failed"),
     "no file may grow: trainer": Case("ends", no_more_files("trainer", generating)),
     "out of memory: importance pass": Case(
         "goes on", overrides=_own("OutOfMemory"), same=False, metric="oar/fallback/out_of_memory"

@@ -1,14 +1,16 @@
-"""Faults on whole runs: each of `cases.py` is a run of four steps, and a second one where the first ended.
+"""Faults on whole runs, those of `cases.py`. A run that ends is started again by the same command, and suffers the next one.
 
-Two to three minutes a fault with two cores: `python -m pytest tests/faults -m nightly`, `-k` for some of them, `--lf` for those
-that failed. With OAR_FAULTS_SEEN=FILE what was seen is added to that file, a line a fault, from which `python -m
-tests.faults.table` makes the page of docs/.
+An hour or two with two cores: `python -m pytest tests/faults -m nightly`, `-k` for some of them, `--lf` for those that failed.
+With OAR_FAULTS_SEEN=FILE what was seen is added to that file, a line a fault, from which `python -m tests.faults.table` makes
+the page of docs/.
 """
 
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,77 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from recipes.smoke import make_assets
-from tests.faults.cases import CASES, NUMBERS, Case
+from tests.faults.cases import CASES, Case, Outcome
 from tests.faults.run import LIMIT_S, LiveRun
 from tests.faults.seeded import seeded
 
+NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy", "oar/scored", "oar/ess_ratio")
+"""Metrics that are compared between runs, bit for bit."""
+
+STEPS = 200
+"""Of a run that nobody ends; with sixty faults a chain of runs gets to about 150."""
+SIZES = (
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=1",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "algorithm.oar.dump.every=1",
+)
+GOES_ON_FOR = 2
+"""Steps behind a fault."""
 PATIENCE_S = 240.0
 """A run without a new step for so long after a fault, and without an end, waits for ever."""
-STEPS = 4
-FOUR_STEPS = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1")
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORES = "sem.mp-"
 """Python's, 32 bytes each. They stay behind a run that nothing happens to as well: Ray ends a worker's children with it, and
 with them the process that would remove them."""
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob("*") if not path.name.startswith(SEMAPHORES)}
+
+
+def numbers(run: LiveRun) -> dict[int, list[Any]]:
+    return {step["step"]: [step.get(name) for name in NUMBERS] for step in run.steps()}
+
+
+@dataclass
+class Chain:
+    """Runs of one folder, each going on where the one before ended."""
+
+    folder: Path
+    assets: Path
+    run: LiveRun | None = None
+    started: int = 0
+    before: set[str] = field(default_factory=shared_memory)
+
+    def start(self, overrides: tuple[str, ...] = (), environment: dict[str, str] | None = None) -> LiveRun:
+        self.started += 1
+        self.run = LiveRun(
+            self.folder,
+            self.assets,
+            (*SIZES, *seeded(self.folder), *overrides),
+            name=f"run{self.started}",
+            environment=environment or {},
+            limit_s=6 * LIMIT_S,
+        )
+        return self.run.__enter__()
+
+    def live(self) -> LiveRun:
+        """A run with a step of its own behind it. AssertionError where there can be none."""
+        if self.run is None:
+            self.start()
+        try:
+            self.run.wait_for(self.run.steps)
+        except (AssertionError, TimeoutError):
+            self.end()
+            raise
+        return self.run
+
+    def end(self) -> None:
+        if self.run is not None:
+            self.run.__exit__(None, None, None)
+        self.run = None
 
 
 @dataclass
@@ -39,87 +100,100 @@ class Tried:
     Attributes:
         outcome: as `Case.expected`.
         left: processes that outlived the driver.
-        shared_memory: files that are left there, but for `SEMAPHORES`.
-        again: exit status of the run that was started behind one that ended; None where there was none.
+        shared_memory: files that are left there.
+        again: what was wrong with the run that was started behind one that ended; empty where nothing was.
         steps: of each step of both runs, the numbers that are compared.
-        metrics: the highest value of each of OAR's counters.
+        metrics: OAR's counters that were above 0, their highest value.
         error: the last line of the log that tells of one.
     """
 
-    outcome: str
-    left: list[str]
-    shared_memory: list[str]
-    again: int | None
-    steps: dict[int, list[Any]]
-    metrics: dict[str, float]
-    error: str
-    log: str
-
-
-def numbers(run: LiveRun) -> dict[int, list[Any]]:
-    return {step["step"]: [step.get(name) for name in NUMBERS] for step in run.steps()}
+    outcome: Outcome
+    left: list[str] = field(default_factory=list)
+    shared_memory: list[str] = field(default_factory=list)
+    again: str = ""
+    steps: dict[int, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    log: str = ""
 
 
 @pytest.fixture(scope="module")
-def assets(tmp_path_factory):
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     make_assets(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def undisturbed(assets, tmp_path_factory):
+def chain(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
+    started = Chain(tmp_path_factory.mktemp("chain"), assets)
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """The numbers of a run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with LiveRun(folder, assets, (*FOUR_STEPS, *seeded(folder))) as run:
+    alone = Chain(tmp_path_factory.mktemp("undisturbed"), assets)
+    try:
+        run = alone.start()
         run.wait_to_end()
         assert run.status() == 0, run.log()[-4000:]
         return numbers(run)
+    finally:
+        alone.end()
 
 
-def tried(case: Case, folder: Path, assets: Path) -> Tried:
-    before = {*SHARED_MEMORY.glob("*")}
-    overrides = (*FOUR_STEPS, *seeded(folder))
-    with case.around(folder) as environment:
-        with LiveRun(folder, assets, (*overrides, *case.overrides), environment=environment) as run:
-            case.fault(run)
+def outcome_of(run: LiveRun, steps: int) -> Outcome:
+    """When it has so many steps, has ended, or has done nothing for too long."""
+    seen, changed = len(run.steps()), time.monotonic()
+    while not run.ended():
+        if len(run.steps()) >= steps:
+            return "goes on"
+        if len(run.steps()) > seen:
             seen, changed = len(run.steps()), time.monotonic()
-            while not run.ended() and time.monotonic() - changed < PATIENCE_S:
-                time.sleep(0.2)
-                if len(run.steps()) > seen:
-                    seen, changed = len(run.steps()), time.monotonic()
-            waits = not run.ended()
-        steps, found, again = run.steps(), numbers(run), None
-        outcome = "waits for ever" if waits else "goes on" if run.status() == 0 else "ends"
-        if outcome != "goes on":
-            with LiveRun(folder, assets, overrides, name="second") as second:
-                second.wait_to_end()
-                again, found = second.status(), found | numbers(second)
-    counters = {
-        name for step in steps for name in step if name.startswith("oar/") and ("fallback" in name or "failed" in name)
-    }
-    errors = [line for line in run.log().splitlines() if "Error" in line and "Warning" not in line]
-    return Tried(
-        outcome,
-        run.left,
-        sorted(path.name for path in {*SHARED_MEMORY.glob("*")} - before if not path.name.startswith(SEMAPHORES)),
-        again,
-        found,
-        {name: max(step.get(name, 0.0) for step in steps) for name in counters},
-        errors[-1][-300:] if errors else "",
-        run.log(),
-    )
+        if time.monotonic() - changed > PATIENCE_S:
+            return "waits for ever"
+        time.sleep(0.2)
+    return "goes on" if run.status() == 0 else "ends"
 
 
-def deviations(case: Case, seen: Tried, undisturbed: dict[int, list[Any]]) -> list[str]:
+def tried(case: Case, chain: Chain, around: AbstractContextManager[dict[str, str]]) -> Tried:
+    with around as environment:
+        run = chain.start(case.overrides, environment) if case.alone else chain.live()
+        case.fault(run)
+        steps = max(4, len(run.steps()) + GOES_ON_FOR) if case.alone else len(run.steps()) + GOES_ON_FOR
+        seen = Tried(outcome_of(run, steps))
+        seen.steps, seen.log = numbers(run), run.log()
+        if seen.outcome != "goes on":
+            chain.end()
+            seen.left, seen.shared_memory = run.left, sorted(shared_memory() - chain.before)
+            seen.log = run.log()
+            case.repair(run)
+            try:
+                seen.steps |= numbers(chain.live())
+            except (AssertionError, TimeoutError) as error:
+                seen.again = str(error)
+        elif case.alone:
+            chain.end()
+    for step in run.steps():
+        for name, value in step.items():
+            if name.startswith("oar/") and ("fallback" in name or "failed" in name) and value > 0:
+                seen.metrics[name] = max(value, seen.metrics.get(name, 0.0))
+    errors = [line for line in seen.log.splitlines() if "Error" in line and "Warning" not in line]
+    seen.error = errors[-1][-300:] if errors and seen.outcome == "ends" else ""
+    return seen
+
+
+def deviations(case: Case, seen: Tried, same: bool) -> list[str]:
     """What is not as expected."""
     found = []
     if seen.outcome != case.expected:
-        found.append(f"{seen.outcome}, expected: {case.expected} ({seen.error})")
-    if seen.again not in (None, 0):
-        found.append(f"started again it ended with {seen.again}")
-    if case.same and seen.steps != undisturbed:
-        found.append(f"other numbers than without the fault: {seen.steps} {undisturbed}")
+        found.append(f"{seen.outcome}, expected: {case.expected} ({seen.log[-2000:]})")
+    if seen.again:
+        found.append(f"could not be started again: {seen.again}")
+    if case.same and not same:
+        found.append("other numbers than without the fault")
     if case.metric and not seen.metrics.get(case.metric, 0.0) > 0:
         found.append(f"{case.metric} counts nothing")
     if case.says and case.says not in seen.log:
@@ -135,12 +209,21 @@ def deviations(case: Case, seen: Tried, undisturbed: dict[int, list[Any]]) -> li
 @pytest.mark.nightly
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_does_what_is_expected_of_it(name, assets, undisturbed, tmp_path):
-    seen = tried(CASES[name], tmp_path, assets)
-    found = deviations(CASES[name], seen, undisturbed)
+def test_a_fault_does_what_is_expected_of_it(name, assets, undisturbed, chain, tmp_path):
+    case = CASES[name]
+    of_case = Chain(tmp_path, assets) if case.alone else chain
+    try:
+        seen = tried(case, of_case, case.around(tmp_path))
+    finally:
+        if case.alone:
+            of_case.end()
+    same = all(undisturbed[step] == here for step, here in seen.steps.items())
+    found = deviations(case, seen, same)
+    if seen.outcome != case.expected or not same:
+        of_case.end()  # the next fault gets a run of its own
     if file := os.environ.get("OAR_FAULTS_SEEN"):
         told = {key: value for key, value in asdict(seen).items() if key not in ("steps", "log")}
-        same = seen.steps == undisturbed
+        steps = sorted(seen.steps)
         with open(file, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"name": name, **told, "same": same, "deviations": found}) + "\n")
+            lines.write(json.dumps({"name": name, **told, "steps": steps, "same": same, "deviations": found}) + "\n")
     assert found == []
