@@ -1,5 +1,6 @@
 """Finding the final answer in a response's text and sorting its tokens into segments."""
 
+import functools
 import re
 import time
 
@@ -46,7 +47,7 @@ CASES = {
     },
     "hash": {
         "to the end of the line": ["6 * 7 = 42\n«#### |42»", "«#### |42»\nMore text", "«####|42»", "#### 1\n«#### |2»"],
-        "decoration": ["«#### $|18».", "«#### **|18»**", r"«#### |\$18»"],
+        "decoration": ["«#### $|18».", "«#### **|18»**", r"«#### |\$18»", r"«#### |18\$»."],
         "none": ["#### \nnothing", "##### 5", "### 5"],
     },
     "answer_tag": {
@@ -58,12 +59,28 @@ CASES = {
     "the_answer_is": {
         "to the full stop": ["So «the answer is |42».", "«The answer is |.5».", "«The answer is |3.14». Done."],
         "of the line": ["«Answer: |B»\nExplanation: it is A.", "答案 «Answer: |五»。然后"],
-        "of what it stands in": ["<b>«The answer is |5»</b> ok", r"\text{«The answer is |{5}»} ok"],
+        "of what it stands in": [
+            "«The answer is |5». } ok",
+            "<b>«The answer is |5»</b> ok",
+            r"\text{«The answer is |{5}»} ok",
+        ],
         "ways to write it": ["«THE ANSWER IS |42»", "«**The answer is**: |42»", "«**Final Answer:** |5»."],
         "decoration": ["«The answer is $|\\frac{1}{2}»$. Done", "«The answer is: **|42»**."],
-        "mathematics": [r"«The final answer is \(|x = 5»\).", "«The answer is:\n\n\\[\n|5»\n\\]\n"],
+        "mathematics": [
+            r"«The answer is \[|X»\].",
+            r"«The final answer is \(|x = 5»\).",
+            "«The answer is:\n\n\\[\n|5»\n\\]\n",
+        ],
         "the last one": ["The answer is 1. No, «the answer is |2»."],
-        "none": ["The answer isn't known", "The answer is.", "The answer is " + 600 * "not so "],
+        "the last that is complete": [
+            "unanswer: 5\n«Answer: |6»",
+            "The answer is " + 600 * "not so " + "«the answer is |5».",
+        ],
+        "none": [
+            "The answer isn't known",
+            "The answer is.",
+            *("The answer is " + 600 * "not so " + end for end in ("", ".")),
+        ],
         "another word": ["my answers: 5", "unanswer: 5"],
     },
     NAMES: {
@@ -133,6 +150,15 @@ def test_a_faulty_users_function_is_named(text, fault):
     for finder in (make_finder([OWN]), make_finder([OWN, "boxed"]), users_own):
         with pytest.raises(SearchFailed, match=f"users_own {fault}"):
             segment_tokens([text[:2].encode(), text[2:].encode()], finder)
+
+
+def test_a_finder_without_a_name_of_its_own_is_named_by_its_class():
+    with pytest.raises(SearchFailed, match="answer finder partial raised KeyError"):
+        segment_tokens([b"a"], functools.partial(users_own))
+
+
+def test_an_answer_that_the_policy_did_not_write_is_none():
+    assert segment_tokens([b"say ", b"5"], lambda text: (4, 5), own=[True, False]) is None
 
 
 ENDLESS = [  # expressions, and texts on which they try everything

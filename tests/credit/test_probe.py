@@ -28,6 +28,22 @@ def test_rows_stand_one_before_the_answer_and_never_in_another_response(probe, p
     assert rows.share_N.tolist() == shares
 
 
+@pytest.mark.parametrize(
+    ("answer", "response", "positions", "ordinals"),
+    [
+        ([1, 1, 1], [0, 0, 0], [0, 1], [0, 1]),
+        ([0, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1], [0, 3, 4, 5], [0, 0, 1, 2]),
+        ([0, 1, 0, 1], [0, 0, 1, 1], [0, 2], [0, 0]),
+    ],
+    ids=["the first of the batch has none", "of three and one", "the second of their sequences"],
+)
+def test_the_first_rows_of_a_batch_and_of_a_sequence(answer, response, positions, ordinals):
+    at = torch.tensor(response)
+    rows = answer_rows(torch.tensor(answer).bool(), at, torch.zeros_like(at), 2, "answer_mean")
+    assert rows.position_N.tolist() == positions
+    assert rows.ordinal_N.tolist() == ordinals
+
+
 def test_pooling_is_the_mean_per_response_and_adds_up_over_shards():
     rows, logits = answer_rows(ANSWER, RESPONSE, TOKENS, 3, "answer_mean"), torch.randn(3, 7)
     whole = pool(logits, rows)

@@ -46,6 +46,10 @@ def test_oar_g_coefficients_are_derivatives():
     noisy = noisy.detach()
     torch.testing.assert_close(joint_coefficients(noisy, token), joint)
     torch.testing.assert_close(kl_coefficients(clean, noisy), kl)
+    half = noisy.bfloat16()
+    assert torch.equal(joint_coefficients(half, token), joint_coefficients(half.float(), token)), (
+        "never in half precision"
+    )
     pooled = Rows(noisy, None, torch.arange(2), clean_NV=clean, sigma=1e-2)
     torch.testing.assert_close(OarG().coefficients(0, pooled), kl / 1e-2)
     torch.testing.assert_close(OarG().coefficients(0, Rows(noisy, token, torch.arange(2), sigma=1e-2)), joint / 1e-2)
