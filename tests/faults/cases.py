@@ -283,6 +283,7 @@ CASES: dict[str, Case] = {
     ),
     "out of memory: actor's update": Case("ends", no_more_memory("actor", updating)),
     "importance of NaN": Case("goes on", overrides=_own("NotFinite"), same=False, metric="oar/fallback/non_finite"),
+    "NaN in all weights": Case("goes on", overrides=("actor_rollout_ref.actor.optim.lr=nan",), same=False),
     "importance raises": Case("ends", overrides=_own("Raises"), says="that fails"),
     "reward raises": Case("ends", overrides=_rewards("raises"), says="a reward that fails"),
     "reward hangs": Case("waits for ever", overrides=_rewards("hangs")),
