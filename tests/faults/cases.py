@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import pytest
 
 from tests.faults.run import LiveRun
@@ -30,10 +31,6 @@ def none(run: LiveRun) -> None:
         time.sleep(0.2)
 
 
-def _nothing(folder: Path) -> AbstractContextManager[dict[str, str]]:
-    return nullcontext({})
-
-
 @dataclass(frozen=True)
 class Case:
     """A fault.
@@ -44,27 +41,22 @@ class Case:
         fault: what is done to the run that is under way.
         repair: what is done before it is started again.
         overrides: of the run that suffers it, and of no other.
-        around: a context around both runs, from the folder; what it gives are variables of the first one's environment.
+        around: a context around both runs, from their folder; what it gives are variables of the first one's environment.
         same: whether all steps, those after a new start included, have the numbers of a run that nothing happened to.
         metric: is above 0 in some step.
         says: a part of the log.
-        lasts: what was done stays in the folder.
+        alone: it gets a run of its own, from the first step on: it brings `overrides`, is `around`, or stays in the folder.
     """
 
     expected: Outcome
     fault: Fault = none
     repair: Fault = lambda run: None
     overrides: tuple[str, ...] = ()
-    around: Callable[[Path], AbstractContextManager[dict[str, str]]] = _nothing
+    around: Callable[[Path], AbstractContextManager[dict[str, str]]] = lambda folder: nullcontext({})
     same: bool = True
     metric: str = ""
     says: str = ""
-    lasts: bool = False
-
-    @property
-    def alone(self) -> bool:
-        """In a run of its own, from the first step on."""
-        return bool(self.overrides) or self.around is not _nothing or self.lasts
+    alone: bool = False
 
 
 # ---- when
@@ -100,7 +92,8 @@ def stopped(kind: str, seconds: float, when: Fault = generating) -> Fault:
         process = run.of(kind)[0]
         process.suspend()
         time.sleep(seconds)
-        process.resume()
+        with suppress(psutil.NoSuchProcess):  # its run has ended, and it with it
+            process.resume()
 
     return fault
 
@@ -134,33 +127,35 @@ def dumps_have_no_room(run: LiveRun) -> None:
     folder.touch()
 
 
-def newest_checkpoint_is_half_written(run: LiveRun) -> None:
-    """A power cut: the driver is gone, and of the newest checkpoint a file has half of its bytes."""
+def _killed(run: LiveRun) -> int:
+    """The driver; the step of the newest checkpoint."""
     signalled("driver", signal.SIGKILL, generating)(run)
     run.wait_to_end()
-    latest = run.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    step = int(latest.read_text(encoding="utf-8"))
-    (weights,) = (run.folder / "checkpoints" / f"global_step_{step}" / "actor").glob("model_world_size_*.pt")
+    return run.checkpointed()
+
+
+def newest_checkpoint_is_half_written(run: LiveRun) -> None:
+    """A power cut: of the newest checkpoint a file has half of its bytes."""
+    (weights,) = (run.folder / "checkpoints" / f"global_step_{_killed(run)}" / "actor").glob("model_world_size_*.pt")
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size // 2)
 
 
-def a_checkpoint_is_under_way(run: LiveRun) -> None:
-    """The driver is gone before the newest checkpoint is whole: its folder is there, and the pointer names the one before."""
-    signalled("driver", signal.SIGKILL, generating)(run)
-    run.wait_to_end()
-    folder = run.folder / "checkpoints"
-    step = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
-    half = folder / f"global_step_{step + 1}" / "actor"
+def the_one_before_is_named(run: LiveRun) -> None:
+    """What a user does when a run cannot begin because of it, as one is that is started now."""
+    with LiveRun(run.folder, run.assets, run.overrides, name="from_a_half") as half:
+        half.wait_to_end()
+    assert half.status() != 0
+    assert not half.steps()
+    assert "failed finding central directory" in half.log()
+    run.tracker.write_text(str(run.checkpointed() - 1), encoding="utf-8")
+
+
+def half_a_checkpoint_lies_there(run: LiveRun) -> None:
+    """The driver was killed before the newest one was whole: its folder is there, and the pointer names the one before."""
+    half = run.folder / "checkpoints" / f"global_step_{_killed(run) + 1}" / "actor"
     half.mkdir(parents=True, exist_ok=True)
     (half / "model_world_size_1_rank_0.pt").write_bytes(b"half")
-
-
-def last_dump_is_half_written(run: LiveRun) -> None:
-    signalled("driver", signal.SIGKILL, generating)(run)
-    run.wait_to_end()
-    last = sorted((run.folder / "dump").glob("*.jsonl"))[-1]
-    last.write_bytes(last.read_bytes()[:-20])
 
 
 def own_disk(name: str) -> Callable[[Path], AbstractContextManager[dict[str, str]]]:
@@ -200,13 +195,21 @@ def clock(folder: Path) -> Iterator[dict[str, str]]:
     """The clock of the run's processes is this machine's and what stands in a file; clocks that only count are left alone."""
     package = Path(pytest.importorskip("libfaketime", reason="pip install libfaketime").__file__).parent
     library = str(package / "vendor" / "libfaketime" / "src" / "libfaketime.so.1")
-    (folder / "clock").write_text("+0", encoding="utf-8")
-    yield {
+    (folder / "clock").write_text("+3600", encoding="utf-8")
+    environment = {
         "LD_PRELOAD": library,
         "FAKETIME_TIMESTAMP_FILE": str(folder / "clock"),
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
+    told = subprocess.run(["date", "+%s"], env=os.environ | environment, check=True, capture_output=True).stdout
+    assert int(told) > time.time() + 3000
+    (folder / "clock").write_text("+0", encoding="utf-8")
+    try:
+        yield environment
+    finally:
+        for name in Path("/dev/shm").glob("*faketime_*"):  # of processes that were killed
+            name.unlink()
 
 
 def clock_steps(by: str) -> Fault:
@@ -263,8 +266,8 @@ CASES: dict[str, Case] = {
     f"stopped for {STOPPED_S:.0f} s in the update: actor": Case("goes on", stopped("actor", STOPPED_S, updating)),
     f"stopped for {LONG_S:.0f} s: raylet": Case("ends", stopped("raylet", LONG_S)),
     f"stopped for {LONG_S:.0f} s: gcs": Case("ends", stopped("gcs", LONG_S)),
-    "clock steps an hour ahead": Case("goes on", clock_steps("+3600"), around=clock),
-    "clock steps an hour back": Case("goes on", clock_steps("-3600"), around=clock),
+    "clock steps an hour ahead": Case("goes on", clock_steps("+3600"), around=clock, alone=True),
+    "clock steps an hour back": Case("goes on", clock_steps("-3600"), around=clock, alone=True),
     "Ctrl-C: driver": Case("ends", signalled("driver", signal.SIGINT, generating)),
     "SIGTERM: driver": Case("ends", signalled("driver", signal.SIGTERM, generating)),
     "no file may grow: actor": Case("ends", no_more_files("actor", generating), says="File too large"),
@@ -273,25 +276,29 @@ CASES: dict[str, Case] = {
         disk_is_full("checkpoints"),
         repair=disk_has_room,
         around=own_disk("checkpoints"),
+        alone=True,
         says="No space left",
     ),
-    "full disk of dumps": Case("goes on", disk_is_full("dump"), around=own_disk("dump"), metric="oar/dump_failed"),
-    "dumps' folder is gone": Case("goes on", dumps_have_no_room, lasts=True, metric="oar/dump_failed"),
+    "full disk of dumps": Case(
+        "goes on", disk_is_full("dump"), around=own_disk("dump"), alone=True, metric="oar/dump_failed"
+    ),
+    "dumps' folder is gone": Case("goes on", dumps_have_no_room, alone=True, metric="oar/dump_failed"),
     "no file may grow: trainer": Case("ends", no_more_files("trainer", generating)),
     "out of memory: importance pass": Case(
-        "goes on", overrides=_own("OutOfMemory"), same=False, metric="oar/fallback/out_of_memory"
+        "goes on", overrides=_own("OutOfMemory"), alone=True, same=False, metric="oar/fallback/out_of_memory"
     ),
     "out of memory: actor's update": Case("ends", no_more_memory("actor", updating)),
-    "importance of NaN": Case("goes on", overrides=_own("NotFinite"), same=False, metric="oar/fallback/non_finite"),
-    "NaN in all weights": Case("goes on", overrides=("actor_rollout_ref.actor.optim.lr=nan",), same=False),
-    "importance raises": Case("ends", overrides=_own("Raises"), says="that fails"),
-    "reward raises": Case("ends", overrides=_rewards("raises"), says="a reward that fails"),
-    "reward hangs": Case("waits for ever", overrides=_rewards("hangs")),
-    "reward of None": Case("ends", overrides=_rewards("nothing")),
-    "reward of text": Case("ends", overrides=_rewards("a_string")),
-    "reward of NaN": Case("goes on", overrides=_rewards("not_a_number"), same=False),
-    "reward of infinity": Case("goes on", overrides=_rewards("infinite"), same=False),
-    "half of the newest checkpoint": Case("ends", newest_checkpoint_is_half_written),
-    "kill -9 while a checkpoint is written": Case("ends", a_checkpoint_is_under_way),
-    "kill -9 while a dump is written": Case("ends", last_dump_is_half_written),
+    "importance of NaN": Case(
+        "goes on", overrides=_own("NotFinite"), alone=True, same=False, metric="oar/fallback/non_finite"
+    ),
+    "NaN in all weights": Case("goes on", overrides=("actor_rollout_ref.actor.optim.lr=nan",), alone=True, same=False),
+    "importance raises": Case("ends", overrides=_own("Raises"), alone=True, says="that fails"),
+    "reward raises": Case("ends", overrides=_rewards("raises"), alone=True, says="a reward that fails"),
+    "reward hangs": Case("waits for ever", overrides=_rewards("hangs"), alone=True),
+    "reward of None": Case("ends", overrides=_rewards("nothing"), alone=True),
+    "reward of text": Case("ends", overrides=_rewards("a_string"), alone=True),
+    "reward of NaN": Case("goes on", overrides=_rewards("not_a_number"), alone=True, same=False),
+    "reward of infinity": Case("goes on", overrides=_rewards("infinite"), alone=True, same=False),
+    "half of the newest checkpoint": Case("ends", newest_checkpoint_is_half_written, repair=the_one_before_is_named),
+    "half a checkpoint behind the newest": Case("ends", half_a_checkpoint_lies_there),
 }

@@ -56,9 +56,11 @@ def held(run: LiveRun, inside: Path) -> dict[str, float]:
                     "threads": process.num_threads(),
                     "CPU, s": times.user + times.system,
                 }
-            with suppress(OSError, IndexError):
-                seen = json.loads((inside / f"{process.pid}.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-                values |= {name: value for name, value in seen.items() if name != "time"}
+            with suppress(OSError, ValueError):
+                *_, line, _ = (inside / f"{process.pid}.jsonl").read_text(encoding="utf-8").split("\n")
+                seen = json.loads(line)
+                if time.time() - seen.pop("time") < 4 * watched.EVERY_S:  # it is still looking
+                    values |= seen
             for name, value in values.items():
                 found[f"{kind}: {name}"] = found.get(f"{kind}: {name}", 0) + value
     found["all: CPU, s"] = sum(value for name, value in found.items() if name.endswith("CPU, s"))
@@ -160,9 +162,6 @@ def main() -> int:
                 samples.append({"step": done, **held(run, inside)})
                 lines.write(json.dumps(samples[-1]) + "\n")
                 lines.flush()
-    if run.status() != 0 or run.left:
-        print(f"ended with {run.status()}, left: {run.left}\n{run.log()[-4000:]}", file=sys.stderr)
-        return 1
     found = growths(samples[:-1], run.steps())  # the last one may have seen the run's end
     report = {
         "steps": len(run.steps()),
@@ -177,7 +176,9 @@ def main() -> int:
         style = "bold red" if one.grows else None
         table.add_row(one.name, f"{one.mean:.4g}", f"{one.by:+.3g}", f"{one.low:+.3g} to {one.high:+.3g}", style=style)
     Console().print(table)
-    return int(any(one.grows for one in found))
+    if run.status() != 0 or run.left:
+        print(f"ended with {run.status()}, left: {run.left}\n{run.log()[-4000:]}", file=sys.stderr)
+    return int(run.status() != 0 or bool(run.left) or any(one.grows for one in found))
 
 
 if __name__ == "__main__":

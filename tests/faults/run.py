@@ -111,6 +111,14 @@ class LiveRun:
     def log(self) -> str:
         return self.log_file.read_text(encoding="utf-8", errors="replace") if self.log_file.exists() else ""
 
+    @property
+    def tracker(self) -> Path:
+        return self.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+
+    def checkpointed(self) -> int:
+        """The step of the last checkpoint that is whole, 0 for none."""
+        return int(self.tracker.read_text(encoding="utf-8")) if self.tracker.exists() else 0
+
     def steps(self) -> list[dict[str, Any]]:
         """Metrics of the steps that are done."""
         return read_metrics(self.metrics_file)

@@ -108,14 +108,15 @@ class TwoNodes(OnACluster):
         self._read()
 
 
-CABLE = "oar0"  # both of its ends
+CABLE = f"oar{os.getpid()}"  # both of its ends
 HERE, THERE = "10.213.77.1", "10.213.77.2"
+NOBODY = "02:00:00:00:00:01"
 
 
 @contextmanager
 def another_network() -> Iterator[str]:
     """The name of a network namespace, with a cable to it."""
-    name = f"oar{os.getpid()}"
+    name = CABLE
     try:
         for command in (
             f"ip netns add {name}",
@@ -134,7 +135,10 @@ def another_network() -> Iterator[str]:
 
 class TwoNetworks(OnACluster):
     def __init__(self, folder: Path, environment: dict[str, str], network: str) -> None:
-        every_address = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "GLOO_SOCKET_IFNAME": CABLE}
+        every_address = {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+            "GLOO_SOCKET_IFNAME": CABLE,
+        }  # not the loopback alone
         super().__init__(folder, environment | every_address)
         with socket.create_server((HERE, 0)) as free:
             port = free.getsockname()[1]
@@ -161,9 +165,15 @@ class TwoNetworks(OnACluster):
             time.sleep(0.2)
 
     def cut(self, seconds: float) -> None:
-        subprocess.run(f"ip link set {CABLE} down".split(), check=True)
+        """What is sent goes to nobody, and nobody is told."""
+        ends = {THERE: "ip", HERE: f"ip -n {self._network}"}
+        for other, ip in ends.items():
+            subprocess.run(
+                f"{ip} neighbour replace {other} lladdr {NOBODY} nud permanent dev {CABLE}".split(), check=True
+            )
         time.sleep(seconds)
-        subprocess.run(f"ip link set {CABLE} up".split(), check=True)
+        for other, ip in ends.items():
+            subprocess.run(f"{ip} neighbour delete {other} dev {CABLE}".split(), check=True)
 
 
 def checkpointed(folder: Path) -> int:

@@ -9,7 +9,6 @@ Two runs side by side do not meet: each has an own Ray cluster on free ports, an
 the weights (see ``vllm_worker.py``).
 """
 
-import getpass
 import logging
 import os
 import secrets
@@ -62,7 +61,7 @@ class Session:
         Ray's cluster asks for a token. Given one here, it does not leave one in the user's home directory. What torch compiled
         stays, for the next run.
         """
-        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         return {
             SESSION_VARIABLE: self.tag,
             "RAY_TMPDIR": str(self.directory),
