@@ -60,7 +60,7 @@ CASES = {
         "to the full stop": ["So «the answer is |42».", "«The answer is |.5».", "«The answer is |3.14». Done."],
         "of the line": ["«Answer: |B»\nExplanation: it is A.", "答案 «Answer: |五»。然后"],
         "of what it stands in": [
-            "«The answer is |5». } ok",
+            "«The answer is |5». Or } ok",
             "<b>«The answer is |5»</b> ok",
             r"\text{«The answer is |{5}»} ok",
         ],

@@ -48,6 +48,8 @@ def test_pooling_is_the_mean_per_response_and_adds_up_over_shards():
     rows, logits = answer_rows(ANSWER, RESPONSE, TOKENS, 3, "answer_mean"), torch.randn(3, 7)
     whole = pool(logits, rows)
     torch.testing.assert_close(whole, torch.stack([logits[:2].mean(0), logits[2], torch.zeros(7)]))
+    half = logits.bfloat16()
+    assert torch.equal(pool(half, rows), pool(half.float(), rows)), "never in half precision"
     keep = torch.tensor([True, False, True])
     torch.testing.assert_close(pool(logits[keep], rows.select(keep)) + pool(logits[~keep], rows.select(~keep)), whole)
     none = answer_rows(torch.zeros_like(ANSWER), RESPONSE, TOKENS, 3, "last")

@@ -33,7 +33,7 @@ def _has(kind: type[Importance], method: str) -> bool:
 
 
 def _missing(kind: type[Importance]) -> Iterator[str]:
-    yield from (f"it has no {name}" for name in ("name", "help") if not getattr(kind, name, ""))
+    yield from (f"it has no {name}" for name in ("name", "help") if not getattr(kind, name))
     starts, readings, count = get_args(get_type_hints(Backward)["rows"]), get_args(Reading), len(kind.backwards)
     for backward in kind.backwards:
         if backward.rows not in starts:
