@@ -63,7 +63,6 @@ def held(run: LiveRun, inside: Path) -> dict[str, float]:
                     values |= seen
             for name, value in values.items():
                 found[f"{kind}: {name}"] = found.get(f"{kind}: {name}", 0) + value
-    found["all: CPU, s"] = sum(value for name, value in found.items() if name.endswith("CPU, s"))
     found["all: processes"] = run.processes()
     found["all: shared memory, MB"] = sum(sizes(Path("/dev/shm"))) / 1e6
     found["all: files in Ray's folder"] = len(sizes(run.directory))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.cases import CASES
+from tests.faults.long_run import GROWS, SETTLES, Growth
 
 HERE = Path(__file__).parent
 SEEN = HERE / "seen.jsonl"
@@ -83,8 +84,49 @@ def message(line: str) -> str:
     return line.replace("|", "/").replace("`", "'").strip()[:120]
 
 
+LONG = """
+## A long run
+
+{steps} steps with OAR-P on the rollout engines, dumps every tenth step, {scored} of the steps with a scored response, {copies}
+masked copies; and {grpo} steps with GRPO as the control. Both on a machine that did other work. What a straight line through
+each number rises in 1,000 steps, behind the first tenth of them, with its 95 % interval. All that was sampled (memory, open
+files and threads of each process, hooks, modules, tensors, objects and references to Ray's objects, shared memory, processes,
+seconds of CPU a step): [OAR](../tests/faults/long_oar.json), [GRPO](../tests/faults/long_grpo.json), by `python -m
+tests.faults.long_run`. This table has the memory, and whatever rises for sure by more than {grows:.0f} % of its mean in one run.
+
+| | mean | OAR, a rise in 1,000 steps | GRPO |
+|---|---|---|---|
+"""
+
+
+def long_run() -> str:
+    """The two runs side by side."""
+    told = {
+        variant: json.loads((HERE / f"long_{variant}.json").read_text(encoding="utf-8")) for variant in ("oar", "grpo")
+    }
+    runs = {
+        variant: ({one["name"]: Growth(**one) for one in report["growths"]}, 1000 / ((1 - SETTLES) * report["steps"]))
+        for variant, report in told.items()
+    }
+    rows = ""
+    for name, one in runs["oar"][0].items():
+        both = [(runs[variant][0].get(name), runs[variant][1]) for variant in ("oar", "grpo")]
+        if "memory, MB" in name or any(growth is not None and growth.grows for growth, _ in both):
+            shown = [f"{g.by * by:+.3g} ({g.low * by:+.3g} to {g.high * by:+.3g})" if g else "" for g, by in both]
+            rows += f"| {name} | {one.mean:.3g} | {' | '.join(shown)} |\n"
+    oar, grpo = told["oar"], told["grpo"]
+    head = LONG.format(
+        steps=oar["steps"],
+        scored=oar["steps with a scored response"],
+        copies=f"{oar['copies']:,.0f}",
+        grpo=grpo["steps"],
+        grows=100 * GROWS,
+    )
+    return head + rows
+
+
 def page() -> str:
-    return HEAD + "".join(f"| {row(*pair)} |\n" for pair in seen().items()) + FOOT
+    return HEAD + "".join(f"| {row(*pair)} |\n" for pair in seen().items()) + FOOT + long_run()
 
 
 if __name__ == "__main__":
