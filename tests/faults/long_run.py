@@ -10,6 +10,7 @@ quarter of a minute, and `long_run.json` how much each grew behind the first ten
 import argparse
 import itertools
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -138,6 +139,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--variant", choices=("oar", "grpo"), default="oar")
     told = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its run ends with it
     folder, inside = told.out.resolve(), told.out.resolve() / "inside"
     inside.mkdir(parents=True)  # of one run alone
     make_assets(folder)

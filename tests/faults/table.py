@@ -92,7 +92,7 @@ masked copies; and {grpo} steps with GRPO as the control. Both on a machine that
 each number rises in 1,000 steps, behind the first tenth of them, with its 95 % interval. All that was sampled (memory, open
 files and threads of each process, hooks, modules, tensors, objects and references to Ray's objects, shared memory, processes,
 seconds of CPU a step): [OAR](../tests/faults/long_oar.json), [GRPO](../tests/faults/long_grpo.json), by `python -m
-tests.faults.long_run`. This table has the memory, and whatever rises for sure by more than {grows:.0f} % of its mean in one run.
+tests.faults.long_run`. This table has the memory, and whatever rises for sure by over {grows:.0f} % of its mean in one run.
 
 | | mean | OAR, a rise in 1,000 steps | GRPO |
 |---|---|---|---|
