@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
 """Against a run that hangs where it was expected to end or to go on."""
 
-GRACE_S = 20.0
+GRACE_S = 60.0
 """What Ray's daemons may take to end, once the driver is gone."""
 
 KINDS = {
