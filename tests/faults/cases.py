@@ -296,7 +296,7 @@ CASES: dict[str, Case] = {
     "importance of NaN": Case(
         "goes on", overrides=_own("NotFinite"), alone=True, same=False, metric="oar/fallback/non_finite"
     ),
-    "NaN in all weights": Case("goes on", overrides=("actor_rollout_ref.actor.optim.lr=nan",), alone=True, same=False),
+    "NaN in all weights": Case("goes on", overrides=("actor_rollout_ref.actor.optim.lr=1e30",), alone=True, same=False),
     "importance raises": Case("ends", overrides=_own("Raises"), alone=True, says="that fails"),
     "reward raises": Case("ends", overrides=_rewards("raises"), alone=True, says="a reward that fails"),
     "reward hangs": Case("waits for ever", overrides=_rewards("hangs"), alone=True),

@@ -55,7 +55,6 @@ class LiveRun:
     overrides: tuple[str, ...] = ()
     name: str = "first"
     recipe: str = "qwen2_5_7b_math"
-    variant: str = "oar"
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float = LIMIT_S
     left: list[str] = field(default_factory=list)
@@ -76,7 +75,7 @@ class LiveRun:
     def _run(self) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
         arguments = [
-            *entry_point(ROOT / "recipes" / self.recipe, self.variant),
+            *entry_point(ROOT / "recipes" / self.recipe),
             "+cpu_smoke=dp",
             f"trainer.default_local_dir={self.folder}/checkpoints",
             "trainer.test_freq=-1",
