@@ -15,7 +15,6 @@ NAME = "seeded"
 
 def seeded(folder: Path) -> tuple[str, ...]:
     """The overrides of such a run; the file that they name is written to its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     loop, rollout, sampler = folder / "loop.yaml", "actor_rollout_ref.rollout", "trainer.v1.sampler.custom_sampler"
     loop.write_text(f"- name: {NAME}\n  _target_: {__name__}.SeededLoop\n", encoding="utf-8")
     return (

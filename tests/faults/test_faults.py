@@ -61,6 +61,7 @@ class Chain:
 
     def __init__(self, folder: Path, assets: Path) -> None:
         self.folder, self.assets = folder, assets
+        folder.mkdir(parents=True, exist_ok=True)
         self.run: LiveRun | None = None
         self._began, self._stack, self._shared_memory = 0, ExitStack(), shared_memory()
 
