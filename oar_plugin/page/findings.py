@@ -23,6 +23,7 @@ BOUNDS = (
     ("oar/answer_found", 0.8, 1.0, "responses with an answer; does algorithm.oar.answer_patterns fit?"),
     # One token of twenty has all the credit.
     ("oar/ess_ratio", 0.05, 1.0, "few tokens hold all credit; lower beta or raise floor"),
+    ("oar/lost_responses", 0.0, 0.0, "responses that a group lacks; did a reward raise, or an engine die?"),
     ("oar/dump_failed", 0.0, 0.0, "responses that could not be dumped; is the disk full?"),
     ("oar/dashboard_failed", 0.0, 0.0, "a dashboard did not take weights and responses; the run's output says why"),
     # Responses that are cut off have no answer and so no reward: the model then learns to write less, not to be right.

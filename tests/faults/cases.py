@@ -227,13 +227,14 @@ _KILLED: dict[str, Outcome] = {
     "engine core": "ends",
     "rollout server": "ends",
     "load balancer": "ends",
-    "agent loop": "ends",
     "reward loop": "ends",
     "actor": "ends",
     "trainer": "ends",
     "raylet": "ends",
     "gcs": "ends",
     "driver": "ends",
+    # The responses that it was to bring are "running" to verl, which asks nobody.
+    "agent loop": "waits for ever",
     # Spoken to through sockets, by clients without a limit of time.
     "storage": "waits for ever",
     "storage controller": "waits for ever",
@@ -259,7 +260,10 @@ def _own(name: str) -> tuple[str, ...]:
 CASES: dict[str, Case] = {
     **{
         f"kill -9 while responses are written: {kind}": Case(
-            expected, signalled(kind, signal.SIGKILL, generating), same=kind != SOME_RESPONSES_FAIL
+            expected,
+            signalled(kind, signal.SIGKILL, generating),
+            same=kind != SOME_RESPONSES_FAIL,
+            metric="oar/lost_responses" if kind == SOME_RESPONSES_FAIL else "",
         )
         for kind, expected in _KILLED.items()
     },
@@ -298,7 +302,14 @@ CASES: dict[str, Case] = {
     ),
     "NaN in all weights": Case("goes on", overrides=("actor_rollout_ref.actor.optim.lr=1e30",), alone=True, same=False),
     "importance raises": Case("ends", overrides=_own("Raises"), alone=True, says="that fails"),
-    "reward raises": Case("ends", overrides=_rewards("raises"), alone=True, says="a reward that fails"),
+    "reward raises": Case(
+        "goes on",
+        overrides=_rewards("raises"),
+        alone=True,
+        same=False,
+        metric="oar/lost_responses",
+        says="a reward that fails",
+    ),
     "reward hangs": Case("waits for ever", overrides=_rewards("hangs"), alone=True),
     "reward of None": Case("ends", overrides=_rewards("nothing"), alone=True),
     "reward of text": Case("ends", overrides=_rewards("a_string"), alone=True),

@@ -194,7 +194,7 @@ def tried(case: Case, chain: Chain) -> Tried:
                 chain.end()
     for step in run.steps():
         for name, value in step.items():
-            if name.startswith("oar/") and ("fallback" in name or "failed" in name) and value > 0:
+            if name.startswith("oar/") and any(word in name for word in ("fallback", "failed", "lost")) and value > 0:
                 seen.metrics[name] = max(value, seen.metrics.get(name, 0.0))
     errors = [line for line in seen.log.splitlines() if "Error" in line and "Warning" not in line]
     seen.error = errors[-1][-300:] if errors and seen.outcome == "ends" else ""

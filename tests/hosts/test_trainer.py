@@ -255,6 +255,7 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
     if padded:
         monkeypatch.setattr(BASE, "upsample_batch_to_divisible_size", upsampled(one))
     batch = one.trainer._balance_batch(one.batch, one.metrics)
+    assert one.metrics["oar/lost_responses"] == (1 / 8 if padded else 0), "fillers are nobody's responses"
     marked = dict(zip(one.keys, one.needed(), strict=True))
     assert one.needed() == [1, 0, 1, 0, 1, 0, 1, 0]
     places = [one.keys.index(key) for key in batch.keys]

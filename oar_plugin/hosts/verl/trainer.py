@@ -8,7 +8,7 @@ other run goes through this file.
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -82,6 +82,7 @@ class OarTrainerMixin:
     def _balance_batch(self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any) -> Any:
         """verl's own, which also fills up the batch; then its rows are dealt out anew where only some are to be scored."""
         stood = {key: place for place, key in enumerate(batch.keys)}
+        metrics["oar/lost_responses"] = lost_responses(batch.keys, self.config.actor_rollout_ref.rollout.n)
         batch = super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw):
             needed = dict(zip(batch.keys, self._mark_needed_rows(batch, metrics).tolist(), strict=True))
@@ -221,6 +222,16 @@ class OarTrainerMixin:
             yield
         finally:
             self.config.algorithm.adv_estimator = "oar"
+
+
+def lost_responses(keys: Sequence[str], each: int) -> float:
+    """Share of the responses that are not there, of `each` to every prompt; keys are `prompt_response_trajectory`.
+
+    verl 0.9.1 goes on with what a group has when a reward raises or an engine is gone, and says nothing.
+    """
+    responses = {key.rsplit("_", 1)[0] for key in keys}
+    prompts = {response.rsplit("_", 1)[0] for response in responses}
+    return max(0.0, 1 - len(responses) / (each * len(prompts)))
 
 
 def _read(batch: Any, *fields: str) -> TensorDict:
