@@ -84,6 +84,18 @@ def signalled(kind: str, number: int, when: Fault) -> Fault:
     return fault
 
 
+def killed_and_watched(kind: str, seconds: float) -> Fault:
+    """It ends with a run that waits for it to come back, or not within that time."""
+
+    def fault(run: LiveRun) -> None:
+        signalled(kind, signal.SIGKILL, generating)(run)
+        deadline = time.monotonic() + seconds
+        while not run.ended() and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+    return fault
+
+
 def stopped(kind: str, seconds: float, when: Fault = generating) -> Fault:
     """As a machine that swaps, or a debugger: nothing is lost, and nobody answers."""
 
@@ -231,7 +243,6 @@ _KILLED: dict[str, Outcome] = {
     "actor": "ends",
     "trainer": "ends",
     "raylet": "ends",
-    "gcs": "ends",
     "driver": "ends",
     # The responses that it was to bring are "running" to verl, which asks nobody.
     "agent loop": "waits for ever",
@@ -267,11 +278,18 @@ CASES: dict[str, Case] = {
         )
         for kind, expected in _KILLED.items()
     },
+    # Ray's processes wait a minute for it to come back, and work on meanwhile.
+    "kill -9: gcs": Case("ends", killed_and_watched("gcs", LONG_S)),
     **{
         f"kill -9 in the update: {kind}": Case(_KILLED[kind], signalled(kind, signal.SIGKILL, updating))
-        for kind in ("actor", "trainer", "driver", "engine core")
+        for kind in ("actor", "trainer", "driver")
     },
-    **{f"stopped for {STOPPED_S:.0f} s: {kind}": Case("goes on", stopped(kind, STOPPED_S)) for kind in _KILLED},
+    # It sleeps then, and is waited for when it is to wake up.
+    "kill -9 in the update: engine core": Case("waits for ever", signalled("engine core", signal.SIGKILL, updating)),
+    **{
+        f"stopped for {STOPPED_S:.0f} s: {kind}": Case("goes on", stopped(kind, STOPPED_S))
+        for kind in (*_KILLED, "gcs")
+    },
     f"stopped for {STOPPED_S:.0f} s in the update: actor": Case("goes on", stopped("actor", STOPPED_S, updating)),
     f"stopped for {LONG_S:.0f} s: raylet": Case("ends", stopped("raylet", LONG_S)),
     f"stopped for {LONG_S:.0f} s: gcs": Case("ends", stopped("gcs", LONG_S)),

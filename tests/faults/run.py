@@ -94,7 +94,7 @@ class LiveRun:
             deadline = time.monotonic() + GRACE_S
             while session.processes() and time.monotonic() < deadline:
                 time.sleep(0.2)
-            self.left = [_line(process)[:60] for process in session.processes()]
+            self.left = [_line(process)[:60].strip() for process in session.processes()]
             end()
 
         session.end = look_and_end
