@@ -29,8 +29,8 @@ checkpoint in each step. What was expected of each fault was written down before
   went on with the step behind its last checkpoint.
 * **same numbers**: reward, gradient norm, loss, entropy and OAR's metrics of all steps that were seen, those behind a new
   start included, are bit for bit those of a run that nothing happened to.
-* **left**: processes that were there a minute after the driver had ended, and files in shared memory. Ray's two agents hang
-  when a driver that began a cluster is killed; `ray stop` ends them. Python's semaphores, 32
+* **left**: processes that were there a minute after the driver had ended (Ray's two agents, where a driver that had begun a
+  cluster was killed: end them by hand), and files in shared memory. Python's semaphores, 32
   bytes each, are not counted: they stay behind a run that nothing happens to as well, because Ray ends a worker's children
   with it, and with them the process that would remove them.
 

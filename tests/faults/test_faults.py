@@ -105,7 +105,7 @@ class Chains:
 
 
 RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Processes that Ray leaves behind when a driver that began a cluster is killed: they hang, and `ray stop` ends them."""
+"""Processes that Ray left behind for more than a minute when a driver that had begun a cluster was killed."""
 
 
 @dataclass
