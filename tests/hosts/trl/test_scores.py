@@ -19,16 +19,18 @@ def test_scores_and_weights_equal_the_front_doors(tmp_path, importance):
     """Prompts of different length stand padded on the left; responses are sampled at another temperature than 1."""
     # oar_g reads the difference of two distributions that noise of 1e-3 keeps apart: here more noise, or rounding shows.
     oar = {"importance": importance, "sigma": 0.1, "warmup_steps": 1, "seed": 3}
+    # Saliency is a sum whose terms cancel, of 1 - p, of which a sure answer leaves the rounding: 2.5e-5 on some CPUs.
+    limit = 1e-4 if importance == OWN else 1e-5
     trainer = watched(tmp_path, oar, temperature=0.7, per_device_train_batch_size=8)
     assert [seen.step for seen in trainer.seen] == [1, 2]
     for seen in trainer.seen:
         assert not seen.output["prompt_mask"].all()
-        assert seen.error() < 1e-5
+        assert seen.error() < limit
         got = seen.output["advantages"]
         want = oar_plugin.reshape(seen.plain_B, seen.credit).advantage_BL
         rows = (seen.plain_B != 0).nonzero()[:, 0].tolist()
         assert len(rows) == 8
-        assert max(relative(got[row], seen.front(want, row)) for row in rows) < 1e-5
+        assert max(relative(got[row], seen.front(want, row)) for row in rows) < limit
         assert (got != seen.plain_B[:, None]).any()
 
 
