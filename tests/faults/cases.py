@@ -330,7 +330,9 @@ CASES: dict[str, Case] = {
     ),
     "reward hangs": Case("waits for ever", overrides=_rewards("hangs"), alone=True),
     "reward of None": Case("ends", overrides=_rewards("nothing"), alone=True),
-    "reward of text": Case("ends", overrides=_rewards("a_string"), alone=True),
+    "reward of text": Case(
+        "goes on", overrides=_rewards("a_string"), alone=True, same=False, metric="oar/lost_responses"
+    ),
     "reward of NaN": Case("goes on", overrides=_rewards("not_a_number"), alone=True, same=False),
     "reward of infinity": Case("goes on", overrides=_rewards("infinite"), alone=True, same=False),
     "half of the newest checkpoint": Case("ends", newest_checkpoint_is_half_written, repair=the_one_before_is_named),
