@@ -107,7 +107,8 @@ def test_with_even_weights_advantages_are_openrlhfs_bit_for_bit(plain, patched, 
     ("settings", "most"),
     [
         ({}, 1e-5),
-        ({"importance": "oar_g", "gate": "bi_level"}, 1e-4),
+        # It reads the difference of two distributions: with noise of 1e-3 the rounding of some CPUs is 2e-4 of it.
+        ({"importance": "oar_g", "gate": "bi_level", "sigma": 0.1}, 1e-4),
         ({"importance": "decision", "num_draws": 2}, 1e-5),
         ({"importance": "entropy"}, 1e-5),
         ({"importance": "random"}, 1e-5),
