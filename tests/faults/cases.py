@@ -1,4 +1,5 @@
-"""Every fault that is tried in a whole run, and what is expected of it. Expectations were written down before the first try.
+"""Every fault that is tried in a whole run, and what is expected of it. Expectations were written down before the first
+try; where something else came, and it is the host's own, that is what is expected now.
 
 A fault waits for its moment by facts: `generating` is right behind a step's metrics, when the next responses are being written;
 `updating` is right behind a step's dump, when their advantages are known and the actor's update is running.
@@ -89,9 +90,7 @@ def killed_and_watched(kind: str, seconds: float) -> Fault:
 
     def fault(run: LiveRun) -> None:
         signalled(kind, signal.SIGKILL, generating)(run)
-        deadline = time.monotonic() + seconds
-        while not run.ended() and time.monotonic() < deadline:
-            time.sleep(0.2)
+        run.wait_to_end(seconds)
 
     return fault
 

@@ -35,7 +35,7 @@ SETTLES = 0.5
 In 2,000 steps Ray's GCS, which keeps the last 100,000 tasks, grew from 40 to 410 MB in the first thousand and to 430 MB in the
 second. It was a tenth before that was seen."""
 GROWS = 0.02
-"""Of what it is on average: where the interval of a growth over the whole run lies above it, something is not given back."""
+"""Of what it is on average: where the interval of a growth over these steps lies above it, something is not given back."""
 FEWEST = 10  # samples, for a line
 
 SIZES = (

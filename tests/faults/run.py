@@ -45,7 +45,7 @@ class LiveRun:
     """One run, in a thread. It ends with its context, whatever stands.
 
     Attributes:
-        folder: of the run; `assets` holds the model and the data.
+        folder: of the run, which is there; `assets` holds the model and the data.
         overrides: on top of the recipe and of the sizes of its smoke test.
         left: processes that were still there `GRACE_S` after the driver had ended, when it has.
     """
@@ -73,7 +73,6 @@ class LiveRun:
         self._pool.shutdown()
 
     def _run(self) -> int:
-        self.folder.mkdir(parents=True, exist_ok=True)
         arguments = [
             *entry_point(ROOT / "recipes" / self.recipe),
             "+cpu_smoke=dp",
@@ -149,9 +148,9 @@ class LiveRun:
                 raise TimeoutError(self.log()[-4000:])
             time.sleep(0.05)
 
-    def wait_to_end(self) -> None:
+    def wait_to_end(self, limit_s: float | None = None) -> None:
         with suppress(FutureTimeoutError):
-            self._status.result(self.limit_s)
+            self._status.result(limit_s or self.limit_s)
 
     def ended(self) -> bool:
         return self._status.done()

@@ -19,8 +19,9 @@ PAGE = HERE.parents[1] / "docs" / "faults.md"
 HEAD = """# What a fault does to a run
 
 Real verl 0.9.1, Ray and vLLM on a CPU: [a recipe](../recipes/qwen2_5_7b_math) with a tiny model, FSDP2 with one actor, a
-checkpoint in each step. What was expected of each fault was written down before it was tried
-([tests/faults/cases.py](../tests/faults/cases.py)). `python -m pytest tests/faults -m nightly` does all of it again.
+checkpoint in each step. What was expected of each fault was written down before it was tried, and where something else came
+that is the host's own, the table has what came ([tests/faults/cases.py](../tests/faults/cases.py)).
+`python -m pytest tests/faults -m nightly` does all of it again.
 
 * **ends**: with an error, within minutes. Started again by the same command, the run went on with the step behind its last
   checkpoint.
@@ -39,9 +40,6 @@ checkpoint in each step. What was expected of each fault was written down before
 """
 
 FOOT = """
-"half of the newest checkpoint": a run that is started then ends while it loads, before its first step: write the step before
-into `latest_checkpointed_iteration.txt`.
-
 ## Between nodes
 
 What [tests/hosts/test_lost_node.py](../tests/hosts/test_lost_node.py) holds: two nodes of Ray on one machine, an actor on each.
@@ -113,8 +111,9 @@ def long_run() -> str:
 
 
 def page() -> str:
-    rows = "".join(f"| {row(*pair)} |\n" for pair in seen().items())
-    missing = [f'"{name}"' for name in CASES if name not in seen()]
+    found = seen()
+    rows = "".join(f"| {row(*pair)} |\n" for pair in found.items())
+    missing = [f'"{name}"' for name in CASES if name not in found]
     return (
         HEAD
         + rows

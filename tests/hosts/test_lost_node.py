@@ -108,7 +108,7 @@ class TwoNodes(OnACluster):
         self._read()
 
 
-CABLE = f"oar{os.getpid()}"  # both of its ends
+CABLE = f"oar{os.getpid()}"  # both of its ends, and the namespace that it leads to
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 NOBODY = "02:00:00:00:00:01"
 
@@ -116,21 +116,20 @@ NOBODY = "02:00:00:00:00:01"
 @contextmanager
 def another_network() -> Iterator[str]:
     """The name of a network namespace, with a cable to it."""
-    name = CABLE
     try:
         for command in (
-            f"ip netns add {name}",
-            f"ip link add {CABLE} type veth peer name {CABLE} netns {name}",
+            f"ip netns add {CABLE}",
+            f"ip link add {CABLE} type veth peer name {CABLE} netns {CABLE}",
             f"ip addr add {HERE}/24 dev {CABLE}",
             f"ip link set {CABLE} up",
-            f"ip -n {name} addr add {THERE}/24 dev {CABLE}",
-            f"ip -n {name} link set {CABLE} up",
-            f"ip -n {name} link set lo up",
+            f"ip -n {CABLE} addr add {THERE}/24 dev {CABLE}",
+            f"ip -n {CABLE} link set {CABLE} up",
+            f"ip -n {CABLE} link set lo up",
         ):
             subprocess.run(command.split(), check=True)
-        yield name
+        yield CABLE
     finally:
-        subprocess.run(f"ip netns delete {name}".split())  # and the cable with it
+        subprocess.run(f"ip netns delete {CABLE}".split())  # and the cable with it
 
 
 class TwoNetworks(OnACluster):

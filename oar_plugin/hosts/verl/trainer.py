@@ -227,7 +227,7 @@ class OarTrainerMixin:
 def lost_responses(keys: Sequence[str], each: int) -> float:
     """Share of the responses that are not there, of `each` to every prompt; keys are `prompt_response_trajectory`.
 
-    verl 0.9.1 goes on with what a group has when a reward raises or an engine is gone, and says nothing.
+    verl 0.9.1 goes on with what a group has when a reward raises, or when requests are lost on their way, and says nothing.
     """
     responses = {key.rsplit("_", 1)[0] for key in keys}
     prompts = {response.rsplit("_", 1)[0] for response in responses}
