@@ -250,7 +250,8 @@ _KILLED: dict[str, Outcome] = {
     "storage controller": "waits for ever",
 }
 SOME_RESPONSES_FAIL = "load balancer"
-"""Requests that an engine has already got are answered. verl 0.9.1 trains on what a group has, if it has anything."""
+"""Requests that an engine has already got are answered. verl 0.9.1 trains on what a group has, and ends where one has nothing:
+the last step may be one of fewer responses, which `oar/lost_responses` counts."""
 
 STOPPED_S = 30.0
 """Longer than anything of OAR's own waits; Ray gives a raylet or GCS that does not answer 60 s or more."""
@@ -273,7 +274,6 @@ CASES: dict[str, Case] = {
             expected,
             signalled(kind, signal.SIGKILL, generating),
             same=kind != SOME_RESPONSES_FAIL,
-            metric="oar/lost_responses" if kind == SOME_RESPONSES_FAIL else "",
         )
         for kind, expected in _KILLED.items()
     },
@@ -291,7 +291,7 @@ CASES: dict[str, Case] = {
     },
     f"stopped for {STOPPED_S:.0f} s in the update: actor": Case("goes on", stopped("actor", STOPPED_S, updating)),
     f"stopped for {LONG_S:.0f} s: raylet": Case("ends", stopped("raylet", LONG_S)),
-    f"stopped for {LONG_S:.0f} s: gcs": Case("ends", stopped("gcs", LONG_S)),
+    f"stopped for {LONG_S:.0f} s: gcs": Case("goes on", stopped("gcs", LONG_S)),
     "clock steps an hour ahead": Case("goes on", clock_steps("+3600"), around=clock, alone=True),
     "clock steps an hour back": Case("goes on", clock_steps("-3600"), around=clock, alone=True),
     "Ctrl-C: driver": Case("ends", signalled("driver", signal.SIGINT, generating)),

@@ -46,10 +46,13 @@ SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORES = "sem.mp-"
 """Python's, 32 bytes each. They stay behind a run that nothing happens to as well: Ray ends a worker's children with it, and
 with them the process that would remove them."""
+CLOCKS = "faketime_"
+"""Those of the clocks that step, which are removed behind their run."""
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob("*") if not path.name.startswith(SEMAPHORES)}
+    names = {path.name for path in SHARED_MEMORY.glob("*")}
+    return {name for name in names if not name.startswith(SEMAPHORES) and CLOCKS not in name}
 
 
 def numbers(run: LiveRun) -> dict[int, list[Any]]:

@@ -43,11 +43,13 @@ def shown(name, tmp_path, monkeypatch):
 
 
 def test_wandb(tmp_path, monkeypatch):
-    pytest.importorskip("wandb").teardown()  # the folder of another test's run stays for the life of a process
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # the folder of another test's run stays for the life of a process
     from wandb.proto.wandb_internal_pb2 import Record
 
     metrics = shown("wandb", tmp_path, monkeypatch)
     assert [one["oar/dashboard_failed"] for one in metrics] == [0, 0]
+    wandb.teardown()  # waits for the process that writes the file
     (file,) = tmp_path.glob("wandb/offline-*/*.wandb")
     history = []
     for data in _wandb_records(file.read_bytes()):
