@@ -1,5 +1,6 @@
 """A small run of a recipe with real verl, Ray and vLLM, whose processes are known by what they are for."""
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,7 +94,7 @@ class LiveRun:
             deadline = time.monotonic() + GRACE_S
             while session.processes() and time.monotonic() < deadline:
                 time.sleep(0.2)
-            self.left = [_line(process)[:60].strip() for process in session.processes()]
+            self.left = [re.sub(r"\S*/", "", _line(process))[:60].strip() for process in session.processes()]
             end()
 
         session.end = look_and_end

@@ -31,7 +31,8 @@ that is the host's own, the table has what came ([tests/faults/cases.py](../test
 * **same numbers**: reward, gradient norm, loss, entropy and OAR's metrics of all steps that were seen, those behind a new
   start included, are bit for bit those of a run that nothing happened to.
 * **left**: processes that were there twenty seconds or a minute after the driver had ended (Ray's two agents, where a driver
-  that had begun a cluster was killed: end them by hand), and files in shared memory (verl's buffer for weights). Python's
+  that had begun a cluster was killed, and more of the run's where a clock had stepped before: end them by hand), and files
+  in shared memory (verl's buffer for weights). Python's
   semaphores, 32 bytes each, are not counted: they stay behind a run that nothing happens to as well, because Ray ends a
   worker's children with it, and with them the process that would remove them.
 
@@ -60,14 +61,16 @@ def seen() -> dict[str, dict[str, Any]]:
 def row(name: str, found: dict[str, Any]) -> str:
     if found["deviations"]:
         raise ValueError(f"{name} was not as expected: {found['deviations']}")
-    case = CASES[name]
+    case, left = CASES[name], found["left"]
+    if case.leaves:
+        left = [f"{len(left)} processes"]
     return " | ".join(
         (
             name,
             {"waits for ever": "waits"}.get(found["outcome"], found["outcome"]),
             "yes" if found["same"] else "no",
             f"`{case.metric}`" if case.metric else "",
-            ", ".join([*found["left"], *(f"`{name}`" for name in found["shared_memory"])]),
+            ", ".join([*left, *(f"`{name}`" for name in found["shared_memory"])]),
             f"`{message(found['error'])}`" if found["error"] else "",
         )
     )

@@ -134,11 +134,14 @@ def another_network() -> Iterator[str]:
 
 class TwoNetworks(OnACluster):
     def __init__(self, folder: Path, environment: dict[str, str], network: str) -> None:
-        every_address = {
+        of_a_cluster = {
+            # Not the loopback alone.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
             "GLOO_SOCKET_IFNAME": CABLE,
-        }  # not the loopback alone
-        super().__init__(folder, environment | every_address)
+            # Nodes that `ray start` makes and the driver that joins them ask for the token alike.
+            "RAY_AUTH_MODE": "token",
+        }
+        super().__init__(folder, environment | of_a_cluster)
         with socket.create_server((HERE, 0)) as free:
             port = free.getsockname()[1]
         self.address, self._network = f"{HERE}:{port}", network
