@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from oar_plugin.printable import printable
+
 Row = tuple[int, dict[str, float]]
 
 SECONDS = "timing_s/step"
@@ -105,7 +107,8 @@ def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]
                 begun, known = True, len(steps)
                 steps = {before: row for before, row in steps.items() if before < step}
                 resumed |= {step: known - len(steps)} if known > len(steps) else {}
-            steps[step] = steps.get(step, {}) | metrics
+            # Half a character is none to pandas.
+            steps[step] = steps.get(step, {}) | {printable(name): value for name, value in metrics.items()}
     return steps, resumed
 
 

@@ -48,6 +48,8 @@ What [tests/hosts/test_lost_node.py](../tests/hosts/test_lost_node.py) holds: tw
 | fault | the run |
 |---|---|
 | a node is lost in the update | ends; goes on from its checkpoint when a node is added |
+| the network between them is cut for 5 s in the update | goes on |
+| the network between them is cut for a minute in the update | ends; goes on from its checkpoint when a node is added |
 """
 
 
