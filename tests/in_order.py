@@ -7,6 +7,7 @@ no two runs are the same bit for bit. Chosen by verl's own `trainer.v1.sampler.c
 from typing import Any
 
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from oar_plugin.hosts.verl.cpu.sampler import QuickReplayBuffer, QuickReplayBufferAsync
 
@@ -17,7 +18,7 @@ def _prompt(key: str) -> str:
     return key.split("_")[0]
 
 
-class InOrder(QuickReplayBuffer):
+class _InOrder(ReplayBuffer):
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: set[str], batch_size: int
     ) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, int]]:
@@ -38,5 +39,9 @@ class InOrder(QuickReplayBuffer):
         )
 
 
-class InOrderAsync(InOrder, QuickReplayBufferAsync):
+class InOrder(_InOrder, QuickReplayBuffer):
+    pass
+
+
+class InOrderAsync(_InOrder, QuickReplayBufferAsync):
     pass
