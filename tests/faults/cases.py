@@ -189,6 +189,15 @@ def own_disk(name: str) -> Callable[[Path], AbstractContextManager[dict[str, str
     return around
 
 
+@contextmanager
+def own_disk_of_metrics(folder: Path) -> Iterator[dict[str, str]]:
+    """What verl's logger writes lies on a disk of its own."""
+    with own_disk("metrics")(folder) as told:
+        (folder / "run1.jsonl").symlink_to(folder / "metrics" / "run1.jsonl")
+        yield told
+        (folder / "run1.jsonl").unlink()
+
+
 def disk_is_full(name: str) -> Fault:
     def fault(run: LiveRun) -> None:
         generating(run)
@@ -310,6 +319,9 @@ CASES: dict[str, Case] = {
     ),
     "full disk of dumps": Case(
         "goes on", disk_is_full("dump"), around=own_disk("dump"), alone=True, metric="oar/dump_failed"
+    ),
+    "full disk of metrics": Case(
+        "ends", disk_is_full("metrics"), around=own_disk_of_metrics, alone=True, says="No space left"
     ),
     "dumps' folder is gone": Case("goes on", dumps_have_no_room, alone=True, metric="oar/dump_failed"),
     "no file may grow: trainer": Case("ends", no_more_files("trainer", generating)),

@@ -70,7 +70,7 @@ def row(name: str, found: dict[str, Any]) -> str:
         (
             name,
             {"waits for ever": "waits"}.get(found["outcome"], found["outcome"]),
-            "yes" if found["same"] else "no",
+            "no" if not found["same"] else "yes" if case.same else "yes, this time",
             f"`{case.metric}`" if case.metric else "",
             ", ".join([*left, *(f"`{name}`" for name in found["shared_memory"])]),
             f"`{message(found['error'])}`" if found["error"] else "",

@@ -183,6 +183,15 @@ def outcome_of(run: LiveRun, steps: int) -> Outcome:
     return "ends"
 
 
+def counted(run: LiveRun) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for step in run.steps():
+        for name, value in step.items():
+            if name.startswith("oar/") and any(word in name for word in ("fallback", "failed", "lost")) and value > 0:
+                found[name] = max(value, found.get(name, 0.0))
+    return found
+
+
 def tried(case: Case, chain: Chain) -> Tried:
     with case.around(chain.folder) as environment:
         run = chain.start(case.overrides, environment) if case.alone else chain.live()
@@ -190,7 +199,7 @@ def tried(case: Case, chain: Chain) -> Tried:
         seen = Tried(outcome_of(run, max(FEWEST if case.alone else 0, len(run.steps()) + GOES_ON_FOR)))
         if seen.outcome != "goes on" or case.alone:
             seen.shared_memory, seen.left = chain.end(), run.left
-        seen.steps, seen.log = numbers(run), run.log()
+        seen.steps, seen.log, seen.metrics = numbers(run), run.log(), counted(run)
         if seen.outcome != "goes on":
             case.repair(run)
             expected = run.checkpointed() + 1
@@ -203,10 +212,6 @@ def tried(case: Case, chain: Chain) -> Tried:
             seen.steps |= again
             if case.alone:
                 chain.end()
-    for step in run.steps():
-        for name, value in step.items():
-            if name.startswith("oar/") and any(word in name for word in ("fallback", "failed", "lost")) and value > 0:
-                seen.metrics[name] = max(value, seen.metrics.get(name, 0.0))
     errors = [line for line in seen.log.splitlines() if "Error" in line and "Warning" not in line]
     seen.error = errors[-1][-300:] if errors and seen.outcome == "ends" else ""
     return seen
