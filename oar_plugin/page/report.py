@@ -81,11 +81,12 @@ class Panel:
 
     @property
     def table(self) -> Table:
-        joined = pd.concat(self.frames.values(), axis=1).sort_index()
-        titles = [f"{side.name} {column}" for side, frame in self.frames.items() for column in frame]
+        # Half a character is none to pandas.
+        frames = [frame.add_prefix(f"{printable(side.name)} ") for side, frame in self.frames.items()]
+        joined = pd.concat(frames, axis=1).sort_index()
         shown = joined.iloc[:: math.ceil(len(joined) / POINTS)]
         lines = ([str(step), *("" if math.isnan(x) else f"{x:.4g}" for x in row)] for step, *row in shown.itertuples())
-        return [["step", *titles], *lines]
+        return [["step", *joined], *lines]
 
 
 def panels(sides: Sequence[Side]) -> Iterator[Panel]:

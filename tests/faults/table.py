@@ -23,16 +23,18 @@ checkpoint in each step. What was expected of each fault was written down before
 that is the host's own, the table has what came ([tests/faults/cases.py](../tests/faults/cases.py)).
 `python -m pytest tests/faults -m nightly` does all of it again.
 
-* **ends**: with an error, within minutes. Started again by the same command, the run went on with the step behind its last
-  checkpoint.
+* **ends**: without help, within minutes. Started again by the same command once the cause was gone (another reward or
+  importance, room on the disk; where half of the newest checkpoint is there, the one before named), the run went on with the
+  step behind its last checkpoint. A fault that comes with the first step leaves no numbers but those behind the new start;
+  verl's log may lack the metrics of the last steps before an end.
 * **goes on**: two more steps were seen. Nothing has to be done.
 * **waits**: no step and no end for four minutes; the host has no limit of time there. Ended by hand and started again, the run
   went on with the step behind its last checkpoint.
 * **same numbers**: reward, gradient norm, loss, entropy and OAR's metrics of all steps that were seen, those behind a new
-  start included, are bit for bit those of a run that nothing happened to.
+  start included, are bit for bit those of a run that nothing happened to; "this time" where it is a matter of the moment.
 * **left**: processes that were there twenty seconds or a minute after the driver had ended (Ray's two agents, where a driver
-  that had begun a cluster was killed, and more of the run's where a clock had stepped before: end them by hand), and files
-  in shared memory (verl's buffer for weights). Python's
+  that had begun a cluster was killed, and more of the run's where libfaketime had stepped its clock: end them by hand), and
+  files in shared memory (verl's buffer for weights). Python's
   semaphores, 32 bytes each, are not counted: they stay behind a run that nothing happens to as well, because Ray ends a
   worker's children with it, and with them the process that would remove them.
 
@@ -43,7 +45,8 @@ that is the host's own, the table has what came ([tests/faults/cases.py](../test
 FOOT = """
 ## Between nodes
 
-What [tests/hosts/test_lost_node.py](../tests/hosts/test_lost_node.py) holds: two nodes of Ray on one machine, an actor on each.
+What [tests/hosts/test_lost_node.py](../tests/hosts/test_lost_node.py) holds: two nodes of Ray on one machine, an actor on each;
+for a cut the second one has a network namespace of its own, which takes root.
 
 | fault | the run |
 |---|---|
@@ -65,12 +68,12 @@ def row(name: str, found: dict[str, Any]) -> str:
         raise ValueError(f"{name} was not as expected: {found['deviations']}")
     case, left = CASES[name], found["left"]
     if case.leaves:
-        left = [f"{len(left)} processes"]
+        left = ["Ray's agents and others"]
     return " | ".join(
         (
             name,
             {"waits for ever": "waits"}.get(found["outcome"], found["outcome"]),
-            "no" if not found["same"] else "yes" if case.same else "yes, this time",
+            "no" if not found["same"] else "yes" if case.same is not None else "yes, this time",
             f"`{case.metric}`" if case.metric else "",
             ", ".join([*left, *(f"`{name}`" for name in found["shared_memory"])]),
             f"`{message(found['error'])}`" if found["error"] else "",

@@ -224,8 +224,8 @@ def deviations(case: Case, seen: Tried, same: bool) -> list[str]:
         found.append(f"{seen.outcome}, expected: {case.expected} ({seen.log[-2000:]})")
     if seen.again:
         found.append(f"could not be started again: {seen.again}")
-    if case.same and not same:
-        found.append("other numbers than without the fault")
+    if case.same is not None and case.same != same:
+        found.append(f"{'the same' if same else 'other'} numbers as without the fault")
     if case.metric and not seen.metrics.get(case.metric, 0.0) > 0:
         found.append(f"{case.metric} counts nothing")
     if case.says and case.says not in seen.log:
