@@ -1,4 +1,4 @@
-"""Settings of every test: one thread for torch, no limit on hypothesis's seconds, and a Ctrl-C that arrives."""
+"""Settings of every test: one thread for torch, no limit on an example's seconds, and a Ctrl-C that arrives."""
 
 import signal
 
@@ -8,9 +8,7 @@ import yaml
 
 yaml.SafeLoader = yaml.CSafeLoader  # Hydra reads forty files for each of verl's configurations
 torch.set_num_threads(1)  # tests use tiny tensors, on which a second thread only costs time
-hypothesis.settings.register_profile(
-    "here", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)  # a busy machine is no fault
+hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("here")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job, and so in all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from oar_plugin.cli.browser import open_page
-from oar_plugin.printable import say
+from oar_plugin.printable import printable, say
 
 PIP = {"yaml": "pyyaml", "google": "protobuf"}
 """Packages that have another name than what is imported."""
@@ -57,7 +57,7 @@ def _report(args: argparse.Namespace) -> int:
             ours, theirs = logs[: len(args.runs)], logs[len(args.runs) :]
             names = [str(log.settings.get("algorithm.adv_estimator", log.name)) for log in (ours[0], *theirs[:1])]
             names[1:] = ["baseline" if name == names[0] else name for name in names[1:]]
-            sides = [Side(name, runs) for name, runs in zip(names, (ours, theirs), strict=False)]
+            sides = [Side(printable(name), runs) for name, runs in zip(names, (ours, theirs), strict=False)]
             report = write_report(sides, out, progress)
     except NoLogs as error:
         say(f"oar report: {error}", sys.stderr)

@@ -15,7 +15,6 @@ from oar_plugin.intervals import half_95
 from oar_plugin.page.findings import ENTROPY, REWARD, findings
 from oar_plugin.page.logs import SECONDS, RunLog
 from oar_plugin.page.templates import TEMPLATES
-from oar_plugin.printable import printable
 from oar_plugin.whole_file import write_whole
 
 LINES = (
@@ -60,7 +59,7 @@ Table = list[list[str]]  # titles first
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Runs that differ in their seeds only."""
+    """Runs that differ in their seeds only. The name is printable: half a character is none to pandas."""
 
     name: str
     runs: Sequence[RunLog]
@@ -81,8 +80,7 @@ class Panel:
 
     @property
     def table(self) -> Table:
-        # Half a character is none to pandas.
-        frames = [frame.add_prefix(f"{printable(side.name)} ") for side, frame in self.frames.items()]
+        frames = [frame.add_prefix(f"{side.name} ") for side, frame in self.frames.items()]
         joined = pd.concat(frames, axis=1).sort_index()
         shown = joined.iloc[:: math.ceil(len(joined) / POINTS)]
         lines = ([str(step), *("" if math.isnan(x) else f"{x:.4g}" for x in row)] for step, *row in shown.itertuples())
@@ -252,13 +250,11 @@ def _picture(panel: Panel, against: str, file: Path) -> str:
             x, frame = drawn.pop("x"), drawn
             axes, (colour, line) = plots[place if panel.stacked else 0], STYLES[place]
             if panel.stacked:
-                axes.stackplot(x, frame.T, labels=map(printable, frame), colors=PARTS)
-                axes.set_title(printable(side.name), loc="left")
+                axes.stackplot(x, frame.T, labels=[*frame], colors=PARTS)
+                axes.set_title(side.name, loc="left")
                 axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
                 continue
-            axes.plot(
-                x, frame["mean"], line, color=colour, label=printable(side.name), marker="." if len(x) < 12 else None
-            )
+            axes.plot(x, frame["mean"], line, color=colour, label=side.name, marker="." if len(x) < 12 else None)
             if "lowest" in frame:
                 axes.fill_between(x, frame["lowest"], frame["highest"], color=colour, alpha=0.25, lw=0)
             axes.legend()

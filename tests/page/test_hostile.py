@@ -19,7 +19,7 @@ from tests.page.dumped import HEADER, RESPONSE, write_dump
 
 FEW = settings(
     max_examples=12,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.generate],
 )
 """Each example opens a page: what fails is not made smaller."""
