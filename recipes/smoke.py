@@ -5,7 +5,7 @@
     python recipes/smoke.py recipes/qwen2_5_7b_math algorithm.oar.tau=0.5 reward.custom_reward_function.path=my_reward.py
 
 It shows that recipe, overrides and installation fit together, not how the model learns. About two minutes, in an environment
-made by oar_plugin/hosts/verl/cpu/install.sh. The config group cpu_smoke replaces the model and the data; batch and response
+made by verl_cpu/install.sh. The config group cpu_smoke replaces the model and the data; batch and response
 lengths; the number of nodes and GPUs; Megatron's parallel sizes (tensor parallel over two processes); Ulysses (off); NCCL by
 gloo and sockets; the distributed optimizer by the ordinary one. Where there are GPUs only the sizes are replaced, and nodes,
 GPUs and parallel sizes are yours to override.
@@ -33,11 +33,11 @@ from benchmarks.tiny.model import Architecture, build_model
 from benchmarks.tiny.tasks import Chain
 from benchmarks.tiny.warm_start import WarmStart, train
 from benchmarks.tiny.words import make_tokenizer
-from oar_plugin.hosts.verl.cpu import wanted
-from oar_plugin.hosts.verl.cpu.launch import cpu_environment
-from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
-from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe, entry_point, find_recipe
-from oar_plugin.hosts.verl.run_folder import START
+from oar_plugin.runs.recipe import RecipeError, compose_recipe, entry_point, find_recipe
+from oar_plugin.runs.run_folder import START
+from verl_cpu import wanted
+from verl_cpu.launch import cpu_environment
+from verl_cpu.session import TIMED_OUT, run_verl
 
 SHOWN = {
     "critic/score/mean": "mean reward",
@@ -57,7 +57,7 @@ class SmokeFailed(RuntimeError):
 
 
 def group_of(config: DictConfig) -> str:
-    """Which of `oar_plugin/hosts/verl/conf/cpu_smoke/*.yaml` fits a recipe."""
+    """Which of `verl_cpu/conf/cpu_smoke/*.yaml` fits a recipe."""
     mode = str(config.trainer.v1.trainer_mode)
     if config.actor_rollout_ref.actor.strategy == "megatron":
         return "megatron"

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-CPU_STACK = Path(__file__).parents[1] / "oar_plugin" / "hosts" / "verl" / "cpu"
+CPU_STACK = Path(__file__).parents[1] / "verl_cpu"
 LIMIT_S = 300
 KNOWN: dict[str, str] = {}
 """ID of a vulnerability -> why it does no harm here, and until when the pin stays."""

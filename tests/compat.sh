@@ -58,7 +58,7 @@ stack=$1
 shift
 venv=${COMPAT_VENV:-$PWD/.venv-compat/$stack}
 stamp="$venv/.installed"
-want=$(cat setup.py oar_plugin/hosts/verl/cpu/requirements.txt tests/compat.sh | cksum)
+want=$(cat setup.py verl_cpu/requirements.txt tests/compat.sh | cksum)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
     echo "==> make $venv (five minutes)"
     "${PYTHON:-$python}" -m venv "$venv"

@@ -9,7 +9,7 @@ from typing import Any
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from oar_plugin.hosts.verl.cpu.sampler import QuickReplayBuffer, QuickReplayBufferAsync
+from verl_cpu.sampler import QuickReplayBuffer, QuickReplayBufferAsync
 
 PATH = f"pkg://{__name__}"
 

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-$PWD/.venv-cpu}
-bash oar_plugin/hosts/verl/cpu/install.sh "$venv" cpu,benchmarks,dev,megatron,recipes
+bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,megatron,recipes
 # The pages are tested in a browser. Where none can be had those tests are skipped.
 if ! command -v chromium-headless-shell chromium google-chrome > /dev/null; then
   if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then

@@ -28,7 +28,7 @@ NO_MEASUREMENT = [
     r"needs 6\.5 GB of memory",  # what the demo asks for before it starts (tests/recipes)
     r"noise of 0\.001|sigma 0\.001|tau 0\.4|floor 0\.1|above 0\.1|; 0\.1 is even",  # settings, and shares that follow from them
     r"at least 60 % of their answers|by more than 0\.02|each about 0\.1 uncertain",  # thresholds, rounded
-    r"\| [\w ,]+ \| \d+ \| \d\.\d \| \d\.\d \|",  # errors by formula (tests/evaluate/test_statistics.py)
+    r"\| [\w ,]+ \| \d+ \| \d\.\d \| \d\.\d \|",  # errors by formula (tests/runs/evaluate/test_statistics.py)
     rf"{PATTERN_SECONDS:g} seconds(?= of CPU time| a response)|batch {LOST_SECONDS:g} seconds",  # limits
     r"(?:within )?\d(?:\.\d)?e-\d",  # learning rates, and limits that tests assert
 ]

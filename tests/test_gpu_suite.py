@@ -95,7 +95,7 @@ def test_without_a_gpu_it_says_how_to_rehearse():
 @pytest.mark.parametrize(("name", "gpus", "overrides"), [case.values for case in RECIPES])
 def test_verl_and_oar_accept_the_runs_on_gpus(name, gpus, overrides, monkeypatch):
     pytest.importorskip("verl")
-    from oar_plugin.hosts.verl.recipe import check_config, compose_recipe
+    from oar_plugin.runs.recipe import check_config, compose_recipe
     from tests.gpu.check_runs import sizes
 
     monkeypatch.setenv("OAR_SMOKE", "/made/up")
@@ -108,7 +108,7 @@ def test_verl_accepts_the_benchmarks_run_on_a_gpu(tmp_path, monkeypatch):
     hydra = pytest.importorskip("hydra")
     from benchmarks.run import study
     from oar_plugin.hosts.verl.hydra_conf import command_line
-    from oar_plugin.hosts.verl.recipe import check_config
+    from oar_plugin.runs.recipe import check_config
 
     monkeypatch.setattr(study.Settings, "device", "cuda")
     overrides = study.overrides(study.Settings(), tmp_path, tmp_path, 4, "run")

@@ -17,14 +17,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.tiny.model import Shape, model_of
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.cli.main import main
-from oar_plugin.evaluate.checkpoints import find
-from oar_plugin.evaluate.generate import ResponseFile, Sampling
-from oar_plugin.evaluate.problems import EvaluationError, Problem, ProblemSet
-from oar_plugin.math.answer import _parse, final_answer
-from oar_plugin.math.prepare import DataError, load
+from oar_plugin.output import write_whole
 from oar_plugin.page.dumps import Dumps
-from oar_plugin.page.logs import NoLogs, read_run
-from oar_plugin.whole_file import write_whole
+from oar_plugin.runs.evaluate.checkpoints import find
+from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling
+from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet
+from oar_plugin.runs.math.answer import _parse, final_answer
+from oar_plugin.runs.math.prepare import DataError, load
+from oar_plugin.runs.report.logs import NoLogs, read_run
 from tests.hostile import PIECES, Bomb
 from tests.page.dumped import HEADER, RESPONSE, write_dump
 
@@ -224,7 +224,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path):
 
 
 def test_a_run_folder_and_responses_are_not_written_through_links(tmp_path):
-    from oar_plugin.hosts.verl import run_folder
+    from oar_plugin.runs import run_folder
 
     problems = ProblemSet("ours", [Problem([{"role": "user", "content": "1?"}], "1")])
     file = ResponseFile(tmp_path / "responses", "model", Sampling(0.6, 0.95, 8, 0), problems)

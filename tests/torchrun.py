@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from oar_plugin.hosts.verl.cpu.session import session
 from tests.limits import PROCESS_S
+from verl_cpu.session import session
 
 ROOT = Path(__file__).parents[1]
 

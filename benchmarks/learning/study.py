@@ -20,7 +20,7 @@ from benchmarks.learning.plan import PLANS, Plan, read_plan
 from benchmarks.learning.training import Credit, Record, Run
 from benchmarks.learning.warm_start import StuckError, warm_model
 from benchmarks.report import Progress, Report
-from oar_plugin.whole_file import write_whole
+from oar_plugin.output import write_whole
 
 FORMAT = 5
 """Raised when training changes, so that runs of an older version are not taken for new ones."""

@@ -17,8 +17,8 @@ from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.verl_run import read_metrics, training_environment, training_overrides
 from benchmarks.tiny.warm_start import accuracy
 from benchmarks.tiny.words import make_tokenizer
-from oar_plugin.hosts.verl.cpu import cpu_overrides
-from oar_plugin.hosts.verl.cpu.session import run_verl
+from verl_cpu import cpu_overrides
+from verl_cpu.session import run_verl
 
 LONGEST_RUN_S = 3600.0
 _METRICS = {

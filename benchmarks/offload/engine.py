@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.offload.scoring import BUDGET, FORWARD_TOKENS, PROBE, SPAN, Response, Run, Work
 from oar_plugin.config import PerturbationConfig
-from oar_plugin.hosts.verl.cpu.session import session
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
+from verl_cpu.session import session
 
 SHARES = {"t0": None, "t15": PerturbationConfig().share_while_generating, "t100": 1.0}
 """Shares of the time in which copies are let in: generation alone, the default, and no limit in time."""

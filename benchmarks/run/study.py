@@ -22,9 +22,9 @@ from benchmarks.tiny.model import SHAPES, model_of
 from benchmarks.tiny.verl_run import quoted, read_metrics, training_environment, training_overrides
 from benchmarks.tiny.words import make_tokenizer
 from benchmarks.workload import DEFAULT, check_at_least_one, check_importance, check_size, model_line
-from oar_plugin.hosts.verl.cpu import cpu_environment, cpu_overrides, wanted
-from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, run_verl
 from oar_plugin.hosts.vllm.versions import installed
+from verl_cpu import cpu_environment, cpu_overrides, wanted
+from verl_cpu.session import TIMED_OUT, run_verl
 
 SIZES = ("1m", "10m", "50m", "0.1b", "0.5b", "1.5b")
 """vLLM serves no smaller heads on a CPU, where the larger ones take hours; 80 GB hold no larger one with its optimizer."""
@@ -58,7 +58,7 @@ GPU_OVERRIDES = [
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "reward.num_workers=1",  # which counts its calls, see assets.py
     # verl polls every 2 s for a finished batch: longer than a small model's step.
-    "trainer.v1.sampler.custom_sampler.path=pkg://oar_plugin.hosts.verl.cpu.sampler",
+    "trainer.v1.sampler.custom_sampler.path=pkg://verl_cpu.sampler",
     "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
 ]
 """Beside verl's defaults: bf16 arithmetic, flash-attention, CUDA graphs."""

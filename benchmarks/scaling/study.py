@@ -16,7 +16,7 @@ from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.scaling.layouts import DIVISIONS, FAILED, Kind, Launch, Layout, Work
 from benchmarks.statistics import ratio_of_medians
 from benchmarks.workload import model_line
-from oar_plugin.hosts.verl.cpu.session import session
+from verl_cpu.session import session
 
 WORKER = "benchmarks.scaling.worker"
 

@@ -40,8 +40,8 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
-from oar_plugin.hosts.verl.cpu.megatron import has_megatron_bridge
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, Request
+from verl_cpu.megatron import has_megatron_bridge
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) -> Any:
     """verl's engine with its optimizer, initialized, through the registry as in a run.
 
-    On a CPU it has the stand-ins of `oar_plugin.hosts.verl.cpu`, and Megatron's optimizer is the ordinary one without clipping.
+    On a CPU it has the stand-ins of `verl_cpu`, and Megatron's optimizer is the ordinary one without clipping.
     """
     cpu, steps = device.type == "cpu", 1_000_000  # more than there will be
     schedule = {"lr": 1e-6, "total_training_steps": steps}
@@ -60,7 +60,7 @@ def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) 
         attention = {"attn_implementation": "flash_attention_2"}
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
         if cpu:
-            from oar_plugin.hosts.verl.cpu import ulysses
+            from verl_cpu import ulysses
 
             ulysses.install()
             attention = {"attn_implementation": ulysses.ATTENTION}
@@ -220,7 +220,7 @@ def measure(launch: Launch) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif layout.engine == "megatron":
-        from oar_plugin.hosts.verl.cpu import megatron
+        from verl_cpu import megatron
 
         megatron.install()
     initialize_global_process_group_ray()

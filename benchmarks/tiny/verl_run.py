@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from oar_plugin.hosts.verl.cpu import cpu_environment
+from verl_cpu import cpu_environment
 
 ROOT = Path(__file__).parents[2]
 MICRO_BATCH = 32

@@ -4,7 +4,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from oar_plugin.printable import say
+from oar_plugin.output import say
 
 
 def open_page(page: Path, command: str) -> int:

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 from oar_plugin.cli.arguments import positive
-from oar_plugin.math.folder import data_folder
-from oar_plugin.math.sources import SOURCES
-from oar_plugin.printable import say
-from oar_plugin.spelling import did_you_mean
+from oar_plugin.output import did_you_mean, say
+from oar_plugin.runs.math.folder import data_folder
+from oar_plugin.runs.math.sources import SOURCES
 
 _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
     from oar_plugin.cli.tables import console, progress_bar, table
-    from oar_plugin.math.prepare import DataError, prepare
+    from oar_plugin.runs.math.prepare import DataError, prepare
 
     try:
         with progress_bar() as progress:

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive, share, whole
-from oar_plugin.printable import printable, say
-from oar_plugin.whole_file import write_whole
+from oar_plugin.output import printable, say, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from oar_plugin.evaluate.grade import Graded
-    from oar_plugin.evaluate.problems import ProblemSet
-    from oar_plugin.evaluate.table import Line
+    from oar_plugin.runs.evaluate.grade import Graded
+    from oar_plugin.runs.evaluate.problems import ProblemSet
+    from oar_plugin.runs.evaluate.table import Line
 
 FIVE = "math500,aime24,amc23,minerva,olympiadbench"
 MANY = 0.05
@@ -85,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 when something is missing or fails, 2 for wrong input; the message says what to do."""
-    from oar_plugin.evaluate.checkpoints import find, parse
+    from oar_plugin.runs.evaluate.checkpoints import find, parse
 
     try:
         rows = parse(args.checkpoints)
@@ -105,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.markdown import Markdown
 
     from oar_plugin.cli.tables import console
-    from oar_plugin.evaluate.problems import EvaluationError, read
-    from oar_plugin.evaluate.table import as_markdown
-    from oar_plugin.math.folder import data_folder
+    from oar_plugin.runs.evaluate.problems import EvaluationError, read
+    from oar_plugin.runs.evaluate.table import as_markdown
+    from oar_plugin.runs.math.folder import data_folder
 
     data = data_folder()
     try:
@@ -152,9 +151,9 @@ def _evaluate(
     tell: Callable[[str], None],
 ) -> list[Line]:
     from oar_plugin.cli.tables import progress_bar
-    from oar_plugin.evaluate.generate import ResponseFile, Sampling, generate
-    from oar_plugin.evaluate.grade import grade
-    from oar_plugin.evaluate.table import lines_of
+    from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling, generate
+    from oar_plugin.runs.evaluate.grade import grade
+    from oar_plugin.runs.evaluate.table import lines_of
 
     sampling = Sampling(args.temperature, args.top_p, args.max_tokens, args.seed)
     results: dict[str, dict[str, list[Graded]]] = {name: {each.name: [] for each in sets} for name in methods}

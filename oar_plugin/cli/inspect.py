@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from oar_plugin.cli.arguments import listed, positive
 from oar_plugin.cli.browser import open_page
 from oar_plugin.cli.tables import console, table
+from oar_plugin.output import say, write_whole
 from oar_plugin.page.record import Header, Response
 from oar_plugin.page.sources import TOKENS, NothingYet, SourceError, Text, files, read, steps_text, unscored
-from oar_plugin.printable import say
-from oar_plugin.whole_file import write_whole
 
 if TYPE_CHECKING:
     from oar_plugin.config import OarConfig
@@ -122,7 +121,7 @@ def _show(args: argparse.Namespace, places: list[Path], configs: dict[str, OarCo
         raise SourceError(f"--model={args.model}: a run's dump is scored already; leave it out")
     if texts:
         from oar_plugin.cli import score
-        from oar_plugin.evaluate.problems import EvaluationError
+        from oar_plugin.runs.evaluate.problems import EvaluationError
 
         texts = score.graded(texts)
         try:
@@ -196,7 +195,7 @@ def _follow(args: argparse.Namespace, places: list[Path]) -> int:
 
 def _ended(places: list[Path]) -> bool:
     """Whether the records of these runs say so; false where there is none."""
-    from oar_plugin.hosts.verl.run_folder import is_begun, progress
+    from oar_plugin.runs.run_folder import is_begun, progress
 
     folders = [folder for place in places for folder in (place.resolve(), place.resolve().parent) if is_begun(folder)]
     return bool(folders) and all(progress(folder).state in ("failed", "finished") for folder in folders)

@@ -15,13 +15,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive, whole
-from oar_plugin.printable import say
-from oar_plugin.whole_file import write_whole
+from oar_plugin.output import say, write_whole
 
 if TYPE_CHECKING:
-    from oar_plugin.launch.finding import Finding
-    from oar_plugin.launch.preflight import Forecast
-    from oar_plugin.launch.runs import Run
+    from oar_plugin.runs.launch.finding import Finding
+    from oar_plugin.runs.launch.preflight import Forecast
+    from oar_plugin.runs.launch.runs import Run
 
 _HELP = """\
 Run a recipe. verl and OAR check its configuration first, and nothing is started when it cannot work. How many nodes and GPUs it
@@ -142,12 +141,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from oar_plugin.hosts.verl import run_folder
-    from oar_plugin.hosts.verl.cpu.launch import cpu_environment
-    from oar_plugin.hosts.verl.recipe import check_config, find_recipe
-    from oar_plugin.launch import preflight
-    from oar_plugin.launch.runs import plan_runs
-    from oar_plugin.launch.schedule import DAY_H
+    from oar_plugin.runs import run_folder
+    from oar_plugin.runs.launch import preflight
+    from oar_plugin.runs.launch.runs import plan_runs
+    from oar_plugin.runs.launch.schedule import DAY_H
+    from oar_plugin.runs.recipe import check_config, find_recipe
 
     options = _options(args)
     environment = _environment(args, options)
@@ -162,7 +160,7 @@ def _launch(args: argparse.Namespace) -> int:
         run_folder.check(run.config, start)
     _refuse_to_resume_nothing(runs, start)
     if all(run.config.trainer.device == "cpu" for run in runs):
-        _add(environment, cpu_environment(one_machine=args.on == "local"))
+        _add(environment, _cpu_environment(one_machine=args.on == "local"))
     local = args.on == "local"
     gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory, local)
     forecasts = [preflight.forecast(run.config, run.overrides, gpu, args.max_time or DAY_H) for run in runs]
@@ -188,7 +186,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _refuse_to_resume_nothing(runs: "list[Run]", start: str) -> None:
     """ValueError: none of the runs is there, as far as can be seen: a changed override has changed their names, say."""
-    from oar_plugin.hosts.verl.run_folder import is_begun
+    from oar_plugin.runs.run_folder import is_begun
 
     folder = runs[0].folder
     if start == "resume" and folder.absolute().parent.is_dir() and not any(is_begun(run.folder) for run in runs):
@@ -207,8 +205,8 @@ class _Job:
 
 def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, str]:
     """What every node gets. It is set here too: the recipe's paths are made of it."""
-    from oar_plugin.hosts.verl.run_folder import START
-    from oar_plugin.launch import job
+    from oar_plugin.runs.launch import job
+    from oar_plugin.runs.run_folder import START
 
     for name in ("TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH"):
         if os.environ.pop(name, None) is not None:
@@ -244,8 +242,8 @@ def _job(
     ahead: "Forecast",
 ) -> _Job:
     """What starts a run where the options say. ValueError: it cannot run there."""
-    from oar_plugin.hosts.verl.recipe import command, recipes_folder
-    from oar_plugin.launch import job
+    from oar_plugin.runs.launch import job
+    from oar_plugin.runs.recipe import command, recipes_folder
 
     there = args.recipe_on_nodes or recipe
     overrides = [*ahead.added, *run.overrides]
@@ -368,8 +366,8 @@ def _submit(on: str, job: _Job) -> int:
 def _report(runs: "list[Run]") -> int:
     """The table of the runs; 1 where one has failed."""
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.hosts.verl.run_folder import progress
-    from oar_plugin.plan.setup import training_steps
+    from oar_plugin.runs.plan.setup import training_steps
+    from oar_plugin.runs.run_folder import progress
 
     shown = table("run", "state", "steps", "validated", "best")
     states = set()
@@ -402,3 +400,11 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         if secrets and not args.secret:
             say(f"oar launch: {secrets}: not passed on; make a Secret and name it: --secret NAME", sys.stderr)
     return options
+
+
+def _cpu_environment(one_machine: bool) -> dict[str, str]:
+    """Return the variables that the distribution verl_cpu, where it is installed, wants for a run on a CPU."""
+    from importlib.metadata import entry_points
+
+    (entry,) = entry_points(group="oar_plugin.environments", name="cpu") or (None,)
+    return {} if entry is None else entry.load()(one_machine=one_machine)

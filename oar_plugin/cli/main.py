@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from oar_plugin.printable import printable, say
-from oar_plugin.spelling import did_you_mean
+from oar_plugin.output import did_you_mean, printable, say
 
 COMMANDS = {
     "doctor": "what is installed, what OAR serves here, and what to do about what is missing",

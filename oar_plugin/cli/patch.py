@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import oar_plugin
-from oar_plugin.printable import say
+from oar_plugin.output import say
 
 TOOLS = {"git": ["git", "apply"], "patch": ["patch", "-p1", "--forward", "--fuzz=0", "--silent"]}
 """What applies a patch from its standard input: the first that is here."""

@@ -9,11 +9,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from oar_plugin.cli.arguments import number, positive, share
-from oar_plugin.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED
-from oar_plugin.printable import say
+from oar_plugin.output import say
+from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED
 
 if TYPE_CHECKING:
-    from oar_plugin.plan import Plan
+    from oar_plugin.runs.plan import Plan
 
 _HELP = """\
 Say what a recipe takes before it is started: memory of a GPU by phase, what OAR adds, steps, hours and GPU-hours of the run,
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         say("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", sys.stderr)
         return 1
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.hosts.verl.recipe import check_config, compose_recipe, find_recipe
-    from oar_plugin.plan import Expected, Plan, choose_gpu, on_gpus, suggest
+    from oar_plugin.runs.plan import Expected, Plan, choose_gpu, on_gpus, suggest
+    from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe
 
     try:
         gpu = choose_gpu(args.gpu, args.gpu_memory)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _summary(made: Plan) -> list[str]:
     """What the tables do not show, and what is taken for granted."""
-    from oar_plugin.launch.schedule import in_words
+    from oar_plugin.runs.launch.schedule import in_words
 
     s = made.setup
     oar = "Without OAR."
@@ -113,5 +113,5 @@ def _summary(made: Plan) -> list[str]:
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to one that nobody has tuned.",
         f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core), and the formulas for memory and "
-        "FLOPs against small models on a CPU (tests/plan). No run on GPUs.",
+        "FLOPs against small models on a CPU (tests/runs/plan). No run on GPUs.",
     ]

@@ -5,8 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from oar_plugin.hosts.verl.recipe import RecipeError, find_recipe, recipe_names, recipes_folder
-from oar_plugin.printable import say
+from oar_plugin.output import say
+from oar_plugin.runs.recipe import RecipeError, find_recipe, recipe_names, recipes_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from oar_plugin.cli.browser import open_page
-from oar_plugin.printable import printable, say
+from oar_plugin.output import printable, say
 
 PIP = {"yaml": "pyyaml", "google": "protobuf"}
 """Packages that have another name than what is imported."""
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from oar_plugin.cli.tables import console, progress_bar, table
-    from oar_plugin.page.logs import NoLogs, read_run
-    from oar_plugin.page.report import Side, write_report
+    from oar_plugin.runs.report.logs import NoLogs, read_run
+    from oar_plugin.runs.report.page import Side, write_report
 
     paths, logs = [*args.runs, *args.baseline], []
     out = args.out or (args.runs[0] if (args.runs[0] / "run.yaml").is_file() else Path()) / "report"

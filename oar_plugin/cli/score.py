@@ -14,14 +14,14 @@ from oar_plugin.cli.tables import progress_bar
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
-from oar_plugin.evaluate.checkpoints import find
-from oar_plugin.evaluate.problems import EvaluationError
 from oar_plugin.front_door import importance
+from oar_plugin.output import say
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.page.sources import SourceError, Text, advantages
 from oar_plugin.passes.tap import UnsupportedModelError
 from oar_plugin.passes.tokens import TokenBytes
-from oar_plugin.printable import say
+from oar_plugin.runs.evaluate.checkpoints import find
+from oar_plugin.runs.evaluate.problems import EvaluationError
 
 ROWS = 512
 """Positions whose logits are there at a time: 0.3 GB of float32 for a vocabulary of 152,000."""
@@ -40,7 +40,7 @@ def graded(texts: Sequence[Text]) -> list[Text]:
     if not any(needed):
         return list(texts)
     try:
-        from oar_plugin.hosts.verl.reward import compute_score
+        from oar_plugin.runs.reward import compute_score
     except ImportError as error:
         say(f"oar inspect: responses are not graded: {error}", sys.stderr)
         return list(texts)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from oar_plugin.printable import printable
+from oar_plugin.output import printable
 
 
 class _Console(Console):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from oar_plugin.config import PREFIX, DumpConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.output import write_whole
 from oar_plugin.page.record import RIGHT_FROM, Header, Response
-from oar_plugin.whole_file import write_whole
 
 logger = logging.getLogger("oar_plugin")
 

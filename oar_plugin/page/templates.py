@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from oar_plugin.printable import printable
+from oar_plugin.output import printable
 
 
 def _seen(value: Any) -> Any:

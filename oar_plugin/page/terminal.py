@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from oar_plugin.credit.answer import Segment
+from oar_plugin.output import printable
 from oar_plugin.page.inspector import KINDS, kind_of
 from oar_plugin.page.record import Response
-from oar_plugin.printable import printable
 
 
 def print_responses(responses: Sequence[Response], console: Console, table: Table) -> None:

@@ -20,9 +20,9 @@ from benchmarks.tiny.warm_start import LEARNED, WarmStart, accuracy, train
 from benchmarks.tiny.words import make_tokenizer, text
 from oar_plugin.page import sources
 from oar_plugin.page.inspector import inspector_page
-from oar_plugin.page.logs import read_run
 from oar_plugin.page.record import Response
-from oar_plugin.page.report import Side, write_report
+from oar_plugin.runs.report.logs import read_run
+from oar_plugin.runs.report.page import Side, write_report
 from recipes.cpu_demo import report
 from recipes.cpu_demo.report import Accuracy, MethodResult, Share
 from recipes.cpu_demo.training import PROMPTS, TASK, Method, Run, TrainingFailed, run_training

@@ -11,8 +11,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+import verl_cpu as cpu
 from oar_plugin.cli.arguments import positive
-from oar_plugin.hosts.verl import cpu
 
 NEEDED_GB = 6.5
 

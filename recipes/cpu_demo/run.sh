@@ -26,7 +26,7 @@ free_mb=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
 [ "$free_mb" -ge 6656 ] || fail "needs 6.5 GB of free memory, there are $free_mb MB: close other programs and start again"
 
 errors=$(mktemp)
-bash "$repository/oar_plugin/hosts/verl/cpu/install.sh" "$venv" 2>"$errors" || fail "$(tail -n 1 "$errors")"
+bash "$repository/verl_cpu/install.sh" "$venv" 2>"$errors" || fail "$(tail -n 1 "$errors")"
 rm -f "$errors"
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
 exec "$venv/bin/python" "$here/main.py" "$@"  # by path: with -m the caller's folder would come first

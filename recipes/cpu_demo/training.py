@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from benchmarks.tiny import verl_run
 from benchmarks.tiny.tasks import TASKS
 from benchmarks.tiny.verl_run import read_metrics
-from oar_plugin.hosts.verl.cpu import cpu_overrides
-from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, Session, run_verl
+from verl_cpu import cpu_overrides
+from verl_cpu.session import TIMED_OUT, Session, run_verl
 
 Method = Literal["oar", "grpo"]
 

@@ -634,7 +634,7 @@ import multiprocessing, os, pathlib, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from benchmarks.learning import study, verl
-from oar_plugin.hosts.verl.cpu.session import session
+from verl_cpu.session import session
 
 def train(run, model, folder):
     with session():  # turns the signal into SystemExit

@@ -21,8 +21,8 @@ from oar_plugin.cli.doctor.packages import PACKAGES, imports, version_of, was_te
 from oar_plugin.cli.doctor.questions import Answer, ask
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.recipe import find_recipe
-from oar_plugin.importable import importable
+from oar_plugin.runs.launch.finding import importable
+from oar_plugin.runs.recipe import find_recipe
 from tests.limits import PROCESS_S
 
 ROOT = Path(__file__).parents[2]

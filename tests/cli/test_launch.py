@@ -13,10 +13,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
-from oar_plugin.hosts.verl import recipe, run_folder
-from oar_plugin.hosts.verl.cpu.launch import cpu_environment
-from oar_plugin.launch import runs
-from oar_plugin.launch.job import for_nodes
+from oar_plugin.runs import recipe, run_folder
+from oar_plugin.runs.launch import runs
+from oar_plugin.runs.launch.job import for_nodes
+from verl_cpu.launch import cpu_environment
 
 pytest.importorskip("verl")
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 
 from oar_plugin.cli.main import COMMANDS, IN_THE_CHECKOUT, main
-from oar_plugin.hosts.verl.recipe import find_recipe, recipe_names
+from oar_plugin.runs.recipe import find_recipe, recipe_names
 
 RECIPE = "qwen2_5_7b_math"
 WRONG = [("--partitoin", "gpu"), ("--wait", "0"), ("--ssh", "'")]

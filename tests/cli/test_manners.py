@@ -8,15 +8,14 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
 from oar_plugin.cli.main import main, make_parser
 from tests.limits import PROCESS_S
 from tests.page.dumped import HEADER, RESPONSE
+from tests.tracked import ROOT, tracked
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "qwen2_5_7b_math"
 DUMP = [
     HEADER.line().strip(),
@@ -134,7 +133,7 @@ def test_a_locale_without_the_letters_changes_nothing_but_how_they_look(tmp_path
     code = """
 from oar_plugin.cli.doctor import _print_table
 from oar_plugin.cli.main import main
-from oar_plugin.launch.finding import Finding
+from oar_plugin.runs.launch.finding import Finding
 assert main(["inspect", "."]) == main(["inspect", ".", "--format", "text"]) == main(["recipes"]) == 0
 _print_table([Finding("Schl\\xfcssel \\u2192 \\u9375", "missing", "\\xd7")])
 print("\\u2192")
@@ -166,7 +165,7 @@ def without_encoding(path):
 
 def test_files_are_read_and_written_as_utf_8():
     """Python would take the locale's encoding."""
-    paths = [path for top in ("oar_plugin", "recipes") for path in (ROOT / top).rglob("*.py")]
+    paths = tracked("oar_plugin/*.py", "recipes/*.py")
     assert [place for path in paths for place in without_encoding(path)] == []
 
 

@@ -9,7 +9,7 @@ import yaml
 pytest.importorskip("verl")
 
 from oar_plugin.cli.main import main
-from oar_plugin.hosts.verl.recipe import find_recipe
+from oar_plugin.runs.recipe import find_recipe
 from tests.cli.test_launch import FOUR, ONE, PODS, environment  # noqa: F401
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 
 from benchmarks.tiny.verl_run import read_metrics, training_environment
-from oar_plugin.hosts.verl.cpu.session import Session, run_verl
-from oar_plugin.hosts.verl.recipe import entry_point
-from oar_plugin.hosts.verl.run_folder import START
+from oar_plugin.runs.recipe import entry_point
+from oar_plugin.runs.run_folder import START
+from verl_cpu.session import Session, run_verl
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0

@@ -7,8 +7,8 @@ the gate uses their order, which is reported beside it.
 import pytest
 import torch
 
-from oar_plugin.importable import importable
 from oar_plugin.passes.request import IMPORTANCE
+from oar_plugin.runs.launch.finding import importable
 from tests.gpu import child, here
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.launch import worst

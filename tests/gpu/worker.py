@@ -13,10 +13,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from benchmarks.machine import peak_bytes
-from oar_plugin.hosts.verl.cpu import ulysses
 from oar_plugin.passes.request import IMPORTANCE, REQUEST, Request
 from tests.hosts.engine import world
 from tests.hosts.engine.worker import LAYOUTS, asked_of, batch_of, build, finish, gather
+from verl_cpu import ulysses
 
 ON_CPU = get_device_name() == "cpu"
 FLASH = ulysses.ATTENTION if ON_CPU else "flash_attention_2"

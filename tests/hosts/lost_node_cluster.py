@@ -10,7 +10,7 @@ from typing import Any
 from ray._private.node import Node as ClusterNode
 from ray.cluster_utils import Cluster
 
-from oar_plugin.hosts.verl.cpu.session import ATTEMPTS, RAY_DID_NOT_START
+from verl_cpu.session import ATTEMPTS, RAY_DID_NOT_START
 
 KNOWN_S = 300.0
 NODE = {"num_cpus": 16, "num_gpus": 1, "object_store_memory": 200_000_000}

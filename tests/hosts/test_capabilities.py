@@ -256,7 +256,7 @@ def test_with_verls_own_trainer_in_place_the_estimator_says_what_is_missing(monk
 def test_only_a_reader_of_the_log_is_told_what_was_left_in_place(monkeypatch, caplog):
     monkeypatch.setattr(capabilities, "missing", lambda feature: ["x: f takes (a)"])
     with caplog.at_level(logging.INFO, logger="oar_plugin"):
-        plugin._register_fsdp(sys)
+        plugin._register_engines(sys)
     assert [(record.levelname, "x: f takes (a)" in record.message) for record in caplog.records] == [("INFO", True)]
 
 

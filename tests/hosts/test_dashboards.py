@@ -18,7 +18,7 @@ from verl.utils.tracking import Tracking
 
 from oar_plugin.hosts.verl import viewer
 from oar_plugin.hosts.verl.dashboards import Picture, code_block
-from oar_plugin.page.logs import _wandb_records
+from oar_plugin.runs.report.logs import _wandb_records
 from tests.hosts.test_dump import World
 from tests.page.dumped import RESPONSE
 

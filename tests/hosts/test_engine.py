@@ -10,10 +10,10 @@ import torch
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.verl.cpu.megatron import has_megatron_bridge
 from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.launch import differences, error, launch, worst
+from verl_cpu.megatron import has_megatron_bridge
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("verl")

@@ -11,11 +11,11 @@ import yaml
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from oar_plugin.hosts.verl.cpu.launch import cpu_environment
-from oar_plugin.hosts.verl.cpu.session import session
-from oar_plugin.hosts.verl.recipe import command
+from oar_plugin.runs.recipe import command
 from recipes.smoke import make_assets
 from tests.hosts.whole_run import LIMIT_S, RECIPES, whole_run
+from verl_cpu.launch import cpu_environment
+from verl_cpu.session import session
 
 pytestmark = whole_run
 

@@ -19,12 +19,12 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from oar_plugin.hosts.verl.cpu import cpu_environment
-from oar_plugin.hosts.verl.cpu.session import session
-from oar_plugin.hosts.verl.recipe import entry_point
-from oar_plugin.hosts.verl.run_folder import START
+from oar_plugin.runs.recipe import entry_point
+from oar_plugin.runs.run_folder import START
 from recipes.smoke import make_assets
 from tests.hosts.whole_run import LIMIT_S, RECIPES
+from verl_cpu import cpu_environment
+from verl_cpu.session import session
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3 * LIMIT_S)]
 

@@ -1,7 +1,7 @@
 """Whole steps with a Megatron actor: real verl, real Ray, real vLLM, verl's real Megatron engine on stand-ins for CUDA.
 
 The optimizer is megatron-core's ordinary one, without clipping: its distributed optimizer and its clipping take CUDA tensors
-only. What stands in for what: oar_plugin/hosts/verl/cpu/megatron.py.
+only. What stands in for what: verl_cpu/megatron.py.
 """
 
 import pytest

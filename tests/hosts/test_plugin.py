@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_an_engine_of_another_kind_of_machine_is_left_alone(monkeypatch):
     engines = EngineRegistry._engines["language_model"]
     before = {backend: dict(registered) for backend, registered in engines.items()}
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "a device of nobody's")
-    fsdp.register(fsdp)
+    fsdp.register()
     assert before == engines
 
 
@@ -108,5 +109,5 @@ def test_a_check_that_fails_leaves_verls_own_in_place(monkeypatch):
         raise OSError("a folder without a version file")
 
     monkeypatch.setattr(plugin.capabilities, "missing", fail)
-    monkeypatch.setattr(fsdp, "register", lambda module: pytest.fail("registered all the same"))
-    plugin._register_fsdp(None)
+    monkeypatch.setattr(fsdp, "register", lambda: pytest.fail("registered all the same"))
+    plugin._register_engines(SimpleNamespace(__name__="verl.workers.engine"))

@@ -18,11 +18,11 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from benchmarks.tiny.verl_run import read_metrics, training_environment
-from oar_plugin.hosts.verl.cpu.session import run_verl
-from oar_plugin.hosts.verl.recipe import compose_recipe, entry_point
+from oar_plugin.runs.recipe import compose_recipe, entry_point
 from recipes.smoke import group_of, make_assets
 from tests import in_order
 from tests.hosts.whole_run import LIMIT_S, RECIPES
+from verl_cpu.session import run_verl
 
 STEPS = 3
 RECIPE_OF = {

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("verl")
 
 from oar_plugin.hosts.verl.hydra_conf import misspelt
-from oar_plugin.hosts.verl.recipe import RecipeError, compose_recipe, find_recipe
+from oar_plugin.runs.recipe import RecipeError, compose_recipe, find_recipe
 
 RECIPE = find_recipe("qwen2_5_32b_megatron")
 ROLLOUT, MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"

@@ -14,9 +14,9 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 
 from oar_plugin.cli.recipes import summary
-from oar_plugin.hosts.verl.recipe import VARIANTS, check_config, compose_recipe, gpus_needed
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.plan import Plan, choose_gpu
+from oar_plugin.runs.plan import Plan, choose_gpu
+from oar_plugin.runs.recipe import VARIANTS, check_config, compose_recipe, gpus_needed
 from recipes.smoke import architecture_of, group_of
 
 FOLDER = Path(__file__).parents[2] / "recipes"

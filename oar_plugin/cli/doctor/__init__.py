@@ -15,8 +15,8 @@ from oar_plugin.cli.doctor.machine import Machine
 from oar_plugin.cli.doctor.packages import examine_packages
 from oar_plugin.cli.doctor.questions import Answer, ask
 from oar_plugin.cli.doctor.recipe import examine_data, examine_recipe, features_for, packages_for
-from oar_plugin.launch.finding import Finding
-from oar_plugin.printable import say
+from oar_plugin.output import say
+from oar_plugin.runs.launch.finding import Finding
 
 _HELP = """\
 Say whether a run with OAR would start on this machine, and what to do where it would not: packages (do they import, was their
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oar_plugin.hosts.verl.recipe import RecipeError, find_recipe
+    from oar_plugin.runs.recipe import RecipeError, find_recipe
 
     try:
         if args.overrides and args.recipe is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from oar_plugin.cli.doctor.packages import PACKAGES
 from oar_plugin.cli.doctor.questions import MARK
-from oar_plugin.launch.finding import cause
+from oar_plugin.runs.launch.finding import cause
 
 
 def tell(key: str, value: Any) -> None:
@@ -88,9 +88,9 @@ def features() -> None:
 
 def recipe(name: str, memory_gib: str, *overrides: str) -> None:
     """What a recipe asks for, and what is wrong with it. `memory_gib` of one GPU; empty where none is visible."""
-    from oar_plugin.hosts.verl.recipe import check_config, compose_recipe, find_recipe, gpus_needed
-    from oar_plugin.launch import job, preflight
-    from oar_plugin.plan import choose_gpu
+    from oar_plugin.runs.launch import job, preflight
+    from oar_plugin.runs.plan import choose_gpu
+    from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe, gpus_needed
 
     folder = find_recipe(name)
     tell("doing", "composing the recipe")
@@ -120,7 +120,7 @@ def _tell_needs(config: Any) -> None:
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.settings import resolve, switched_on
-    from oar_plugin.launch.preflight import strings
+    from oar_plugin.runs.launch.preflight import strings
 
     def value(key: str, default: Any = None) -> Any:
         found = OmegaConf.select(config, key)

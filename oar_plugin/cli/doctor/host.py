@@ -9,7 +9,7 @@ from pathlib import Path
 
 from oar_plugin.cli.doctor.questions import Answer
 from oar_plugin.hosts.verl.capabilities import TRAINERS
-from oar_plugin.launch.finding import Finding
+from oar_plugin.runs.launch.finding import Finding
 
 INSTALL = "into this environment: pip install --no-deps . in a checkout"
 FEATURES = {  # how to ask for each

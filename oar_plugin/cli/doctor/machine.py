@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from oar_plugin.cli.doctor.questions import Answer
-from oar_plugin.launch.finding import Finding
+from oar_plugin.runs.launch.finding import Finding
 
 GIB = 2**30
 DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path("/dev/kfd"))
@@ -22,7 +22,7 @@ class Machine:
         self.built_for: str | None = answer.told.get("built for")  # CUDA's or ROCm's version; None: for the CPU
         self.why_not: str = answer.told.get("why not", "")
         asked = os.environ.get("VERL_PLATFORM", "").strip().lower()
-        # As oar_plugin.hosts.verl.cpu decides it.
+        # As verl_cpu decides it.
         self.on_cpu = bool(self.torch) and not self.gpus and (asked == "cpu" or (not asked and self.built_for is None))
 
     @property

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from oar_plugin.cli.doctor.questions import ask
 from oar_plugin.hosts.vllm import versions
-from oar_plugin.launch.finding import Finding
+from oar_plugin.runs.launch.finding import Finding
 
 
 class Package(NamedTuple):

@@ -8,7 +8,6 @@ of that, so what a forward is for is a function that makes its `Tap` once they a
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -173,6 +172,6 @@ class OarFSDPMixin(ImportancePass):
             )
 
 
-def register(transformer_impl: ModuleType) -> None:
+def register() -> None:
     """Called once verl's FSDP engines are imported, and so in its registry."""
     register_engine(OarFSDPMixin, "fsdp", "fsdp2")

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +22,6 @@ from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
@@ -31,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf
 from oar_plugin.config import PREFIX, OarConfigError, unknown_key
 from oar_plugin.hosts.verl.capabilities import version_note
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.printable import say
 
 logger = logging.getLogger("oar_plugin")
 
@@ -94,40 +91,6 @@ class CheckAtStart(Callback):
             sys.exit(f"oar: this configuration cannot work\n{error}")
         if note := version_note():
             logger.warning("%s", note)
-
-
-class KeepRun(Callback):
-    """Opens the folder of a recipe's run, `trainer.default_local_dir`, and puts verl's loggers there.
-
-    Refuses to go on there with other settings than the run was started with (`oar_plugin.hosts.verl.run_folder`).
-    """
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """See `Callback`. Exits with status 2 where it refuses, with 0 where nothing is left to do."""
-        from oar_plugin.hosts.verl import run_folder
-
-        try:
-            opened = run_folder.begin(config, os.environ.get(run_folder.START, ""))
-        except (run_folder.RunRefused, OSError) as error:
-            say(f"oar: {error}", sys.stderr)
-            sys.exit(2)
-        except Exception:  # Hydra would go on without it
-            traceback.print_exc()
-            sys.exit(1)
-        if opened is None:
-            say(f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh begins again", sys.stderr)
-            sys.exit(0)
-        # In Ray's environment, not in this process's: the logger is in an actor, and Ray may run already.
-        variables = run_folder.variables(opened)
-        OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables, force_add=True)
-        OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds a variable there itself
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """See `Callback`. A run that is cut off does not get here."""
-        from oar_plugin.hosts.verl import run_folder
-
-        state: run_folder.State = "finished" if job_return.status is JobStatus.COMPLETED else "failed"
-        run_folder.end(Path(str(config.trainer.default_local_dir)).absolute(), state)
 
 
 @contextmanager

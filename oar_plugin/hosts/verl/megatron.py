@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -308,7 +307,7 @@ def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM)
     return tensor
 
 
-def register(transformer_impl: ModuleType) -> None:
+def register() -> None:
     """Called once verl's Megatron engine is imported, and so in its registry."""
     if get_device_name() != "npu":  # verl's engine there is another class, MindSpeed's
         register_engine(OarMegatronMixin, "megatron")

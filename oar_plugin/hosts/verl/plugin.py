@@ -60,22 +60,20 @@ def _register_trainers(module: ModuleType) -> None:
         import oar_plugin.hosts.verl.trainer  # noqa: F401
 
 
-def _register_fsdp(module: ModuleType) -> None:
+def _register_engines(package: ModuleType) -> None:
+    # Called when the whole package is imported, and so behind hooks on its modules: another plugin may register an engine
+    # for its device in one of those, and ours is made of that.
     if _fits("fsdp"):
         from oar_plugin.hosts.verl import fsdp
 
-        fsdp.register(module)
-
-
-def _register_megatron(module: ModuleType) -> None:
-    if not _fits("megatron"):
-        return
-    try:
-        from oar_plugin.hosts.verl import megatron
-    except ImportError as error:  # verl would take it for its own engine's, and leave out Megatron altogether
-        logger.warning("oar_plugin does not fit this megatron-core; strategy=megatron works without OAR: %s", error)
-        return
-    megatron.register(module)
+        fsdp.register()
+    if f"{package.__name__}.megatron.transformer_impl" in sys.modules and _fits("megatron"):
+        try:
+            from oar_plugin.hosts.verl import megatron
+        except ImportError as error:  # verl would take it for its own package's, and start without any engine
+            logger.warning("oar_plugin does not fit this megatron-core; strategy=megatron works without OAR: %s", error)
+            return
+        megatron.register()
 
 
 def _register_estimator(core_algos: Any) -> None:
@@ -91,8 +89,7 @@ def _register_estimator(core_algos: Any) -> None:
 
 HOOKS: dict[str, Callable[[Any], None]] = {
     "verl.trainer.ppo.v1": _register_trainers,
-    "verl.workers.engine.fsdp.transformer_impl": _register_fsdp,
-    "verl.workers.engine.megatron.transformer_impl": _register_megatron,
+    "verl.workers.engine": _register_engines,
     "verl.trainer.ppo.core_algos": _register_estimator,
 }
 
@@ -103,10 +100,8 @@ def load() -> None:
     try:
         import wrapt
 
-        from oar_plugin.hosts.verl import cpu, hydra_conf
+        from oar_plugin.hosts.verl import hydra_conf
 
-        if cpu.wanted():
-            cpu.install()
         hydra_conf.register()
         for name, hook in HOOKS.items():
             wrapt.register_post_import_hook(hook, name)

@@ -1,6 +1,6 @@
 """Run by torchrun: verl's real Megatron engine with importance, in several layouts; results go to a file.
 
-CPU stand-ins: see `oar_plugin/hosts/verl/cpu/megatron.py`. On GPUs, for `tests/gpu`, none.
+CPU stand-ins: see `verl_cpu/megatron.py`. On GPUs, for `tests/gpu`, none.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
 from verl.utils.device import get_device_name
 
-from oar_plugin.hosts.verl.cpu import megatron
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.worker import afterwards, asked_of, gather, kinds, main, run, start
+from verl_cpu import megatron
 
 ON_CPU = get_device_name() == "cpu"
 if ON_CPU:

@@ -1,6 +1,6 @@
 """Run by torchrun: verl's real FSDP engine with importance, in several configurations; results go to a file.
 
-CPU stand-ins: gloo for NCCL; under Ulysses, see `oar_plugin/hosts/verl/cpu/ulysses.py`. On GPUs, for `tests/gpu`, none.
+CPU stand-ins: gloo for NCCL; under Ulysses, see `verl_cpu/ulysses.py`. On GPUs, for `tests/gpu`, none.
 """
 
 import itertools
@@ -28,11 +28,11 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
-from oar_plugin.hosts.verl.cpu import ulysses
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.request import NEEDED, REQUEST, Request
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.launch import differences
+from verl_cpu import ulysses
 
 EVERY = list(range(8))
 MICRO_BATCHES_SCORED = 2  # of `EVERY`, two rows each

@@ -23,7 +23,6 @@ import torch
 
 from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import PROBES
-from oar_plugin.hosts.verl.cpu import cpu_environment
 from oar_plugin.hosts.vllm import scorer as scorer_module
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, OutcomeSpec
 from oar_plugin.hosts.vllm.request import numbers_of, tagged_request
@@ -33,6 +32,7 @@ from oar_plugin.passes.masked_copies import Candidate
 from tests.hosts.engine import world
 from tests.hosts.engine.world import PAD
 from tests.limits import PROCESS_S
+from verl_cpu import cpu_environment
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("vllm")

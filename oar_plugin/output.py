@@ -1,0 +1,49 @@
+"""What is printed for people and what is written for readers: safe text, hints for mistyped names, whole files."""
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+
+def printable(text: str) -> str:
+    """`text` with every character that steers a terminal or the writing direction escaped, as in `\\x1b`; newlines stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(text: object, file: TextIO | None = None) -> None:
+    """Print `printable(text)` to `file`, by default standard output."""
+    print(printable(str(text)), file=file)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` with the known word that is closest in spelling, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write a file completely or not at all, and create its folder.
+
+    A reader never sees half of it. A symbolic link at this path is replaced; its target is not touched.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    try:
+        with unfinished.open("xb") as opened:  # x follows no link
+            opened.write(content if isinstance(content, bytes) else content.encode(errors="replace"))
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def no_link(file: str, flags: int) -> int:
+    """Serve as the `opener` of files that are written in place. OSError: the file is a symbolic link."""
+    return os.open(file, flags | os.O_NOFOLLOW, 0o666)

@@ -1,0 +1,162 @@
+"""Which model a CHECKPOINT of the command line is, as a folder in HuggingFace's format or a name on the hub."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from oar_plugin.runs.evaluate.problems import EvaluationError
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+SETTINGS = ("*.json", "*.jinja")
+"""Of its architecture, tokenizer, chat template and end of text."""
+MERGED = "merged"
+"""The folder beside a verl checkpoint's shards that holds its merged weights."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def parse(words: Sequence[str]) -> dict[str, list[str]]:
+    """Of `[NAME=]PATH[,PATH...]` each, the paths by name; a name is made up where none is given. Raises ValueError."""
+    rows: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, rest = word.partition("=")
+        paths = (rest if equals else word).split(",")
+        if not all(paths) or not name:
+            raise ValueError(f"{word}: must be CHECKPOINT or NAME=CHECKPOINT, with commas between seeds of one method")
+        if not equals:
+            parts = [part for part in Path(paths[0]).absolute().parts if part != "actor"]
+            name = "/".join(parts[-2:]) if parts[-1].startswith("global_step_") else parts[-1]
+        if name in rows:
+            raise ValueError(f"{word}: another line is called {name}; write NAME=CHECKPOINT")
+        rows[name] = paths
+    return rows
+
+
+def find(text: str, best: bool, say: Callable[[str], None]) -> str:
+    """The model of a checkpoint, merged if it must be, once.
+
+    Args:
+        text: a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
+            checkpoints (the last one is taken), or a name on the hub.
+        best: take `best` in a folder of checkpoints.
+        say: told before a merge, which takes minutes for a large model.
+
+    Raises EvaluationError.
+    """
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        # Where there is a folder of the first part's name, the second may be mistyped.
+        if _HUB_NAME.fullmatch(text) and (not folder.parent.is_dir() or _on_hub(text)):
+            return text
+        raise EvaluationError(f"{text}: neither a folder nor a name on the hub (organisation/model)")
+    if _is_model(folder):
+        return str(folder.resolve())
+    folder = _step_of(folder, best)
+    actor = (folder / "actor" if (folder / "actor").is_dir() else folder).resolve()
+    for ready in (actor / "huggingface", actor / "model" / "huggingface", actor / MERGED):
+        if _is_model(ready):
+            return str(ready)
+    if (actor / "fsdp_config.json").is_file():
+        return str(_merge(actor, "fsdp", say))
+    if (actor / "model" / "dist_ckpt").is_dir() or (actor / "dist_ckpt").is_dir():
+        return str(_merge(actor, "megatron", say))
+    raise EvaluationError(
+        f"{text}: holds no model: neither config.json with weights ({', '.join(WEIGHTS)}), nor a checkpoint of verl "
+        "(global_step_N/actor with fsdp_config.json or dist_ckpt), nor a folder of such checkpoints"
+    )
+
+
+def fingerprint(model: str) -> str:
+    """Changes when a folder's weights, tokenizer or settings do; of a model on the hub it is the name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _files(folder, WEIGHTS)]
+    settings = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in _files(folder, SETTINGS)]
+    return hashlib.sha256(json.dumps([weights, settings]).encode()).hexdigest()[:16]
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and bool(_files(folder, WEIGHTS))
+
+
+def _on_hub(name: str) -> bool:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(name, "config.json")
+    except (OSError, ValueError):  # of the network too; without it, what was loaded before is found
+        return False
+    return True
+
+
+def _step_of(folder: Path, best: bool) -> Path:
+    """The checkpoint in a folder of checkpoints, such as a run's; other folders as they are."""
+    place = folder / "best" if best else folder
+    steps = {step.name: step for step in place.glob("global_step_*") if step.name[12:].isdigit()}
+    if not steps and best:
+        raise EvaluationError(
+            f"--best: {folder} has no checkpoint best/global_step_N; without --best its last one is taken"
+        )
+    if not steps:
+        return folder
+    # verl writes it when a checkpoint is complete; the step that it names may have been deleted or not copied.
+    complete = place / "latest_checkpointed_iteration.txt"
+    named = f"global_step_{complete.read_text(encoding='utf-8').strip()}" if complete.is_file() else ""
+    return steps.get(named) or steps[max(steps, key=lambda name: int(name[12:]))]
+
+
+def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
+    target = actor / MERGED
+    unpickled = "; Megatron's files are unpickled: only of a run that you trust" if backend == "megatron" else ""
+    say(f"merging {actor} into {target} with verl.model_merger, once{unpickled}")
+    words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir"]
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=f"{MERGED}.", dir=actor
+        ) as place:  # another evaluation may merge it too
+            partial = Path(place) / MERGED
+            partial.mkdir()
+            # A process of its own: it imports verl, and gives back the memory of all shards.
+            done = subprocess.run(
+                [sys.executable, "-m", "verl.model_merger", *words, str(partial)],
+                # verl would unpickle whatever shards hold.
+                env={**os.environ, "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"},
+                capture_output=True,
+            )
+            if done.returncode or not _is_model(partial):
+                said = "\n".join((done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-15:])
+                raise EvaluationError(f"{actor}: verl.model_merger failed (exit status {done.returncode}):\n{said}")
+            if (partial / "lora_adapter").is_dir():
+                _fold_in_adapter(partial)
+            try:
+                partial.rename(target)
+            except OSError:
+                if not _is_model(target):  # else the other one was first
+                    raise
+    except OSError as error:
+        raise EvaluationError(
+            f"{actor}: cannot write {target}: {error.strerror or error}; merge it elsewhere with python -m "
+            f"verl.model_merger merge --backend {backend} --local_dir {actor} --target_dir DIR, and evaluate DIR"
+        ) from error
+    return target
+
+
+def _fold_in_adapter(folder: Path) -> None:
+    """verl's merger leaves a LoRA adapter beside the base model's weights."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+    PeftModel.from_pretrained(base, str(folder / "lora_adapter")).merge_and_unload().save_pretrained(folder)
+    shutil.rmtree(folder / "lora_adapter")

@@ -1,0 +1,124 @@
+"""What a recipe needs of a cluster, and the script that runs it there. Raises ValueError for what cannot work."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from oar_plugin.runs.recipe import command, gpus_needed, recipes_folder
+
+# What all nodes get: folders, how to reach hubs and loggers, settings of the libraries that talk between nodes.
+PATHS = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE", "HF_HOME", "HF_HUB_CACHE", "WANDB_DIR")
+NAMES = (
+    *("HF_ENDPOINT", "HF_HUB_OFFLINE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE"),
+    *("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME"),
+)
+ON_VOLUME = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
+PREFIXES = ("GLOO_", "NCCL_", "UCX_", "VERL_", "VLLM_")
+# Never written to a script, a manifest or a command line.
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+
+
+def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str | None = None) -> dict[str, str]:
+    """What every node gets, without secrets: as the environment here says, and `wanted`, each `NAME=VALUE` or `NAME`.
+
+    Folders of this machine mean nothing where nodes have a `volume` of their own.
+    """
+    chosen = {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}
+    if volume is None:
+        chosen.update((name, environment[name]) for name in PATHS if name in environment)
+    else:
+        chosen.update((name, f"{volume}/{folder}") for name, folder in ON_VOLUME.items())
+    for entry in wanted:
+        name, equals, value = entry.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ValueError(f"--env {entry}: not a name of an environment variable; write NAME=VALUE or NAME")
+        if name in SECRETS:
+            raise ValueError(f"--env {name}: a secret; export it instead, it is passed on without being written down")
+        if not equals and name not in environment:
+            raise ValueError(f"--env {name}: not set here; export it, or write {name}=VALUE")
+        chosen[name] = value if equals else environment[name]
+    return dict(sorted(chosen.items()))
+
+
+def facts(
+    config: DictConfig, recipe: Path, variant: str, overrides: Sequence[str], gpus_of_a_node: int | None
+) -> dict[str, Any]:
+    """What the templates say of a recipe; `recipe` is its folder as the nodes see it."""
+    nodes, gpus_per_node, gpus = gpus_needed(config, gpus_of_a_node)
+    checkpoints = str(OmegaConf.select(config, "trainer.default_local_dir"))
+    if nodes > 1 and not Path(checkpoints).is_absolute():
+        raise ValueError(
+            f"trainer.default_local_dir={checkpoints}: relative, and the recipe runs on {nodes} nodes, which must all see it "
+            "to resume; set OAR_CHECKPOINTS to a folder on shared storage"
+        )
+    train = shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides]))
+    train_alone = shlex.join(command(recipe, variant, overrides))  # verl starts Ray itself
+    facts = {"train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}
+    return {**facts, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus}
+
+
+def fill(template: Path | str, **values: Any) -> str:
+    """A template, filled: a file, or one of `recipes/cluster`. Filters `quote`, `sbatch` and `tojson` make any value safe."""
+    import jinja2
+
+    def sbatch(option: str) -> str:
+        if "\n" in option:
+            raise ValueError(f"{option!r}: a line of #SBATCH cannot hold a line break")
+        return shlex.quote(option)
+
+    undefined = jinja2.StrictUndefined
+    engine = jinja2.Environment(undefined=undefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701  no HTML
+    engine.keep_trailing_newline = True
+    engine.filters.update(quote=shlex.quote, sbatch=sbatch)
+    file = template if isinstance(template, Path) else recipes_folder() / "cluster" / template
+    try:
+        return engine.from_string(file.read_text(encoding="utf-8")).render(values)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"--template {file}: {error}") from error
+
+
+def by_name(train: str, recipe: Path) -> str:
+    """The command for a machine that has a recipe in its own copy of this package."""
+    find = f"from oar_plugin.runs.recipe import find_recipe; print(find_recipe({recipe.name!r}))"
+    return f"recipe=$(python -c {shlex.quote(find)})\n" + train.replace(shlex.quote(str(recipe.resolve())), '"$recipe"')
+
+
+def patched(manifest: str, file: Path) -> str:
+    """A RayJob with what a cluster wants beside it. Sections of the file, each optional, go into all that they name:
+
+    `rayjob` into the RayJob itself, `pod` into every pod's template, `container` into every pod's container. Maps are merged,
+    lists are made longer, other values are replaced. ValueError: the file cannot be used.
+    """
+    import yaml
+
+    try:
+        patch = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        unknown = sorted(set(patch) - {"rayjob", "pod", "container"})
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+        raise ValueError(f"--patch {file}: not a yaml file of sections: {error}") from error
+    if unknown:
+        raise ValueError(f"--patch {file}: {unknown[0]}: not a section; allowed: rayjob, pod, container")
+    job = _merged(yaml.safe_load(manifest), patch.get("rayjob"), "rayjob")
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())):
+        pod = _merged(group["template"], patch.get("pod"), "pod")
+        containers = pod["spec"]["containers"]
+        containers[0] = _merged(containers[0], patch.get("container"), "container")
+        group["template"] = pod
+    return str(yaml.safe_dump(job, sort_keys=False, width=10**6))
+
+
+def _merged(there: Any, patch: Any, where: str) -> Any:
+    if patch is None:
+        return there
+    if isinstance(there, dict | list) and type(there) is not type(patch):
+        raise ValueError(
+            f"--patch: {where}: {patch!r}: the RayJob has a {'map' if isinstance(there, dict) else 'list'} there"
+        )
+    if isinstance(there, dict):
+        return {**there, **{key: _merged(there.get(key), value, f"{where}.{key}") for key, value in patch.items()}}
+    return [*there, *patch] if isinstance(there, list) else patch

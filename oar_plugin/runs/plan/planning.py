@@ -1,0 +1,154 @@
+"""A plan of a run, and what to change where it does not fit."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from oar_plugin.runs.plan.hardware import EXPECTED, GIB, GOOD, POOR, TIGHT, Gpu, choose_gpu
+from oar_plugin.runs.plan.memory import cached_tokens, step_memory
+from oar_plugin.runs.plan.models import PlanError
+from oar_plugin.runs.plan.seconds import GENERATION, OAR, generation_seconds, step_flops, step_seconds
+from oar_plugin.runs.plan.setup import ACTOR, ROLLOUT, Expected, Setup, with_overrides
+
+Change = tuple[dict[str, Any], str]  # overrides for verl's command line, and what they do
+BUDGETS = (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu")
+
+
+class Plan:
+    """What a run of a composed configuration would take: projections. PlanError: it cannot run, or its model is not known."""
+
+    def __init__(self, config: DictConfig, gpu: Gpu | None = None, expected: Expected | None = None) -> None:
+        self.setup = s = Setup(config, expected)
+        self.gpu = card = gpu or choose_gpu()
+        self.memory = step_memory(s, card)  # bytes of one GPU by phase, and by what takes them
+        self.peak = max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
+        self.headroom = card.memory - sum(self.memory[self.peak].values())  # bytes; negative where it does not fit
+        longest = s.rollout.max_model_len or s.max_length
+        self.cached = cached_tokens(s, card) / longest  # longest sequences in an engine's cache
+        self.fits = self.headroom >= 0 and self.cached >= 1
+        tight = self.headroom < TIGHT * card.memory
+        self.verdict = "does not fit" if not self.fits else "fits tightly" if tight else "fits"
+
+        self.flops = step_flops(s)  # of a step over all GPUs, by phase
+        self.seconds = step_seconds(s, card, EXPECTED)  # of a step, by phase
+        self.step = _step(s, self.seconds)
+        self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
+        self.to_grpo = self.step / _step(s, {phase: t for phase, t in self.seconds.items() if phase not in OAR})
+
+    @property
+    def hours(self) -> list[float] | None:
+        """Of the run with its validations: expected, least, most. None where its steps are not known."""
+        s, hours = self.setup, []
+        for efficiency in (EXPECTED, GOOD, POOR):
+            validation = generation_seconds(s, self.gpu, efficiency, s.validated) if s.validated else 0.0
+            hours.append(((s.steps or 0) * _step(s, step_seconds(s, self.gpu, efficiency)) + validation) / 3600)
+        return None if s.steps is None else hours
+
+    def to_dict(self) -> dict[str, Any]:
+        s, plain = self.setup, {key: value for key, value in vars(self).items() if key not in ("setup", "gpu")}
+        work = {"hours": self.hours, "steps": s.steps, "mean_prompt": s.mean_prompt, "mean_response": s.mean_response}
+        return {"projection": True, **plain, **work, "gpus": s.gpus, "gpu": asdict(self.gpu)}
+
+
+def _step(s: Setup, seconds: dict[str, float]) -> float:
+    """Seconds of generation and training, one after the other or side by side (`separate_async`)."""
+    generation = seconds[GENERATION]
+    training = sum(seconds.values()) - generation
+    return max(generation, training) if s.dedicated else generation + training
+
+
+class Suggestion(NamedTuple):
+    overrides: dict[str, Any]
+    reason: str
+    plan: Plan
+
+
+def suggest(current: Plan, replan: Callable[[DictConfig], Plan]) -> list[Suggestion]:
+    """Changes that make a run fit, or relieve one that fits tightly; `replan` has planned each.
+
+    Returns:
+        Of each kind of change the mildest that suffices, cheapest kind first; where no cheap one does, some together. Empty
+        where there is room enough, or nothing helps.
+    """
+    if current.verdict == "fits":
+        return []
+
+    def attempt(*changes: Change) -> Suggestion:
+        overrides = {key: value for change, _ in changes for key, value in change.items()}
+        try:
+            made = replan(with_overrides(current.setup.config, overrides))
+        except PlanError:
+            made = current
+        return Suggestion(overrides, "; ".join(reason for _, reason in changes), made)
+
+    def single(kinds: list[list[Change]]) -> list[Suggestion]:
+        enough = ("fits",) if current.fits else ("fits", "fits tightly")
+        firsts = (next((made for made in map(attempt, kind) if made.plan.verdict in enough), None) for kind in kinds)
+        return [made for made in firsts if made is not None]
+
+    def together(kinds: list[list[Change]]) -> list[Suggestion]:
+        """Of each kind what helps most, until it fits; then what has turned out not to be needed goes."""
+        taken: list[Change] = []
+        best = Suggestion({}, "", current)
+        for kind in kinds:
+            tried = [] if best.plan.fits else [(attempt(*taken, change), change) for change in kind]
+            made, change = min(tried, key=lambda pair: _missing(pair[0].plan), default=(best, None))
+            if change is not None and _missing(made.plan) < _missing(best.plan):
+                taken, best = [*taken, change], made
+        for change in list(taken):
+            rest = [other for other in taken if other is not change]
+            if (made := attempt(*rest)).plan.fits:
+                taken, best = rest, made
+        return [best] if best.plan.fits else []
+
+    cheap, costly = _cheap(current.setup), _costly(current.setup)
+    found = single(cheap) or ([] if current.fits else together(cheap))
+    found += single(costly)
+    return found or ([] if current.fits else together(cheap + costly))
+
+
+def _missing(made: Plan) -> float:
+    """Bytes over all phases, so that a change to a phase below the peak counts too."""
+    over = (sum(parts.values()) - made.gpu.memory for parts in made.memory.values())
+    return sum(max(0.0, missing) for missing in over) + max(0.0, 1 - made.cached) * GIB
+
+
+def _cheap(s: Setup) -> list[list[Change]]:
+    """Kinds of changes within the layout, in order of what they cost a run, each from mild to strong."""
+    engine = f"{ACTOR}.megatron" if s.megatron else f"{ACTOR}.fsdp_config"
+    chunks = {f"{ACTOR}.entropy_from_logits_with_chunking": True}
+    share, tp = s.rollout.gpu_memory_utilization, s.rollout.tensor_model_parallel_size
+    shares = [round(share + step, 2) for step in (0.1, 0.2, 0.3, -0.1, -0.2, -0.3) if 0.2 <= share + step <= 0.9]
+    least = math.ceil(s.max_length / s.sequence_ranks)
+    budgets = [max(least, int(s.micro_batch(True) * part) // 256 * 256) for part in (0.5, 0.25)]
+    optimizer = {f"{engine}.optimizer_offload": True}
+    return [
+        [(chunks, "entropy of a few rows of logits at a time")],
+        [({f"{ROLLOUT}.gpu_memory_utilization": each}, "another share of the memory for vLLM") for each in shares],
+        [(dict.fromkeys(BUDGETS, size), "smaller micro-batches") for size in (*budgets, least)],
+        [
+            (optimizer, "the optimizer waits on the host outside of the update"),
+            ({**optimizer, f"{engine}.param_offload": True}, "weights and optimizer wait on the host while not needed"),
+        ],
+        [({f"{ROLLOUT}.tensor_model_parallel_size": tp * n}, "an engine's weights on more GPUs") for n in (2, 4)],
+    ]
+
+
+def _costly(s: Setup) -> list[list[Change]]:
+    """Other layouts, a slow update, more GPUs."""
+    nodes = [({"trainer.nnodes": s.config.trainer.nnodes * n}, f"{s.gpus * n} GPUs") for n in (2, 4, 8)]
+    if s.megatron:
+        ranks = {"tensor": s.tp, "pipeline": s.pp}.items()
+        key = f"{ACTOR}.megatron.{{}}_model_parallel_size"
+        return [[({key.format(what): 2 * size}, "the model on more GPUs") for what, size in ranks], nodes]
+    budget = max(math.ceil(s.max_length / s.sequence_ranks / 2), int(s.micro_batch(True) / 2))
+    split = {**dict.fromkeys(BUDGETS, budget), f"{ACTOR}.ulysses_sequence_parallel_size": s.ulysses * 2}
+    host = {f"{ACTOR}.strategy": "fsdp2", f"{ACTOR}.fsdp_config.offload_policy": True}
+    return [
+        [(split, "each sequence on more GPUs")],
+        [(host, "weights, gradients and optimizer stay on the host: a slow update")],
+        nodes,
+    ]

