@@ -6,7 +6,7 @@ and the preset `oar=published` has the paper's of those too.
 `fisher` because, of what an engine can compute with one backward, it agrees best with exact OAR-P (0.67 of the top 20 %
 against 0.52 for `oar_g`, twelve models, `benchmarks/results/fidelity_cpu.md`). `two_level` with tau 0.85 because one
 outlier takes the scale of `bi_level` with it (`benchmarks/results/gate_edges.md`), and which of
-them small models learn faster with could not be told (`benchmarks/results/learning_explored.md`).
+them small models learn faster with could not be told (`docs/evidence/studies.md`).
 """
 
 import difflib
