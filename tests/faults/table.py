@@ -1,7 +1,7 @@
 """The tables of docs/evidence/faults.md, made from what was seen. `python -m docs.figures` writes them.
 
-`OAR_FAULTS_SEEN=tests/faults/seen.jsonl python -m pytest tests/faults -m nightly` adds a line for each fault to `seen.jsonl`. The
-last line of a fault counts.
+`OAR_FAULTS_SEEN=tests/faults/seen.jsonl python -m pytest tests/faults -m nightly` adds a line for each fault to that file.
+The last line of a fault counts.
 """
 
 import json
