@@ -60,10 +60,10 @@ def fidelity() -> str:
         passes = " + ".join(f"{row[way]:.1f}".removesuffix(".0") for way in ("forward", "backward"))
         rows.append([label, *means, passes, f"{overlap(name, 'bfloat16'):.2f}"])
     head = " importance | overlap | Spearman | causal tokens recalled | forwards + backwards | overlap in bf16 "
-    means = [row["means"]["overlap"] for row in scores().values()]
-    half = max(mean["high"] - mean["low"] for mean in means) / 2
+    overlaps = [row["means"]["overlap"] for row in scores().values()]
+    half = max(value["high"] - value["low"] for value in overlaps) / 2
     models = {(measured["task"], measured["seed"]) for measured in load("fidelity_cpu")["measured"]}
-    count = f"{means[0]['count']} responses of {len(models)} models; each overlap is ± {half:.2f} or less."
+    count = f"{overlaps[0]['count']} responses of {len(models)} models; each overlap is ± {half:.2f} or less."
     return f"{table(head, rows)}\n{count}\n"
 
 
@@ -188,7 +188,7 @@ def collapse() -> str:
 def decision_recall() -> str:
     tables = [load("learning_judged")["tables"][f"{task}: mean weights, and what importance cost"] for task in TASKS]
     shares = [row["recall"] for rows in tables for row in rows if row["method"] == "decision"]
-    return f"Over a run, `decision` boosts {min(shares)} to {max(shares)} of the results.\n"
+    return f"Over a run the recall of results by `decision` is {min(shares)} to {max(shares)}.\n"
 
 
 def through_verl() -> str:
@@ -255,7 +255,7 @@ def run_cost() -> str:
 def projection() -> str:
     eight = load("scaling_projection")["runs"]["recipes"]["qwen2_5_7b_math"][0]
     ratio = eight["step: OAR / GRPO"]
-    return f"A step of a 7B model on {eight['gpus']} H100s takes {ratio:.2f} times the seconds of a GRPO step.\n"
+    return f"With a 7B model on {eight['gpus']} H100s, a step with OAR takes {ratio:.2f} times as long as a step with GRPO.\n"
 
 
 def projection_sizes() -> str:
