@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,6 +108,24 @@ def test_an_error_of_zero_is_no_certainty():
 def most(problems, samples):
     """docs/evaluation.md: errors in points of one checkpoint, and of two that are equally good at each problem."""
     return 50 / math.sqrt(problems), 100 / math.sqrt(2 * samples * problems)
+
+
+def test_the_table_of_errors_in_the_documents_follows_from_its_formulas():
+    text = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+    rows = re.findall(r"^\| ([\w ,]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    sizes = {name.split(",")[0]: int(problems) for name, problems, *_ in rows}
+    five = [sizes[name] for name in ("math500", "aime24", "amc23", "minerva", "olympiadbench")]
+    for name, problems, *shown in rows:
+        if name.startswith("average"):
+            assert int(problems) == sum(five)
+            errors = [
+                math.sqrt(sum(error**2 for error in column)) / 5
+                for column in zip(*(most(n, 32) for n in five), strict=True)
+            ]
+        else:
+            errors = most(int(problems), 32)
+        assert shown == [f"{error:.1f}" for error in errors], name
+    assert len(rows) == 7
 
 
 def test_the_errors_of_checkpoints_that_solve_half_of_all_responses_are_these_bounds():
