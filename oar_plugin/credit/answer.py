@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import regex
 
-from oar_plugin.credit.named import imported
+from oar_plugin.credit import imported
 
 PATTERN_SECONDS = 2.0
 """CPU seconds of this process that a user's regular expression may take for one text; ordinary ones take milliseconds."""

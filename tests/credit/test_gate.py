@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.credit.gate import GATES, _fault, bi_level, gate_of, kept_mass, relative, two_level
+from oar_plugin.credit.gate import GATES, SETTINGS, Gate, _fault, bi_level, gate_of, kept_total, relative, two_level
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
 
@@ -96,9 +96,12 @@ def test_every_gate(gate):
     """The table holds it, order and kind of the input mean nothing, and where nothing is to be weighed all is even."""
     named = GATES[gate.__name__]
     assert gate_of(gate.__name__) is named
-    assert named.weights is gate
+    assert named.function is gate
+    given = {"tau": 0.3, "beta": 1.5, "floor": 0.2}
     importance = torch.rand(40, 6).T  # not contiguous
     before, mask, turned = importance.clone(), torch.rand(6, 40) < 0.8, torch.randperm(40)
+    taken = {name: given[name] for name in named.settings}
+    assert torch.equal(named.weights(importance, mask, **given), gate(importance, mask, **taken))
     weights = gate(importance, mask)
     assert torch.equal(importance, before)
     torch.testing.assert_close(gate(importance.double(), mask), weights)
@@ -140,7 +143,10 @@ class Own:
     ("own", "fault"),
     [
         (Own(), None),
-        ("no function", "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
+        (
+            "no function",
+            "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor) or fewer of the last three",
+        ),
         (Own(torch.ones(5)), "it must return weights of the shape of importance_BL"),
         (Own([[1.0]]), "it must return weights of the shape of importance_BL"),
         (
@@ -150,7 +156,7 @@ class Own:
     ],
 )
 def test_a_gate_of_a_users_own_is_tried(own, fault):
-    assert _fault(own) == fault
+    assert _fault(Gate(own, 0.85)) == fault
     for importance_BL, reasoning_BL in getattr(own, "seen", ()):
         assert (importance_BL > 0).all()
         assert reasoning_BL.sum(-1).tolist() == [3, 5, 0], (
@@ -163,14 +169,54 @@ def test_what_a_users_gate_raises_is_told():
     def own(importance_BL, reasoning_BL, tau, beta, floor):
         raise KeyError("mine")
 
-    assert _fault(own) == "a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: KeyError('mine')"
+    assert (
+        _fault(Gate(own, 0.85))
+        == "a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: KeyError('mine')"
+    )
 
 
-def test_kept_mass():
+@pytest.mark.parametrize(
+    ("own", "settings"),
+    [
+        (bi_level, SETTINGS),
+        (two_level, ("tau", "beta")),
+        (lambda score, keep, t, b, f: (t, b, f), SETTINGS),
+        (lambda score, keep, floor, beta, tau: (floor, beta, tau), SETTINGS),
+        (lambda score, keep, *given: given, SETTINGS),
+        (lambda score, keep: (), ()),
+        (lambda score, keep, beta: (beta,), ("beta",)),
+        (lambda score, keep, *, floor, tau: (tau, floor), ("tau", "floor")),
+        (lambda score, keep, other=1, beta=2: (beta,), ("beta",)),
+        (torch.add, SETTINGS),  # has no signature
+    ],
+)
+def test_a_gate_gets_the_settings_that_its_signature_names_or_all_three_by_position(own, settings):
+    gate, given = Gate(own, 0.85), {"tau": 0.3, "beta": 1.5, "floor": 0.2}
+    assert gate.settings == settings
+    if own.__name__ == "<lambda>":
+        importance_BL = torch.ones(1, 1)
+        assert gate.weights(importance_BL, importance_BL > 0, **given) == tuple(given[name] for name in settings)
+
+
+def test_a_users_gate_is_tried_once_and_again_where_it_is_defined_anew(monkeypatch):
+    first, second = Own(), Own()
+    monkeypatch.setitem(globals(), "kept_gate", first)
+    name = f"python:{__name__}:kept_gate"
+    gate, calls = gate_of(name), len(first.seen)
+    assert gate.tau == 0.85
+    assert calls > 0
+    assert gate_of(name) is gate
+    assert len(first.seen) == calls
+    monkeypatch.setitem(globals(), "kept_gate", second)
+    assert gate_of(name).function is second
+    assert len(second.seen) == calls
+
+
+def test_kept_total():
     nan, inf = torch.nan, torch.inf
     kept = [[0.5, 1.5, 1], [0.5, 1.5015, 1]]
     broken = [[0.5, 1.503, 1], [0.5, 1.6, 1], [0.5, 1.5, 1.1], [nan, 1, 1], [inf, 1, 1], [1, 1, nan]]
     mask = torch.tensor([True, True, False]).expand(8, 3)
-    assert kept_mass(torch.tensor(kept + broken), mask).tolist() == [True] * 2 + [False] * 6
+    assert kept_total(torch.tensor(kept + broken), mask).tolist() == [True] * 2 + [False] * 6
     alone = torch.tensor([[1.0015, 1.0]])
-    assert kept_mass(alone, torch.tensor([[True, False]])).tolist() == [False], "0.1 % of one token"
+    assert kept_total(alone, torch.tensor([[True, False]])).tolist() == [False], "0.1 % of one token"

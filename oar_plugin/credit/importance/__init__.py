@@ -6,6 +6,7 @@ To add one here: its file, a line in the table, a test. To bring one of your own
 
 import functools
 
+from oar_plugin.credit import imported
 from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
 from oar_plugin.credit.importance.check import problems
 from oar_plugin.credit.importance.decision import Decision
@@ -15,7 +16,6 @@ from oar_plugin.credit.importance.hybrid import Hybrid
 from oar_plugin.credit.importance.oar_g import OarG
 from oar_plugin.credit.importance.oar_p import OarP
 from oar_plugin.credit.importance.random import Random
-from oar_plugin.credit.named import imported
 
 __all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 

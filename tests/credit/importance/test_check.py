@@ -30,7 +30,7 @@ def test_the_example_works():
     config = OarConfig.parse({"importance": EXAMPLE, "gate": "python:tests.own_importance:upper_half"})
     assert config.importance_object is importance_of(EXAMPLE)
     assert (config.backwards, config.extra_forwards, config.copies) == (1, 0, None)
-    assert config.gate_object.weights is own_importance.upper_half
+    assert config.gate_object.function is own_importance.upper_half
     assert config.quantile == 0.85
 
 
@@ -39,7 +39,7 @@ def test_what_a_notebook_defines_anew_is_used(monkeypatch):
     monkeypatch.setattr(own_importance, "Saliency", again := type("Saliency", (Saliency,), {}))
     assert type(importance_of(EXAMPLE)) is again
     monkeypatch.setattr(own_importance, "upper_half", gate := lambda *given: given[0] * 0 + 1)
-    assert gate_of("python:tests.own_importance:upper_half").weights is gate
+    assert gate_of("python:tests.own_importance:upper_half").function is gate
 
 
 # ---- importances
@@ -198,6 +198,7 @@ def test_names_for_messages():
 OWN_GATES = SimpleNamespace(
     number=3,
     of_one_argument=lambda importance_BL: importance_BL,
+    of_another_setting=lambda importance_BL, reasoning_BL, tau, width: importance_BL,
     of_every_response=lambda score_BL, keep_BL, tau, *_: [score_BL[b, k].quantile(tau) for b, k in enumerate(keep_BL)],
     of_another_shape=lambda importance_BL, *_: torch.ones(2, 4),
     without_mass=lambda importance_BL, *_: 2 * torch.ones_like(importance_BL),
@@ -223,7 +224,8 @@ def message_of(key, value):
         ("importance", "Empty", "cannot be used: it has no backwards"),
         ("importance", "Absent", "cannot be imported"),
         ("gate", "OWN_GATES.number", "must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
-        ("gate", "Saliency", "(importance_BL, reasoning_BL, tau, beta, floor)"),
+        ("gate", "Saliency", "a call with (importance_BL, reasoning_BL) failed"),
+        ("gate", "OWN_GATES.of_another_setting", "a call with (importance_BL, reasoning_BL, tau) failed: TypeError"),
         ("gate", "OWN_GATES.of_one_argument", "failed: TypeError"),
         ("gate", "OWN_GATES.of_every_response", "quantile"),
         ("gate", "OWN_GATES.of_another_shape", "of the shape of importance_BL"),
