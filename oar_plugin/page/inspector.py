@@ -78,7 +78,9 @@ def _document(
     run = header.config
     # An offloaded run's fallback has an importance of its own.
     mixed = any(response.status == "scored" and set(names) - response.importance.keys() for response in responses)
-    gates = {name: {"tau": gate.tau, "orderOnly": gate.order_only} for name, gate in GATES.items()}
+    gates = {
+        name: {"tau": gate.tau, "orderOnly": gate.order_only, "settings": gate.settings} for name, gate in GATES.items()
+    }
     rows = {name: list(map(attrgetter(name), responses)) for name in _AS_IT_IS}
     for name in ("advantage", "reward"):
         rows[name] = [None if x is None or not math.isfinite(x) else x for x in map(attrgetter(name), responses)]

@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, effective_sample_size, top_share
+from oar_plugin.credit.gate import GATES
 from oar_plugin.estimator import reshape
 from oar_plugin.page.inspector import inspector_page, kind_of
 from oar_plugin.page.record import Header
@@ -105,7 +108,7 @@ def test_weights_are_those_of_the_package(show):
         return [Array.from(weights), status, figures && [figures.ess, figures.top]]; })"""
     choose(page, outcome="wrong")  # nothing is drawn: this is about numbers
     keys, names = ("gate", "tau", "beta", "floor"), ("fisher", "oar_g")
-    grid = itertools.product(("two_level", "bi_level"), (0, 0.55, 0.85, 1), (0, 7.3), (0.05, 0.6), names)
+    grid = itertools.product(GATES, (0, 0.55, 1), (7.3,), (0.05,), names)
     for *values, name in grid:
         settings = dict(zip(keys, values, strict=True))
         choose(page, **settings)
@@ -114,6 +117,40 @@ def test_weights_are_those_of_the_package(show):
             assert np.abs(np.subtract(weights, wanted)).max() < 1e-6, (settings, name)
             assert status == final
             assert figures == (pytest.approx(numbers, rel=1e-5) if final == "scored" else None)
+
+
+SCORES = st.lists(
+    st.floats(0, 1e6, width=32) | st.floats(0, 2**-40, width=32) | st.sampled_from([0.0, 1.0, 1 + 2**-23, 1e30]),
+    min_size=1,
+    max_size=60,
+)
+COMPUTED = """([scores, settings, arbitraryScale]) => {
+    const r = {...responses[0], length: scores.length, segment: scores.map(() => "reasoning"), importances: ["fisher"],
+        importance: {fisher: Float32Array.from(scores)}, reasoning: Uint32Array.from(scores.keys()), scores: {}, credit: {}};
+    data.importances.fisher = {arbitraryScale};
+    const {weights, status} = r.credit.fisher = weigh(r, "fisher", settings), figures = diagnostics(r, "fisher");
+    return [Array.from(weights), status, figures && [figures.ess, figures.top]]; }"""
+
+
+def test_the_pages_gates_are_those_of_the_package_for_any_scores(show):
+    """The page's JavaScript implements the gates a second time; this test holds the two equal."""
+    page = show([made()])
+    assert page.evaluate("Object.keys(GATES)") == page.evaluate("Object.keys(data.gates)") == list(GATES)
+    places, tau, beta, floor = st.integers(0, 100), st.integers(0, 100), st.floats(0, 10), st.floats(0.01, 1)
+
+    @settings(max_examples=300)
+    @given(SCORES, st.sampled_from(list(GATES)), tau, beta, floor, st.sampled_from(["fisher", "oar_g"]), places)
+    def equal(scores, gate, hundredths, beta, floor, name, ties):
+        scores = [scores[0] if place < ties * len(scores) / 100 else score for place, score in enumerate(scores)]
+        chosen = {"gate": gate, "tau": hundredths / 100, "beta": beta, "floor": floor}
+        response = replace(made(words=["w"] * len(scores)), importance={name: scores})
+        ((wanted, final, numbers),) = by_package([response], name, **chosen)
+        weights, status, figures = page.evaluate(COMPUTED, [scores, chosen, name == "fisher"])
+        assert status == final
+        np.testing.assert_allclose(weights, wanted, rtol=2e-6)
+        assert figures == (pytest.approx(numbers, rel=1e-5) if final == "scored" else None)
+
+    equal()
 
 
 def test_what_was_recorded_is_shown_where_the_page_cannot_compute_it(show):
