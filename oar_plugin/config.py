@@ -29,7 +29,7 @@ class OarConfigError(ValueError):
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
 
 
 class PerturbationConfig(_Settings):
@@ -41,64 +41,38 @@ class PerturbationConfig(_Settings):
         "engines, as soon as a response is finished, while other responses are still being generated "
         f"({of_engines()} only).",
     )
-    budget: float | None = Field(
-        None,
-        gt=0,
-        description="How many units of a response get a copy of their own: a value up to 1 is a share, a value above 1 is "
-        "a number. null: all units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block; "
-        "the other units get a calibrated estimate.",
-    )
-    span: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="Number of consecutive tokens that one copy replaces. They share its score evenly.",
-    )
-    replacement: Literal["pad", "sampled"] = Field(
-        "pad",
-        description="What replaces a token. pad: the padding token, as published. sampled: a token drawn from the model's "
-        "own prediction at that position.",
-    )
-    timeout_s: float = Field(
-        300.0, gt=0, description="Seconds that one copy may take in a rollout engine, without the wait for its turn."
-    )
-    fallback: str = Field(
-        "fisher",
-        description="What a response gets if the rollout engines could not score it: an importance without copies, which "
-        "the actor computes in the log-prob pass, or none: the response falls back to GRPO.",
-    )
-    max_in_flight: int = Field(
-        64, ge=1, description="Number of copies that a rollout engine runs at once while it generates nothing."
-    )
-    share_while_generating: float = Field(
-        0.15,
-        gt=0,
-        le=1,
-        description="Largest share of the time in which copies may run on a rollout engine while it generates. 1: no "
-        "limit; copies then have a lower priority than generation.",
-    )
+    budget: float | None = Field(None, gt=0)
+    """How many units of a response get a copy of their own: a value up to 1 is a share, a value above 1 is a number. null: all
+    units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block; the other units get a
+    calibrated estimate."""
+    span: int = Field(1, ge=1, le=1024)
+    """Number of consecutive tokens that one copy replaces. They share its score evenly."""
+    replacement: Literal["pad", "sampled"] = "pad"
+    """What replaces a token. pad: the padding token, as published. sampled: a token drawn from the model's own prediction at
+    that position."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Seconds that one copy may take in a rollout engine, without the wait for its turn."""
+    fallback: str = "fisher"
+    """What a response gets if the rollout engines could not score it: an importance without copies, which the actor computes in
+    the log-prob pass, or none: the response falls back to GRPO."""
+    max_in_flight: int = Field(64, ge=1)
+    """Number of copies that a rollout engine runs at once while it generates nothing."""
+    share_while_generating: float = Field(0.15, gt=0, le=1)
+    """Largest share of the time in which copies may run on a rollout engine while it generates. 1: no limit; copies then have a
+    lower priority than generation."""
 
 
 class DumpConfig(_Settings):
     """The settings of `algorithm.oar.dump`: responses for people to look at."""
 
-    dir: str | None = Field(
-        None,
-        description="Folder for one file of JSON lines per dumped step, for `oar inspect`; null: no files. A relative path "
-        "is below trainer.default_local_dir. On several nodes: a folder that all nodes see.",
-    )
-    every: int = Field(
-        10,
-        ge=1,
-        description="Number of steps from one dump to the next; step 1 is dumped too. It also counts for what wandb, "
-        "TensorBoard or MLflow get if they log the run: histograms of weights and importance, and a page of one group.",
-    )
-    groups: int = Field(
-        2,
-        ge=1,
-        description="Number of prompts per dump, each with all its responses; prompts with both right and wrong responses "
-        "come first.",
-    )
+    dir: str | None = None
+    """Folder for one file of JSON lines per dumped step, for `oar inspect`; null: no files. A relative path is below
+    trainer.default_local_dir. On several nodes: a folder that all nodes see."""
+    every: int = Field(10, ge=1)
+    """Number of steps from one dump to the next; step 1 is dumped too. It also counts for what wandb, TensorBoard or MLflow get
+    if they log the run: histograms of weights and importance, and a page of one group."""
+    groups: int = Field(2, ge=1)
+    """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""
 
 
 GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "dump": DumpConfig}
@@ -127,42 +101,26 @@ class OarConfig(_Settings):
         + " ".join(f"{name}: {importance.help}" for name, importance in IMPORTANCES.items())
         + " Or your own: 'python:<module>:<class>'.",
     )
-    base_estimator: BaseEstimator = Field(
-        "grpo",
-        description="verl's own estimator whose advantage is reshaped. algorithm.norm_adv_by_std_in_grpo still says whether "
-        "grpo divides by the standard deviation.",
-    )
-    probe: Probe = Field(
-        "answer_mean",
-        description="Definition of the answer's distribution: last (first answer token, answer not shown), answer_mean "
-        "(mean logits over the answer's tokens; best in the paper's ablations), answer_joint (product over the answer's "
-        "tokens).",
-    )
-    warmup_steps: int = Field(
-        0,
-        ge=0,
-        description="Number of first training steps that use the probe 'last' instead; for models whose answers are not "
-        "well formed yet.",
-    )
-    answer_patterns: tuple[str, ...] = Field(
-        ("boxed", "hash", "answer_tag", "the_answer_is"),
-        description="Where the answer is; the last complete match in a response counts. Names: boxed, hash, answer_tag, "
-        "the_answer_is; or 'regex:<expression>' (group 1 is the answer; at most 2 seconds per response); or "
-        "'python:<module>:<function>' (your code, without a time limit). A response on which one of these fails falls back "
-        "to GRPO (fallback/search_failed). Empty: the answer is the last token of the response (probe=last only).",
-    )
-    max_answer_tokens: int = Field(
-        1024,
-        ge=1,
-        description="A response with a longer answer falls back to GRPO (fallback/answer_too_long): a pattern that matches "
-        "half of a response has not matched an answer, and a masked copy holds the logits of the whole answer.",
-    )
-    gate: str = Field(
-        "two_level",
-        description="How importance becomes weights, which are then scaled to average 1. two_level: 1 + beta above the "
-        "quantile, 1 below. bi_level: the paper's gate; the further a token is above or below the quantile, the more it is "
-        "boosted or damped. Or your own: 'python:<module>:<function>'.",
-    )
+    base_estimator: BaseEstimator = "grpo"
+    """verl's own estimator whose advantage is reshaped. algorithm.norm_adv_by_std_in_grpo still says whether grpo divides by
+    the standard deviation."""
+    probe: Probe = "answer_mean"
+    """Definition of the answer's distribution: last (first answer token, answer not shown), answer_mean (mean logits over the
+    answer's tokens; best in the paper's ablations), answer_joint (product over the answer's tokens)."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of first training steps that use the probe 'last' instead; for models whose answers are not well formed yet."""
+    answer_patterns: tuple[str, ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
+    """Where the answer is; the last complete match in a response counts. Names: boxed, hash, answer_tag, the_answer_is; or
+    'regex:<expression>' (group 1 is the answer; at most 2 seconds per response); or 'python:<module>:<function>' (your code,
+    without a time limit). A response on which one of these fails falls back to GRPO (fallback/search_failed). Empty: the answer
+    is the last token of the response (probe=last only)."""
+    max_answer_tokens: int = Field(1024, ge=1)
+    """A response with a longer answer falls back to GRPO (fallback/answer_too_long): a pattern that matches half of a response
+    has not matched an answer, and a masked copy holds the logits of the whole answer."""
+    gate: str = "two_level"
+    """How importance becomes weights, which are then scaled to average 1. two_level: 1 + beta above the quantile, 1 below.
+    bi_level: the paper's gate; the further a token is above or below the quantile, the more it is boosted or damped. Or your
+    own: 'python:<module>:<function>'."""
     tau: float | None = Field(
         None,
         ge=0,
@@ -171,7 +129,8 @@ class OarConfig(_Settings):
         + ", ".join(f"{gate.tau} for {name}" for name, gate in GATES.items())
         + " (the paper's).",
     )
-    beta: float = Field(2.0, ge=0, description="Boost of the tokens above the quantile.")
+    beta: float = Field(2.0, ge=0)
+    """Boost of the tokens above the quantile."""
     floor: float = Field(
         0.1,
         gt=0,
@@ -179,25 +138,16 @@ class OarConfig(_Settings):
         description="Smallest weight of a token before the weights are scaled to average 1 "
         f"({', '.join(name for name, gate in GATES.items() if 'floor' in gate.settings)} only).",
     )
-    sigma: float = Field(1e-3, gt=0, le=1, description="Noise scale of oar_g.")
-    num_draws: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Number of draws of signs or noise to average per response; each draw repeats the backwards.",
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**31,
-        description="Seed of the signs and the noise, which differ in every step; the host's RNG is never touched.",
-    )
-    perturbation: PerturbationConfig = Field(
-        default_factory=PerturbationConfig, description="The masked copies of counterfactual importance."
-    )
-    dump: DumpConfig = Field(
-        default_factory=DumpConfig, description="Groups of responses with their weights, for people to look at."
-    )
+    sigma: float = Field(1e-3, gt=0, le=1)
+    """Noise scale of oar_g."""
+    num_draws: int = Field(1, ge=1, le=64)
+    """Number of draws of signs or noise to average per response; each draw repeats the backwards."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of the signs and the noise, which differ in every step; the host's RNG is never touched."""
+    perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
+    """The masked copies of counterfactual importance."""
+    dump: DumpConfig = Field(default_factory=DumpConfig)
+    """Groups of responses with their weights, for people to look at."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "OarConfig":

@@ -114,13 +114,8 @@ class Gate:
         return self.function(importance_BL, reasoning_BL, **{name: given[name] for name in self.settings})
 
 
-GATES: dict[str, Gate] = {
-    "two_level": Gate(two_level, tau=0.85, order_only=True),
-    "bi_level": Gate(bi_level, tau=0.4),
-}
-
-_OWN: dict[str, Gate] = {}
-"""Users' own gates that passed the check, by name."""
+GATES: dict[str, Gate] = {"two_level": Gate(two_level, tau=0.85, order_only=True), "bi_level": Gate(bi_level, tau=0.4)}
+_OWN: dict[str, Gate] = {}  # users' gates that passed the check, by name
 
 
 def gate_of(name: str) -> Gate:

@@ -126,11 +126,11 @@ def test_what_an_importance_lacks(kind, said):
         ({"copies": 1}, "copies must be None or Copies(...)"),
         (
             {"backwards": (Backward(),), "score": Saliency.score},
-            "it has backwards and no method coefficients (what each logit is multiplied by)",
+            "it has backwards and no method coefficients (the factor of each logit)",
         ),
         (
             {"backwards": (Backward(),), "coefficients": Saliency.coefficients},
-            "it has backwards and no method score (a number a token from its gradient)",
+            "it has backwards and no method score (one number per token from its gradient)",
         ),
         ({"copies": Copies(by_gradient=True)}, "its copies are chosen by gradient, and it has no backwards"),
     ],
