@@ -15,7 +15,7 @@ def everywhere(importance):
 
 
 def padded(batch):
-    """Responses of any length, with padding on both sides that must not matter, and where they stand."""
+    """Responses of any length with padding on both sides, `[B, L]`, and a mask of their tokens."""
     importance = torch.full((len(batch), max(map(len, batch)) + 2), torch.nan)
     for row, values in enumerate(batch):
         importance[row, 1 : 1 + len(values)] = torch.tensor(values)
@@ -78,7 +78,7 @@ ties = st.lists(st.sampled_from([0.5, 0.5, 0.5, 0.5, 3.0, 1e30]), min_size=1, ma
 @given(st.lists(st.one_of(scores, ties), min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 8))
 @settings(max_examples=250)
 def test_two_level_has_two_weights_one_border_and_keeps_the_mass(batch, tau, beta):
-    """Whatever stands at the minimum is never boosted, and the size of an outlier changes nothing."""
+    """A token at the minimum is never boosted, and the size of an outlier changes nothing."""
     importance, mask = padded(batch)
     weights = two_level(importance, mask, tau, beta)
     assert (weights[~mask] == 1).all()
@@ -93,7 +93,7 @@ def test_two_level_has_two_weights_one_border_and_keeps_the_mass(batch, tau, bet
 
 @pytest.mark.parametrize("gate", [bi_level, two_level])
 def test_every_gate(gate):
-    """The table holds it, order and kind of the input mean nothing, and where nothing is to be weighed all is even."""
+    """The table has it; order, dtype and strides of the input do not matter; constant scores give weights of 1."""
     named = GATES[gate.__name__]
     assert gate_of(gate.__name__) is named
     assert named.function is gate
@@ -126,7 +126,7 @@ def test_relative_scores_are_multiples_of_the_mean_over_the_reasoning():
 
 
 class Own:
-    """A user's gate: `shape` of what it returns, and which arguments it saw."""
+    """A user's gate that returns `weight` and records its arguments in `seen`."""
 
     def __init__(self, weight=None):
         self.weight, self.seen = weight, []

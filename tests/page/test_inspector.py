@@ -1,4 +1,4 @@
-"""The inspector's page in a real browser: it says what the package computes, and each control does what it says."""
+"""The inspector's page in a real browser: its numbers are the package's, and its controls work."""
 
 import itertools
 import re
@@ -43,7 +43,7 @@ WRONG = {"reward": 0.0, "advantage": -1.0}
 
 
 def random_response(seed):
-    """Lengths from one reasoning token on, ties, one level, zeros; statuses that are shown as they are."""
+    """A response of at least one reasoning token; by `seed`: ties, equal scores, zeros, a fallback."""
     random = np.random.default_rng(seed)
     words = [f" w{number}" for number in random.integers(0, 50, int(random.integers(1, 80)))]
     fisher = random.lognormal(0, 3, len(words)).astype(np.float32)
@@ -54,7 +54,7 @@ def random_response(seed):
 
 
 def by_package(responses, name="fisher", **settings):
-    """Of each response: weights, the final status, ESS ratio and top-10 % mass."""
+    """Weights, final status, and [ESS ratio, top-10 % mass] of each response, computed by the package."""
     config = OarConfig.parse({**CONFIG, "importance": name, **settings})
     status = torch.tensor([int(Status[response.status.upper()]) for response in responses])
     importance = pad_sequence([torch.tensor(response.importance[name]) for response in responses], True)
@@ -72,7 +72,7 @@ def expected(response):
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens the page of some responses; a fault of its script, or a request, is a fault of the test."""
+    """Opens the page of some responses; an error of its script or a request fails the test."""
     faults = []
 
     def opened(responses, header=HEADER, size=(1280, 900), as_recorded=False, **options):
@@ -96,7 +96,7 @@ SET = "(node, value) => { node.value = value; node.dispatchEvent(new Event('inpu
 
 
 def choose(page, **controls):
-    """Set controls as a hand does; playwright itself moves sliders by whole steps only."""
+    """Set controls like a user; playwright moves sliders by whole steps only."""
     for name, value in controls.items():
         page.locator(f"[name={name}]").evaluate(SET, value)
 
@@ -106,7 +106,7 @@ def test_weights_are_those_of_the_package(show):
     page = show(responses)
     told = """name => responses.map(r => { const {weights, status} = credit(r, name), figures = diagnostics(r, name);
         return [Array.from(weights), status, figures && [figures.ess, figures.top]]; })"""
-    choose(page, outcome="wrong")  # nothing is drawn: this is about numbers
+    choose(page, outcome="wrong")  # no response is drawn: this test compares numbers
     keys, names = ("gate", "tau", "beta", "floor"), ("fisher", "oar_g")
     grid = itertools.product(GATES, (0, 0.55, 1), (7.3,), (0.05,), names)
     for *values, name in grid:

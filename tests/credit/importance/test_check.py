@@ -54,7 +54,7 @@ class Nameless(Importance):
 
 
 def own(*said, base=Saliency, **attributes):
-    """A class that is `base` but for some attributes, and what is said of it; nothing where it can be used."""
+    """A class derived from `base` with other attributes, and parts of its faults; none if it can be used."""
     return pytest.param(type("Own", (base,), attributes), said, id=", ".join([base.__name__, *attributes]))
 
 
@@ -63,7 +63,7 @@ def signed(self, gradient, embedding):
 
 
 def of_every_response_with_reasoning(self, parts):
-    """A response that is not scored has none."""
+    """It raises for a response without reasoning tokens."""
     pairs = zip(parts.score_KBL[0], parts.reasoning_BL, strict=True)
     return torch.stack([score / score[keep].max() for score, keep in pairs])
 
@@ -93,7 +93,7 @@ LOG_PROB = frozenset({"log_prob"})
         own("reads='entropy'", "allowed: a set of entropy, log_prob", reads="entropy"),
         own("copies must be None or Copies(...)", copies=1.0),
         own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
-        # Tokens are there for single rows only.
+        # Pooled rows have no tokens.
         own("coefficients failed", "NoneType", backwards=(Backward("probe"),)),
         # A rank may hold no row of the answer.
         own("coefficients failed", "max()", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
@@ -104,7 +104,7 @@ LOG_PROB = frozenset({"log_prob"})
         own("combine returned negative", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
         own("combine failed", "max()", combine=of_every_response_with_reasoning),
         own("combine failed: KeyError('of mine')", combine=lambda self, parts: {}["of mine"]),
-        # What is no reasoning is not read, and what `combine` is given may have a sign.
+        # Tokens outside of the reasoning are ignored, and scores for `combine` may be negative.
         own(combine=lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL),
         own(score=signed, combine=lambda self, parts: parts.score_KBL[0].abs()),
         own(score=lambda self, gradient, embedding: gradient.sum(-1).clamp_min(0)),
@@ -140,7 +140,7 @@ def test_messages_in_full(kind, said):
 
 
 class Recorder(Importance):
-    """What an importance is tried with."""
+    """Records the arguments of its methods."""
 
     name = help = "records"
     reads = frozenset({"entropy", "log_prob"})
