@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
@@ -138,12 +138,12 @@ def test_the_pages_gates_are_those_of_the_package_for_any_scores(show):
     assert page.evaluate("Object.keys(GATES)") == page.evaluate("Object.keys(data.gates)") == list(GATES)
     places, tau, beta, floor = st.integers(0, 100), st.integers(0, 100), st.floats(0, 10), st.floats(0.01, 1)
 
-    @settings(max_examples=300)
+    @settings(max_examples=300, phases=[Phase.explicit, Phase.generate])  # a browser is too slow to shrink failures
     @given(SCORES, st.sampled_from(list(GATES)), tau, beta, floor, st.sampled_from(["fisher", "oar_g"]), places)
     def equal(scores, gate, hundredths, beta, floor, name, ties):
         scores = [scores[0] if place < ties * len(scores) / 100 else score for place, score in enumerate(scores)]
         chosen = {"gate": gate, "tau": hundredths / 100, "beta": beta, "floor": floor}
-        response = replace(made(words=["w"] * len(scores)), importance={name: scores})
+        response = made(words=["w"] * len(scores), segments=[1] * len(scores), importance={name: scores})
         ((wanted, final, numbers),) = by_package([response], name, **chosen)
         weights, status, figures = page.evaluate(COMPUTED, [scores, chosen, name == "fisher"])
         assert status == final
