@@ -75,8 +75,9 @@ def test_what_can_be_called_without_a_configuration_has_its_defaults():
     """Gates by themselves, and what the method's own objects take where nobody says otherwise."""
     config = OarConfig()
     for gate in GATES.values():
-        defaults = {name: p.default for name, p in inspect.signature(gate.weights).parameters.items()}
-        assert list(defaults.items())[2:] == [("tau", gate.tau), ("beta", config.beta), ("floor", config.floor)]
+        defaults = {name: p.default for name, p in inspect.signature(gate.function).parameters.items()}
+        known = {"tau": gate.tau, "beta": config.beta, "floor": config.floor}
+        assert list(defaults.items())[2:] == [(name, known[name]) for name in gate.settings]
     request = Request(config.importance)
     assert (request.probe, request.sigma, request.num_draws) == (config.probe, config.sigma, config.num_draws)
     assert Rows.sigma == Parts.sigma == config.sigma
