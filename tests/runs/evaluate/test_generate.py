@@ -12,7 +12,7 @@ import jinja2
 import pytest
 
 from oar_plugin.runs.evaluate import generate as engines
-from oar_plugin.runs.evaluate.generate import Job, Request, Response, ResponseFile, Sampling, generate
+from oar_plugin.runs.evaluate.generate import GeneratedResponse, Job, ResponseFile, SampleRequest, Sampling, generate
 from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_tokens=8, seed=0)
@@ -64,10 +64,10 @@ def engines_left():
 
 
 def test_two_engines_answer_every_request_of_every_set_once(stub):
-    asked = [Request(of, problem, sample, 7) for of in range(2) for problem in range(3) for sample in range(2)]
+    asked = [SampleRequest(of, problem, sample, 7) for of in range(2) for problem in range(3) for sample in range(2)]
     found = sorted(engines._answered(job_of([1, 2, 3], [4, 5, 6]), ["", ""], asked), key=str)
     assert found == [
-        (of, Response(problem, sample, f"{3 * of + problem + 1} 7", (3 * of + problem + 1) % 2 == 1))
+        (of, GeneratedResponse(problem, sample, f"{3 * of + problem + 1} 7", (3 * of + problem + 1) % 2 == 1))
         for of, problem, sample, _ in asked
     ]
     assert not engines_left()
@@ -76,7 +76,11 @@ def test_two_engines_answer_every_request_of_every_set_once(stub):
 def test_an_engine_that_dies_ends_the_others_and_is_told(stub):
     with pytest.raises(EvaluationError, match="ended with status 3"):
         # One takes the first and keeps at it; the second is left to the other.
-        list(engines._answered(job_of([SLEEP, DIE], at_a_time=1), ["", ""], [Request(0, 0, 0, 0), Request(0, 1, 0, 0)]))
+        list(
+            engines._answered(
+                job_of([SLEEP, DIE], at_a_time=1), ["", ""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]
+            )
+        )
     assert not engines_left()
 
 
@@ -84,9 +88,9 @@ def test_an_engine_ends_when_its_parent_is_killed(stub, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text("""
 import multiprocessing
-from tests.runs.evaluate.test_generate import SLEEP, Request, engines, job_of
+from tests.runs.evaluate.test_generate import SLEEP, SampleRequest, engines, job_of
 if __name__ == "__main__":
-    for _ in engines._answered(job_of([1, SLEEP]), [""], [Request(0, 0, 0, 0), Request(0, 1, 0, 0)]):
+    for _ in engines._answered(job_of([1, SLEEP]), [""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]):
         print(multiprocessing.active_children()[0].pid, flush=True)
 """)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
@@ -134,7 +138,7 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
         def answered(job, groups, requests):
             for request in requests:
                 seeds[sets.problems[request.problem].ground_truth, request.sample] = request.seed
-                yield 0, Response(request.problem, request.sample, "", False)
+                yield 0, GeneratedResponse(request.problem, request.sample, "", False)
 
         monkeypatch.setattr(engines, "_answered", answered)
         file = ResponseFile(tmp_path / folder, "org/model", SAMPLING, sets)
