@@ -18,16 +18,10 @@ from oar_plugin.runs.evaluate import checkpoints
 from oar_plugin.runs.evaluate.checkpoints import find, fingerprint, parse
 from oar_plugin.runs.evaluate.generate import GeneratedResponse, ResponseFile, Sampling, generate
 from oar_plugin.runs.evaluate.grade import Graded, grade
-from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet, read
+from oar_plugin.runs.evaluate.problems import EvaluationError, read
 from oar_plugin.runs.evaluate.table import AVERAGE, as_markdown, lines_of, metrics
 from oar_plugin.runs.math.pool import TaskCrashed
-
-SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_tokens=8, seed=0)
-
-
-def problem_set(*truths, name="ours"):
-    return ProblemSet(name, [Problem([{"role": "user", "content": f"Say {truth}."}], truth) for truth in truths])
-
+from tests.runs.evaluate import SAMPLING, problem_set
 
 # ---- checkpoints
 
@@ -326,22 +320,8 @@ def test_the_table_is_printed_and_results_of_other_settings_are_kept(tmp_path, m
     out = tmp_path / "out"
 
     def evaluate(*words):
-        assert (
-            main(
-                [
-                    "eval",
-                    f"{tmp_path}/model",
-                    "--data",
-                    f"{tmp_path}/ours.parquet",
-                    "--k",
-                    "1",
-                    "--out",
-                    str(out),
-                    *words,
-                ]
-            )
-            == 0
-        )
+        asked = f"eval {tmp_path}/model --data {tmp_path}/ours.parquet --k 1 --out {out}".split()
+        assert main([*asked, *words]) == 0
         assert capsys.readouterr().out.startswith((out / "table.md").read_text())
         return {path.name: path.read_text() for path in out.iterdir() if path.is_file()}
 

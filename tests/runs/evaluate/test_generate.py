@@ -12,10 +12,10 @@ import jinja2
 import pytest
 
 from oar_plugin.runs.evaluate import generate as engines
-from oar_plugin.runs.evaluate.generate import GeneratedResponse, Job, ResponseFile, SampleRequest, Sampling, generate
-from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet
+from oar_plugin.runs.evaluate.generate import GeneratedResponse, Job, ResponseFile, SampleRequest, generate
+from oar_plugin.runs.evaluate.problems import EvaluationError
+from tests.runs.evaluate import SAMPLING, problem_set
 
-SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_tokens=8, seed=0)
 DIE, SLEEP = 666, 777
 STUB = {
     "vllm/__init__.py": f"""
@@ -124,10 +124,6 @@ def test_gpus_are_dealt_out_to_engines(count, visible, tensor_parallel, groups, 
     if count:
         with pytest.raises(EvaluationError, match=f"at most {count}"):
             engines._gpu_groups(count + 1)
-
-
-def problem_set(*truths):
-    return ProblemSet("ours", [Problem([{"role": "user", "content": f"Say {truth}."}], truth) for truth in truths])
 
 
 def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_nor_order(tmp_path, monkeypatch):
