@@ -5,7 +5,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from oar_plugin.cli.arguments import positive
 from oar_plugin.output import did_you_mean, say
 from oar_plugin.runs.math import data_folder
 from oar_plugin.runs.math.sources import SOURCES
@@ -43,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a copy instead of the hub: a folder with its repository, or with train and test files (.parquet, .json, .jsonl). "
     text += "For several data sets a folder with one for each, by name"
     add("--from", dest="local", type=Path, metavar="PATH", help=text)
-    add("--limit", type=positive, metavar="N", help="the first N rows of each split (default: all)")
     text = "drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; without it "
     text += "they are counted. DeepMath's authors did so by meaning, against far more benchmarks (arXiv 2504.11456)"
     add("--decontaminate", action="store_true", help=text)
@@ -98,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from oar_plugin.runs.math.prepare import DataError, prepare
 
     try:
-        prepared = prepare(args.names, args.out, args.local, args.limit, args.decontaminate, repeats)
+        prepared = prepare(args.names, args.out, args.local, args.decontaminate, repeats)
     except DataError as error:
         say(f"oar data: {error}", sys.stderr)
         return 1

@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import connection
@@ -21,7 +21,6 @@ from oar_plugin.output import no_link
 from oar_plugin.runs.evaluate.checkpoints import fingerprint
 from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet, reason
 
-IN_FLIGHT = 1024  # requests that an engine holds: more than it runs at once, so that it never waits
 _LOOK_AGAIN_S = 1.0
 _GRACE_S = 15.0
 _VLLM_DEFAULTS = {
@@ -123,7 +122,6 @@ class Job:
     sampling: Sampling
     prompts: list[list[list[int]]]  # token ids by data set and problem
     context: int  # tokens of a prompt with its response
-    at_a_time: int  # requests that an engine holds
 
 
 def generate(
@@ -161,8 +159,7 @@ def generate(
         if not missing:
             return
         groups = _gpu_groups(tensor_parallel)[: len(missing)]
-        at_a_time = min(IN_FLIGHT, -(-len(missing) // len(groups)))  # no engine takes the others' share
-        job = Job(model, sampling, *_prompts(model, sets, sampling.max_tokens, say), at_a_time)
+        job = Job(model, sampling, *_prompts(model, sets, sampling.max_tokens, say))
         with closing(_answered(job, groups, missing)) as answered:
             for done, (index, response) in enumerate(answered, start=1):
                 files[index].add(response)
@@ -229,12 +226,14 @@ def _gpu_groups(tensor_parallel: int) -> list[str]:
 def _answered(
     job: Job, groups: Sequence[str], requests: Sequence[SampleRequest]
 ) -> Generator[tuple[int, GeneratedResponse], None, None]:
-    """Yield each request's set and response when it is ready. The engines are ended at the end in every case."""
+    """Yield each request's set and response when it is ready; each engine serves an equal share of the requests.
+
+    The engines are ended in every case. EvaluationError: one of them died.
+    """
     context = multiprocessing.get_context("spawn")
-    work, results = context.Queue(), context.Queue()
-    engines = [context.Process(target=_serve, args=(job, gpus, work, results)) for gpus in groups]
-    for request in (*requests, *[None] * len(engines)):
-        work.put(request)
+    results = context.Queue()
+    shares = [requests[place :: len(groups)] for place in range(len(groups))]
+    engines = [context.Process(target=_serve, args=(job, *each, results)) for each in zip(groups, shares, strict=True)]
     try:
         for engine in engines:
             engine.start()
@@ -243,7 +242,6 @@ def _answered(
         for engine in engines:
             engine.join(_GRACE_S)
     finally:
-        work.cancel_join_thread()
         started = [engine for engine in engines if engine.pid is not None]
         for engine in started:
             engine.terminate()
@@ -254,15 +252,13 @@ def _answered(
 
 def _next(model: str, engines: Sequence[Any], results: Any) -> Any:
     while True:
-        try:
+        with suppress(queue.Empty):
             return results.get(timeout=_LOOK_AGAIN_S)
-        except queue.Empty:
-            for engine in engines:
-                if engine.exitcode not in (None, 0):
-                    raise EvaluationError(
-                        f"{model}: an engine ended with status {engine.exitcode}; its messages stand above. What was generated "
-                        "is kept: the same command goes on"
-                    ) from None
+        if dead := [engine.exitcode for engine in engines if engine.exitcode not in (None, 0)]:
+            raise EvaluationError(
+                f"{model}: an engine ended with status {dead[0]}; its messages stand above. What was generated is kept: the "
+                "same command goes on"
+            )
 
 
 def _end_with_parent() -> None:
@@ -273,8 +269,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(job: Job, gpus: str, work: Any, results: Any) -> None:
-    """Run an engine in this process, on requests until the first None."""
+def _serve(job: Job, gpus: str, requests: Sequence[SampleRequest], results: Any) -> None:
+    """Run an engine in this process until all requests are answered."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; its parent ends it
     if gpus:
@@ -299,22 +295,15 @@ def _serve(job: Job, gpus: str, work: Any, results: Any) -> None:
     # From the context vLLM chooses how many sequences run at a time: as many as for offline use.
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
     sampling = asdict(job.sampling)
-    under_way: dict[str, SampleRequest] = {}
-    more = True
-    while more or under_way:
-        while more and len(under_way) < job.at_a_time:
-            request = work.get()
-            if request is None:
-                more = False
-                break
-            sampling["seed"] = request.seed if job.sampling.temperature > 0 else None
-            parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-            key = f"{request.data_set}-{request.problem}-{request.sample}"
-            prompt = TokensPrompt(prompt_token_ids=job.prompts[request.data_set][request.problem])
-            engine.add_request(key, prompt, parameters)
-            under_way[key] = request
-        for output in engine.step() if under_way else ():
-            request, made = under_way.pop(output.request_id), output.outputs[0]
+    by_key = {str(number): request for number, request in enumerate(requests)}
+    for key, request in by_key.items():
+        sampling["seed"] = request.seed if job.sampling.temperature > 0 else None
+        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = TokensPrompt(prompt_token_ids=job.prompts[request.data_set][request.problem])
+        engine.add_request(key, prompt, parameters)
+    while by_key:
+        for output in engine.step():
+            request, made = by_key.pop(output.request_id), output.outputs[0]
             response = GeneratedResponse(request.problem, request.sample, made.text, made.finish_reason == "length")
             results.put((request.data_set, response))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM's libraries print warnings when they end

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.output import write_whole
+from oar_plugin.runs.evaluate.problems import reason
 from oar_plugin.runs.math.sources import SOURCES, problem_of, verl_row
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ def prepare(
     names: Sequence[str],
     out: Path,
     local: Path | None,
-    limit: int | None,
     decontaminate: bool,
     repeats: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Prepared]:
@@ -44,7 +44,6 @@ def prepare(
 
     Args:
         local: a folder with a copy to use instead of the hub; for several names a folder with one for each.
-        limit: how many rows of a split to take, from its beginning; all when None.
         decontaminate: drop training rows whose problem is in an evaluation set of `out`; else they are only counted.
         repeats: how many times to write each row of a test file, by data set; once where it is not given.
 
@@ -55,7 +54,7 @@ def prepare(
     splits.sort(key=lambda pair: pair[1])  # test before train, which is compared with the test files
     done: list[Prepared] = []
     for name, split in splits:
-        dataset = load(name, split, _copy_of(name, local, len(set(names)) > 1), limit)
+        dataset = load(name, split, _copy_of(name, local, len(set(names)) > 1))
         prepared = Prepared(name, split, out / name / f"{split}.parquet")
         rows = _convert(prepared, dataset)
         if split == "train":
@@ -73,7 +72,7 @@ def prepare(
     return done
 
 
-def load(name: str, split: str, local: Path | None, limit: int | None) -> Dataset:
+def load(name: str, split: str, local: Path | None) -> Dataset:
     """Return one split of a data set, from the hub or from a copy. DataError: it cannot be loaded, or has other columns."""
     import datasets
 
@@ -94,7 +93,7 @@ def load(name: str, split: str, local: Path | None, limit: int | None) -> Datase
             f"{name}: {local or source.hub_id} has no column {' or '.join(sorted(missing))} (it has "
             f"{', '.join(dataset.column_names)}): it must have the columns of {source.hub_id}"
         )
-    return dataset.select_columns(columns).select(range(len(dataset) if limit is None else min(limit, len(dataset))))
+    return dataset.select_columns(columns)
 
 
 def _copy_of(name: str, local: Path | None, several: bool) -> Path | None:
@@ -107,11 +106,11 @@ def _copy_of(name: str, local: Path | None, several: bool) -> Path | None:
 
 
 def _advice(name: str, local: Path | None, error: Exception) -> str:
-    hub_id, reason = SOURCES[name].hub_id, (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    hub_id = SOURCES[name].hub_id
     if local is not None:
-        return f"{name}: cannot read {local}: {reason}"
+        return f"{name}: cannot read {local}: {reason(error)}"
     return (
-        f"{name}: cannot load {hub_id} from the Hugging Face hub: {reason}\n"
+        f"{name}: cannot load {hub_id} from the Hugging Face hub: {reason(error)}\n"
         "For a mirror of the hub set HF_ENDPOINT. Without network, run this command where there is one and copy the files that "
         f"it writes; or fetch a copy there (hf download --repo-type dataset {hub_id} --local-dir {name}) and use it with "
         f"--from {name}. HF_HUB_OFFLINE=1 uses only what was loaded before."

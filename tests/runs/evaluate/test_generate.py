@@ -52,10 +52,8 @@ def stub(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)  # engines are spawned with this path
 
 
-def job_of(*prompts, at_a_time=2):
-    return Job(
-        "org/model", SAMPLING, [[[token] for token in each] for each in prompts], context=16, at_a_time=at_a_time
-    )
+def job_of(*prompts):
+    return Job("org/model", SAMPLING, [[[token] for token in each] for each in prompts], context=16)
 
 
 def engines_left():
@@ -75,12 +73,7 @@ def test_two_engines_answer_every_request_of_every_set_once(stub):
 
 def test_an_engine_that_dies_ends_the_others_and_is_told(stub):
     with pytest.raises(EvaluationError, match="ended with status 3"):
-        # One takes the first and keeps at it; the second is left to the other.
-        list(
-            engines._answered(
-                job_of([SLEEP, DIE], at_a_time=1), ["", ""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]
-            )
-        )
+        list(engines._answered(job_of([SLEEP, DIE]), ["", ""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]))
     assert not engines_left()
 
 

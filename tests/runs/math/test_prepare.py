@@ -119,16 +119,16 @@ def copy_of(folder, rows, split="train"):
     return folder
 
 
-def prepared(name, copy, out, limit=None, decontaminate=False, repeats=()):
-    (done,) = prepare([name], out, copy, limit, decontaminate, dict(repeats))
+def prepared(name, copy, out, decontaminate=False, repeats=()):
+    (done,) = prepare([name], out, copy, decontaminate, dict(repeats))
     return done
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_the_command_writes_every_data_set_from_a_copy_and_says_what_it_did(name, tmp_path, capsys):
     for split in SOURCES[name].splits.values():
-        copy_of(tmp_path / "copy", [a_row(name, number) for number in range(4)], split)
-    command = ["data", name, "--from", str(tmp_path / "copy"), "--out", str(tmp_path), "--limit", "3"]
+        copy_of(tmp_path / "copy", [a_row(name, number) for number in range(3)], split)
+    command = ["data", name, "--from", str(tmp_path / "copy"), "--out", str(tmp_path)]
     assert main(command) == 0
     said = set(capsys.readouterr().out.split())
     for split in SOURCES[name].splits:
@@ -146,7 +146,7 @@ def test_a_clone_of_the_hubs_repository_is_read_by_its_configuration(tmp_path):
         pq.write_table(pa.Table.from_pylist([a_row("gsm8k", number)]), copy / config / "train-00000-of-00001.parquet")
         configs.append({"config_name": config, "data_files": [{"split": "train", "path": f"{config}/train-*"}]})
     (copy / "README.md").write_text(f"---\n{OmegaConf.to_yaml({'configs': configs})}---\n# GSM8K\n")
-    assert [row["answer"] for row in load("gsm8k", "train", copy, None)] == ["so\n#### 1"]
+    assert [row["answer"] for row in load("gsm8k", "train", copy)] == ["so\n#### 1"]
 
 
 def test_files_stand_where_the_recipes_look_for_them(tmp_path):
@@ -158,16 +158,10 @@ def test_files_stand_where_the_recipes_look_for_them(tmp_path):
         assert {Path(file) for file in (*trained_on, *config.data.val_files)} <= written, group.name
 
 
-def test_rows_without_an_answer_are_dropped_and_the_first_taken_on_request(tmp_path):
-    rows = [
-        a_row("aime24", 1),
-        {"problem": "q", "answer": ""},
-        {"problem": "r", "answer": r"\frac{"},
-        a_row("aime24", 2),
-    ]
-    done = prepared("aime24", copy_of(tmp_path / "aime", rows), tmp_path, limit=3)
-    assert truths(done.path) == ["1", r"\frac{"]
-    assert (done.rows, done.dropped) == (2, {"no answer": 1})
+def test_rows_without_an_answer_are_dropped(tmp_path):
+    rows = [a_row("aime24", 1), {"problem": "q", "answer": ""}, {"problem": "r", "answer": r"\frac{"}]
+    done = prepared("aime24", copy_of(tmp_path / "aime", rows), tmp_path)
+    assert (truths(done.path), done.rows, done.dropped) == (["1", r"\frac{"], 2, {"no answer": 1})
 
 
 def test_equal_rows_are_kept_once_and_a_test_set_is_repeated_on_request(tmp_path):
@@ -220,7 +214,7 @@ def test_training_rows_that_are_in_an_evaluation_set_are_counted_and_dropped_on_
 def test_a_copy_that_does_not_fit_is_refused_with_a_reason(tmp_path, names, file, rows, message):
     write_lines(tmp_path / file, rows)
     with pytest.raises(DataError, match=message):
-        prepare(names, tmp_path / "out", tmp_path / "copy", None, False)
+        prepare(names, tmp_path / "out", tmp_path / "copy", False)
     assert not list(tmp_path.glob("out/aime24/*.parquet"))
 
 
