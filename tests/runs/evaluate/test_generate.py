@@ -158,10 +158,8 @@ def test_a_prompt_leaves_room_for_a_response_or_is_named(tokenizer):
 
     assert context("1", "2 3", max_tokens=3) == (6, [])
     assert context("1", max_tokens=3) == (5, [])
-    assert context("1", "2 3") == (
-        6,
-        ["org/model: its context of 6 tokens leaves 3 to a response of the longest prompt, not 8"],
-    )
+    told = ["org/model: its context of 6 tokens leaves 3 to a response of the longest prompt, not 8"]
+    assert context("1", "2 3") == (6, told)
     with pytest.raises(EvaluationError, match=r"problem 2 of ours has 6 tokens.*\(6\)"):
         context("1", "2 3 4 5 6")
 
