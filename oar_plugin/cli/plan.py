@@ -1,4 +1,4 @@
-"""`oar plan`: what a recipe takes, before it is started."""
+"""`oar plan`: memory, hours and cost of OAR of a recipe, before it starts."""
 
 from __future__ import annotations
 

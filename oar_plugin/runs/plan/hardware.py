@@ -10,7 +10,7 @@ class Gpu:
     """One GPU and its links, from the vendor's datasheet; nothing here was measured."""
 
     name: str
-    memory_gib: float  # what CUDA reports as the total, a little less than the label says
+    memory_gib: float  # total as CUDA reports it, a little less than on the label
     tflops: float  # dense bf16, 1e12 per second
     bandwidth: float  # of its memory, 1e9 bytes per second
     link: float  # between GPUs of a node, 1e9 bytes per second in one direction

@@ -13,7 +13,7 @@ from oar_plugin.runs.plan.models import PlanError
 from oar_plugin.runs.plan.seconds import GENERATION, OAR, generation_seconds, step_flops, step_seconds
 from oar_plugin.runs.plan.setup import ACTOR, ROLLOUT, Expected, Setup, with_overrides
 
-Change = tuple[dict[str, Any], str]  # overrides for verl's command line, and what they do
+Change = tuple[dict[str, Any], str]  # overrides for verl's command line, and their effect
 BUDGETS = (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu")
 
 
@@ -104,9 +104,9 @@ def suggest(current: Plan, replan: Callable[[DictConfig], Plan]) -> list[Suggest
         return [best] if best.plan.fits else []
 
     cheap, costly = _cheap(current.setup), _costly(current.setup)
-    found = single(cheap) or ([] if current.fits else together(cheap))
-    found += single(costly)
-    return found or ([] if current.fits else together(cheap + costly))
+    suggestions = single(cheap) or ([] if current.fits else together(cheap))
+    suggestions += single(costly)
+    return suggestions or ([] if current.fits else together(cheap + costly))
 
 
 def _missing(made: Plan) -> float:
@@ -142,7 +142,7 @@ def _costly(s: Setup) -> list[list[Change]]:
     if s.megatron:
         ranks = {"tensor": s.tp, "pipeline": s.pp}.items()
         key = f"{ACTOR}.megatron.{{}}_model_parallel_size"
-        return [[({key.format(what): 2 * size}, "the model on more GPUs") for what, size in ranks], nodes]
+        return [[({key.format(kind): 2 * size}, "the model on more GPUs") for kind, size in ranks], nodes]
     budget = max(math.ceil(s.max_length / s.sequence_ranks / 2), int(s.micro_batch(True) / 2))
     split = {**dict.fromkeys(BUDGETS, budget), f"{ACTOR}.ulysses_sequence_parallel_size": s.ulysses * 2}
     host = {f"{ACTOR}.strategy": "fsdp2", f"{ACTOR}.fsdp_config.offload_policy": True}

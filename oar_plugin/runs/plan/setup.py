@@ -149,7 +149,7 @@ def _rows(files: Any) -> int | None:
 
 
 def _faults(s: Setup) -> Iterator[str]:
-    """Yield what cannot run: key, value, and what is allowed."""
+    """Yield a line per fault: key, value, rule, and allowed values."""
     model, mini, n = s.model, s.actor.ppo_mini_batch_size, s.rollout.n
     group = f"{ACTOR}.megatron" if s.megatron else f"{ACTOR}.fsdp_config"
 

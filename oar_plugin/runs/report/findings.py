@@ -1,4 +1,4 @@
-"""Finds in a run's metrics what went wrong, and when."""
+"""Faults of a run, and their steps, from its metrics."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -34,32 +34,32 @@ Finding = tuple[int, int, int, str]  # first step, last step, number of steps, w
 
 def findings(run: RunLog) -> list[list[str]]:
     """Return steps and description of each finding, by first step."""
-    found = sorted(_by_metric(run), key=lambda finding: finding[0])
+    ordered = sorted(_by_metric(run), key=lambda finding: finding[0])
     return [
-        [f"{first} to {last}, {number} steps" if number > 1 else str(first), what]
-        for first, last, number, what in found
+        [f"{first} to {last}, {number} steps" if number > 1 else str(first), text]
+        for first, last, number, text in ordered
     ]
 
 
 def _by_metric(run: RunLog) -> Iterator[Finding]:
-    def where(bad: pd.Series, what: str) -> Iterator[Finding]:
+    def where(bad: pd.Series, text: str) -> Iterator[Finding]:
         if steps := bad.index[bad].tolist():
-            yield steps[0], steps[-1], len(steps), what
+            yield steps[0], steps[-1], len(steps), text
 
     for name, column in run.metrics.items():
         yield from where(np.isinf(column), f"{name} is not finite")
-    for name, least, most, what in BOUNDS:
+    for name, least, most, text in BOUNDS:
         column = run.column(name)
         beyond = (column - column.clip(least, most)).abs()
         worst = column[beyond.idxmax()] if len(column) else 0.0
-        yield from where(beyond > 0, f"{name} at {worst:.3g} (fine: {least:g} to {most:g}): {what}")
+        yield from where(beyond > 0, f"{name} at {worst:.3g} (fine: {least:g} to {most:g}): {text}")
     norm = run.column("actor/grad_norm")
     usual = norm.rolling(BEFORE, min_periods=START).median().shift()
     yield from where(norm > GRADIENT_SPIKE * usual, f"actor/grad_norm: over {GRADIENT_SPIKE} times its median before")
     entropy = run.column(*ENTROPY)
     start = entropy.iloc[:START].mean()
-    what = f"actor/entropy: below {ENTROPY_LEFT:.0%} of its start ({start:.3g})"
-    yield from where(entropy < ENTROPY_LEFT * start, what)
+    text = f"actor/entropy: below {ENTROPY_LEFT:.0%} of its start ({start:.3g})"
+    yield from where(entropy < ENTROPY_LEFT * start, text)
     lowest = np.nan_to_num(run.column("critic/score/min").min())
     highest = np.nan_to_num(run.column("critic/score/max").max(), nan=1.0)
     reward = run.column(*REWARD).rolling(SMOOTH).mean() - lowest

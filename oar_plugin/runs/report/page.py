@@ -1,4 +1,4 @@
-"""A page about runs: their curves against steps and seconds, what two sides differ in, and what went wrong."""
+"""A page about runs: their curves against steps and seconds, differences of two sides, and faults."""
 
 import io
 import math
@@ -132,7 +132,7 @@ def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
     return kept.assign(other=rest) if rest.sum() > REST * kept.sum().sum() > 0 else kept
 
 
-# ---- what differs between the sides
+# ---- differences between the sides
 
 
 def comparison(sides: Sequence[Side]) -> Table:
@@ -143,13 +143,15 @@ def comparison(sides: Sequence[Side]) -> Table:
     """
     until = min(run.metrics.index[-1] for side in sides for run in side.runs)
     measured = [("reward", REWARD), *((name.removeprefix("val-core/"), (name,)) for name in _accuracies(sides))]
-    asked = [(f"{what}, {how}", names, summary) for what, names in measured for how, summary in SUMMARIES.items()]
+    asked = [
+        (f"{quantity}, {how}", names, summary) for quantity, names in measured for how, summary in SUMMARIES.items()
+    ]
     table = [["", *(side.name for side in sides), *["difference, 95 % interval"] * (len(sides) > 1)]]
-    for what, names, summary in [*asked, ("seconds a step, median", (SECONDS,), pd.Series.median)]:
+    for quantity, names, summary in [*asked, ("seconds a step, median", (SECONDS,), pd.Series.median)]:
         logged = [[(run.seed, run.column(*names).loc[:until]) for run in side.runs] for side in sides]
         values = [[(seed, summary(column)) for seed, column in runs if len(column)] for runs in logged]
         if any(values):
-            table.append([what, *map(_range, values), *([_difference(*values)] if len(sides) > 1 else [])])
+            table.append([quantity, *map(_range, values), *([_difference(*values)] if len(sides) > 1 else [])])
     return table
 
 
