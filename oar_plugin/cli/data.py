@@ -19,7 +19,7 @@ _EXAMPLES = """\
 examples:
   oar data gsm8k math math500                                 for recipes with recipe/data: gsm8k_math
   oar data deepmath aime24 aime25 amc23 math500 --decontaminate    for recipes with recipe/data: deepmath
-  oar data math500 aime24 amc23 minerva olympiadbench         what oar eval asks by default
+  oar data math500 aime24 amc23 minerva olympiadbench         the default sets of oar eval
   oar data aime24 --repeat aime24=8                           verl's validation asks each problem 8 x val_kwargs.n times
   oar data deepmath --from /data/DeepMath-103K                from a copy of the hub's repository, without network
 
@@ -80,13 +80,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     repeats = dict(args.repeat)
     absent = [name for name in repeats if name not in args.names or "test" not in SOURCES[name].splits]
-    if absent or not args.names:
-        fault = (
-            f"--repeat {absent[0]}: needs {absent[0]} among the names, and a test split"
-            if absent
-            else "NAME is missing"
-        )
-        say(f"oar data: {fault}; oar data --list lists the data sets", sys.stderr)
+    faults = [f"--repeat {name}: needs {name} among the names, and a test split" for name in absent]
+    if faults or not args.names:
+        say(f"oar data: {'; '.join(faults) or 'NAME is missing'}; oar data --list lists the data sets", sys.stderr)
         return 2
     if importlib.util.find_spec("datasets") is None:
         say("oar data: datasets not installed: pip install '.[recipes]' in a checkout", sys.stderr)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from oar_plugin.runs.plan.planning import Plan, Suggestion
 
 _HELP = """\
-Say what a recipe takes before it is started: memory of a GPU by phase, what OAR adds, steps, hours and GPU-hours of the run,
-whether it fits, and what to change. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
+Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, steps, hours and GPU-hours of the run, whether
+it fits, and changes that help. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
 
 examples:
   oar plan qwen2_5_7b_math                                     a recipe that comes with OAR, on the cluster that it names

@@ -20,11 +20,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def parse(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> paths of words `[NAME=]PATH[,PATH...]`; a name that is not given comes from the path.
-
-    Raises:
-        ValueError: a word has no path, or two have the same name.
-    """
+    """Return name -> paths of words `[NAME=]PATH[,PATH...]`. ValueError: a path is missing, or two names are equal."""
     rows: dict[str, list[str]] = {}
     for word in words:
         name, equals, rest = word.partition("=")
@@ -49,8 +45,7 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
         best: take `best` in a folder of checkpoints.
         say: called before a merge, which takes minutes for a large model.
 
-    Raises:
-        EvaluationError: there is no model, or the merge failed.
+    EvaluationError: there is no model, or the merge failed.
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():

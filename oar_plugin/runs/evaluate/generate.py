@@ -141,8 +141,7 @@ def generate(
         progress: called with the number of responses that are there, and with their number at the end.
         say: called where the model's context is too short for the longest prompt and `max_tokens`.
 
-    Raises:
-        EvaluationError: the model cannot be loaded or prompted, a file is locked or broken, or an engine died.
+    EvaluationError: the model cannot be loaded or prompted, a file is locked or broken, or an engine died.
     """
     with ExitStack() as stack:
         for file in files:

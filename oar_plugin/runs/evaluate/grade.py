@@ -45,11 +45,7 @@ def grade(
     samples: int,
     progress: Callable[[int, int], None],
 ) -> Graded:
-    """Grade the first `samples` responses of every problem; equal answers to a problem are graded once.
-
-    Raises:
-        EvaluationError: no comparison works.
-    """
+    """Grade the first `samples` responses of every problem, equal answers once. EvaluationError: no comparison works."""
     table = [[responses[problem, sample] for sample in range(samples)] for problem in range(len(problems.problems))]
     answers = [[final_answer(response.text) for response in row] for row in table]
     # One response per answer: the reward takes a whole response.

@@ -51,9 +51,7 @@ class GuardedPool:
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """Return `function(*args)`; function and arguments can be pickled.
 
-        Raises:
-            TaskTimedOut: it took longer than `timeout_s`.
-            TaskCrashed: it raised, or its process died; the cause is chained.
+        TaskTimedOut: it took longer than `timeout_s`. TaskCrashed: it raised, or its process died; the cause is chained.
         """
         for attempt in (1, 2):
             try:

@@ -47,8 +47,7 @@ def prepare(
         decontaminate: drop training rows whose problem is in an evaluation set of `out`; else they are only counted.
         repeats: how many times to write each row of a test file, by data set; once where it is not given.
 
-    Raises:
-        DataError: a set cannot be loaded or written, has other columns, or keeps no row.
+    DataError: a set cannot be loaded or written, has other columns, or keeps no row.
     """
     splits = [(name, split) for name in dict.fromkeys(names) for split in SOURCES[name].splits]
     splits.sort(key=lambda pair: pair[1])  # test before train, which is compared with the test files

@@ -60,10 +60,7 @@ class RunLog:
 def read_run(path: Path) -> RunLog:
     """Return the log of a run's folder, a JSONL file, a TensorBoard folder, or an offline run of wandb.
 
-    Raises:
-        NoLogs: there is none, or run.yaml is of something else.
-        OSError: a file cannot be read.
-        ModuleNotFoundError: the logger's package or PyYAML is not installed.
+    NoLogs: there is none, or run.yaml is of something else. ModuleNotFoundError: the logger's package or PyYAML is missing.
     """
     path = path.absolute()
     kind, files = _logs(path)
