@@ -17,9 +17,9 @@ from oar_plugin.runs.launch.finding import Finding, cause, importable
 from oar_plugin.runs.launch.loggers import examine_loggers
 from oar_plugin.runs.launch.schedule import CALLBACK, Schedule, added_overrides, disk_bytes, in_words, schedule
 from oar_plugin.runs.math.sources import SOURCES
-from oar_plugin.runs.plan import Plan, PlanError, choose_gpu, suggest
-from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu
-from oar_plugin.runs.plan.models import load_model
+from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu, choose_gpu
+from oar_plugin.runs.plan.models import PlanError, load_model
+from oar_plugin.runs.plan.planning import Plan, suggest
 from oar_plugin.runs.recipe import gpus_needed
 
 UNSEEN = "on the nodes, and not looked at from here"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from oar_plugin.runs.launch.finding import importable
-from oar_plugin.runs.plan import Plan
+from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.plan.setup import Setup
 
 DAY_H = 24
