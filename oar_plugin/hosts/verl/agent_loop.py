@@ -10,11 +10,12 @@ import logging
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -30,6 +31,9 @@ from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
 from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS, replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.llm_server import LLMServerClient
 
 logger = logging.getLogger("oar_plugin")
 
@@ -121,6 +125,14 @@ _session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's worker, which runs agent loops, with scoring."""
+
+    # What the host's worker provides.
+    config: DictConfig
+    tokenizer: Any
+    model_config: Any
+    llm_client: "LLMServerClient"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._oar = resolve(self.config)
@@ -167,7 +179,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         session = _session.get()
         if session is None:
             return
-        reward = outputs[-1].reward_score
+        last: AgentLoopOutput = outputs[-1]
+        reward = last.reward_score
         if reward is None:
             session.group.reward_comes_later()
         session.report(reward)
@@ -284,6 +297,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 class OarAgentLoopManager(AgentLoopManagerTQ):
     """verl's agent-loop manager with our workers."""
+
+    agent_loop_workers_class: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -9,15 +9,19 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
+from typing_extensions import override
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 SUBMISSION_S = 60.0
 """That an exchange of weights waits for copies on their way into the engine, as verl does for generation."""
@@ -31,8 +35,14 @@ class Closed(RuntimeError):
 class OarVLLMHttpServer(vLLMHttpServer):
     """Generates as verl's server does, and scores responses with what generation leaves over."""
 
-    max_in_flight: int
-    share_while_generating: float
+    max_in_flight: ClassVar[int]
+    share_while_generating: ClassVar[float]
+
+    # What the host's server provides.
+    config: Any
+    engine: "AsyncLLM"
+    global_steps: int
+    lora_as_adapter: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,6 +53,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
         self._leaving = False
         self._submitting = 0
 
+    @override
     def _get_worker_extension_cls(self) -> str:
         return WORKER_EXTENSION
 
@@ -87,10 +98,12 @@ class OarVLLMHttpServer(vLLMHttpServer):
         await super().resume_generation()
         self._open.set()
 
-    async def open_submission_gate(self) -> None:
-        """verl's own, with which an exchange of weights ends where verl has a gate."""
-        await super().open_submission_gate()
-        self._open.set()
+    if hasattr(vLLMHttpServer, "open_submission_gate"):
+
+        async def open_submission_gate(self) -> None:
+            """verl's own, with which an exchange of weights ends where verl has a gate."""
+            await super().open_submission_gate()
+            self._open.set()
 
     @asynccontextmanager
     async def _admit(self) -> AsyncIterator[None]:
@@ -122,6 +135,10 @@ def register(max_in_flight: int, share_while_generating: float) -> None:
 
     class OarVLLMReplica(vLLMReplica):
         """verl's replica with our server; verl's own server for anything but the policy."""
+
+        server_class: Any
+        is_reward_model: bool
+        is_teacher_model: bool
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

@@ -5,12 +5,18 @@ makes vLLM hand rows back with it. Row `i` of what it gets is number `i` of `Out
 token 0. Untagged requests are vLLM's own business throughout.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from oar_plugin.hosts.vllm import runner_v1, runner_v2
 from oar_plugin.hosts.vllm.outcomes import OutcomeRecorder
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
 
 
 class OutcomeExtension:
@@ -33,7 +39,8 @@ class OutcomeExtension:
                 f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}, which has "
                 f"neither {runner_v1.HOOKED} nor {runner_v2.HOOKED}: set algorithm.oar.perturbation.backend=actor"
             )
-        model = runner.get_model()
+        stock: FirstRunner | SecondRunner = runner
+        model = stock.get_model()
 
         def project(hidden_RD: Tensor) -> Tensor | None:
             # The class's function: hosts replace the instance's by one that masks tokens which must not be sampled,

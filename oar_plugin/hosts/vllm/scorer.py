@@ -31,6 +31,7 @@ from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, tagged_req
 from oar_plugin.hosts.vllm.throttle import Throttle
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -218,7 +219,7 @@ class _Run:
                 request = tagged_request(
                     scorer.engine, token_ids, spec, salt, use_cache, self.task.priority, self._lora, scorer.admit
                 )
-                output = await asyncio.wait_for(request, self.timeout_s)
+                output: RequestOutput = await asyncio.wait_for(request, self.timeout_s)
             except asyncio.TimeoutError:
                 raise _Failure("timed_out") from None
             except Refused as refused:
