@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 HOSTS = ("verl", "vllm", "megatron", "transfer_queue")
 OURS = "oar_plugin"
+SUPER = "super()"  # the owner of a class that is looked up in its bases
 
 
 class Feature(NamedTuple):
@@ -44,8 +45,9 @@ class Thing:
 
     @property
     def name(self) -> str:
-        name = getattr(self.node, "name", "") or getattr(self.node, "attr", "")
-        return f"{self.owner}.{name}" if self.owner else name
+        bound = _bound(self.node) if self.node else []
+        name = bound[0] if bound else getattr(self.node, "attr", "")
+        return f"{self.owner}.{name}" if self.owner not in ("", SUPER) else name
 
     @property
     def package(self) -> str:
@@ -230,13 +232,13 @@ class _Reader:
             cls = Thing(module, node)
             self._visit_class(cls, node)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            self._use(module, node, scope, cls)
+            self._use(self._things(module, node.value, scope), node.attr)
         elif isinstance(node, ast.Call):
-            self._visit_call(module, node, scope, cls)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            self._visit_call(module, node, scope)
+        elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
             for ours in self._things(module, node.value, scope):
                 if ours.signature() and not ours.of_host:
-                    self._compare(ours, self._use(module, node.targets[0], scope, cls))
+                    self._compare(ours, self._use(self._things(module, target.value, scope), target.attr))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             scope = {**scope, **_scope(node, cls)}
         for child in children:
@@ -255,38 +257,26 @@ class _Reader:
     def _visit_class(self, cls: Thing, node: ast.ClassDef) -> None:
         for statement in node.body if self._host_of(cls) else ():
             name = next(iter(_bound(statement)), "_")
+            above = [replace(cls, instance=True, owner=SUPER)]
             if _declares(cls, statement) and not name.startswith("_"):
-                self._use_above(cls, name)
-            elif _is_marked(statement, "override") or any(_is_super(part, name) for part in ast.walk(statement)):
-                self._compare(Thing(cls.module, statement, owner=cls.name), self._use_above(cls, name))
+                self._use(above, name)
+            elif _is_marked(statement, "override") or f"super().{name}" in ast.unparse(statement):
+                self._compare(Thing(cls.module, statement, owner=cls.name), self._use(above, name))
 
-    def _use(self, module: str, node: ast.Attribute, scope: Scope, cls: Thing | None) -> list[Thing]:
-        """Note an attribute, and return what it stands for."""
-        if _is_super(node, node.attr):
-            return self._use_above(cls, node.attr) if cls and self._host_of(cls) else []
-        owners = self._things(module, node.value, scope)
-        there = [member for owner in owners if (member := self._member(owner, node.attr))]
+    def _use(self, owners: list[Thing], name: str) -> list[Thing]:
+        """Note an attribute of what may be any of `owners`, and return what it stands for."""
+        there = [member for owner in owners if (member := self._member(owner, name))]
         host = next((host for owner in owners if (host := self._host_of(owner))), None)
-        if host and not there:
-            self._lacks(host, node.attr)
+        if host and not there and not hasattr(object, name):
+            self._lacks(host, name)
         self.uses += [thing for thing in there if thing.of_host]
         return there
 
-    def _use_above(self, cls: Thing, name: str) -> list[Thing]:
-        """Note a member of a class's bases."""
-        there = [member for base in self._bases(cls) if (member := self._member(base, name)) and member.of_host][:1]
-        host = self._host_of(cls)
-        if host and not there and not hasattr(object, name):
-            self._lacks(host, name)
-        self.uses += there
-        return there
-
-    def _visit_call(self, module: str, node: ast.Call, scope: Scope, cls: Thing | None) -> None:
+    def _visit_call(self, module: str, node: ast.Call, scope: Scope) -> None:
         by_place = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
         by_name = [keyword.arg for keyword in node.keywords if keyword.arg]
-        in_super = isinstance(node.func, ast.Attribute) and _is_super(node.func, node.func.attr) and cls
-        for thing in self._use_above(cls, node.func.attr) if in_super else self._things(module, node.func, scope):
-            if isinstance(thing.node, ast.ClassDef) and self._host_of(thing):
+        for thing in self._things(module, node.func, scope):
+            if isinstance(thing.node, ast.ClassDef) and thing.owner != SUPER and self._host_of(thing):
                 constructor = self._member(thing, "__init__")
                 if constructor is None:  # a dataclass, say: its fields are the arguments
                     for name in by_name:
@@ -377,9 +367,12 @@ class _Reader:
             return None
         if name in ("__ray_metadata__", "modified_class") and _is_marked(owner.node, "ray.remote"):
             return owner
+        above = (member for base in self._bases(owner) if (member := self._member(base, name)))
+        if owner.owner == SUPER:
+            return next((member for member in above if member.of_host), None)
         if name in (members := _members(replace(owner, instance=False))):
             return Thing(owner.module, members[name], owner=owner.name)
-        return next((member for base in self._bases(owner) if (member := self._member(base, name))), None)
+        return next(above, None)
 
     def _bases(self, cls: Thing) -> list[Thing]:
         bases = []
@@ -397,17 +390,13 @@ class _Reader:
         return next((host for base in self._bases(thing) if (host := self._host_of(base))), None)
 
 
-def _is_super(node: ast.AST, name: str) -> bool:
-    """Whether a node is `super().name`."""
-    return isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value) == "super()"
-
-
 def _scope(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, cls: Thing | None) -> Scope:
     scope: dict[str, ast.AST | Thing | None] = {
         one.arg: one for one in ast.walk(function.args) if isinstance(one, ast.arg)
     }
     if cls and function in getattr(cls.node, "body", ()) and scope and not _is_marked(function, "staticmethod"):
         scope[next(iter(scope))] = replace(cls, instance=not _is_marked(function, "classmethod"))
+        scope["super"] = replace(cls, owner=SUPER)
     below = list(ast.iter_child_nodes(function))
     for node in below:  # grows on the way
         for name in _bound(node):
@@ -419,6 +408,6 @@ def _scope(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, cls: T
 
 
 def _shown(thing: Thing) -> list[str]:
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    signature = thing.signature()
-    return [stars.get(one.kind, one.name) for one in signature.parameters.values()] if signature else []
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    signature = thing.signature() or inspect.Signature()
+    return [stars.get(one.kind, one.name) for one in signature.parameters.values()]

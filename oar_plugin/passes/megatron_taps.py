@@ -49,7 +49,7 @@ class MegatronTaps(Taps):
         for chunk in self.chunks:
             # Chunks may share one: what is changed first is put back last.
             config: TransformerConfig = get_model_config(chunk)
-            # What a schedule calls when a backward begins and ends: each would scale the loss, or start a reduction of gradients.
+            # A schedule calls these when a backward begins and ends: each would scale the loss or reduce gradients.
             functions = {
                 "finalize_model_grads_func": config.finalize_model_grads_func,
                 "grad_scale_func": config.grad_scale_func,

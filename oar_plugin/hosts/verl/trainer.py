@@ -90,7 +90,9 @@ class OarTrainerMixin:
 
     # ---- the rows that matter, dealt out evenly
 
-    def _balance_batch(self, batch: tq.KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any) -> Any:
+    def _balance_batch(
+        self, batch: tq.KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any
+    ) -> Any:
         """verl's own, which also fills up the batch; then its rows are dealt out anew where only some are to be scored."""
         stood = {key: place for place, key in enumerate(batch.keys)}
         metrics["oar/lost_responses"] = lost_responses(batch.keys, self.config.actor_rollout_ref.rollout.n)
