@@ -87,6 +87,7 @@ Scope: TypeAlias = Mapping[
 class Requirements:
     """What a feature uses of the installed hosts, and a sentence for each use that one lacks or that takes other arguments."""
 
+    modules: list[str] = field(default_factory=list)  # of the host, that ours import from
     uses: list[Thing] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -97,7 +98,7 @@ def requirements(feature: Feature) -> Requirements:
     reader = _Reader(feature)
     for module in feature.modules:
         reader.visit(module, tree(module), {}, None)
-    return Requirements(reader.uses, list(dict.fromkeys(reader.faults)))
+    return Requirements(list(dict.fromkeys(reader.modules)), reader.uses, list(dict.fromkeys(reader.faults)))
 
 
 # ---- names in a module and in a class
@@ -163,7 +164,8 @@ def _bound(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom | ast.Import):
         return [alias.asname or alias.name.replace("*", f"* {ast.unparse(node)}") for alias in node.names]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+    names = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+    return [name.id for name in names if isinstance(name.ctx, ast.Store)]
 
 
 def _declares(cls: Thing, node: ast.AST) -> bool:
@@ -214,6 +216,7 @@ def _source(module: str, node: Any) -> str:
 
 class _Reader:
     def __init__(self, feature: Feature) -> None:
+        self.modules: list[str] = []
         self.uses: list[Thing] = []
         self.faults: list[str] = []
         self.mixins = feature.mixins
@@ -247,6 +250,7 @@ class _Reader:
     def _import(self, module: str, name: str) -> Thing | None:
         if not folders(Thing(module).package):
             return None
+        self.modules.append(module)
         thing = find(module, name)
         if thing:
             self.uses.append(thing)

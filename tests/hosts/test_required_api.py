@@ -22,7 +22,8 @@ features = pytest.mark.parametrize(
     "feature",
     [
         pytest.param(
-            name, marks=pytest.mark.skipif(not all(map(find_spec, NEEDS.get(name, ("verl",)))), reason="without its hosts")
+            name,
+            marks=pytest.mark.skipif(not all(map(find_spec, NEEDS.get(name, ("verl",)))), reason="without its hosts"),
         )
         for name in ALL
     ],
@@ -67,7 +68,9 @@ def test_every_module_of_ours_that_imports_a_host_makes_a_feature():
     for file in [*folder.glob("hosts/v*/*.py"), *folder.glob("passes/*.py")]:
         module = ".".join(["oar_plugin", *file.relative_to(folder).with_suffix("").parts])
         imports = [node for node in ast.walk(tree(module)) if isinstance(node, ast.ImportFrom)]
-        assert module in looked_at or not any((node.module or "").split(".")[0] in required_api.HOSTS for node in imports)
+        assert module in looked_at or not any(
+            (node.module or "").split(".")[0] in required_api.HOSTS for node in imports
+        )
 
 
 @features
@@ -93,9 +96,17 @@ def test_whatever_is_taken_away_is_named(feature, monkeypatch):
 
 # Called with whatever the host passes, or handed on without a call.
 PASSED_ON = {
-    "megatron": {"MegatronEngineWithLMHead._lm_head_logits_processor", "DistributedDataParallel.enable_forward_pre_hook"},
+    "megatron": {
+        "MegatronEngineWithLMHead._lm_head_logits_processor",
+        "DistributedDataParallel.enable_forward_pre_hook",
+    },
     "offload": {
-        *("AgentLoopManagerTQ.__init__", "AgentLoopWorkerTQ.__init__", "vLLMHttpServer.__init__", "vLLMReplica.__init__"),
+        *(
+            "AgentLoopManagerTQ.__init__",
+            "AgentLoopWorkerTQ.__init__",
+            "vLLMHttpServer.__init__",
+            "vLLMReplica.__init__",
+        ),
         *("vLLMHttpServer.abort_all_requests", "vLLMHttpServer.generate"),
     },
 }
@@ -136,7 +147,8 @@ HOOKED = "_get_prompt_logprobs_dict"
         ("sync", "verl.trainer.ppo.v1.trainer_base", "def _compute_advantage(self, batch: KVBatchMeta, metrics: dict",
          "def _compute_advantage(self, batch: KVBatchMeta, metrics: dict, step: int = 0",
          "_compute_advantage takes (batch, metrics, step); OAR's own takes (batch, metrics)"),
-        ("offload", "verl.trainer.ppo.v1.agent_loop_tq", "@ray.remote\n", "", "AgentLoopWorkerTQ.__ray_metadata__ is not there"),
+        ("offload", "verl.trainer.ppo.v1.agent_loop_tq", "@ray.remote\n", "",
+         "AgentLoopWorkerTQ.__ray_metadata__ is not there"),
     ],
 )  # fmt: skip
 def test_what_was_changed_is_named_with_what_is_there(doctored, feature, module, old, new, said):
@@ -186,24 +198,51 @@ if True:
         ("from host import Machine\ndef f(): return Machine(1, sort=2)", "unexpected keyword argument 'sort'"),
         ("from host import Machine\ndef f(): return Machine()", "missing a required argument: 'size'"),
         ("from host import Machine\ndef f(*a, **k): return Machine(*a, **k), Machine(1, **k)", None),
-        ("from host import Machine\ndef f(): m = Machine(1); step = m.step; step(1, 2); m.of('x'); Machine.made('x')", None),
-        ("from host import Machine\ndef f(): m = Machine(1); step = m.step; step(1, 2, 3)", "too many positional arguments"),
+        (
+            "from host import Machine\ndef f(): m = Machine(1); step = m.step; step(1, 2); m.of('x'); Machine.made('x')",
+            None,
+        ),
+        (
+            "from host import Machine\ndef f(): m = Machine(1); step = m.step; step(1, 2, 3)",
+            "too many positional arguments",
+        ),
         ("from host import Machine\ndef m() -> Machine: ...\ndef f(): m().gone", "Machine.gone is not there"),
         ("from host import go\ngo(1, 2, 3, fast=True, other=1)", None),
         ("from host import Machine\nclass Ours(Machine):\n def step(self, a, b=2): super().step(a, b)", None),
         ("from host import Machine\nclass Ours(Machine):\n def step(self, *a, **k): super().step(*a, **k)", None),
-        ("from host import Machine\nclass Ours(Machine):\n def step(self, b, a): super().step(a, b)", "own takes (b, a)"),
-        ("from host import Machine\nclass Ours(Machine):\n def stop(self): super().stop()", "Machine.stop is not there"),
-        ("from host import Machine\nclass Ours(Machine):\n @override\n def stop(self): ...", "Machine.stop is not there"),
-        ("from host import Machine\nclass Ours(Machine):\n def stop(self): return self.gone", "Machine.gone is not there"),
+        (
+            "from host import Machine\nclass Ours(Machine):\n def step(self, b, a): super().step(a, b)",
+            "own takes (b, a)",
+        ),
+        (
+            "from host import Machine\nclass Ours(Machine):\n def stop(self): super().stop()",
+            "Machine.stop is not there",
+        ),
+        (
+            "from host import Machine\nclass Ours(Machine):\n @override\n def stop(self): ...",
+            "Machine.stop is not there",
+        ),
+        (
+            "from host import Machine\nclass Ours(Machine):\n def stop(self): return self.gone",
+            "Machine.gone is not there",
+        ),
         ("from host import Machine\nclass Ours(Machine):\n def stop(self): self.ours = self.kind; self.ours", None),
-        ("from host import Machine\nclass Ours(Machine):\n gone: int\n _ours: int\n x: ClassVar[int]", "Machine.gone is"),
-        ("class Mixin:\n speed: int\n gone: int\n def step(self, a, b): super().step(a, b)", "Machine.gone is not there"),
+        (
+            "from host import Machine\nclass Ours(Machine):\n gone: int\n _ours: int\n x: ClassVar[int]",
+            "Machine.gone is",
+        ),
+        (
+            "class Mixin:\n speed: int\n gone: int\n def step(self, a, b): super().step(a, b)",
+            "Machine.gone is not there",
+        ),
         ("class Mixin:\n def step(self, a): super().step(a)", "step takes (a, b); OAR's own takes (a)"),
         ("class Other:\n gone: int\n def step(self, a): super().gone(a)", None),
         ("from host import Machine\ndef f(m: Machine):\n def ours(a): ...\n m.step = ours", "OAR's own takes (a)"),
         ("from host import Machine\ndef f(m: Machine):\n def ours(a, b): ...\n m.step = ours", None),
-        ("from host import Machine\ndef f(m: Machine):\n def ours(a): ...\n m.stop = ours", "Machine.stop is not there"),
+        (
+            "from host import Machine\ndef f(m: Machine):\n def ours(a): ...\n m.stop = ours",
+            "Machine.stop is not there",
+        ),
     ],
 )
 def test_each_kind_of_use_is_read(ours, named, monkeypatch, tmp_path):
@@ -211,7 +250,9 @@ def test_each_kind_of_use_is_read(ours, named, monkeypatch, tmp_path):
         (tmp_path / package).mkdir()
         for name, text in files.items():
             (tmp_path / package / f"{name}.py").write_text(text)
-    monkeypatch.setattr(required_api, "folders", lambda package: (tmp_path / package,) if package in ("host", "ours") else ())
+    monkeypatch.setattr(
+        required_api, "folders", lambda package: (tmp_path / package,) if package in ("host", "ours") else ()
+    )
     monkeypatch.setattr(required_api, "HOSTS", ("host", "absent_package"))
     monkeypatch.setattr(required_api, "OURS", "ours")
     for name in ("path_of", "tree", "_names", "_members", "requirements"):  # without what they remember

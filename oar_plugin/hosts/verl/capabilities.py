@@ -102,8 +102,8 @@ def unchecked(feature: str) -> list[str]:
 
     A driver may run on a node without megatron-core or a GPU's libraries, say.
     """
-    modules = dict.fromkeys(use.module for use in requirements(FEATURES[feature]).uses if use.package != "vllm")
-    return [reason for module in modules if (reason := _unimportable(module)) is not None]
+    modules = requirements(FEATURES[feature]).modules
+    return [reason for module in modules if path_of(module) and (reason := _unimportable(module)) is not None]
 
 
 @cache
