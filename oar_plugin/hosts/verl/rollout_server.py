@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 SUBMISSION_S = 60.0
-"""That an exchange of weights waits for copies on their way into the engine, as verl does for generation."""
+"""How long an exchange of weights waits for copies on their way into the engine; verl waits as long for generation."""
 WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
 
 
@@ -33,7 +33,7 @@ class Closed(RuntimeError):
 
 
 class OarVLLMHttpServer(vLLMHttpServer):
-    """Generates as verl's server does, and scores responses with what generation leaves over."""
+    """Generates as verl's server does, and scores responses while the engine has room beside generation."""
 
     max_in_flight: ClassVar[int]
     share_while_generating: ClassVar[float]
@@ -58,12 +58,12 @@ class OarVLLMHttpServer(vLLMHttpServer):
         return WORKER_EXTENSION
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's own; the throttle knows that something is being generated."""
+        """verl's `generate`, which the throttle is told of."""
         with self._throttle.generating():
             return await super().generate(*args, **kwargs)
 
     async def oar_score(self, task: ScoringTask, timeout_s: float) -> ScoringResult:
-        """Score one response; see `ResponseScorer.score`. Weights that change meanwhile make it `aborted`."""
+        """Score one response (`ResponseScorer.score`). The fault is `aborted` if the weights change meanwhile."""
         if self._scorer is None:
             self._scorer = ResponseScorer(
                 self.engine, self._throttle, self.config.max_model_len, self._admit, self._lora_request
@@ -77,7 +77,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
     async def oar_wait_open(self) -> None:
         """Return when copies are admitted again after an exchange of weights, however long that takes.
 
-        At once where this server leaves verl's rotation, and nobody knows when it comes back.
+        Return at once where this server leaves verl's rotation: nobody knows when it comes back.
         """
         if not self._leaving:
             await self._open.wait()
@@ -85,7 +85,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
     # ---- a gate for copies; verl's own gate, for generation, differs between its versions
 
     async def abort_all_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's own, with which an exchange of weights begins: it finds all copies in the engine, and none may follow."""
+        """verl's method, which begins an exchange of weights. All copies are in the engine by then, and none may follow."""
         self._open.clear()
         self._leaving = kwargs.get("reject_request", False)
         deadline = time.monotonic() + SUBMISSION_S
@@ -94,21 +94,21 @@ class OarVLLMHttpServer(vLLMHttpServer):
         return await super().abort_all_requests(*args, **kwargs)
 
     async def resume_generation(self) -> None:
-        """verl's own, with which an exchange of weights ends."""
+        """verl's method, which ends an exchange of weights."""
         await super().resume_generation()
         self._open.set()
 
     if hasattr(vLLMHttpServer, "open_submission_gate"):
 
         async def open_submission_gate(self) -> None:
-            """verl's own, with which an exchange of weights ends where verl has a gate."""
+            """verl's method, which ends an exchange of weights where verl has a gate."""
             await super().open_submission_gate()
             self._open.set()
 
     @asynccontextmanager
     async def _admit(self) -> AsyncIterator[None]:
-        """Around handing a copy to the engine. At a closed gate generation waits; a copy does not: it would be scored with
-        other weights than its siblings.
+        """Held while a copy is handed to the engine. At a closed gate generation waits and a copy is refused: it would be
+        scored with other weights than the other copies of its response.
         """
         if not self._open.is_set():
             raise Closed("weights are being exchanged")
@@ -119,7 +119,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
             self._submitting -= 1
 
     async def _lora_request(self) -> Any:
-        """The adapter that generation uses, when there is one."""
+        """The adapter that generation uses; None: there is none."""
         if not self.lora_as_adapter or VLLM_LORA_INT_ID not in await self.engine.list_loras():
             return None
         from vllm.lora.request import LoRARequest
@@ -128,9 +128,9 @@ class OarVLLMHttpServer(vLLMHttpServer):
 
 
 def register(max_in_flight: int, share_while_generating: float) -> None:
-    """Make the servers that this driver starts ones that can score; the arguments are those of `Throttle`."""
+    """Let this driver start servers that can score. The arguments are those of `Throttle`."""
     settings = {"max_in_flight": max_in_flight, "share_while_generating": share_while_generating}
-    # verl decides what a server's constructor gets; what ours needs to know travels with its class.
+    # verl chooses the arguments of a server's constructor, so our settings travel with its class.
     server = ray.remote(type("ScoringServer", (OarVLLMHttpServer,), settings))
 
     class OarVLLMReplica(vLLMReplica):

@@ -1,8 +1,8 @@
-"""What runs inside vLLM's workers: tagged requests come back with outcomes in place of prompt log-probabilities.
+"""The extension of vLLM's workers: tagged requests return outcomes in place of prompt log-probabilities.
 
 A request is tagged by `SamplingParams.extra_args["oar"]` (a spec of `outcomes`) and asks for `prompt_logprobs=0`, which is what
 makes vLLM hand rows back with it. Row `i` of what it gets is number `i` of `OutcomeRecorder.step` as the log-probability of
-token 0. Untagged requests are vLLM's own business throughout.
+token 0. Untagged requests are left to vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OutcomeExtension:
     model_runner: Any
 
     def oar_install(self) -> None:
-        """Serve tagged requests from now on. A second call changes nothing.
+        """Answer tagged requests from now on. A second call changes nothing.
 
         Raises:
             RuntimeError: the worker has a model runner whose prompt rows cannot be reached.
@@ -43,8 +43,8 @@ class OutcomeExtension:
         model = stock.get_model()
 
         def project(hidden_RD: Tensor) -> Tensor | None:
-            # The class's function: hosts replace the instance's by one that masks tokens which must not be sampled,
-            # and these belong to the distribution as the actor computes it.
+            # The class's function: verl replaces the instance's by one that masks tokens that must not be sampled, and
+            # the actor's distribution has these tokens.
             return type(model).compute_logits(model, hidden_RD)
 
         recorder = OutcomeRecorder(project)
