@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -22,22 +23,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from oar_plugin.passes.tap import Taps
 
-# What a schedule calls when a backward begins and ends: each would scale the loss, or start a reduction of gradients.
-SCHEDULE_FUNCTIONS = (
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "grad_sync_func",
-    "no_sync_func",
-    "param_sync_func",
-)
 
-
-def unwrapped(chunk: nn.Module) -> Any:
+def unwrapped(chunk: nn.Module) -> GPTModel:
     """The model inside DDP's and the mixed-precision wrappers."""
     model: Any = chunk
     while not isinstance(model, GPTModel) and isinstance(getattr(model, "module", None), nn.Module):
@@ -54,9 +47,18 @@ class MegatronTaps(Taps):
 
     def install(self) -> None:
         for chunk in self.chunks:
-            config = get_model_config(chunk)  # chunks may share one: what is changed first is put back last
-            for name in SCHEDULE_FUNCTIONS:
-                self.callback(setattr, config, name, getattr(config, name))
+            # Chunks may share one: what is changed first is put back last.
+            config: TransformerConfig = get_model_config(chunk)
+            # A schedule calls these when a backward begins and ends: each would scale the loss or reduce gradients.
+            functions = {
+                "finalize_model_grads_func": config.finalize_model_grads_func,
+                "grad_scale_func": config.grad_scale_func,
+                "grad_sync_func": config.grad_sync_func,
+                "no_sync_func": config.no_sync_func,
+                "param_sync_func": config.param_sync_func,
+            }
+            for name, function in functions.items():
+                self.callback(setattr, config, name, function)
                 setattr(config, name, None)
             self._gather_weights(chunk)
             self.freeze(chunk)
@@ -71,7 +73,8 @@ class MegatronTaps(Taps):
 
     def _recompute(self, chunk: nn.Module) -> None:
         """Megatron recomputes activations in train mode only: put what decides that into it, but nothing with dropout."""
-        if get_model_config(chunk).recompute_granularity is None:
+        config: TransformerConfig = get_model_config(chunk)
+        if config.recompute_granularity is None:
             return
         for module in chunk.modules():
             if isinstance(module, TransformerBlock | Attention):
@@ -80,10 +83,11 @@ class MegatronTaps(Taps):
     def _gather_weights(self, chunk: nn.Module) -> None:
         """With `overlap_param_gather` DDP gathers a module's weights in a hook before its forward, which refuses frozen ones.
         As in Megatron's own evaluation: all at once, and no hooks meanwhile."""
-        if getattr(chunk, "remove_forward_pre_hook_handles", None):
-            ddp: Any = chunk
-            ddp.disable_forward_pre_hook()
-            self.callback(ddp.enable_forward_pre_hook)
+        if isinstance(chunk, DistributedDataParallel):
+            ddp: DistributedDataParallel = chunk
+            if ddp.remove_forward_pre_hook_handles:
+                ddp.disable_forward_pre_hook()
+                self.callback(ddp.enable_forward_pre_hook)
 
     def _keep_for_backward(self, chunk: nn.Module) -> None:
         """TransformerEngine's attention keeps what a backward needs in train mode only: cuDNN's kernels always, flash-attention

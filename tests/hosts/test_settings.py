@@ -100,7 +100,7 @@ def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
 )
 def test_another_vllm_is_refused_and_the_local_backend_is_named(monkeypatch, version, said):
     monkeypatch.setattr(offload, "installed", lambda: version)
-    monkeypatch.setattr(versions, "missing", lambda package: ["no such file"])
+    monkeypatch.setattr(versions, "missing", lambda: ["no such file"])
     with pytest.raises(OarConfigError, match=rf"backend=rollout: {said}.*backend=actor"):
         resolve(config(**OFFLOAD))
     assert resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).copies is not None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -35,6 +35,9 @@ from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.tap import Tap, UnsupportedModelError
 from oar_plugin.passes.taps import check_logits
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
@@ -58,7 +61,7 @@ class OarMegatronMixin(ImportancePass):
 
     # What the host's engine provides.
     module: list[nn.Module]
-    tf_config: Any
+    tf_config: "TransformerConfig"
     peft_cls: Any
     forward_backward_batch: Callable[..., dict[str, Any]]
 
@@ -168,17 +171,19 @@ class OarMegatronMixin(ImportancePass):
     def _layout(self, micro_batch: TensorDict) -> Layout:
         local_T, size = self._local_positions(micro_batch)
         embedding_T = local_T
-        if get_model_config(self.module[0]).sequence_parallel:
+        config: TransformerConfig = get_model_config(self.module[0])
+        if config.sequence_parallel:
             size //= parallel_state.get_tensor_model_parallel_world_size()
             embedding_T = local_T - parallel_state.get_tensor_model_parallel_rank() * size
             held_T = (local_T >= 0) & (embedding_T >= 0) & (embedding_T < size)
             embedding_T = torch.where(held_T, embedding_T, -1)
         group = parallel_state.get_tensor_model_parallel_group()
         vocabulary = VocabularyShard()
-        last = next((chunk for chunk in map(unwrapped, self.module) if chunk.post_process), None)
+        last: GPTModel | None = next((chunk for chunk in map(unwrapped, self.module) if chunk.post_process), None)
         if group.size() > 1 and last is not None:
+            projection: ColumnParallelLinear = last.output_layer
             vocabulary = VocabularyShard(
-                start=group.rank() * last.output_layer.output_size_per_partition,
+                start=group.rank() * projection.output_size_per_partition,
                 total=partial(_all_reduced, group),
                 largest=partial(_all_reduced, group, op=distributed.ReduceOp.MAX),
             )
@@ -292,11 +297,10 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
                 "position_embedding_type=learned_absolute: Megatron adds it inside the embedding that OAR differentiates; "
                 "use a model with rotary positions"
             )
-        if model.post_process and (
-            type(model.output_layer) is not ColumnParallelLinear or model.output_layer.bias is not None
-        ):
+        projection: ColumnParallelLinear | None = model.output_layer if model.post_process else None
+        if projection is not None and (type(projection) is not ColumnParallelLinear or projection.bias is not None):
             raise UnsupportedModelError(
-                f"{type(model.output_layer).__name__} as vocabulary projection: OAR serves megatron.core's plain "
+                f"{type(projection).__name__} as vocabulary projection: OAR serves megatron.core's plain "
                 "ColumnParallelLinear without bias; use a model without adapters or transforms there"
             )
 

@@ -1,7 +1,7 @@
-"""OAR-P on the rollout engines, as the driver sees it: is it possible here, switch it on, read what came back.
+"""OAR-P on the rollout engines, the driver's part: whether it is possible, switching it on, merging the engines' results.
 
 The engines' scores have fields of their own beside the actor's, because the actor writes its fields for all rows when it is
-asked for any. A further field, `oar_offload`, holds what each response's scoring was like.
+asked for any. A further field, `oar_offload`, holds how the scoring of each response went.
 """
 
 import logging
@@ -39,7 +39,7 @@ ACTOR_MAY_HELP = (
     Status.ABORTED,
     Status.ENGINE_FAILED,
 )
-"""What the engines say of a response that the actor can still score (`perturbation.fallback`)."""
+"""Statuses from the engines after which the actor can still score a response (`perturbation.fallback`)."""
 
 _DECILES = 11
 _LOCAL = "or algorithm.oar.perturbation.backend=actor"
@@ -76,8 +76,8 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
     """Set what the offload needs in verl's configuration, and register servers that can score.
 
     * the agent-loop manager, verl's extension point;
-    * vLLM's priority scheduling, so that copies come behind generation. Requests of equal priority, which generation's
-      are, keep the order of their arrival.
+    * vLLM's priority scheduling, so that copies run after generation. Requests for generation all have the same priority and
+      keep the order of their arrival.
     """
     from oar_plugin.hosts.verl import rollout_server
 
@@ -93,7 +93,7 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
 
 
 def actor_may_help(status_B: Tensor) -> Tensor:
-    """bool `[B]`: rows that the engines did not score and the actor still can, by the engines' `Status`."""
+    """Rows that the engines did not score and the actor still can, bool `[B]`, by the engines' `Status`."""
     return torch.isin(status_B, torch.tensor(ACTOR_MAY_HELP))
 
 
@@ -129,14 +129,14 @@ def _to_width(values: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OffloadRecord:
-    """What one response's scoring on the rollout engines was like."""
+    """How the scoring of one response on the rollout engines went."""
 
     status: int  # of `Status`; SCORED when the engines delivered
     attempts: int = 0  # calls to an engine
     copies: int = 0  # that were run
-    retried: int = 0  # requests that had to be made a second time
+    retried: int = 0  # requests that were made a second time
     tokens: int = 0  # prompt tokens of all requests
-    cached_tokens: int = 0  # those of them that came from the prefix cache
+    cached_tokens: int = 0  # how many of these came from the prefix cache
     generated_at: float = 0.0  # wall clock, seconds, when the response was finished
     done_at: tuple[float, ...] = (0.0,) * _DECILES  # wall clock of the first finished copy, each tenth and the last
 
@@ -151,7 +151,7 @@ class OffloadRecord:
         return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
 
     def done_by(self, moment: float) -> float:
-        """Copies that were finished at a moment of the wall clock, interpolated."""
+        """Number of copies that were finished at a moment of the wall clock, interpolated."""
         return self.copies * float(np.interp(moment, self.done_at, np.linspace(0, 1, _DECILES)))
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,19 +36,27 @@ from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
 
+if TYPE_CHECKING:
+    from verl.single_controller.ray.base import RayWorkerGroup
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
+
 logger = logging.getLogger("oar_plugin")
 
 
 class OarTrainerMixin:
     """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
 
-    host: type
+    host: ClassVar[type]
     """The trainer itself, which a run with another estimator gets."""
 
+    # What the host's trainer provides.
     config: DictConfig
     global_steps: int
     timing_raw: dict[str, float]
-    actor_rollout_wg: Any
+    actor_rollout_wg: "RayWorkerGroup | ActorRolloutRefWorker"  # verl gives the group the methods of its workers
+    llm_server_manager: "LLMServerManager"
     tokenizer: Any
     logger: Any
 
@@ -66,9 +74,12 @@ class OarTrainerMixin:
 
     def on_init_end(self) -> None:
         strategy = self.config.actor_rollout_ref.actor.strategy
-        managers = (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager"))
-        replicas = [replica for manager in managers if manager is not None for replica in manager.get_replicas()]
-        servers = [server for replica in replicas for server in replica.servers]
+        servers: list[Any] = []
+        manager: LLMServerManager | None
+        replica: RolloutReplica
+        for manager in (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager")):
+            for replica in manager.get_replicas() if manager is not None else ():
+                servers += replica.servers
         check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[strategy])
         super().on_init_end()  # type: ignore[misc]
 
@@ -79,7 +90,9 @@ class OarTrainerMixin:
 
     # ---- the rows that matter, dealt out evenly
 
-    def _balance_batch(self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any) -> Any:
+    def _balance_batch(
+        self, batch: tq.KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any
+    ) -> Any:
         """verl's own, which also fills up the batch; then its rows are dealt out anew where only some are to be scored."""
         stood = {key: place for place, key in enumerate(batch.keys)}
         metrics["oar/lost_responses"] = lost_responses(batch.keys, self.config.actor_rollout_ref.rollout.n)
@@ -126,7 +139,7 @@ class OarTrainerMixin:
         return bool(correction and correction.get("bypass_mode", False))
 
     @contextmanager
-    def _requesting(self, batch: Any, importance_only: bool) -> Iterator[None]:
+    def _requesting(self, batch: tq.KVBatchMeta, importance_only: bool) -> Iterator[None]:
         request = Request.from_config(
             self.oar,
             self.global_steps,
@@ -234,7 +247,7 @@ def lost_responses(keys: Sequence[str], each: int) -> float:
     return max(0.0, 1 - len(responses) / (each * len(prompts)))
 
 
-def _read(batch: Any, *fields: str) -> TensorDict:
+def _read(batch: tq.KVBatchMeta, *fields: str) -> TensorDict:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
 
 
