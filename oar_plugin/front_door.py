@@ -3,27 +3,20 @@
 The same code that runs under verl: a run's scores of a response are these, for the same settings and training step.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin import estimator
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped
-from oar_plugin.estimator import reshape as reshape_batch
-from oar_plugin.passes.plain import batch_importance, in_eval_mode
-from oar_plugin.passes.request import Request, replacement_token
-from oar_plugin.passes.segments import segment_rows
-from oar_plugin.passes.tokens import TokenBytes
-
-PREFIX = "oar_plugin.importance"
+from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
 
 @dataclass(frozen=True)
@@ -109,11 +102,9 @@ def importance(
         >>> print(paper.advantage_BL[1].unique().tolist())
         [-1.0]
     """
-    config = OarConfig.parse(settings, PREFIX)
-    if config.offloads:
-        raise OarConfigError(
-            f"{PREFIX}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
-        )
+    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=model.config if tokenizer is None else None)
+    request = credit.request(step, temperature=temperature, importance_only=True)
+    segments_BL = None
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else segments.cpu()
@@ -121,38 +112,29 @@ def importance(
         if response_mask is None:
             raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
         mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool().cpu()
-        triples = zip(input_ids.cpu(), response_mask.bool().cpu(), mask_BT, strict=True)
-        rows = [(ids[keep], own[keep]) for ids, own, keep in triples]
-        segments_BL = None
+        rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
         if segments is not None:
-            segments_BL = pad_sequence([row[keep] for row, keep in zip(segments.cpu(), mask_BT, strict=True)], True)
-    token_BL, length_B = pad_sequence([ids for ids, _ in rows], True), torch.tensor([len(ids) for ids, _ in rows])
-    mask_BL = torch.arange(token_BL.shape[1]) < length_B[:, None]
-    replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
-    # Nobody says how long a response might have been: none counts as cut off.
-    request = Request.from_config(config, step, sys.maxsize, True, replacement, temperature)
+            segments_BL = pad_sequence(_unpadded(segments, mask_BT), True)
+    token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
+    mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
+    batch = PaddedBatch(token_BL, mask_BL, mask_BL & (own_BL.cumsum(-1) > 0), own_BL)
     if segments_BL is None:
-        segments_BL, status_B = _found_segments(rows, tokenizer, request)
+        segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request)
+    elif segments_BL.shape != token_BL.shape:
+        raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
     else:
-        if segments_BL.shape != token_BL.shape:
-            raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
-        # What stands behind the answer cannot have moved it.
-        behind_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
-        answered_B = ~behind_BL.all(-1)
-        segments_BL = segments_BL.masked_fill(behind_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))
-        reasoned_B = (segments_BL == Segment.REASONING).any(-1)
-        status_B = torch.where(reasoned_B, int(Status.SCORED), int(Status.NO_REASONING))
-        status_B[~answered_B] = int(Status.NO_ANSWER)
-        segments_BL = segments_BL.masked_fill(status_B[:, None] != Status.SCORED, int(Segment.OUTSIDE))
-
-    with in_eval_mode(model):
-        importance_BL = batch_importance(model, request, token_BL, segments_BL, mask_BL, max_tokens)
-    one = reshape_batch(
-        torch.ones_like(importance_BL), importance_BL, segments_BL == Segment.REASONING, status_B, config
-    )
-    status = [Status(int(value)) for value in one.status_B]
+        segments_BL, status_B = _checked_segments(segments_BL)
+    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
+    even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     return Credit(
-        token_BL, mask_BL, importance_BL, one.weight_BL, segments_BL.to(torch.int8), status, one.metrics, config
+        token_BL,
+        mask_BL,
+        importance_BL,
+        even.weight_BL,
+        segments_BL.to(torch.int8),
+        [Status(int(value)) for value in even.status_B],
+        even.metrics,
+        credit.config,
     )
 
 
@@ -175,7 +157,7 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
         advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")
     status_B = torch.tensor([int(status) for status in credit.status])
-    return reshape_batch(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
+    return estimator.reshape(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
 
 
 def _tokenized(
@@ -207,14 +189,17 @@ def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
     return (real_BT.cumsum(-1) > 0) & after_BT
 
 
-def _found_segments(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any, request: Request) -> tuple[Tensor, Tensor]:
-    """Segments `[B, L]` and status `[B]` of rows of token ids and of which are the model's own."""
-    if tokenizer is None:
-        raise ValueError("give segments [B, T], or the tokenizer: the answer is found in the text")
-    begins = [int(own.nonzero()[0]) if own.any() else len(own) for _, own in rows]
-    responses = (
-        (ids[begin:].tolist(), own[begin:].numpy(), True) for begin, (ids, own) in zip(begins, rows, strict=True)
-    )
-    found, status_B = segment_rows(responses, request, TokenBytes(tokenizer), ())
-    whole = [pad(row.long(), (begin, 0), value=int(Segment.OUTSIDE)) for begin, row in zip(begins, found, strict=True)]
-    return pad_sequence(whole, True), status_B
+def _unpadded(values_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
+    """Each row without its padding, on the CPU."""
+    return [row[keep] for row, keep in zip(values_BT.cpu(), mask_BT, strict=True)]
+
+
+def _checked_segments(segments_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """A user's segments, OUTSIDE everywhere in responses that cannot be scored, and the status of each response, int64 `[B]`."""
+    # A token after the answer cannot have moved it.
+    after_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
+    segments_BL = segments_BL.masked_fill(after_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))
+    reasoned_B = (segments_BL == Segment.REASONING).any(-1)
+    status_B = torch.where(reasoned_B, int(Status.SCORED), int(Status.NO_REASONING))
+    status_B[after_BL.all(-1)] = int(Status.NO_ANSWER)
+    return segments_BL.masked_fill(status_B[:, None] != Status.SCORED, int(Segment.OUTSIDE)), status_B

@@ -8,8 +8,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from torch import Tensor
+from typing import NamedTuple
 
 from oar_plugin.config import PREFIX, DumpConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
@@ -22,23 +21,31 @@ DUMP_FAILED = "oar/dump_failed"
 """A metric of every step, where dumps are asked for."""
 
 
-def choose(siblings: Iterable[Sequence[int]], reward_B: Tensor, status_B: Tensor, groups: int) -> list[list[int]]:
-    """Rows of the groups to look at, at most so many.
+class Sibling(NamedTuple):
+    """A response, for `choose`."""
 
-    First groups with right and wrong responses of which one was scored, then others with a response that matters.
+    group: str  # the prompt's id
+    uid: str  # the response's own id
+    reward: float
+    status: int  # a `Status`
 
-    Args:
-        siblings: for each prompt, the rows of its responses.
-        reward_B: of each row.
-        status_B: int64, `Status` of each row.
+
+def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
+    """Returns the groups to look at, at most `groups`, their siblings in the order given.
+
+    First come groups with right and wrong responses of which one was scored, then others with a scored response, then those in
+    which a response falls back to GRPO.
     """
 
-    def comes_later(rows: Sequence[int]) -> tuple[bool, bool]:
-        scored = bool((status_B[rows] == Status.SCORED).any())
-        return not (scored and len((reward_B[rows] >= RIGHT_FROM).unique()) > 1), not scored
+    def comes_later(group: Sequence[Sibling]) -> tuple[bool, bool]:
+        scored = any(one.status == Status.SCORED for one in group)
+        return not (scored and len({one.reward >= RIGHT_FROM for one in group}) > 1), not scored
 
-    found = [list(rows) for rows in siblings if (status_B[list(rows)] != Status.NOT_NEEDED).any()]
-    return sorted(found, key=comes_later)[:groups]
+    members = dict[str, list[Sibling]]()
+    for one in siblings:
+        members.setdefault(one.group, []).append(one)
+    shown = [group for group in members.values() if any(one.status != Status.NOT_NEEDED for one in group)]
+    return sorted(shown, key=comes_later)[:groups]
 
 
 class Dumps:

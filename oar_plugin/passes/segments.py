@@ -62,7 +62,7 @@ def segment_rows(
             found, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest, lost)
         segments.append(torch.from_numpy(found))
         status.append(int(state))
-    return segments, torch.tensor(status)
+    return segments, torch.tensor(status, dtype=torch.long)
 
 
 def end_of_sequence_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
