@@ -102,9 +102,10 @@ def importance(
         >>> print(paper.advantage_BL[1].unique().tolist())
         [-1.0]
     """
-    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=model.config if tokenizer is None else None)
+    credit = TokenCredit(
+        settings, tokenizer, "oar_plugin.importance", padding=model.config if tokenizer is None else None
+    )
     request = credit.request(step, temperature=temperature, importance_only=True)
-    segments_BL = None
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else segments.cpu()
@@ -113,8 +114,7 @@ def importance(
             raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
         mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool().cpu()
         rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
-        if segments is not None:
-            segments_BL = pad_sequence(_unpadded(segments, mask_BT), True)
+        segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
     batch = PaddedBatch(token_BL, mask_BL, mask_BL & (own_BL.cumsum(-1) > 0), own_BL)
@@ -195,7 +195,7 @@ def _unpadded(values_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
 
 
 def _checked_segments(segments_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """A user's segments, OUTSIDE everywhere in responses that cannot be scored, and the status of each response, int64 `[B]`."""
+    """A user's segments, OUTSIDE everywhere in responses that cannot be scored, and int64 `[B]` of `Status`."""
     # A token after the answer cannot have moved it.
     after_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
     segments_BL = segments_BL.masked_fill(after_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))

@@ -5,7 +5,7 @@ A host whose actor computes importance elsewhere (verl, OpenRLHF) leaves out `im
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
-from oar_plugin.passes.segments import segment_rows
+from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 
@@ -50,7 +50,7 @@ class PaddedBatch:
 
     @cached_property
     def responses(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """For each row, on the CPU: the columns of its response (of L), its token ids, and which of them are the model's own."""
+        """For each row, on the CPU: the columns of its response (of L), its token ids, and bool, which the model wrote."""
         token_BL, response_BL = self.token_BT[:, self.prompt_columns :].cpu(), self.response_BL.bool().cpu()
         own_BL = response_BL if self.own_BL is None else self.own_BL.bool().cpu()
         columns = (row.nonzero()[:, 0].tolist() or [0, -1] for row in response_BL)
@@ -90,7 +90,7 @@ class TokenCredit:
         settings: keys of `algorithm.oar`, or the settings parsed.
         tokenizer: the model's. None: for a caller that knows the segments.
         prefix: how the user calls the settings, for messages.
-        eos_token_ids: tokens that end a response. A response of `max_response_length` tokens without one at its end is truncated.
+        generation_config: the model's, which may have more end-of-sequence tokens than the tokenizer.
         padding: has the `pad_token_id` that replaces masked tokens. None: the tokenizer.
         home: a relative `dump.dir` is below it. None: this process writes no files.
         offloads: whether this host's rollout engines can score masked copies.
@@ -109,7 +109,7 @@ class TokenCredit:
         tokenizer: Any,
         prefix: str = PREFIX,
         *,
-        eos_token_ids: Collection[int] = (),
+        generation_config: Any = None,
         padding: Any = None,
         home: str | Path | None = None,
         offloads: bool = False,
@@ -120,8 +120,10 @@ class TokenCredit:
                 f"{prefix}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
             )
         self.tokenizer = tokenizer
-        self._token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
-        self._eos_token_ids = eos_token_ids
+        self._token_bytes, self._eos_token_ids = None, set[int]()
+        if tokenizer is not None:
+            self._token_bytes = TokenBytes(tokenizer)
+            self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
         self._replacement = replacement_token(self.config, padding or tokenizer)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
@@ -136,7 +138,8 @@ class TokenCredit:
         """Returns what to compute at training step `step` (from 1).
 
         Args:
-            max_response_length: in tokens. None: the host says by itself which responses are truncated.
+            max_response_length: a response of so many tokens that does not end in an end-of-sequence token is truncated. None:
+                responses are not truncated, or the host knows which ones are.
             temperature: of sampling.
             importance_only: whether the pass is for importance alone, without log-probs and entropy.
         """
@@ -179,7 +182,7 @@ class TokenCredit:
     ) -> Tensor:
         """Importance of each response token, float32 `[B, L]`; 0 where nothing is scored.
 
-        Call it on every rank, also on one with nothing to score: where a model is sharded, all ranks make equally many forwards.
+        Every rank calls it, with nothing to score too: where a model is sharded, all ranks make equally many forwards.
 
         Args:
             model: causal LM without pending gradients, under the autocast of the host's log-probs. It is left as it was.

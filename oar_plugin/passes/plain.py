@@ -82,8 +82,7 @@ def batch_importance(
         model, request, token_BL, segments_BL, mask_BL: of `gradient_importance`; only rows with reasoning are run.
         max_tokens: of one forward, padding included, unless a single row has more.
         checkpoint_activations: see `ModelTaps`.
-        max_over_ranks: given how many forwards this process makes next, the most that any other makes. Where a model is sharded all
-            processes make as many.
+        max_over_ranks: returns the maximum over ranks of a count: where a model is sharded, all ranks make as many forwards.
     """
     device = next(model.parameters()).device
     token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
@@ -100,7 +99,9 @@ def batch_importance(
         nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
     if request.importance_object.copies is not None:
-        importance_BL = copies_importance(model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks)
+        importance_BL = copies_importance(
+            model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
+        )
     # Under FSDP2 some keep gathered weights until a backward, frozen as they are in the pass.
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -57,8 +57,8 @@ class OarGRPOTrainer(GRPOTrainer):
         if faults := list(self._faults()):
             raise OarConfigError("\n".join(faults))
         check_model(self.model)
-        home = self.args.output_dir if self.accelerator.is_main_process else None
-        self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, eos_token_ids=self.eos_token_ids, home=home)
+        home, ends = self.args.output_dir if self.accelerator.is_main_process else None, self.model.generation_config
+        self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home)
 
     def _faults(self) -> Iterator[str]:
         args = self.args
@@ -125,7 +125,12 @@ class OarGRPOTrainer(GRPOTrainer):
 
         first = self.accelerator.process_index * len(inputs)  # row 0 in the batch of all processes
         rows = (
-            (row, str((first + row) // self.num_generations), f"{step}_{first + row}", self._reward_G[first + row].item())
+            (
+                row,
+                str((first + row) // self.num_generations),
+                f"{step}_{first + row}",
+                self._reward_G[first + row].item(),
+            )
             for row in range(len(inputs))
         )
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)

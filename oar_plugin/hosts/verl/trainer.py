@@ -25,16 +25,14 @@ from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.utils.padding import response_to_nested
 
-from oar_plugin.credit.answer import Segment
-from oar_plugin.estimator import reshape
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.balancing import balanced_partitions
-from oar_plugin.hosts.verl.dump import Credited
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
-from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
+from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.token_credit import TokenCredit
 
 logger = logging.getLogger("oar_plugin")
 
@@ -51,8 +49,6 @@ class OarTrainerMixin:
     actor_rollout_wg: Any
     tokenizer: Any
     logger: Any
-
-    _replacement: int | None = None
 
     def __new__(cls, config: DictConfig) -> Any:
         return super().__new__(cls) if switched_on(config) else cls.host(config)
@@ -74,8 +70,10 @@ class OarTrainerMixin:
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
-        self._replacement = replacement_token(self.oar, self.tokenizer)
-        self._viewer = Viewer(self.oar, self.tokenizer, self.config.trainer.default_local_dir)
+        # Ray runs the trainer on any node, in a folder of its own.
+        home = self.config.trainer.default_local_dir
+        self._credit = TokenCredit(self.oar, self.tokenizer, home=home, offloads=True)
+        self._viewer = Viewer(self._credit)
 
     # ---- the rows that matter, dealt out evenly
 
@@ -127,14 +125,8 @@ class OarTrainerMixin:
 
     @contextmanager
     def _requesting(self, batch: Any, importance_only: bool) -> Iterator[None]:
-        request = Request.from_config(
-            self.oar,
-            self.global_steps,
-            self.config.data.max_response_length,
-            importance_only,
-            self._replacement,
-            self.config.actor_rollout_ref.rollout.temperature,
-        )
+        longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
+        request = self._credit.request(self.global_steps, longest, temperature, importance_only)
         batch.extra_info[REQUEST] = request.to_dict()
         try:
             yield
@@ -198,20 +190,16 @@ class OarTrainerMixin:
             if self.oar.offloads:
                 padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
             report_B2 = padded[REPORT]
-            reshaped = reshape(
-                padded["advantages"],
-                padded[IMPORTANCE],
-                padded[SEGMENTS] == Segment.REASONING,
-                report_B2[:, 0].round().long(),
-                self.oar,
-            )
+            status_B = report_B2[:, 0].round().long()
+            fields = (padded[name] for name in ("advantages", IMPORTANCE, SEGMENTS))
+            reshaped = self._credit.reshape(self.global_steps, *fields, status_B)
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
         if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
             self.timing_raw["oar"] += report_B2[:, 1].sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        credited = Credited(self.global_steps, batch.keys, ~_padding_rows(batch), padded, reshaped, read)
-        metrics.update(self._viewer.show(credited, self.logger.logger))
+        queued = QueuedBatch(batch.keys, ~_padding_rows(batch), asked_B, reshaped, read)
+        metrics.update(self._viewer.show(queued, self.logger.logger))
         return batch
 
     @contextmanager
