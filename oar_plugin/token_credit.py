@@ -241,6 +241,9 @@ class TokenCredit:
         # A response without tokens has an advantage, too.
         advantages = reshaped.host_advantage_BL[row, span].tolist() or reshaped.host_advantage_BL[row].tolist()
         scores = {importance or self.config.importance_object.name: reshaped.importance_BL[row, span].tolist()}
+        fields: dict[str, Any] = {
+            name: value[span].tolist() if isinstance(value, Tensor) else value for name, value in known.items()
+        }
         return Response(
             step=reshaped.step,
             truth=None if truth is None else str(truth),
@@ -251,7 +254,7 @@ class TokenCredit:
             weights=reshaped.weight_BL[row, span].tolist(),
             advantage=max(advantages, key=abs),  # 0 at a tool's tokens, the same at all others
             status=Status(int(reshaped.status_B[row])).name.lower(),
-            **{name: value[span].tolist() if isinstance(value, Tensor) else value for name, value in known.items()},
+            **fields,
         )
 
     def dump(

@@ -191,8 +191,8 @@ class OarTrainerMixin:
                 padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
             report_B2 = padded[REPORT]
             status_B = report_B2[:, 0].round().long()
-            fields = (padded[name] for name in ("advantages", IMPORTANCE, SEGMENTS))
-            reshaped = self._credit.reshape(self.global_steps, *fields, status_B)
+            advantage_BL, importance_BL, segments_BL = (padded[name] for name in ("advantages", IMPORTANCE, SEGMENTS))
+            reshaped = self._credit.reshape(self.global_steps, advantage_BL, importance_BL, segments_BL, status_B)
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
         if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
