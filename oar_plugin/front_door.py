@@ -1,6 +1,6 @@
 """Token credit for any HuggingFace causal LM, without a trainer: `oar_plugin.importance` and `oar_plugin.reshape`.
 
-The same code that runs under verl: a run's scores of a response are these, for the same settings and training step.
+It runs the code that hosts run: for the same settings and training step the scores are a run's.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ class Credit:
     Attributes:
         input_ids: int64 `[B, L]`.
         attention_mask: bool `[B, L]`, false at padding.
-        importance: float32 `[B, L]`, not negative; 0 at what is no reasoning.
-        weights: float32 `[B, L]`: what the gate makes of it. They average 1 over the reasoning tokens of a response and are 1
-            elsewhere, and everywhere in a response that fell back.
+        importance: float32 `[B, L]`, not negative; 0 outside the reasoning.
+        weights: float32 `[B, L]`, the gate's. They average 1 over the reasoning tokens of a response. They are 1 at all others,
+            and everywhere in a response that falls back to GRPO.
         segments: int8 `[B, L]` of `oar_plugin.credit.answer.Segment`.
-        status: of each response. Everything but SCORED says why it fell back to even credit.
+        status: one per response. All but SCORED say why it falls back to GRPO.
         metrics: as a run logs them under `oar/`.
         config: the settings.
     """
@@ -60,31 +60,28 @@ def importance(
     max_tokens: int = 8192,
     **settings: Any,
 ) -> Credit:
-    """How much each reasoning token of some responses matters, and the weights that follow.
+    """Returns how much each reasoning token of each response matters, and the weights that follow.
 
-    Responses come as `prompts` and `responses`, texts or token ids, or as `input_ids` with a `response_mask`. Where the answer
-    is, is found in the text (`answer_patterns`), or `segments` say so.
+    Responses come as `prompts` and `responses`, texts or token ids, or as `input_ids` with a `response_mask`. Answers
+    are found in the text (`answer_patterns`), unless there are `segments`.
 
     Args:
-        model: causal LM of transformers, on any device, in any dtype. Left as it was: weights, gradients, modes.
+        model: causal LM of transformers, on any device, in any dtype. Its weights, gradients and modes stay as they are.
         input_ids: int64 `[B, T]`, prompt and response, padded on any side.
         response_mask: bool or int `[B, T]`, true at the model's own tokens.
         attention_mask: bool or int `[B, T]`, false at padding. None: the tokenizer's padding token at either end.
-        segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: found.
+        segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: found in the text.
         prompts: B texts (a chat template already applied) or sequences of token ids.
         responses: B texts or sequences of token ids.
         tokenizer: the model's; not needed with `input_ids`, `attention_mask` and `segments`.
-        temperature: that the responses were sampled with.
-        step: training step that is imitated: of signs, noise and the probe's warm-up.
+        temperature: of sampling.
+        step: training step; signs, noise and the probe's warm-up depend on it.
         max_tokens: tokens of one forward, padding included.
         settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
 
-    Returns:
-        See `Credit`.
-
     Raises:
-        OarConfigError: a setting that cannot work; names it, its value and what is allowed.
-        ValueError: inputs that do not go together; says which are needed.
+        OarConfigError: a setting that cannot work. The message names it, its value and what is allowed.
+        ValueError: inputs that do not go together. The message says which are needed.
         UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
         RuntimeError: the model has pending gradients.
 
@@ -139,12 +136,12 @@ def importance(
 
 
 def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> Reshaped:
-    """Advantages times the weights of a gate, for the responses of `credit`.
+    """Returns advantages times the weights of a gate, for the responses of `credit`.
 
     Args:
-        advantages: of each response `[B]`, or of each token `[B, L]`.
+        advantages: per response `[B]`, or per token `[B, L]`.
         credit: from `importance`.
-        settings: of the gate, in place of those that `credit` was made with: `gate`, `tau`, `beta`, `floor`.
+        settings: `gate`, `tau`, `beta`, `floor`, in place of those that `credit` was made with.
 
     Returns:
         `advantage_BL` and `weight_BL`, float32 `[B, L]`, `status_B` and `metrics`. Each response keeps its total.
@@ -163,7 +160,7 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
 def _tokenized(
     prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """Token ids of each prompt and response, and which are the response's."""
+    """Token ids of each prompt and response concatenated, and bool, which belong to the response."""
     if prompts is None or responses is None or len(prompts) != len(responses):
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
 
@@ -183,7 +180,7 @@ def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
     if tokenizer is None or tokenizer.pad_token_id is None:
         raise ValueError("give an attention_mask [B, T], or the tokenizer, whose padding token says what is padding")
     real_BT = (input_ids != tokenizer.pad_token_id).cpu()
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first of them behind a response ends it
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first one after a response ends it
         real_BT = real_BT | real_BT.roll(1, -1).index_fill(1, torch.tensor([0]), False)
     after_BT = real_BT.flip(-1).cumsum(-1).flip(-1) > 0
     return (real_BT.cumsum(-1) > 0) & after_BT

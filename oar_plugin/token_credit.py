@@ -29,19 +29,12 @@ from oar_plugin.passes.tokens import TokenBytes
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Prompts and responses, padded on any side to T tokens. Responses are in the last L of the T columns.
+    """Prompts and responses, padded on any side to T tokens. Responses are in the last L of the T columns."""
 
-    Attributes:
-        token_BT: int64.
-        mask_BT: bool, false at padding.
-        response_BL: bool, true at the tokens of the response, which are consecutive.
-        own_BL: bool, true where the model wrote the token, false where a tool did. None: the model wrote every response token.
-    """
-
-    token_BT: Tensor
-    mask_BT: Tensor
-    response_BL: Tensor
-    own_BL: Tensor | None = None
+    token_BT: Tensor  # int64
+    mask_BT: Tensor  # bool, false at padding
+    response_BL: Tensor  # bool, true at the tokens of the response, which are consecutive
+    own_BL: Tensor | None = None  # bool, false where a tool wrote a token. None: the model wrote every response token
 
     @property
     def prompt_columns(self) -> int:
@@ -60,31 +53,20 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class ReshapedBatch:
-    """A batch after `TokenCredit.reshape`; all but status and metrics are `[B, L]`.
-
-    Attributes:
-        step: training step.
-        host_advantage_BL: the host's advantages, before reshaping.
-        importance_BL: float32.
-        segments_BL: a `Segment` for each token.
-        advantage_BL: the host's advantages times the weights, for the loss.
-        weight_BL: the weights; 1 everywhere in a response that fell back.
-        status_B: int64, a `Status` for each response.
-        metrics: by name without prefix; hosts log them under `oar/`.
-    """
+    """What `TokenCredit.reshape` got, and what `estimator.reshape` made of it."""
 
     step: int
-    host_advantage_BL: Tensor
+    host_advantage_BL: Tensor  # before reshaping
     importance_BL: Tensor
-    segments_BL: Tensor
-    advantage_BL: Tensor
-    weight_BL: Tensor
-    status_B: Tensor
-    metrics: dict[str, float]
+    segments_BL: Tensor  # a `Segment` for each token
+    advantage_BL: Tensor  # for the loss
+    weight_BL: Tensor  # 1 everywhere in a response that falls back to GRPO
+    status_B: Tensor  # int64, a `Status` for each response
+    metrics: dict[str, float]  # by name, without the prefix `oar/`
 
 
 class TokenCredit:
-    """Token credit with one run's settings and tokenizer.
+    """Token credit of one run.
 
     Args:
         settings: keys of `algorithm.oar`, or the settings parsed.
@@ -129,19 +111,15 @@ class TokenCredit:
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
 
     def request(
-        self,
-        step: int,
-        max_response_length: int | None = None,
-        temperature: float = 1.0,
-        importance_only: bool = False,
+        self, step: int, max_response_length: int | None = None, temperature: float = 1.0, importance_only: bool = False
     ) -> Request:
         """Returns what to compute at training step `step` (from 1).
 
         Args:
-            max_response_length: a response of so many tokens that does not end in an end-of-sequence token is truncated. None:
-                responses are not truncated, or the host knows which ones are.
+            max_response_length: a response of so many tokens without an end-of-sequence token at its end is truncated. None: no
+                response is truncated, or the host knows which ones are.
             temperature: of sampling.
-            importance_only: whether the pass is for importance alone, without log-probs and entropy.
+            importance_only: whether nobody needs the pass's log-probs and entropy.
         """
         longest = max_response_length or sys.maxsize
         return Request.from_config(self.config, step, longest, importance_only, self._replacement, temperature)

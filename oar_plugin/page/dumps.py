@@ -1,6 +1,6 @@
 """What `algorithm.oar.dump` asks of every host: files of responses for people to look at (`oar inspect`).
 
-It may never cost the run: what fails is counted in a metric, said once, and training goes on.
+No fault in it stops the run: a metric counts it, and the log says it once.
 """
 
 import logging
@@ -54,13 +54,13 @@ class Dumps:
     Args:
         config: the settings.
         home: a relative `dump.dir` is below it.
-        prefix: how the user calls the settings that `dump` is among, for messages.
+        prefix: how the user calls the settings, for messages.
 
     Attributes:
-        folder: made; None where no files are asked for.
+        folder: the folder, which exists; None where no files are asked for.
 
     Raises:
-        OarConfigError: it cannot be made.
+        OarConfigError: the folder cannot be made.
     """
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
@@ -77,18 +77,14 @@ class Dumps:
             print(f"{prefix}.dump.dir: {self.folder}, as node {socket.gethostname()} sees it")
 
     def due(self, step: int) -> bool:
-        """Whether responses of this step are to be shown: `dump.every`, or the first step that was asked about since then."""
+        """Returns whether to show responses of this step: each `dump.every`-th, or the first later one that was asked about."""
         if step != self._seen:
             passed = 0 < self._seen < step // self._every * self._every
             self._seen, self._due = step, step == 1 or step % self._every == 0 or passed
         return self._due
 
     def write(self, header: Header, step: int, responses: Sequence[Response]) -> None:
-        """Write a step's file, in place of one that is there.
-
-        Raises:
-            OSError: of the disk. There is no half file.
-        """
+        """Writes a step's file completely or not at all, in place of an older one. OSError: the disk refuses it."""
         assert self.folder is not None
         lines = [header.line(), *(response.line() for response in responses)]
         write_whole(self.folder / f"step_{step:06d}.jsonl", "".join(lines))
@@ -98,7 +94,7 @@ class Dumps:
 
     @contextmanager
     def counted(self, step: int, metrics: dict[str, float], what: str, *names: str) -> Iterator[None]:
-        """Goes on past a block that raises: sets the metrics `names` to 1, and says so the first time that `what` fails."""
+        """Catches what the block raises: sets the metrics `names` to 1, and logs the first fault of each `what`."""
         try:
             yield
         except Exception as error:
@@ -110,7 +106,7 @@ class Dumps:
                 logger.warning(text, *said, exc_info=not isinstance(error, OSError))
 
     def _discard_later(self, folder: Path, step: int) -> None:
-        """After a resume: steps that an earlier process dumped, and that this run does again, are no longer its newest."""
+        """After a resume: renames the files of later steps, which this run does again."""
         steps = {file: file.stem.removeprefix("step_") for file in folder.glob("step_*.jsonl")}
         later = [file for file, of in steps.items() if of.isdecimal() and int(of) > step]
         for file in later:

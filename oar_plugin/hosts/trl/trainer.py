@@ -1,13 +1,12 @@
 """TRL's `GRPOTrainer` with token credit.
 
-TRL computes the group's advantages in `_generate_and_score_completions`, one number a response, and its loss takes one a token
-as well. This subclass makes one a token: it scores the responses whose advantage is not zero with a pass of its own (TRL's
-log-probs come from a fused vocabulary projection, which gives no logits to start from), and multiplies. Everything else is
-TRL's.
+TRL computes advantages in `_generate_and_score_completions`, one per response, and its loss takes one per token as well. This
+subclass scores the responses whose advantage is not zero with a pass of its own (TRL's log-probs come from a fused vocabulary
+projection, which gives no logits to start from) and makes an advantage per token. Everything else is TRL's.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,9 +25,9 @@ from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
 
 PREFIX = "oar"
 PAY_TOKENS = ("cispo", "vespo")
-"""Losses whose gradient goes through each token's own log-prob, also where the ratio is the whole response's."""
+"""Losses whose gradient goes through each token's own log-prob, also with a ratio per response."""
 TRUTH = ("ground_truth", "solution", "answer")
-"""Columns of the data that may hold the right answer, for dumps: the first one that is there."""
+"""Columns of the data that may hold the right answer, for dumps; the first one that exists counts."""
 
 
 class OarGRPOTrainer(GRPOTrainer):
@@ -41,7 +40,7 @@ class OarGRPOTrainer(GRPOTrainer):
     All other arguments are TRL's. Metrics are in its log, under `oar/`.
 
     Raises:
-        OarConfigError: a setting, of OAR or of TRL, that cannot work; names it, its value and what is allowed.
+        OarConfigError: a setting, of OAR or of TRL, that cannot work. The message names it, its value and what is allowed.
         UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
 
     Example:
@@ -54,48 +53,41 @@ class OarGRPOTrainer(GRPOTrainer):
             raise OarConfigError(f'{PREFIX}={oar!r}: must be a mapping of settings, such as {{"importance": "fisher"}}')
         self.oar = oar if isinstance(oar, OarConfig) else OarConfig.parse(oar, PREFIX)
         super().__init__(*arguments, **named)
-        if faults := list(self._faults()):
+        if faults := self._faults():
             raise OarConfigError("\n".join(faults))
         check_model(self.model)
         home, ends = self.args.output_dir if self.accelerator.is_main_process else None, self.model.generation_config
         self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home)
 
-    def _faults(self) -> Iterator[str]:
-        args = self.args
-        no = "not served by OAR; allowed: False"
-        if self.oar.offloads:
-            yield f"{PREFIX}.perturbation.backend=rollout: TRL's engines score no copies; allowed: actor"
-        if self.oar.base_estimator != "grpo":
-            yield (
-                f"{PREFIX}.base_estimator={self.oar.base_estimator}: the advantage is TRL's own (scale_rewards, "
-                "multi_objective_aggregation); allowed: grpo"
-            )
-        if args.use_liger_kernel:
-            yield f"use_liger_kernel=True: Liger's layers were not tested with a backward to the embeddings, {no}"
-        if args.torch_compile:
-            yield f"torch_compile=True: a compiled model does not call the hooks that importance is read with, {no}"
-        if self._is_vlm:
-            yield f"model={type(self.model).__name__}: models with images are not served by OAR; allowed: text models"
-        if args.importance_sampling_level == "sequence" and args.loss_type not in PAY_TOKENS:
-            yield (
-                f"importance_sampling_level=sequence with loss_type={args.loss_type}: its gradient is the same for all tokens "
-                f"of a response, so their weights cancel; allowed: token, or loss_type={' or '.join(PAY_TOKENS)}"
-            )
-        if getattr(args.parallelism_config, "tp_size", 1) > 1:
-            size = args.parallelism_config.tp_size
-            yield f"parallelism_config.tp_size={size}: layers in parts are not served by OAR under TRL; allowed: 1"
-        if len(places := set(getattr(self.model, "hf_device_map", {}).values())) > 1:
-            yield f"device_map over {len(places)} devices: layers on several devices are not served by OAR; allowed: one"
+    def _faults(self) -> list[str]:
+        """What cannot work of OAR's and TRL's settings: key, value and what is allowed."""
+        args, oar = self.args, self.oar
+        tp_size = getattr(args.parallelism_config, "tp_size", 1)
+        devices = len(set(getattr(self.model, "hf_device_map", {}).values()))
         offload = getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
-        if getattr(offload, "offload_params", "CPU" in type(offload).__name__):
-            yield f"fsdp_config.offload_params=True: weights that wait on the CPU are {no}"
         every, accumulated = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
-        if every % accumulated:
-            yield (
-                f"steps_per_generation={args.steps_per_generation}, times num_iterations={args.num_iterations}: rows would "
-                "be scored between gradients that are being accumulated; allowed: a multiple of "
-                f"gradient_accumulation_steps={accumulated}"
-            )
+        level, loss = args.importance_sampling_level, args.loss_type
+        refused = [
+            (f"{PREFIX}.perturbation.backend=rollout", oar.offloads, "TRL's engines score no copies; allowed: actor"),
+            (f"{PREFIX}.base_estimator={oar.base_estimator}", oar.base_estimator != "grpo",
+             "the advantage is TRL's own (scale_rewards, multi_objective_aggregation); allowed: grpo"),
+            ("use_liger_kernel=True", args.use_liger_kernel,
+             "Liger's layers were not tested with a backward to the embeddings; allowed: False"),
+            ("torch_compile=True", args.torch_compile,
+             "a compiled model does not call the hooks that importance is read with; allowed: False"),
+            (f"model={type(self.model).__name__}", self._is_vlm, "models with images are refused; allowed: text models"),
+            (f"importance_sampling_level=sequence with loss_type={loss}", level == "sequence" and loss not in PAY_TOKENS,
+             "its gradient is the same for all tokens of a response, so their weights cancel; allowed: token, or "
+             f"loss_type={' or '.join(PAY_TOKENS)}"),
+            (f"parallelism_config.tp_size={tp_size}", tp_size > 1, "layers in parts are refused; allowed: 1"),
+            (f"device_map over {devices} devices", devices > 1, "layers on several devices are refused; allowed: one"),
+            ("fsdp_config.offload_params=True", getattr(offload, "offload_params", "CPU" in type(offload).__name__),
+             "weights that wait on the CPU are refused; allowed: False"),
+            (f"steps_per_generation={args.steps_per_generation}, times num_iterations={args.num_iterations}",
+             every % accumulated, "rows would be scored between gradients that are being accumulated; allowed: a multiple of "
+             f"gradient_accumulation_steps={accumulated}"),
+        ]  # fmt: skip
+        return [f"{setting}: {why}" for setting, wrong, why in refused if wrong]
 
     # ---- TRL's two steps that this adds to
 

@@ -1,6 +1,6 @@
 """What `algorithm.oar.dump` asks for, at the steps that it names: a file for `oar inspect`, and pictures on dashboards.
 
-It may never cost the run: what fails is counted in a metric, logged once, and training goes on.
+No fault in it stops the run: a metric counts it, and the log says it once.
 """
 
 import time
@@ -24,26 +24,22 @@ from oar_plugin.token_credit import ReshapedBatch, TokenCredit
 
 DASHBOARD_FAILED = "oar/dashboard_failed"
 QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "reward_model", "data_source"]
-"""What only the queue has of a response. There is no entropy where old log-probs are the rollout's."""
+"""Fields that are read for the chosen responses only. There is no entropy where old log-probs are the rollout's."""
 
 
 @dataclass(frozen=True)
 class QueuedBatch:
-    """A batch of verl's after reshaping.
+    """A batch of verl's after reshaping, and a way to its other fields."""
 
-    Attributes:
-        keys: of the rows, verl's `{uid of the prompt}_{session}_{index}`.
-        own_B: bool, false for rows that verl added to fill up the batch.
-        by_actor_B: bool, rows that the actor was asked to score, where the rollout engines score the others.
-        reshaped: the batch.
-        read: returns fields of some rows, `read(keys=..., select_fields=...)`, without those that nobody wrote.
-    """
-
-    keys: Sequence[str]
-    own_B: Tensor
-    by_actor_B: Tensor
+    keys: Sequence[str]  # of the rows, verl's `{uid of the prompt}_{session}_{index}`
+    own_B: Tensor  # bool, false for rows that verl added to fill up the batch
+    by_actor_B: (
+        Tensor  # bool, rows that the actor was asked to score; the rollout engines, where they score, do the others
+    )
     reshaped: ReshapedBatch
-    read: Callable[..., TensorDict]
+    read: Callable[
+        ..., TensorDict
+    ]  # fields of some rows, `read(keys=..., select_fields=...)`, as far as they were written
 
     def siblings(self) -> Iterator[Sibling]:
         """The responses, a group's in the order of sampling, without the rows that verl added."""
@@ -78,7 +74,7 @@ class Viewer:
             loggers: verl's, by name.
 
         Returns:
-            Metrics: what failed, 1 or 0, and where something was shown the seconds that took.
+            Metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
         """
         dumps, reshaped = self.credit.dumps, batch.reshaped
         boards = [name for name in DASHBOARDS if name in loggers]
