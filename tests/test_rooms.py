@@ -12,6 +12,7 @@ FLOORS = [
     {"config"},
     {"passes", "page"},
     {"estimator"},
+    {"token_credit"},
     {"front_door"},
     {"hosts.vllm"},
     {"hosts.verl", "hosts.trl", "hosts.openrlhf"},

@@ -74,7 +74,7 @@ def batch_importance(
     max_tokens: int = 2**13,
     *,
     checkpoint_activations: bool = False,
-    in_step: Callable[[int], int] = lambda count: count,
+    max_over_ranks: Callable[[int], int] = lambda count: count,
 ) -> Tensor:
     """The importance that `request` names, float32 `[B, L]` on the device of the tokens; 0 where nothing is scored.
 
@@ -82,15 +82,14 @@ def batch_importance(
         model, request, token_BL, segments_BL, mask_BL: of `gradient_importance`; only rows with reasoning are run.
         max_tokens: of one forward, padding included, unless a single row has more.
         checkpoint_activations: see `ModelTaps`.
-        in_step: given how many forwards this process makes next, the most that any other makes. Where a model is sharded all
-            processes make as many.
+        max_over_ranks: returns the maximum over ranks of a count: where a model is sharded, all ranks make as many forwards.
     """
     device = next(model.parameters()).device
     token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
     importance_BL = torch.zeros(token.shape, device=device)
     groups = _of_like_length(segments, mask, max_tokens)
     # Before the first forward: where processes gather weights in it, nothing else may come between.
-    most = in_step(len(groups))
+    most = max_over_ranks(len(groups))
     for group in groups:
         used = mask[group].any(0).nonzero()[:, 0]
         columns = slice(int(used[0]), int(used[-1]) + 1)
@@ -100,7 +99,9 @@ def batch_importance(
         nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
     if request.importance_object.copies is not None:
-        importance_BL = copies_importance(model, request, token, segments, mask, importance_BL, max_tokens, in_step)
+        importance_BL = copies_importance(
+            model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
+        )
     # Under FSDP2 some keep gathered weights until a backward, frozen as they are in the pass.
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -116,7 +117,7 @@ def copies_importance(
     mask_BL: Tensor,
     gradient_BL: Tensor,
     max_tokens: int,
-    in_step: Callable[[int], int],
+    max_over_ranks: Callable[[int], int],
 ) -> Tensor:
     """Importance from masked copies, float32 `[B, L]`, for tensors on the model's device.
 
@@ -130,7 +131,7 @@ def copies_importance(
         keep_L = mask_BL[row]
         wanted[row] = token_BL[row][keep_L], segments_BL[row][keep_L], gradient_BL[row][keep_L]
     importance_BL = torch.where(finite_B[:, None], 0.0, gradient_BL)
-    for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, in_step).items():
+    for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, max_over_ranks).items():
         importance_BL[row, mask_BL[row]] = importance_L.to(importance_BL.device)
     return importance_BL
 

@@ -86,7 +86,9 @@ class Request:
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
-    """The token that masks (`algorithm.oar.perturbation.replacement`); None where none does, or each place draws its own.
+    """Returns the token that replaces masked ones (`algorithm.oar.perturbation.replacement`).
+
+    None where nothing is masked, or where each position draws a token of its own.
 
     Raises:
         OarConfigError: there is no padding token.

@@ -27,6 +27,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
@@ -75,7 +76,8 @@ class World:
         self.trainer._viewer = SimpleNamespace(show=lambda batch, loggers: {})
         self.trainer.logger = SimpleNamespace(logger={})
         self.trainer.use_critic = False
-        self.trainer.tokenizer = SimpleNamespace(eos_token_id=0, decode=str)
+        self.trainer.tokenizer = make_tokenizer(384)
+        self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
@@ -312,8 +314,7 @@ def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(wo
 
 def test_groups_are_dumped_with_the_advantage_before_reshaping(world, tmp_path):
     one = world(dump={"dir": "dump"})
-    one.trainer.tokenizer = make_tokenizer(384)
-    one.trainer._viewer = Viewer(one.trainer.oar, one.trainer.tokenizer, str(tmp_path))
+    one.trainer._viewer = Viewer(TokenCredit(one.trainer.oar, one.trainer.tokenizer, home=tmp_path))
     one.batch.tags[2]["is_padding"] = True
     one.report_from_actor()
     plain = one.host_advantage()
