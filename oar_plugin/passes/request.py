@@ -1,13 +1,14 @@
 """What a trainer asks of an actor, and what comes back.
 
 The request is a plain dictionary beside the batch, under `REQUEST`; it travels to every actor rank with the log-prob call.
-What comes back are three nested fields of the batch, one row a response:
+What comes back are four nested fields of the batch, one row a response:
 
 | field            | a row holds                                                              |
 |------------------|--------------------------------------------------------------------------|
 | `oar_importance` | float32, one value a response token: finite, 0 where a token is not scored |
 | `oar_segments`   | int8, one `Segment` a response token                                     |
-| `oar_report`     | float32 `[2]`: `Status`, and the actor seconds spent on this response    |
+| `oar_status`     | int64 `[1]`: `Status`                                                    |
+| `oar_seconds`    | float32 `[1]`: actor seconds spent on this response                      |
 """
 
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
 NEEDED = "oar_needed"  # field: int64 [1] a row, 1 when the response's advantage is not zero
-FIELDS = IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_report"
+FIELDS = IMPORTANCE, SEGMENTS, STATUS, SECONDS = "oar_importance", "oar_segments", "oar_status", "oar_seconds"
 
 
 @dataclass(frozen=True)

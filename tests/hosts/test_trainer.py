@@ -26,7 +26,7 @@ from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
@@ -104,14 +104,16 @@ class World:
             row[-1] = Segment.ANSWER
         rows = [torch.rand(length, generator=generator) for length in self.lengths]
         rows = rows if importance is None else [torch.full_like(row, importance) for row in rows]
-        reports = [torch.tensor([float(status), 0.5]) for _ in rows]
-        self.fields |= {IMPORTANCE: nested(rows), SEGMENTS: nested(segments), REPORT: nested(reports)}
+        self.fields |= {IMPORTANCE: nested(rows), SEGMENTS: nested(segments)}
+        for name, value in ((STATUS, int(status)), (SECONDS, 0.5)):
+            self.fields[name] = nested([torch.tensor([value]) for _ in rows])
 
     def report_from_engines(self, statuses):
         """As the agent loop puts it into the queue with each response."""
         self.report_from_actor()
-        self.fields |= {ENGINE_FIELDS[name]: self.fields.pop(name) for name in FIELDS}
-        self.fields[ENGINE_FIELDS[REPORT]] = nested([torch.tensor([float(status), 0.0]) for status in statuses])
+        del self.fields[SECONDS]
+        self.fields |= {theirs: self.fields.pop(name) for name, theirs in ENGINE_FIELDS.items()}
+        self.fields[ENGINE_FIELDS[STATUS]] = nested([torch.tensor([int(status)]) for status in statuses])
         done = {"copies": 4, "tokens": 40, "generated_at": 1e9, "done_at": (1e9,) * 11}
         self.fields[OFFLOAD] = torch.stack([OffloadRecord(int(s), 1, **done).to_row() for s in statuses])
 

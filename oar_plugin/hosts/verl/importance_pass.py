@@ -26,13 +26,11 @@ from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.engine_copies import engine_copies
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, segment_batch, sequence_segments
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import IMPORTANCE, REPORT, REQUEST, SEGMENTS, Request
+from oar_plugin.passes.request import IMPORTANCE, REQUEST, SECONDS, SEGMENTS, STATUS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
-
-SECONDS = "oar_seconds"  # of `_score`'s output: actor seconds spent on each row
 
 
 def register_engine(mixin: type, *backends: str) -> None:
@@ -134,10 +132,8 @@ class ImportancePass:
             share = elapsed(started) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
         hold_back_non_finite(importance, status_B)
-        report = torch.stack([status_B.float(), torch.tensor(seconds)], dim=1)
-        result["model_output"].update(
-            {IMPORTANCE: nested(importance), SEGMENTS: nested(segments), REPORT: nested(list(report))}
-        )
+        report = {STATUS: nested(list(status_B[:, None])), SECONDS: nested(list(torch.tensor(seconds)[:, None]))}
+        result["model_output"].update({IMPORTANCE: nested(importance), SEGMENTS: nested(segments), **report})
         return result
 
     def _agree_on_failures(self, segments: list[Tensor], status_B: Tensor) -> None:

@@ -34,7 +34,17 @@ from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
+from oar_plugin.passes.request import (
+    FIELDS,
+    IMPORTANCE,
+    NEEDED,
+    REQUEST,
+    SECONDS,
+    SEGMENTS,
+    STATUS,
+    Request,
+    replacement_token,
+)
 
 logger = logging.getLogger("oar_plugin")
 
@@ -151,9 +161,9 @@ class OarTrainerMixin:
         """
         needed_B = self._rows_with_an_advantage(batch)
         if self.oar.offloads:
-            data = _read(batch, ENGINE_FIELDS[REPORT], OFFLOAD)
+            data = _read(batch, ENGINE_FIELDS[STATUS], OFFLOAD)
             own_B = ~_padding_rows(batch)
-            status_B = torch.stack(data[ENGINE_FIELDS[REPORT]].unbind())[:, 0].round().long()
+            status_B = torch.cat(data[ENGINE_FIELDS[STATUS]].unbind())
             needed_B &= own_B & actor_may_help(status_B) & (self.oar.perturbation.fallback != "none")
             rows = [row for row, own in zip(data[OFFLOAD].unbind(), own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
@@ -197,18 +207,17 @@ class OarTrainerMixin:
                 )
             if self.oar.offloads:
                 padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
-            report_B2 = padded[REPORT]
             reshaped = reshape(
                 padded["advantages"],
                 padded[IMPORTANCE],
                 padded[SEGMENTS] == Segment.REASONING,
-                report_B2[:, 0].round().long(),
+                padded[STATUS][:, 0],
                 self.oar,
             )
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
         if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
-            self.timing_raw["oar"] += report_B2[:, 1].sum().item() / self._ranks()
+            self.timing_raw["oar"] += padded[SECONDS].sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
         credited = Credited(self.global_steps, batch.keys, ~_padding_rows(batch), padded, reshaped, read)
         metrics.update(self._viewer.show(credited, self.logger.logger))
