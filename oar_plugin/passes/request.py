@@ -55,7 +55,8 @@ class Request:
         replacement_token: int | None = None,
         temperature: float = 1.0,
     ) -> "Request":
-        """The request to the actor at training step `step` (from 1)."""
+        """The request to the actor at training step `step` (from 1). `config.actor_importance` must not be None."""
+        assert config.actor_importance is not None, "the actor is asked for nothing"
         return cls(
             importance=config.actor_importance,
             probe=config.probe_at(step),

@@ -31,7 +31,6 @@ MODULES = {
     "balancing": (*TRAINERS, "fsdp", "megatron"),
     "importance_pass": ("fsdp", "megatron"),
     "fsdp": ("fsdp",),
-    "engine_copies": ("fsdp",),
     "megatron": ("megatron",),
     "agent_loop": ("offload",),
     "rollout_server": ("offload",),

@@ -15,6 +15,7 @@ pytest.importorskip("verl")
 
 import verl  # noqa: F401
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.v1 import get_trainer_cls
 
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig
@@ -60,7 +61,7 @@ class World:
         tags = [{"seq_len": PROMPT + length} for length in self.lengths]
         self.batch = KVBatchMeta(keys=[*self.keys], partition_id="train", extra_info={}, tags=tags)
         algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
-        self.trainer = object.__new__(ours.TRAINERS[mode])
+        self.trainer = object.__new__(get_trainer_cls(mode))
         self.trainer.config = OmegaConf.create(
             {
                 "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},

@@ -175,7 +175,7 @@ class OarGRPOTrainer(GRPOTrainer):
                 mask_BT,
                 most_tokens,
                 checkpoint_activations=self.args.gradient_checkpointing,
-                in_step=self._most,
+                max_over_ranks=self._most,
             )
         return importance_BT[:, -length:]
 

@@ -59,9 +59,8 @@ class Reader:
     def __init__(self, oar: OarConfig, tokenizer: Any) -> None:
         self._oar, self._tokenizer = oar, tokenizer
         self._bytes = TokenBytes(tokenizer)
-        fallback = oar.importance if oar.actor_importance == "none" else oar.actor_importance
         # Of the engines where they score, and of the actor.
-        self._names = importance_of(oar.importance).name, importance_of(fallback).name
+        self._names = importance_of(oar.importance).name, importance_of(oar.actor_importance or oar.importance).name
 
     def header(self) -> Header:
         """What the responses have in common."""

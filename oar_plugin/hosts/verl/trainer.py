@@ -32,6 +32,7 @@ from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.dump import Credited
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
+from oar_plugin.hosts.verl.registration import subclass
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.passes.request import (
@@ -164,7 +165,7 @@ class OarTrainerMixin:
             data = _read(batch, ENGINE_FIELDS[STATUS], OFFLOAD)
             own_B = ~_padding_rows(batch)
             status_B = torch.cat(data[ENGINE_FIELDS[STATUS]].unbind())
-            needed_B &= own_B & actor_may_help(status_B) & (self.oar.perturbation.fallback != "none")
+            needed_B &= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
             rows = [row for row, own in zip(data[OFFLOAD].unbind(), own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
         _write(batch, NEEDED, torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged))
@@ -257,29 +258,12 @@ def _padding_rows(batch: Any) -> torch.Tensor:
     return torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
 
 
-def _subclass(mode: str) -> type[OarTrainerMixin]:
-    module, name = capabilities.TRAINERS[mode]
-    host = getattr(importlib.import_module(module), name)
-    return type(name.replace("PPO", "Oar"), (OarTrainerMixin, host), {"host": host, "__module__": __name__})
-
-
-TRAINERS = {mode: _subclass(mode) for mode in capabilities.TRAINERS if not capabilities.missing(mode)}
-
-
 def register() -> None:
-    """Put the subclasses in the places of verl's own.
+    """Replace verl's trainers in its registry.
 
-    `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write, so the
-    registry's entries are replaced.
-
-    Raises:
-        RuntimeError: another plugin has already replaced a trainer; the two cannot both be first.
+    `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write.
     """
-    for name, ours in TRAINERS.items():
-        current = trainer_base.TRAINER_REGISTRY.get(name)
-        if current not in (ours.host, ours):
-            raise RuntimeError(f"verl's trainer '{name}' was already replaced by {current}; OAR cannot replace it too.")
-        trainer_base.TRAINER_REGISTRY[name] = ours
-
-
-register()
+    for mode, (module, name) in capabilities.TRAINERS.items():
+        if not capabilities.missing(mode):
+            host, registry = getattr(importlib.import_module(module), name), trainer_base.TRAINER_REGISTRY
+            registry[mode] = subclass(OarTrainerMixin, registry[mode], host, f"trainer '{mode}'")
