@@ -1,8 +1,8 @@
 """The gradient pass: scores per token from an importance and a packed micro-batch, in one forward or a few.
 
 `Importance.forwards` lists the forwards. For each one `MicroBatchPass.tap` makes the tap that the model runs under. The
-backward starts from the tap's scalar and adds to `Scores`. `run_forwards` does this on a HuggingFace model; Megatron's schedules
-run each forward for all micro-batches. If several ranks share the sequences, the runner sums `Scores` over them.
+backward starts from the tap's scalar and adds to `Scores`. `run_forwards` does this on a HuggingFace model; Megatron's
+schedules run each forward for all micro-batches. If several ranks share the sequences, the runner sums `Scores` over them.
 `importance_of_scores` then returns the importance per token.
 """
 
