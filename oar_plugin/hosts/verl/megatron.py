@@ -41,16 +41,18 @@ from oar_plugin.passes.taps import check_logits
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
 
-# Settings of Megatron's transformer config that only a built model shows, and the user's way out.
-ENGINE_REFUSED = {
+# What is refused of Megatron's transformer config, besides `MEGATRON_REFUSED`: only a built model shows it.
+MODEL_REFUSED = {
     "num_moe_experts": "mixture-of-experts layers were not tested; use another model",
     "fp4": "leave override_transformer_config.fp4 out",
     "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
+    "cuda_graph_impl": "hooks do not run inside captured graphs; set it to none",
     "hybrid_context_parallel": "its schedule replaces the forward that OAR hooks; set it to False",
     "defer_embedding_wgrad_compute": "it keeps activations of every forward; set it to False",
     "use_mup": "it scales the logits after the projection that OAR hooks; set it to False",
     "experimental_attention_variant": "its context-parallel layout was not tested; use another model",
 }
+_UNSET = (None, False, 0, "none")
 
 
 @dataclass
@@ -269,19 +271,13 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
                 "Mamba or otherwise derived models); use actor_rollout_ref.actor.strategy=fsdp2"
             )
         config: Any = get_model_config(model)
-        settings = {refused.in_model: refused.advice for refused in MEGATRON_REFUSED if refused.in_model is not None}
-        for name, advice in (settings | ENGINE_REFUSED).items():
-            value = getattr(config, name, None)
-            if value not in (None, False, 0):
-                raise UnsupportedModelError(
-                    f"{name}={value} in Megatron's transformer config: refused by OAR; {advice}"
-                )
-        graphs = getattr(config, "cuda_graph_impl", "none")
-        if graphs != "none":
-            raise UnsupportedModelError(
-                f"cuda_graph_impl={graphs} in Megatron's transformer config: hooks do not run inside captured graphs; "
-                "set it to none"
-            )
+        for name, advice in MODEL_REFUSED.items():
+            if (value := getattr(config, name, None)) not in _UNSET:
+                raise UnsupportedModelError(f"{name}={value} in Megatron's transformer config: {advice}")
+        for refused in MEGATRON_REFUSED:
+            name = refused.in_model or ""
+            if (value := getattr(config, name, None)) not in _UNSET:
+                raise UnsupportedModelError(refused.fault(value, name))
         if model.position_embedding_type == "learned_absolute":
             raise UnsupportedModelError(
                 "position_embedding_type=learned_absolute: Megatron adds it inside the embedding that OAR differentiates; "

@@ -20,56 +20,46 @@ STRATEGIES = {
 
 
 class Refused(NamedTuple):
-    """A setting whose other values the Megatron engine does not support."""
+    """A setting of verl's with values that OAR does not support."""
 
     key: str
-    allowed: tuple[Any, ...]
+    allowed: tuple[Any, ...]  # None: not set
     reason: str
-    in_model: str | None = None  # the attribute of a built model's transformer config that shows the setting
+    in_model: str | None = None  # the attribute of a built Megatron model's transformer config that shows the setting
 
-    @property
-    def advice(self) -> str:
-        """Why, and the value to write."""
-        return f"{self.reason}; allowed: {self.key}={self.allowed[0]}"
+    def fault(self, value: Any, key: str | None = None) -> str:
+        """Key, value, reason and what is allowed; `key`: where the value was found, if not in verl's configuration."""
+        allowed = ", ".join(str(one) for one in self.allowed if one is not None)
+        return f"{key or self.key}={value}: {self.reason}; allowed: {f'{self.key}=' if key else ''}{allowed}"
 
 
-_MEGATRON = "actor_rollout_ref.actor.megatron"
+REFUSED = (
+    Refused("critic.enable", (False, None), "OAR reshapes group-relative advantages and uses no critic"),
+    Refused("trainer.use_v1", (True, None), "the legacy trainer has no place for token credit"),
+    Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),
+    Refused("actor_rollout_ref.actor.strategy", tuple(STRATEGIES), "not supported by OAR"),
+    Refused("actor_rollout_ref.model.use_fused_kernels", (False, None),
+            "the fused kernels never form the answer's logits, which the probe reads"),
+)  # fmt: skip
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 MEGATRON_REFUSED = (
-    Refused(
-        f"{_MEGATRON}.dynamic_context_parallel",
-        (False, None),
-        "its groups change with every micro-batch, and scores would be summed over the wrong ranks",
-    ),
-    Refused(
-        f"{_MEGATRON}.router_replay.mode",
-        ("disabled", None),
-        "routes are recorded in a forward without a backward, and OAR's log-prob pass has a backward",
-    ),
-    Refused(
-        f"{_MEGATRON}.use_megatron_fsdp",
-        (False, None),
-        "its sharded weights were not tested with a backward that freezes them",
-    ),
-    Refused(
-        f"{_MEGATRON}.override_transformer_config.fp8",
-        (None, False),
-        "a backward in fp8 moves its scaling history, which belongs to training",
-        in_model="fp8",
-    ),
-    Refused(
-        f"{_MEGATRON}.dtype",
-        ("bfloat16", "float32", None),
-        "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know",
-    ),
-    Refused(f"{_MEGATRON}.qat.enable", (False, None), "quantised layers were not tested"),
-    Refused(
-        "actor_rollout_ref.model.mtp.enable",
-        (False, None),
-        "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
-        in_model="mtp_num_layers",
-    ),
-    Refused("actor_rollout_ref.model.lora.rank", (0, None), "adapters under Megatron were not tested"),
-)
+    Refused(f"{_ACTOR}.megatron.dynamic_context_parallel", (False, None),
+            "its groups change with every micro-batch, and scores would be summed over the wrong ranks"),
+    Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
+            "routes are recorded in a forward without a backward, and OAR's log-prob pass has a backward"),
+    Refused(f"{_ACTOR}.megatron.use_megatron_fsdp", (False, None),
+            "its sharded weights were not tested with a backward that freezes them"),
+    Refused(f"{_ACTOR}.megatron.override_transformer_config.fp8", (None, False),
+            "a backward in fp8 moves its scaling history, which belongs to training", in_model="fp8"),
+    Refused(f"{_ACTOR}.megatron.dtype", ("bfloat16", "float32", None),
+            "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know"),
+    Refused(f"{_ACTOR}.megatron.qat.enable", (False, None), "quantised layers were not tested"),
+    Refused(f"{_MODEL}.mtp.enable", (False, None),
+            "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
+            in_model="mtp_num_layers"),
+    Refused(f"{_MODEL}.lora.rank", (0, None), "adapters under Megatron were not tested"),
+)  # fmt: skip
 
 
 def copies_under_megatron(importance: str) -> str:
@@ -137,44 +127,20 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 
 def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
-    def value(key: str) -> Any:
-        return OmegaConf.select(config, key)
-
-    if value("critic.enable"):
-        yield "critic.enable=True: OAR reshapes group-relative advantages and uses no critic; allowed: null or False"
-    if value("trainer.use_v1") is False:
-        yield "trainer.use_v1=False: the legacy trainer has no place for token credit; allowed: True (verl's default)"
-    mode = value("trainer.v1.trainer_mode")
-    if mode not in TRAINER_MODES:
-        yield f"trainer.v1.trainer_mode={mode}: not supported by OAR; allowed: {', '.join(TRAINER_MODES)}"
-    strategy = value("actor_rollout_ref.actor.strategy")
-    if strategy not in STRATEGIES:
-        yield f"actor_rollout_ref.actor.strategy={strategy}: not supported by OAR; allowed: {', '.join(STRATEGIES)}"
-    if strategy == "megatron":
-        yield from _megatron_faults(config, oar)
-    if value("actor_rollout_ref.actor.policy_loss.loss_mode") == "geo_mean":
-        yield (
-            "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which "
-            "weights leave as it is; allowed: verl's other losses"
-        )
-    if value("actor_rollout_ref.model.use_fused_kernels"):
-        yield (
-            "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
-            "the probe reads; allowed: False"
-        )
-
-
-def _megatron_faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
-    for refused in MEGATRON_REFUSED:
+    megatron = OmegaConf.select(config, f"{_ACTOR}.strategy") == "megatron"
+    for refused in REFUSED + (MEGATRON_REFUSED if megatron else ()):
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
-            yield (
-                f"{refused.key}={value}: not supported by OAR under Megatron ({refused.reason}); "
-                f"allowed: {refused.allowed[0]}"
-            )
-    yield from _virtual_pipeline_faults(config)
-    if oar.copies is not None and not oar.offloads:
-        yield copies_under_megatron(oar.importance)
+            yield refused.fault(value)
+    if megatron:
+        yield from _virtual_pipeline_faults(config)
+        if oar.copies is not None and not oar.offloads:
+            yield copies_under_megatron(oar.importance)
+    if OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") == "geo_mean":
+        yield (
+            f"{_ACTOR}.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which weights do not "
+            "change; allowed: verl's other losses"
+        )
 
 
 def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
@@ -182,12 +148,11 @@ def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
 
     OAR splits the rows of a rank into rows with an advantage and other rows, and both parts need rows for whole groups.
     """
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    rollout, megatron = "actor_rollout_ref.rollout", f"{_ACTOR}.megatron"
 
     def number(key: str) -> int:
         return int(OmegaConf.select(config, key) or 1)
 
-    megatron = f"{actor}.megatron"
     stages = number(f"{megatron}.pipeline_model_parallel_size")
     if number(f"{megatron}.virtual_pipeline_model_parallel_size") == 1:
         return
@@ -196,11 +161,11 @@ def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
     model = stages * number(f"{megatron}.tensor_model_parallel_size") * number(f"{megatron}.context_parallel_size")
     ranks = max(1, number("trainer.nnodes") * number("trainer.n_gpus_per_node") // model)
     # verl pads batches to whole mini-batches.
-    prompts, responses = number(f"{actor}.ppo_mini_batch_size"), number(f"{rollout}.n")
+    prompts, responses = number(f"{_ACTOR}.ppo_mini_batch_size"), number(f"{rollout}.n")
     if prompts * responses % (ranks * group):
         step = math.lcm(ranks * group, responses) // responses
         yield (
-            f"{actor}.ppo_mini_batch_size={prompts}, times {rollout}.n={responses}, on {ranks} data-parallel ranks: under a "
-            f"virtual pipeline OAR needs a multiple of {group} rows a rank ({group_key}, by default the number of pipeline "
-            f"stages); allowed: {actor}.ppo_mini_batch_size a multiple of {step}"
+            f"{_ACTOR}.ppo_mini_batch_size={prompts}, times {rollout}.n={responses}, on {ranks} data-parallel ranks: under a "
+            f"virtual pipeline OAR needs a multiple of {group} rows per rank ({group_key}, by default the number of pipeline "
+            f"stages); allowed: {_ACTOR}.ppo_mini_batch_size a multiple of {step}"
         )
