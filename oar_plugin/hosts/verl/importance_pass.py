@@ -128,18 +128,25 @@ class ImportancePass:
         self._agree_on_failures(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
+        importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
+        seconds = [0.0] * len(segments)
         order, num_ahead = torch.arange(len(status_B)), 0
-        runs_the_model = bool(request.importance_object.forwards(request.num_draws))
-        if runs_the_model:  # else plain log-probs for every row
+        if request.importance_object.forwards(request.num_draws):
             order, num_ahead = self._scored_first(data, status_B)
+        else:  # plain log-probs for every row
+            importance = self._importance_without_a_forward(data, request, segments)
         outputs = []
         if num_ahead:
             scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
-            if scored is not None:
-                outputs = [scored]
-            else:
+            if scored is None:
                 status_B[status_B == Status.SCORED] = Status.OUT_OF_MEMORY
                 order, num_ahead = torch.arange(len(status_B)), 0
+            else:
+                outputs = [scored]
+                costs = zip(*(scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS)), strict=True)
+                for index, (row, cost) in zip(order[:num_ahead].tolist(), costs, strict=True):
+                    importance[index] = row[len(row) - len(segments[index]) :].cpu()
+                    seconds[index] = float(cost)
         if not request.importance_only:
             outputs += [
                 self._infer_plainly(tu.index_select_tensor_dict(data, rows))
@@ -154,10 +161,6 @@ class ImportancePass:
             if all(key in output.get("model_output", {}) for output in outputs) and not request.importance_only:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
-        if runs_the_model:
-            importance, seconds = self._gradient_importance(segments, order, outputs[:1] if num_ahead else [])
-        else:
-            importance, seconds = self._importance_without_a_forward(data, request, segments), [0.0] * len(segments)
         if request.importance_object.copies is not None:
             started = time.perf_counter()
             hold_back_non_finite(importance, status_B)
@@ -247,20 +250,6 @@ class ImportancePass:
             rows = len(data) // self._micro_batches_divided_by()
             tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(rows, data["micro_batch_size_per_gpu"]))
         return super().infer_batch(data, None)  # type: ignore[misc]
-
-    def _gradient_importance(
-        self, segments: list[Tensor], order: Tensor, outputs: list[dict[str, Any]]
-    ) -> tuple[list[Tensor], list[float]]:
-        """Importance of each response and the seconds it took; zeros for rows that were not scored."""
-        importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
-        seconds = [0.0] * len(segments)
-        for output in outputs:
-            rows = output["model_output"]
-            for place, (row, cost) in enumerate(zip(rows[IMPORTANCE].unbind(), rows[SECONDS].unbind(), strict=True)):
-                index = int(order[place])
-                importance[index] = row[len(row) - len(segments[index]) :].cpu()
-                seconds[index] = float(cost)
-        return importance, seconds
 
     def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
         """Importance that does not run the model; zeros for one that comes from copies alone."""

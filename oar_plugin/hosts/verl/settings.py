@@ -12,11 +12,8 @@ from oar_plugin.hosts.verl import capabilities
 
 ESTIMATOR = "oar"
 TRAINER_MODES = tuple(capabilities.TRAINERS)
-STRATEGIES = {
-    "fsdp": "fsdp",
-    "fsdp2": "fsdp",
-    "megatron": "megatron",
-}  # and the feature in `capabilities` that each needs
+# Values of the actor's strategy, and the feature in `capabilities` that each needs.
+STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 
 
 class Refused(NamedTuple):
