@@ -166,25 +166,23 @@ class MicroBatchPass:
         count = len(rows)
         positions = [rows.position_N, *([self._later.position_N] if reads else [])]
 
-        def read(logits_NV: Tensor, chosen: slice) -> None:
-            self._read(self._later.select(chosen), logits_NV.float())
-
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
             if reads:
-                read_logits(project, hidden_NH[count:], read)
+                read_logits(
+                    project, hidden_NH[count:], lambda z, chosen: self._read(self._later.select(chosen), z.float())
+                )
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
                     measured.noise_free_BV = self._pooled(project, hidden_NH[:count])
                 return None
             if self._pools(backward):
                 compared_BV = noise_free_BV if backward.noise else None
-                gradient_BH = self._pooled_gradient(forward, project, hidden_NH[:count], compared_BV)
-                gradient_NH = gradient_BH[rows.response_N]
+                gradient_NH = self._pooled_gradient(forward, project, hidden_NH[:count], compared_BV)[rows.response_N]
             else:
                 gradient_NH = projected_back(
                     project,
                     hidden_NH[:count],
-                    lambda logits_NV, chosen: self._row_coefficients(forward, rows.select(chosen), logits_NV),
+                    lambda logits_NV, chosen: self._row_coefficients(forward, backward, rows.select(chosen), logits_NV),
                 )
             if backward.rows == "probe":
                 gradient_NH *= rows.share_N[:, None]
@@ -260,13 +258,12 @@ class MicroBatchPass:
         exponent = FP16_EXPONENT - torch.frexp(norm).exponent
         return torch.ldexp(torch.ones_like(norm), exponent.clamp_max(60))
 
-    def _row_coefficients(self, forward: Forward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
+    def _row_coefficients(self, forward: Forward, backward: Backward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
         """Coefficients of rows that are not pooled."""
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
-            assert forward.backward is not None
-            if self.importance.backwards[forward.backward].of_reasoning and self.importance.reads:
+            if backward.of_reasoning and self.importance.reads:
                 if not self._read_first:
                     self._read(rows, logits_NV)
                 if "entropy" in self.importance.reads:

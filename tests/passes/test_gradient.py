@@ -222,6 +222,26 @@ def test_every_row_of_every_backward_and_draw_has_signs_of_its_own(model):
     assert correlation.abs().max() < 6 / rows.shape[1] ** 0.5
 
 
+def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_backward(model):
+    """What the noise-free forward measured reaches the perturbed ones; no tap is left behind."""
+    batch, seen = padded(rows_of()), []
+    one = MicroBatchPass(request_of("oar_g", num_draws=2), *packed_rows(*batch))
+    with ModelTaps(model) as taps:
+
+        def model_forward(forward, set_tap):
+            assert taps.tap is None
+            set_tap(one)
+            seen.append((forward.backward, torch.is_grad_enabled(), taps.tap))
+            model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
+
+        run_forwards(taps, one.importance.forwards(2), model_forward)
+        assert taps.tap is None
+    assert [(backward, graph) for backward, graph, _ in seen] == [(None, False), (0, True), (0, True)]
+    assert [tap.measured.noise_free_BV is not None for *_, tap in seen] == [True, False, False]
+    with pytest.raises(AssertionError, match="no tap"), ModelTaps(model) as taps:
+        run_forwards(taps, one.importance.forwards(1), lambda forward, set_tap: None)
+
+
 @pytest.mark.parametrize("kind", ["fisher", "oar_g", "decision", TWO, NoisySurprise])
 def test_every_draw_of_every_backward_is_another_one(model, kind):
     first, both = (measure(model, kind, num_draws=draws)[0] for draws in (1, 2))
