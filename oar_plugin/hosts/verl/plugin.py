@@ -6,7 +6,7 @@ It registers:
 * an estimator named `oar`, which raises an explanation if no trainer of ours runs.
 
 Every process of a cluster pays for start-up time, so nothing of this happens before verl imports the module with the registry.
-That imports our module, and the end of its import calls its `register`, also if a program imported our module first.
+A hook on that module imports ours, and a hook on ours calls its `register`. So it does not matter which is imported first.
 
 If verl lacks something that a feature touches (`capabilities`), its own class stays in place without a message, because these
 hooks run in every process of every run, with OAR or without. The driver of a run with OAR reports it (`settings.resolve_here`,
