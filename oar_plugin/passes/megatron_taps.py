@@ -1,12 +1,12 @@
-"""Hooks on Megatron's model chunks that serve a `Tap`: the counterpart of `taps.py` for megatron-core.
+"""Hooks on Megatron's model chunks that act on a `Tap`: the counterpart of `taps.py` for megatron-core.
 
-The leaf is the output of `GPTModel.embedding` on the first stage; rows are projected on the last one, to `[N, V / TP]`. Every
-parameter is frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers.
+The leaf is the output of `GPTModel.embedding` on the first stage. The last stage projects rows, to `[N, V / TP]`. All
+parameters are frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers.
 
 Hidden states are `[s, b, H]`, flattened `[s * b, H]`; under sequence parallelism each tensor-parallel rank holds one
-contiguous slice of that. The rows cross the tensor-parallel group (`N * H` numbers each way), the logits do not.
+contiguous slice of them. Rows cross the tensor-parallel group (`N * H` numbers each way), logits do not.
 
-The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own: the tap is set right before
+The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own, so the tap is set right before
 each forward.
 """
 
@@ -72,7 +72,7 @@ class MegatronTaps(Taps):
                 self.callback(hook.remove)
 
     def _recompute(self, chunk: nn.Module) -> None:
-        """Megatron recomputes activations in train mode only: put what decides that into it, but nothing with dropout."""
+        """Let Megatron recompute activations, which it does in train mode only; modules with dropout stay in eval mode."""
         config: TransformerConfig = get_model_config(chunk)
         if config.recompute_granularity is None:
             return
@@ -81,8 +81,10 @@ class MegatronTaps(Taps):
                 self.put_into_train_mode(module)
 
     def _gather_weights(self, chunk: nn.Module) -> None:
-        """With `overlap_param_gather` DDP gathers a module's weights in a hook before its forward, which refuses frozen ones.
-        As in Megatron's own evaluation: all at once, and no hooks meanwhile."""
+        """Gather all weights at once, as Megatron's own evaluation does, and remove DDP's hooks meanwhile.
+
+        With `overlap_param_gather` DDP gathers a module's weights in a hook before its forward, which refuses frozen weights.
+        """
         if isinstance(chunk, DistributedDataParallel):
             ddp: DistributedDataParallel = chunk
             if ddp.remove_forward_pre_hook_handles:
@@ -90,8 +92,11 @@ class MegatronTaps(Taps):
                 self.callback(ddp.enable_forward_pre_hook)
 
     def _keep_for_backward(self, chunk: nn.Module) -> None:
-        """TransformerEngine's attention keeps what a backward needs in train mode only: cuDNN's kernels always, flash-attention
-        with `cp_comm_type=a2a`. Its dropout is a number, and zero meanwhile; where dropout is a module, that stays as it is."""
+        """Put TransformerEngine's attention into train mode: it keeps nothing for a backward in eval mode.
+
+        This holds for cuDNN's kernels, and for flash-attention with `cp_comm_type=a2a`. Dropout that is a number is zero
+        meanwhile; dropout that is a module stays in eval mode.
+        """
         for module in chunk.modules():
             if isinstance(getattr(module, "attention_dropout", None), int | float):
                 self.change(module, "attention_dropout", 0.0)
@@ -111,12 +116,12 @@ class MegatronTaps(Taps):
         weight_VH = (module.weight if weight is None else weight)[: tap.columns]
         rows_NH = self._rows(hidden.flatten(0, 1), tap.row_position_N, module.sequence_parallel)
         tap.scalar = tap.probe(lambda chosen_NH: nn.functional.linear(chosen_NH, weight_VH), rows_NH)
-        # Something has to be projected: with rows_only one position stands in, and nobody reads its logits.
+        # The model has to project something: with rows_only a single position, whose logits nothing reads.
         return ((hidden[:1] if tap.rows_only else hidden).detach(), *args[1:]), kwargs
 
     @staticmethod
     def _rows(hidden_TH: Tensor, position_N: Tensor, scattered: bool) -> Tensor:
-        """Rows of the hidden states on every tensor-parallel rank, `[N, H]`; their gradients are summed on the way back."""
+        """Rows of the hidden states on every tensor-parallel rank, `[N, H]`; the backward sums their gradients over ranks."""
         group = parallel_state.get_tensor_model_parallel_group()
         if scattered:
             local_N = position_N - parallel_state.get_tensor_model_parallel_rank() * len(hidden_TH)

@@ -28,7 +28,7 @@ from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
-from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS, replacement_token
+from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS, replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -189,7 +189,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             output.oar_fields = await self._fields(output, session)
 
     async def _fields(self, output: AgentLoopOutput, session: _Session) -> dict[str, Tensor]:
-        """Importance, segments and reports of one output; a fault of ours never stops a run."""
+        """Importance, segments, status and record of one output; a fault of ours never stops a run."""
         length = len(output.response_ids)
         importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
         record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
@@ -212,7 +212,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return {
             ENGINE_FIELDS[IMPORTANCE]: torch.from_numpy(importance),
             ENGINE_FIELDS[SEGMENTS]: torch.from_numpy(segments),
-            ENGINE_FIELDS[REPORT]: torch.tensor([float(record.status), 0.0]),
+            ENGINE_FIELDS[STATUS]: torch.tensor([int(record.status)]),
             OFFLOAD: record.to_row(),
         }
 

@@ -33,7 +33,7 @@ def _feature(*modules: str, host: str = "", mixins: tuple[str, ...] = ()) -> Fea
     return Feature(tuple(f"oar_plugin.{module}" for module in modules), host, mixins)
 
 
-_ENGINE = ("hosts.verl.importance_pass", "hosts.verl.engine_copies", "hosts.verl.balancing")
+_ENGINE = ("hosts.verl.importance_pass", "hosts.verl.balancing")
 
 FEATURES = {
     **{

@@ -22,13 +22,13 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gate import relative
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, SECONDS, SEGMENTS, STATUS
 
 logger = logging.getLogger("oar_plugin")
 
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 OFFLOAD = "oar_offload"
-ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS}
+ENGINE_FIELDS = {name: f"{name}_of_engines" for name in (IMPORTANCE, SEGMENTS, STATUS)}
 
 ACTOR_MAY_HELP = (
     Status.NOT_NEEDED,  # rewards are equal, and yet the advantage is not zero: the base normalises over the batch
@@ -98,7 +98,7 @@ def actor_may_help(status_B: Tensor) -> Tensor:
 
 
 def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfig) -> dict[str, Tensor]:
-    """Importance, segments and report of each row: the actor's where it was asked, the engines' elsewhere.
+    """Importance, segments, status and seconds of each row: the actor's where it was asked, the engines' elsewhere.
 
     The engines' scores are nats. Those of a fallback whose scale is arbitrary become multiples of their response's mean, as
     the gate would have them if the whole run had that importance.
@@ -110,13 +110,14 @@ def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfi
         oar: the settings.
     """
     length = padded["advantages"].shape[-1]
-    fields = {}
+    seconds_B1 = padded.get(SECONDS, torch.zeros(len(asked_B), 1))
+    fields = {SECONDS: torch.where(asked_B[:, None], seconds_B1, 0.0)}
     for name, of_engines in ENGINE_FIELDS.items():
-        width = 2 if name == REPORT else length
+        width = 1 if name == STATUS else length
         theirs = _to_width(padded[of_engines], width)
         fields[name] = torch.where(asked_B[:, None], _to_width(padded.get(name, theirs), width), theirs)
         fields[name][padding_B] = 0
-    fields[REPORT][padding_B, 0] = float(Status.NOT_NEEDED)
+    fields[STATUS][padding_B] = int(Status.NOT_NEEDED)
     if asked_B.any() and importance_of(oar.perturbation.fallback).arbitrary_scale:
         importance, reasoning = fields[IMPORTANCE], fields[SEGMENTS] == Segment.REASONING
         fields[IMPORTANCE] = torch.where(asked_B[:, None], relative(importance, reasoning).float(), importance)

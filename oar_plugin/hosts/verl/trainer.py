@@ -29,9 +29,10 @@ from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
+from oar_plugin.hosts.verl.registration import subclass
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
 from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
 from oar_plugin.token_credit import TokenCredit
 
 if TYPE_CHECKING:
@@ -156,10 +157,10 @@ class OarTrainerMixin:
         """
         needed_B = self._rows_with_an_advantage(batch)
         if self.oar.offloads:
-            data = _read(batch, ENGINE_FIELDS[REPORT], OFFLOAD)
+            data = _read(batch, ENGINE_FIELDS[STATUS], OFFLOAD)
             own_B = ~_padding_rows(batch)
-            status_B = torch.stack(data[ENGINE_FIELDS[REPORT]].unbind())[:, 0].round().long()
-            needed_B &= own_B & actor_may_help(status_B) & (self.oar.perturbation.fallback != "none")
+            status_B = torch.cat(data[ENGINE_FIELDS[STATUS]].unbind())
+            needed_B &= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
             rows = [row for row, own in zip(data[OFFLOAD].unbind(), own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
         _write(batch, NEEDED, torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged))
@@ -202,14 +203,13 @@ class OarTrainerMixin:
                 )
             if self.oar.offloads:
                 padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
-            report_B2 = padded[REPORT]
-            status_B = report_B2[:, 0].round().long()
+            status_B = padded[STATUS][:, 0]
             advantage_BL, importance_BL, segments_BL = (padded[name] for name in ("advantages", IMPORTANCE, SEGMENTS))
             reshaped = self._credit.reshape(self.global_steps, advantage_BL, importance_BL, segments_BL, status_B)
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
         if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
-            self.timing_raw["oar"] += report_B2[:, 1].sum().item() / self._ranks()
+            self.timing_raw["oar"] += padded[SECONDS].sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
         queued = QueuedBatch(batch.keys, ~_padding_rows(batch), asked_B, reshaped, read)
         metrics.update(self._viewer.show(queued, self.logger.logger))
@@ -249,28 +249,12 @@ def _padding_rows(batch: Any) -> torch.Tensor:
     return torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
 
 
-def _subclass(mode: str) -> type[OarTrainerMixin]:
-    module, name = capabilities.TRAINERS[mode]
-    host = getattr(importlib.import_module(module), name)
-    return type(name.replace("PPO", "Oar"), (OarTrainerMixin, host), {"host": host, "__module__": __name__})
-
-
-TRAINERS = {mode: _subclass(mode) for mode in capabilities.TRAINERS if not capabilities.missing(mode)}
-
-
 def register() -> None:
-    """Replaces verl's trainers in its registry.
+    """Replace verl's trainers in its registry.
 
     `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write.
-
-    Raises:
-        RuntimeError: another plugin has already replaced a trainer; the two cannot both be first.
     """
-    for name, ours in TRAINERS.items():
-        current = trainer_base.TRAINER_REGISTRY.get(name)
-        if current not in (ours.host, ours):
-            raise RuntimeError(f"verl's trainer '{name}' was already replaced by {current}; OAR cannot replace it too.")
-        trainer_base.TRAINER_REGISTRY[name] = ours
-
-
-register()
+    for mode, (module, name) in capabilities.TRAINERS.items():
+        if not capabilities.missing(mode):
+            host, registry = getattr(importlib.import_module(module), name), trainer_base.TRAINER_REGISTRY
+            registry[mode] = subclass(OarTrainerMixin, registry[mode], host, f"trainer '{mode}'")

@@ -58,7 +58,7 @@ class Viewer:
 
     def __init__(self, credit: TokenCredit) -> None:
         self.credit, oar = credit, credit.config
-        fallback = oar.importance if oar.actor_importance == "none" else oar.actor_importance
+        fallback = oar.actor_importance or oar.importance
         # The engines' importance where they score, and the actor's.
         self._names = importance_of(oar.importance).name, importance_of(fallback).name
         # A fallback's importance is on the scale of the one that it replaces.
