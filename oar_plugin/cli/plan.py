@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _summary(made: Plan) -> list[str]:
     """What the tables do not show, and what is taken for granted."""
-    from oar_plugin.runs.launch.schedule import in_words
+    from oar_plugin.runs.launch.preflight import in_words
 
     s = made.setup
     oar = "Without OAR."

@@ -1,4 +1,4 @@
-"""What a recipe needs of a cluster, and the script that runs it there. Raises ValueError for what cannot work."""
+"""The needs of a recipe, and the script or manifest that runs it on a cluster. Raises ValueError for what cannot work."""
 
 import re
 import shlex
@@ -6,26 +6,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from oar_plugin.runs.recipe import command, gpus_needed, recipes_folder
 
-# What all nodes get: folders, how to reach hubs and loggers, settings of the libraries that talk between nodes.
+# Variables for all nodes: folders, hubs and loggers, settings of the libraries that talk between nodes.
 PATHS = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE", "HF_HOME", "HF_HUB_CACHE", "WANDB_DIR")
 NAMES = (
     *("HF_ENDPOINT", "HF_HUB_OFFLINE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE"),
     *("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME"),
 )
-ON_VOLUME = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
 PREFIXES = ("GLOO_", "NCCL_", "UCX_", "VERL_", "VLLM_")
-# Never written to a script, a manifest or a command line.
+ON_VOLUME = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+"""Never written into a script, a manifest or a command line."""
 
 
 def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str | None = None) -> dict[str, str]:
-    """What every node gets, without secrets: as the environment here says, and `wanted`, each `NAME=VALUE` or `NAME`.
+    """Return the variables for every node, without secrets.
 
-    Folders of this machine mean nothing where nodes have a `volume` of their own.
+    Args:
+        environment: the variables here.
+        wanted: further ones, each `NAME=VALUE` or `NAME`.
+        volume: where nodes have a volume of their own; folders of this machine mean nothing there.
     """
     chosen = {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}
     if volume is None:
@@ -44,12 +47,10 @@ def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str
     return dict(sorted(chosen.items()))
 
 
-def facts(
-    config: DictConfig, recipe: Path, variant: str, overrides: Sequence[str], gpus_of_a_node: int | None
-) -> dict[str, Any]:
-    """What the templates say of a recipe; `recipe` is its folder as the nodes see it."""
-    nodes, gpus_per_node, gpus = gpus_needed(config, gpus_of_a_node)
-    checkpoints = str(OmegaConf.select(config, "trainer.default_local_dir"))
+def facts(config: DictConfig, recipe: Path, variant: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a recipe for the templates; `recipe` is its folder as the nodes see it."""
+    nodes, gpus_per_node, gpus = gpus_needed(config)
+    checkpoints = str(config.trainer.default_local_dir)
     if nodes > 1 and not Path(checkpoints).is_absolute():
         raise ValueError(
             f"trainer.default_local_dir={checkpoints}: relative, and the recipe runs on {nodes} nodes, which must all see it "
@@ -57,23 +58,18 @@ def facts(
         )
     train = shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides]))
     train_alone = shlex.join(command(recipe, variant, overrides))  # verl starts Ray itself
-    facts = {"train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}
-    return {**facts, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus}
+    values = {"train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}
+    return {**values, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus}
 
 
 def fill(template: Path | str, **values: Any) -> str:
-    """A template, filled: a file, or one of `recipes/cluster`. Filters `quote`, `sbatch` and `tojson` make any value safe."""
+    """Fill a template: a file, or one of `recipes/cluster`. Filters `quote`, `sbatch` and `tojson` make any value safe."""
     import jinja2
 
-    def sbatch(option: str) -> str:
-        if "\n" in option:
-            raise ValueError(f"{option!r}: a line of #SBATCH cannot hold a line break")
-        return shlex.quote(option)
-
-    undefined = jinja2.StrictUndefined
-    engine = jinja2.Environment(undefined=undefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701  no HTML
-    engine.keep_trailing_newline = True
-    engine.filters.update(quote=shlex.quote, sbatch=sbatch)
+    engine = jinja2.Environment(  # noqa: S701  no HTML
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    engine.filters.update(quote=shlex.quote, sbatch=_sbatch)
     file = template if isinstance(template, Path) else recipes_folder() / "cluster" / template
     try:
         return engine.from_string(file.read_text(encoding="utf-8")).render(values)
@@ -81,17 +77,23 @@ def fill(template: Path | str, **values: Any) -> str:
         raise ValueError(f"--template {file}: {error}") from error
 
 
+def _sbatch(option: str) -> str:
+    if "\n" in option:
+        raise ValueError(f"{option!r}: a line of #SBATCH cannot hold a line break")
+    return shlex.quote(option)
+
+
 def by_name(train: str, recipe: Path) -> str:
-    """The command for a machine that has a recipe in its own copy of this package."""
+    """Return the training command for a machine that has the recipe in its own copy of this package."""
     find = f"from oar_plugin.runs.recipe import find_recipe; print(find_recipe({recipe.name!r}))"
     return f"recipe=$(python -c {shlex.quote(find)})\n" + train.replace(shlex.quote(str(recipe.resolve())), '"$recipe"')
 
 
 def patched(manifest: str, file: Path) -> str:
-    """A RayJob with what a cluster wants beside it. Sections of the file, each optional, go into all that they name:
+    """Return a RayJob with the sections of a file merged into it. ValueError: the file cannot be used.
 
-    `rayjob` into the RayJob itself, `pod` into every pod's template, `container` into every pod's container. Maps are merged,
-    lists are made longer, other values are replaced. ValueError: the file cannot be used.
+    `rayjob` goes into the job, `pod` into every pod's template, `container` into every pod's container. Maps are merged, lists
+    are extended, other values are replaced.
     """
     import yaml
 
@@ -105,10 +107,9 @@ def patched(manifest: str, file: Path) -> str:
     job = _merged(yaml.safe_load(manifest), patch.get("rayjob"), "rayjob")
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())):
-        pod = _merged(group["template"], patch.get("pod"), "pod")
-        containers = pod["spec"]["containers"]
+        group["template"] = _merged(group["template"], patch.get("pod"), "pod")
+        containers = group["template"]["spec"]["containers"]
         containers[0] = _merged(containers[0], patch.get("container"), "container")
-        group["template"] = pod
     return str(yaml.safe_dump(job, sort_keys=False, width=10**6))
 
 
@@ -116,9 +117,8 @@ def _merged(there: Any, patch: Any, where: str) -> Any:
     if patch is None:
         return there
     if isinstance(there, dict | list) and type(there) is not type(patch):
-        raise ValueError(
-            f"--patch: {where}: {patch!r}: the RayJob has a {'map' if isinstance(there, dict) else 'list'} there"
-        )
+        kind = "map" if isinstance(there, dict) else "list"
+        raise ValueError(f"--patch: {where}: {patch!r}: the RayJob has a {kind} there")
     if isinstance(there, dict):
         return {**there, **{key: _merged(there.get(key), value, f"{where}.{key}") for key, value in patch.items()}}
     return [*there, *patch] if isinstance(there, list) else patch
