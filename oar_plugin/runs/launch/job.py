@@ -62,7 +62,7 @@ def facts(config: DictConfig, recipe: Path, variant: str, overrides: Sequence[st
     return {**values, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus}
 
 
-def fill(template: Path | str, **values: Any) -> str:
+def fill(template: Path | str, values: Mapping[str, Any]) -> str:
     """Fill a template: a file, or one of `recipes/cluster`. Filters `quote`, `sbatch` and `tojson` make any value safe."""
     import jinja2
 

@@ -107,16 +107,13 @@ def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environm
                     "name it there with --recipe-on-nodes"
                 )
             values["train"] = by_name(values["train"], recipe)
-    bare = in_container(on, options) or sys.prefix == sys.base_prefix
-    setup = "" if bare else f"source {shlex.quote(f'{sys.prefix}/bin/activate')}"
-    values |= {**options, "setup": setup if options["setup"] is None else options["setup"], "wait_s": options["wait"]}
-    values |= {
-        "name": run.job,
-        "environment": environment,
-        "job_h": options.get("max_time") or 24,
-        "restarts": RESTARTS,
-    }
-    text = fill(options["template"] or f"{on}.j2", **values)
+    setup = options["setup"]
+    if setup is None:
+        here = sys.prefix == sys.base_prefix or in_container(on, options)
+        setup = "" if here else f"source {shlex.quote(f'{sys.prefix}/bin/activate')}"
+    values |= {**options, "name": run.job, "environment": environment, "setup": setup, "wait_s": options["wait"]}
+    values |= {"job_h": options.get("max_time") or 24, "restarts": RESTARTS}
+    text = fill(options["template"] or f"{on}.j2", values)
     if on == "ray":
         return Job(run, needs, text, ["bash", "-c", text])
     if on == "slurm":

@@ -29,7 +29,7 @@ def script(template, nodes=3, **changes):
     values = facts(OmegaConf.create({"trainer": trainer}), Path("/shared/my recipes/seven"), "oar", [STRANGE])
     values |= {"environment": {"OAR_DATA": "/shared/my data", "NCCL_DEBUG": "it's $x"}, "setup": "", "wait_s": 60}
     values |= {"name": "seven-oar", "job_h": 9, "restarts": 2}
-    return fill(template, **values | changes)
+    return fill(template, values | changes)
 
 
 @pytest.fixture
