@@ -143,19 +143,19 @@ def _launch(args: argparse.Namespace) -> int:
     gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory, on == "local")
     jobs = [start.job_of(run, recipe, on, options, environment) for run in runs]
     files_seen = args.recipe_on_nodes is None and not start.in_container(on, options)
-    findings: list[preflight.Finding] = []
-    needs = []
-    for job in jobs:
-        made, memory = preflight.examine_plan(job.run.config, gpu)
-        findings += preflight.examine(job.run.config, memory, files_seen, on == "local")
-        hours = preflight.in_words(made) if made else f"Hours are not known: {memory.text}."
-        needs.append(f"{job.run.name}: {job.needs}, checkpoints in {job.run.folder}. {hours}")
-    for finding in dict.fromkeys(findings):
+    plans = [preflight.examine_plan(run.config, gpu) for run in runs]
+    findings = dict.fromkeys(
+        finding
+        for run, (_, memory) in zip(runs, plans, strict=True)
+        for finding in preflight.examine(run.config, memory, files_seen, on == "local")
+    )
+    for finding in findings:
         if finding.level != "ok":
             advice = finding.advice and f"; {finding.advice}"
             say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
-    for line in needs:
-        say(f"oar launch: {line}", sys.stderr)
+    for job, (made, memory) in zip(jobs, plans, strict=True):
+        hours = preflight.in_words(made) if made else f"Hours are not known: {memory.text}."
+        say(f"oar launch: {job.run.name}: {job.needs}, checkpoints in {job.run.folder}. {hours}", sys.stderr)
     if args.dry_run:
         print(("---\n" if on == "kubernetes" else "").join(job.text for job in jobs), end="")
         return 0
@@ -169,7 +169,9 @@ def _launch(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     here, failed = on in ("local", "ray"), 0
     if len(jobs) == len(waiting) == 1:
-        return waiting[0].become() if here else waiting[0].submit()
+        if here:
+            os.execvp(jobs[0].words[0], jobs[0].words)
+        return jobs[0].submit()
     for job in waiting:
         say(f"oar launch: {job.run.name} starts", sys.stderr)
         if status := job.run_here() if here else job.submit():
@@ -232,7 +234,7 @@ def _report(runs: "list[Run]") -> int:
     shown = table("run", "state", "steps", "validated", "best")
     for run in runs:
         steps, validated = 0, dict[int, float]()
-        with contextlib.suppress(NoLogs, OSError):
+        with contextlib.suppress(NoLogs, OSError, ImportError):
             metrics = read_run(run.folder).metrics
             steps = int(metrics.index.max())
             rows = {int(step): row.dropna() for step, row in metrics.iterrows()}

@@ -23,12 +23,9 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRAC
 
 
 def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str | None = None) -> dict[str, str]:
-    """Return the variables for every node, without secrets.
+    """Return the variables for every node, without secrets: those here, and `wanted`, each `NAME=VALUE` or `NAME`.
 
-    Args:
-        environment: the variables here.
-        wanted: further ones, each `NAME=VALUE` or `NAME`.
-        volume: where nodes have a volume of their own; folders of this machine mean nothing there.
+    Nodes with a `volume` of their own do not have the folders of this machine.
     """
     chosen = {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}
     if volume is None:
@@ -56,10 +53,17 @@ def facts(config: DictConfig, recipe: Path, variant: str, overrides: Sequence[st
             f"trainer.default_local_dir={checkpoints}: relative, and the recipe runs on {nodes} nodes, which must all see it "
             "to resume; set OAR_CHECKPOINTS to a folder on shared storage"
         )
-    train = shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides]))
-    train_alone = shlex.join(command(recipe, variant, overrides))  # verl starts Ray itself
-    values = {"train": train, "train_alone": train_alone, "checkpoints": checkpoints, "secrets": SECRETS}
-    return {**values, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus}
+    return {
+        "train": shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides])),
+        "train_alone": shlex.join(command(recipe, variant, overrides)),  # verl starts Ray itself
+        **{
+            "nodes": nodes,
+            "gpus_per_node": gpus_per_node,
+            "gpus": gpus,
+            "checkpoints": checkpoints,
+            "secrets": SECRETS,
+        },
+    }
 
 
 def fill(template: Path | str, values: Mapping[str, Any]) -> str:

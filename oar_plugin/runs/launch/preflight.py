@@ -35,14 +35,7 @@ def in_words(made: Plan) -> str:
 
 
 def examine(config: DictConfig, memory: Finding, files_seen: bool, local: bool) -> Iterator[Finding]:
-    """Yield the findings of `oar launch`.
-
-    Args:
-        config: the run's.
-        memory: the finding of `examine_plan`.
-        files_seen: whether the run sees the files of this machine.
-        local: whether it runs on this machine.
-    """
+    """Yield the findings about a run that sees the files of this machine or not; `memory` is the one of `examine_plan`."""
     if memory.level == "missing" and not local:
         memory = memory._replace(advice=f"{memory.advice}, or --gpu NAME if the nodes have others")
     yield memory

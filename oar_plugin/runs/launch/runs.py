@@ -51,7 +51,7 @@ class Run:
 
     @property
     def job(self) -> str:
-        """The name in letters that every scheduler accepts."""
+        """The name, in letters that every scheduler accepts."""
         short = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return short if len(short) <= LONGEST_JOB else f"{short[: LONGEST_JOB - 7].rstrip('-')}-{_hash(self.name)}"
 
@@ -65,12 +65,7 @@ def plan_runs(
 ) -> list[Run]:
     """Return a run for every combination of variant, seed and one value of each sweep. A baseline is without OAR's keys.
 
-    Args:
-        recipe: the folder.
-        variants: `oar`, `grpo` or both.
-        seeds: None stands for the recipe's own seed.
-        sweeps: each `KEY=VALUE,VALUE,...` in Hydra's grammar.
-        overrides: of all runs.
+    A sweep is `KEY=VALUE,VALUE,...` in Hydra's grammar; the seed None stands for the recipe's own.
     """
     if "oar" not in variants and (ours := [sweep for sweep in sweeps if _is_oars(sweep)]):
         raise RecipeError(f"--sweep {ours[0]}: GRPO has no such key; add --variant oar,grpo, or leave it out")

@@ -1,6 +1,5 @@
 """Makes of a run the command, script or manifest that starts it at a place, and starts it. ValueError: it cannot run there."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from oar_plugin.output import write_whole
 from oar_plugin.runs.launch.job import by_name, facts, fill, patched
@@ -22,29 +21,24 @@ ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Job(NamedTuple):
-    """What starts a run: the words of a command here, and for readers the text of the command, script or manifest."""
+    """What starts a run: a command here, and the text of that command, of the script or of the manifest."""
 
     run: Run
-    needs: str
+    needs: str  # nodes and GPUs
     text: str
     words: list[str]
 
-    def become(self) -> NoReturn:
-        """Replace this process by the run."""
-        os.execvp(self.words[0], self.words)
-
     def submit(self) -> int:
-        """Hand the run to the scheduler. Returns 0, or 1 where that failed."""
+        """Hand the run to the scheduler, and return 0, or 1 where that failed."""
         if self.words[0] == "sbatch":
             write_whole(Path(self.words[-1]), self.text)
-            return min(1, subprocess.run(self.words, check=False).returncode)
         return min(1, subprocess.run(self.words, input=self.text, text=True, check=False).returncode)
 
     def run_here(self) -> int:
-        """Run to the end, and end the run with this process. Returns the exit status.
+        """Run to the end, end the run with this process, and return the exit status.
 
-        The run gets a session of its own. A terminal would send Ctrl-C to it as well as to this process, and the second signal
-        would break off its cleaning up.
+        The run gets a session of its own: a terminal would send Ctrl-C to it too, and the second signal would break off its
+        cleaning up.
         """
         received: list[int] = []
         process: subprocess.Popen[bytes] | None = None
@@ -74,15 +68,7 @@ def in_container(on: str, options: Mapping[str, Any]) -> bool:
 
 
 def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Job:
-    """Return what starts a run.
-
-    Args:
-        run: the run.
-        recipe: its recipe's folder here.
-        on: `local`, `ray`, `slurm` or `kubernetes`.
-        options: of `oar launch`, by name.
-        environment: variables for every node.
-    """
+    """Return what starts a run; `recipe` is its recipe's folder here, `environment` goes to every node."""
     there = options["recipe_on_nodes"] or recipe
     values = facts(run.config, there, run.variant, run.overrides)
     nodes, gpus, checkpoints = values["nodes"], values["gpus_per_node"], values["checkpoints"]
