@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from oar_plugin.cli.recipes import summary
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.runs.plan import Plan, choose_gpu
+from oar_plugin.runs.plan.hardware import choose_gpu
+from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import VARIANTS, check_config, compose_recipe, gpus_needed
 from recipes.smoke import architecture_of, group_of
 

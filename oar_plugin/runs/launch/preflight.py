@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.runs.launch.finding import Finding, cause, examine_loggers
 from oar_plugin.runs.math.sources import SOURCES
-from oar_plugin.runs.plan import Plan, PlanError, choose_gpu, suggest
-from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu
-from oar_plugin.runs.plan.models import load_model
+from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu, choose_gpu
+from oar_plugin.runs.plan.models import PlanError, load_model
+from oar_plugin.runs.plan.planning import Plan, suggest
 from oar_plugin.runs.recipe import gpus_needed
 
 

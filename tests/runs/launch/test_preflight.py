@@ -10,7 +10,9 @@ from pyarrow import parquet
 
 from oar_plugin.runs.launch import preflight
 from oar_plugin.runs.launch.finding import examine_loggers
-from oar_plugin.runs.plan import Plan, choose_gpu, with_overrides
+from oar_plugin.runs.plan.hardware import choose_gpu
+from oar_plugin.runs.plan.planning import Plan
+from oar_plugin.runs.plan.setup import with_overrides
 from oar_plugin.runs.recipe import find_recipe
 from tests.recipes.test_recipes import composed
 
