@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _launch(args: argparse.Namespace) -> int:
     from oar_plugin.runs import run_folder
-    from oar_plugin.runs.launch import preflight, start
+    from oar_plugin.runs.launch import preflight
+    from oar_plugin.runs.launch.job import PROGRAMS, in_container, job_of
     from oar_plugin.runs.launch.runs import plan_runs
     from oar_plugin.runs.recipe import check_config, find_recipe
 
@@ -141,8 +142,8 @@ def _launch(args: argparse.Namespace) -> int:
     if all(run.config.trainer.device == "cpu" for run in runs):
         _add_cpu_environment(environment, one_machine=on == "local")
     gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory, on == "local")
-    jobs = [start.job_of(run, recipe, on, options, environment) for run in runs]
-    files_seen = args.recipe_on_nodes is None and not start.in_container(on, options)
+    jobs = [job_of(run, recipe, on, options, environment) for run in runs]
+    files_seen = args.recipe_on_nodes is None and not in_container(on, options)
     plans = [preflight.examine_plan(run.config, gpu) for run in runs]
     findings = dict.fromkeys(
         finding
@@ -159,7 +160,7 @@ def _launch(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(("---\n" if on == "kubernetes" else "").join(job.text for job in jobs), end="")
         return 0
-    program = start.PROGRAMS.get(on)
+    program = PROGRAMS.get(on)
     if program is not None and shutil.which(program) is None:
         raise ValueError(f"there is no {program} here; run this where there is one, or --dry-run to see what would run")
     if not args.no_check and any(finding.level == "missing" for finding in findings):

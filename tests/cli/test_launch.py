@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
 from oar_plugin.runs import recipe, run_folder
-from oar_plugin.runs.launch import runs, start
+from oar_plugin.runs.launch import job, runs
 from oar_plugin.runs.launch.job import for_nodes
 from verl_cpu.launch import cpu_environment
 
@@ -270,7 +270,7 @@ def child(monkeypatch, environment, tmp_path):
         code = (
             f"import sys, time, signal; name = [w for w in sys.argv if 'experiment_name' in w][0].split('=')[1]; {code}"
         )
-        monkeypatch.setattr(start, "command", lambda folder, variant, words: ["python", "-c", code, *words])
+        monkeypatch.setattr(job, "command", lambda folder, variant, words: ["python", "-c", code, *words])
 
     return make
 
