@@ -134,9 +134,9 @@ def test_pods_run_their_own_copy_of_a_recipe_or_one_that_is_named(capsys, tmp_pa
 
 
 def test_a_template_of_ones_own(capsys, tmp_path):
-    (tmp_path / "mine.j2").write_text("{{ nodes }} nodes\n")
+    (tmp_path / "mine.j2").write_text("{{ nodes }} nodes\npython -m oar_plugin.launch.wait\n")
     assert main(["launch", FOUR, *PODS.split(), "--template", "mine.j2", "--dry-run"]) == 0
-    assert capsys.readouterr().out == "4 nodes\n"
+    assert capsys.readouterr().out == "4 nodes\npython -m oar_plugin.runs.launch.wait\n"
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,10 @@ def fill(template: Path | str, values: Mapping[str, Any]) -> str:
     )
     engine.filters.update(quote=shlex.quote, sbatch=_sbatch)
     file = template if isinstance(template, Path) else recipes_folder() / "cluster" / template
+    text = file.read_text(encoding="utf-8")
+    text = text.replace(" oar_plugin.launch.wait", " oar_plugin.runs.launch.wait")  # its name in older copies
     try:
-        return engine.from_string(file.read_text(encoding="utf-8")).render(values)
+        return engine.from_string(text).render(values)
     except jinja2.TemplateError as error:
         raise ValueError(f"--template {file}: {error}") from error
 
