@@ -52,6 +52,7 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
 
     RecipeError: there is no such recipe, its yaml is broken, or it or an override has a key that verl does not know.
     """
+    import verl  # noqa: F401  its plugins add config groups, here as in training
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
