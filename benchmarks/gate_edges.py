@@ -29,7 +29,7 @@ tau {paper_tau} unless said; beta 2, floor 0.1.
 - Recall hardly differs between gates that keep the order of the scores. Among the equal weights of `two_level` chance decides.
 
 Weights that are finite and positive, keep the mass and keep the order are tested (`tests/credit/test_gate.py`). No gate
-was seen to learn better: [learning_explored.md](learning_explored.md).
+was seen to learn better: [studies](../../docs/evidence/studies.md).
 """
 
 

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def save(page: Page, name: str) -> None:
-    """With 64 colours: a third of the bytes."""
+    """Save a screenshot with 64 colours, which takes a third of the bytes."""
     Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(64).save(HERE / name, optimize=True)
 
 

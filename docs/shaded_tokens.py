@@ -14,7 +14,7 @@ TOKEN = re.compile(r'data-tip="\s*(.*?)\n(.*?)\nweight (.*?)\n(?:importance )?(.
 
 
 def picture() -> str:
-    """The page's second response twice, tokens that are known to decide its answer underlined."""
+    """Return the page's second response twice, as SVG. Tokens that are known to decide its answer are underlined."""
     article = (HERE.parent / "benchmarks" / "results" / "fidelity_cpu.html").read_text().split("<article>")[2]
     shown = dict(block.split("</span>", 1) for block in article.split('<span class="who">')[1:])
     words, kinds, known, _ = zip(*TOKEN.findall(shown["known to be causal"]), strict=True)

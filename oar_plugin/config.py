@@ -1,12 +1,11 @@
-"""Every knob of OAR, in one place, validated when a run starts.
+"""All settings of OAR and their defaults, validated when a run starts. In a verl run they are below `algorithm.oar`.
 
-In a verl run they live under `algorithm.oar.*`; the defaults are the paper's (arXiv 2601.07408) but for importance and gate,
-and the preset `oar=published` has the paper's of those too.
-
-`fisher` because, of what an engine can compute with one backward, it agrees best with exact OAR-P (0.67 of the top 20 %
-against 0.52 for `oar_g`, twelve models, `benchmarks/results/fidelity_cpu.md`). `two_level` with tau 0.85 because one
-outlier takes the scale of `bi_level` with it (`benchmarks/results/gate_edges.md`), and which of
-them small models learn faster with could not be told (`benchmarks/results/learning_explored.md`).
+The defaults are the paper's (arXiv 2601.07408), except for importance and gate; the preset `oar=published` has the paper's.
+* `fisher`: of the importances with one backward it agrees best with exact OAR-P (0.67 of the top 20 % of the tokens, `oar_g`
+  has 0.52; twelve models, `benchmarks/results/fidelity_cpu.md`).
+* `two_level` with tau 0.85: under `bi_level` one outlier makes the other weights nearly even
+  (`benchmarks/results/gate_edges.md`). Small models did not learn measurably faster with either
+  (`docs/evidence/studies.md`).
 """
 
 import difflib
@@ -29,81 +28,59 @@ class OarConfigError(ValueError):
     """A setting that cannot work. The message names the key, its value and what is allowed."""
 
 
-class PerturbationConfig(BaseModel):
-    """The settings of `algorithm.oar.perturbation`: counterfactual importance (importances with `copies`)."""
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+class PerturbationConfig(_Settings):
+    """The settings of `algorithm.oar.perturbation`: the masked copies of importances that have `copies`."""
 
     backend: Literal["actor", "rollout"] = Field(
         "actor",
         description="Who runs the masked copies. actor: the training engine, after the log-prob pass. rollout: the vLLM "
-        f"engines, from the moment a response is finished, while others are still being generated ({of_engines()} only).",
+        "engines, as soon as a response is finished, while other responses are still being generated "
+        f"({of_engines()} only).",
     )
-    budget: float | None = Field(
-        None,
-        gt=0,
-        description="How many units of a response get a copy of their own: up to 1 a share, above 1 a number. null: all of "
-        "them for oar_p, 0.3 for hybrid. hybrid chooses them by gradient, oar_p block by block; the others get a "
-        "calibrated estimate.",
-    )
-    span: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="What one copy replaces: that many tokens in a row. The score is shared out evenly.",
-    )
-    replacement: Literal["pad", "sampled"] = Field(
-        "pad",
-        description="What stands in for a token. pad: the padding token, as published. sampled: a token drawn from the "
-        "model's own prediction at that place.",
-    )
-    timeout_s: float = Field(
-        300.0, gt=0, description="Seconds that one copy may take in a rollout engine, once it is its turn."
-    )
-    fallback: str = Field(
-        "fisher",
-        description="What a response gets that the rollout engines could not score: an importance without copies, computed by "
-        "the actor in the log-prob pass, or none, its plain advantage.",
-    )
-    max_in_flight: int = Field(
-        64, ge=1, description="Copies that a rollout engine works on at once when it generates nothing."
-    )
-    share_while_generating: float = Field(
-        0.15,
-        gt=0,
-        le=1,
-        description="Share of the time that copies may be in flight on a rollout engine that is generating: generation "
-        "keeps at least the rest. 1 lets them run freely, behind generation in priority.",
-    )
+    budget: float | None = Field(None, gt=0)
+    """How many units of a response get a copy of their own: a value up to 1 is a share, a value above 1 is a number. null: all
+    units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block; the other units get a
+    calibrated estimate."""
+    span: int = Field(1, ge=1, le=1024)
+    """Number of consecutive tokens that one copy replaces. They share its score evenly."""
+    replacement: Literal["pad", "sampled"] = "pad"
+    """What replaces a token. pad: the padding token, as published. sampled: a token drawn from the model's own prediction at
+    that position."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Seconds that one copy may take in a rollout engine, without the wait for its turn."""
+    fallback: str = "fisher"
+    """What a response gets if the rollout engines could not score it: an importance without copies, which the actor computes in
+    the log-prob pass, or none: the response falls back to GRPO."""
+    max_in_flight: int = Field(64, ge=1)
+    """Number of copies that a rollout engine runs at once while it generates nothing."""
+    share_while_generating: float = Field(0.15, gt=0, le=1)
+    """Largest share of the time in which copies may run on a rollout engine while it generates. 1: no limit; copies then have a
+    lower priority than generation."""
 
 
-class DumpConfig(BaseModel):
+class DumpConfig(_Settings):
     """The settings of `algorithm.oar.dump`: responses for people to look at."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
-
-    dir: str | None = Field(
-        None,
-        description="Folder for a file of JSON lines a step, which `oar inspect` shows; null: none. A relative path is below "
-        "trainer.default_local_dir. On several nodes: a folder that all of them see.",
-    )
-    every: int = Field(
-        10,
-        ge=1,
-        description="Steps from one to the next; step 1 has them too. Of files, and of what wandb, TensorBoard or MLflow get "
-        "if they log the run: histograms of weights and importance, and a page of one group.",
-    )
-    groups: int = Field(
-        2, ge=1, description="How many prompts, each with all its responses; those with right and wrong ones first."
-    )
+    dir: str | None = None
+    """Folder for one file of JSON lines per dumped step, for `oar inspect`; null: no files. A relative path is below
+    trainer.default_local_dir. On several nodes: a folder that all nodes see."""
+    every: int = Field(10, ge=1)
+    """Number of steps from one dump to the next; step 1 is dumped too. It also counts for what wandb, TensorBoard or MLflow get
+    if they log the run: histograms of weights and importance, and a page of one group."""
+    groups: int = Field(2, ge=1)
+    """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""
 
 
 GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "dump": DumpConfig}
-"""Keys of `algorithm.oar` that are groups of keys."""
+"""The keys of `algorithm.oar` that hold other keys."""
 
 
 def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
-    """What is wrong with a key below `prefix`, and which one was meant; None where there is such a key."""
+    """A message for an unknown key below `prefix`, with the closest known key; None if the key is known."""
     keys = list(OarConfig.model_fields)
     keys += [f"{group}.{key}" for group, model in GROUPS.items() for key in model.model_fields]
     if ".".join(path) in keys:
@@ -115,10 +92,8 @@ def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
     return f"unknown key; {hint}allowed keys: {', '.join(known)}"
 
 
-class OarConfig(BaseModel):
-    """The settings of `algorithm.oar`. Build it with `OarConfig.parse`, which explains what is wrong."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+class OarConfig(_Settings):
+    """The settings of `algorithm.oar`. `OarConfig.parse` builds it and explains faults."""
 
     importance: str = Field(
         "fisher",
@@ -126,40 +101,26 @@ class OarConfig(BaseModel):
         + " ".join(f"{name}: {importance.help}" for name, importance in IMPORTANCES.items())
         + " Or your own: 'python:<module>:<class>'.",
     )
-    base_estimator: BaseEstimator = Field(
-        "grpo",
-        description="verl's own estimator whose advantage is reshaped. std normalisation of grpo stays with "
-        "algorithm.norm_adv_by_std_in_grpo.",
-    )
-    probe: Probe = Field(
-        "answer_mean",
-        description="What 'the answer distribution' is: last (first answer token, answer not shown), answer_mean (mean "
-        "logits over the answer's tokens; best in the paper's ablations), answer_joint (product over the answer's tokens).",
-    )
-    warmup_steps: int = Field(
-        0,
-        ge=0,
-        description="Training steps that use the probe 'last' before 'probe' takes over; for models whose answers are not "
-        "well formed yet.",
-    )
-    answer_patterns: tuple[str, ...] = Field(
-        ("boxed", "hash", "answer_tag", "the_answer_is"),
-        description="Where the answer stands; the last complete match in a response counts. Names: boxed, hash, answer_tag, "
-        "the_answer_is; or 'regex:<expression>' (group 1 is the answer; it has 2 seconds for a response); or "
-        "'python:<module>:<function>' (your code: nothing ends it when it takes long). A response on which one of these fails "
-        "keeps its plain advantage (fallback/search_failed). Empty: the last token of the response (probe=last only).",
-    )
-    max_answer_tokens: int = Field(
-        1024,
-        ge=1,
-        description="A response whose answer is longer keeps its plain advantage (fallback/answer_too_long): a pattern that "
-        "matched half of the response has found no answer, and a masked copy holds the logits of a whole answer.",
-    )
-    gate: str = Field(
-        "two_level",
-        description="From importance to weights. two_level: 1 + beta above the quantile, 1 below, before mass is restored. "
-        "bi_level: the paper's, damps below it and boosts above it by how much. Or your own: 'python:<module>:<function>'.",
-    )
+    base_estimator: BaseEstimator = "grpo"
+    """verl's own estimator whose advantage is reshaped. algorithm.norm_adv_by_std_in_grpo still says whether grpo divides by
+    the standard deviation."""
+    probe: Probe = "answer_mean"
+    """Definition of the answer's distribution: last (first answer token, answer not shown), answer_mean (mean logits over the
+    answer's tokens; best in the paper's ablations), answer_joint (product over the answer's tokens)."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of first training steps that use the probe 'last' instead; for models whose answers are not well formed yet."""
+    answer_patterns: tuple[str, ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
+    """Where the answer is; the last complete match in a response counts. Names: boxed, hash, answer_tag, the_answer_is; or
+    'regex:<expression>' (group 1 is the answer; at most 2 seconds per response); or 'python:<module>:<function>' (your code,
+    without a time limit). A response on which one of these fails falls back to GRPO (fallback/search_failed). Empty: the answer
+    is the last token of the response (probe=last only)."""
+    max_answer_tokens: int = Field(1024, ge=1)
+    """A response with a longer answer falls back to GRPO (fallback/answer_too_long): a pattern that matches half of a response
+    has not matched an answer, and a masked copy holds the logits of the whole answer."""
+    gate: str = "two_level"
+    """How importance becomes weights, which are then scaled to average 1. two_level: 1 + beta above the quantile, 1 below.
+    bi_level: the paper's gate; the further a token is above or below the quantile, the more it is boosted or damped. Or your
+    own: 'python:<module>:<function>'."""
     tau: float | None = Field(
         None,
         ge=0,
@@ -168,29 +129,25 @@ class OarConfig(BaseModel):
         + ", ".join(f"{gate.tau} for {name}" for name, gate in GATES.items())
         + " (the paper's).",
     )
-    beta: float = Field(2.0, ge=0, description="Boost of the tokens above the quantile.")
+    beta: float = Field(2.0, ge=0)
+    """Boost of the tokens above the quantile."""
     floor: float = Field(
-        0.1, gt=0, le=1, description="Smallest weight of the tokens below it, before mass is restored (bi_level only)."
+        0.1,
+        gt=0,
+        le=1,
+        description="Smallest weight of a token before the weights are scaled to average 1 "
+        f"({', '.join(name for name, gate in GATES.items() if 'floor' in gate.settings)} only).",
     )
-    sigma: float = Field(1e-3, gt=0, le=1, description="Noise scale of oar_g.")
-    num_draws: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Draws of signs or noise that are averaged per response; each repeats the importance's backwards.",
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**31,
-        description="Seed of the signs and the noise, new in every step; the host's RNG is never touched.",
-    )
-    perturbation: PerturbationConfig = Field(
-        default_factory=PerturbationConfig, description="Counterfactual importance: masked copies."
-    )
-    dump: DumpConfig = Field(
-        default_factory=DumpConfig, description="Groups of responses with their weights, for people to look at."
-    )
+    sigma: float = Field(1e-3, gt=0, le=1)
+    """Noise scale of oar_g."""
+    num_draws: int = Field(1, ge=1, le=64)
+    """Number of draws of signs or noise to average per response; each draw repeats the backwards."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of the signs and the noise, which differ in every step; the host's RNG is never touched."""
+    perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
+    """The masked copies of counterfactual importance."""
+    dump: DumpConfig = Field(default_factory=DumpConfig)
+    """Groups of responses with their weights, for people to look at."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "OarConfig":
@@ -232,32 +189,32 @@ class OarConfig(BaseModel):
 
     @property
     def importance_object(self) -> Importance:
-        """What `importance` names."""
+        """The importance that `importance` names."""
         return importance_of(self.importance)
 
     @property
     def gate_object(self) -> Gate:
-        """What `gate` names."""
+        """The gate that `gate` names."""
         return gate_of(self.gate)
 
     @property
     def quantile(self) -> float:
-        """`tau` with its default filled in."""
+        """`tau`; the gate's default where it is null."""
         return self.gate_object.tau if self.tau is None else self.tau
 
     @property
     def copies(self) -> Copies | None:
-        """How the importance uses masked copies; None where it does not."""
+        """How the importance uses masked copies; None if it uses none."""
         return self.importance_object.copies
 
     @property
     def backwards(self) -> int:
-        """Backwards to the embeddings in one gradient pass."""
+        """Number of backwards to the embeddings in one gradient pass."""
         return sum(forward.backward is not None for forward in self.importance_object.forwards(self.num_draws))
 
     @property
     def extra_forwards(self) -> int:
-        """Forwards of a gradient pass beside the one that log-probs need anyway."""
+        """Number of forwards in one gradient pass, without the one that log-probs need anyway."""
         return max(0, len(self.importance_object.forwards(self.num_draws)) - 1)
 
     @property
@@ -267,13 +224,13 @@ class OarConfig(BaseModel):
 
     @property
     def budget(self) -> float:
-        """`perturbation.budget` with its default filled in."""
+        """`perturbation.budget`; the importance's default where it is null."""
         default = 1.0 if self.copies is None else self.copies.budget
         return default if self.perturbation.budget is None else self.perturbation.budget
 
     @property
     def actor_importance(self) -> str:
-        """What the actor computes: for the responses that rollout engines failed to score, if these compute importance."""
+        """Name of the importance that the actor computes: the fallback, where rollout engines compute importance."""
         return self.perturbation.fallback if self.offloads else self.importance
 
     def _check_conflicts(self, importance: Importance) -> None:
@@ -288,10 +245,11 @@ class OarConfig(BaseModel):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
-        """Validate plain settings, the content of `algorithm.oar`; `prefix` is how the user calls this group, for messages.
+        """Validate plain settings, the content of `algorithm.oar`; messages call this group `prefix`.
 
-        OarConfigError: unknown key, value of the wrong type or out of range, or a combination that cannot work; one line a
-        fault, each with the key, its value and what is allowed.
+        Raises:
+            OarConfigError: an unknown key, a value of the wrong type or out of range, or a combination that cannot work; one
+                line per fault, with the key, its value and what is allowed.
         """
         try:
             return cls.model_validate(dict(settings or {}))
@@ -303,7 +261,7 @@ class OarConfig(BaseModel):
     def _explain(cls, fault: Any, prefix: str) -> str:
         parts = [str(part) for part in fault["loc"]]
         nested = parts[0] in GROUPS if parts else False
-        # Of a union, pydantic names the branch that failed as well.
+        # In a union, pydantic adds the branch that failed to the path.
         key = ".".join(parts[: 2 if nested else 1])
         where = f"{prefix}.{key}" if key else prefix
         if fault["type"] == "extra_forbidden":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.credit.gate import kept_mass, relative
+from oar_plugin.credit.gate import kept_total, relative
 
 
 class Reshaped(NamedTuple):
@@ -48,7 +48,7 @@ def reshape(
         importance_BL = relative(importance_BL, usable_BL)
     weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor).float()
     # One response that a user's gate or importance was not made for must not spoil a batch.
-    bad_B = (status_B == Status.SCORED) & ~kept_mass(weight_BL, usable_BL)
+    bad_B = (status_B == Status.SCORED) & ~kept_total(weight_BL, usable_BL)
     status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     weight_BL = torch.where(usable_BL, weight_BL, 1.0)

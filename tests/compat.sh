@@ -13,7 +13,7 @@
 #
 # The environment is made in .venv-compat/STACK and kept (COMPAT_VENV names another place), with the interpreter that
 # PYTHON names (default: 3.12 where megatron-core asks for it, else 3.11). Where the package index has no CPU build of a torch, it is the
-# CUDA build: 7 GB. `docs/compatibility.md` has the results.
+# CUDA build: 7 GB. `docs/evidence/versions.md` has the results.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

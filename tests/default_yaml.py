@@ -1,4 +1,4 @@
-"""`default.yaml` as it follows from `config.py`; `python -m tests.default_yaml` writes it."""
+"""`default.yaml` as `config.py` defines it; `python -m tests.default_yaml` writes it."""
 
 import textwrap
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What breaks those who trust it: text for pages, terminals and paths, and a pickle."""
+"""Hostile input: text for pages, terminals and paths, and a pickle."""
 
 import re
 from pathlib import Path
@@ -19,16 +19,16 @@ texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), min_size=1, max_
 names = texts.map(lambda text: re.sub(r"[\0/]|[\ud800-\udc7f\udd00-\udfff]", "_", text)[:40]).filter(
     lambda name: name.strip(".") != ""
 )
-"""Of files and folders: half a character stands for a byte that is no UTF-8."""
+"""Names of files and folders. Half a character is a byte that is not UTF-8."""
 
 UNSEEN = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0001-\U000e007f]"
 )
-"""What steers a terminal or the direction of writing, or is not seen; a line break aside."""
+"""Characters that control a terminal or the writing direction, or are invisible, except a line break."""
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, made: Path) -> None:
         self.made = made

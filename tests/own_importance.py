@@ -21,8 +21,8 @@ class Saliency(Importance):
         return (gradient.float() * embedding.float()).sum(-1).abs()
 
 
-def upper_half(importance_BL: Tensor, reasoning_BL: Tensor, tau: float, beta: float, floor: float) -> Tensor:
-    """Weight 1 + beta for what is above the response's mean, 1 for the rest, with the mass restored."""
+def upper_half(importance_BL: Tensor, reasoning_BL: Tensor, beta: float) -> Tensor:
+    """Weight 1 + beta for tokens above the response's mean and 1 for the others, scaled to average 1."""
     count_B1 = reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
     mean_B1 = importance_BL.masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True) / count_B1
     weight_BL = torch.where(reasoning_BL, 1 + beta * (importance_BL > mean_B1), 0.0)

@@ -12,10 +12,10 @@ from oar_plugin.credit.importance import IMPORTANCES
         # The defaults are the measured estimator and gate.
         (None, {"gate": "two_level", "quantile": 0.85, "beta": 2.0, "floor": 0.1, "sigma": 1e-3}),
         (None, {"importance": "fisher", "probe": "answer_mean", "base_estimator": "grpo"}),
-        # The quantile follows the gate unless it is said.
+        # The quantile is the gate's unless tau is set.
         ({"gate": "bi_level"}, {"quantile": 0.4}),
         ({"gate": "bi_level", "tau": 0.0}, {"quantile": 0.0}),
-        # No pattern is fine with the last probe.
+        # The probe `last` needs no pattern.
         ({"answer_patterns": [], "probe": "last"}, {"answer_patterns": ()}),
         *(({"importance": name}, {"importance_object": IMPORTANCES[name]}) for name in IMPORTANCES),
     ],
@@ -25,7 +25,7 @@ def test_what_a_configuration_says(given, values):
     assert {name: getattr(config, name) for name in values} == values
 
 
-# Faults in the name of an importance, gate or fallback, and of a user's own: credit/importance/test_check.py.
+# Faults of the names of importances, gates and fallbacks: credit/importance/test_check.py.
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [

@@ -1,10 +1,9 @@
-"""What SECURITY.md says of files: what they hold is not executed, not unpickled, and leads no write out of the folder."""
+"""The promises of SECURITY.md: content of files is neither executed nor unpickled, and no write leaves the target folder."""
 
 import ast
 import json
 import pickle
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,37 +35,26 @@ SECRET = "not to be written over\n"
 
 
 def calls():
-    """Every call in the package, with its file and its name as it is written."""
+    """Every call in the package: its file, the name of the called function, the syntax node."""
     for file in sorted((ROOT / "oar_plugin").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 yield file.relative_to(ROOT).as_posix(), ast.unparse(node.func), node
 
 
-CALLS = list(calls())
-
-
 def test_models_are_loaded_without_the_code_in_their_folders():
-    found = {}
-    for file, name, node in CALLS:
+    trusting = {}
+    for file, name, node in calls():
         if name.endswith("from_pretrained") and not name.startswith("PeftModel"):  # an adapter's folder has no code
-            trusts = next((ast.unparse(word.value) for word in node.keywords if word.arg == "trust_remote_code"), None)
-            found.setdefault(trusts, set()).add(file)
-    assert found.keys() == {"False", "True"}
-    assert found["True"] == {"oar_plugin/hosts/openrlhf/settings.py"}, "OpenRLHF itself does"
+            trust = next((ast.unparse(word.value) for word in node.keywords if word.arg == "trust_remote_code"), None)
+            trusting.setdefault(trust, set()).add(file)
+    assert trusting.keys() == {"False", "True"}
+    assert trusting["True"] == {"oar_plugin/hosts/openrlhf/settings.py"}, "OpenRLHF itself does"
 
 
-def test_nothing_is_unpickled_and_commands_print_what_can_be_seen():
-    named = {(file, name) for file, name, _ in CALLS}
-    unpickles = ("pickle.load", "pickle.loads", "torch.load", "np.load", "recv_pyobj", "read_pickle", "marshal.loads")
-    assert [each for each in named if each[1].endswith(unpickles)] == []
-    # JSON has no letters that steer; a script is printed as it will run; `inspect` prints what `page/terminal.py` made.
-    printing = Counter(
-        file.removeprefix("oar_plugin/cli/") for file, name, _ in CALLS if name == "print" and "/cli/" in file
-    )
-    assert printing == Counter(
-        ["data.py", "doctor/__init__.py", "doctor/answers.py", "inspect.py", "launch.py", "plan.py"]
-    )
+def test_nothing_is_unpickled():
+    unpickle = ("pickle.load", "pickle.loads", "torch.load", "np.load", "recv_pyobj", "read_pickle", "marshal.loads")
+    assert [(file, name) for file, name, _ in calls() if name.endswith(unpickle)] == []
 
 
 # ---- files that somebody else made
@@ -84,19 +72,19 @@ def code_of(made):
     return f"from pathlib import Path\nPath({str(made)!r}).touch()\n"
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "model", "weights"])
-def test_a_model_folders_code_and_pickles_do_not_run(what, model_folder, tmp_path, monkeypatch, capsys):
-    """Asked at a terminal, a user would have to say no; here yes is what a careless one types."""
+@pytest.mark.parametrize("carrier", ["tokenizer", "model", "weights"])
+def test_a_model_folders_code_and_pickles_do_not_run(carrier, model_folder, tmp_path, monkeypatch, capsys):
+    """Not even when a careless user answers the question at the terminal with yes."""
     folder, made = tmp_path / "model", tmp_path / "made"
     shutil.copytree(model_folder, folder)
     (folder / "mine.py").write_text(code_of(made))
-    if what == "weights":
+    if carrier == "weights":
         (folder / "model.safetensors").unlink()
         torch.save({"lm_head.weight": Bomb(made)}, folder / "pytorch_model.bin")
     else:
-        file = folder / ("tokenizer_config.json" if what == "tokenizer" else "config.json")
+        file = folder / ("tokenizer_config.json" if carrier == "tokenizer" else "config.json")
         config = json.loads(file.read_text())
-        if what == "tokenizer":
+        if carrier == "tokenizer":
             config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
         else:
             names = {name: f"mine.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
@@ -106,12 +94,12 @@ def test_a_model_folders_code_and_pickles_do_not_run(what, model_folder, tmp_pat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     status = main(["inspect", str(tmp_path / "mine.jsonl"), "--model", str(folder), "--device", "cpu"])
-    assert status == 1 or what == "tokenizer"  # a tokenizer without its own class may still be one
+    assert status == 1 or carrier == "tokenizer"  # a tokenizer without its own class may still be one
     assert not made.exists()
 
 
 def sharded(folder, model_folder, content):
-    """A checkpoint of verl's in one shard."""
+    """Write a checkpoint of verl with one shard."""
     pytest.importorskip("verl")
     actor = folder / "global_step_1" / "actor"
     shutil.copytree(model_folder, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -121,7 +109,7 @@ def sharded(folder, model_folder, content):
 
 @pytest.fixture
 def mesh():
-    """Of this process alone."""
+    """A device mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
     dist.destroy_process_group()
@@ -158,7 +146,7 @@ def test_a_folder_of_data_brings_no_code(brings, tmp_path, monkeypatch):
         (folder / "test.pkl").write_bytes(pickle.dumps(Bomb(made)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError, match="cannot read"):
-        load("math500", "test", folder, None)
+        load("math500", "test", folder)
     assert not made.exists()
 
 
@@ -187,7 +175,7 @@ def test_logs_are_data(name, tmp_path):
     "answer", ["\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "The answer is {}", "\\boxed{{${}$}}"]
 )
 def test_an_answer_is_not_evaluated_as_python(text, answer, tmp_path, monkeypatch):
-    """sympy's reader calls eval. Digits and operators reach it, and no letter."""
+    """sympy's parser calls eval. Only digits and operators reach it, no letter."""
     parser = pytest.importorskip("math_verify.parser")
     given, parse_expr = [], parser.parse_expr
     monkeypatch.setattr(
@@ -205,7 +193,7 @@ def test_an_answer_is_not_evaluated_as_python(text, answer, tmp_path, monkeypatc
 
 
 def lead(folder, *names):
-    """Symbolic links of these names in `folder`, each to a file outside; returns the files."""
+    """Put symbolic links with these names into `folder`, each to a file outside; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder.parent / f"outside{number}" for number in range(len(names))]
     for name, file in zip(names, files, strict=True):

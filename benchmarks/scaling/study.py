@@ -203,7 +203,7 @@ def report_of(settings: Settings, series: Series, measured: Measured, failed: di
     notes = [
         f"{model if settings.path else model_line(settings.size, parameters, settings.dtype)}; every layout with "
         f"{arguments}. Nodes: {machine['nodes']}; backend {machine['backend']}. What is in a step, and how to read this page: "
-        "benchmarks/SCALING.md.",
+        "docs/evidence/scaling.md.",
         f"At least {rounds} rounds after a warm-up. Seconds are medians; OAR / GRPO is the "
         "median of the rounds' ratios, with the lowest and the highest round beside it; intervals are a bootstrap over rounds.",
         f"Load average of a minute when a launch began: {min(loads):g} to {max(loads):g}.",

@@ -152,7 +152,7 @@ def report_of(settings: Settings, runs: Mapping[str, Any], device: str) -> Repor
         f"{on_cpu if device == 'cpu' else 'by the allocator of CUDA'}.",
         f"Importance for {settings.scored} of {settings.responses} responses (--scored-share): {settings.importance} in b and "
         "c, OAR-G in d, without activation checkpointing. b runs the others without a graph, c and d leave them out.",
-        "How it is kept fair: docs/studies.md.",
+        "How it is kept fair: docs/evidence/studies.md.",
         *(
             f"EXTRAPOLATED: {letter} was timed on {count} responses, its seconds multiplied by {settings.scored} / {count}."
             for letter, count in scaled.items()

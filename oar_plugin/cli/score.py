@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import torch
+import yaml
 from torch import Tensor
 
 from oar_plugin.cli.tables import progress_bar
@@ -24,20 +25,35 @@ from oar_plugin.runs.evaluate.checkpoints import find
 from oar_plugin.runs.evaluate.problems import EvaluationError
 
 ROWS = 512
-"""Positions whose logits are there at a time: 0.3 GB of float32 for a vocabulary of 152,000."""
+"""Positions whose logits are in memory at once: 0.3 GB of float32 for a vocabulary of 152,000."""
+
+
+def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> dict[str, OarConfig]:
+    """The settings for each importance, by its name; `settings` are `key=value`. Raises SourceError."""
+    given: dict[str, Any] = {}
+    for key, _, text in (word.partition("=") for word in settings):
+        group, _, name = key.removeprefix("algorithm.oar.").rpartition(".")
+        try:
+            (given.setdefault(group, {}) if group else given)[name] = yaml.safe_load(text)
+        except (yaml.YAMLError, TypeError):
+            raise SourceError(f"{key}={text}: not a value as on verl's command line") from None
+    try:
+        names = names or [str(given.get("importance", OarConfig().importance))]
+        configs = [OarConfig.parse({**given, "importance": name}) for name in names]
+    except OarConfigError as error:
+        raise SourceError(str(error)) from None
+    return {config.importance_object.name: config for config in configs}
 
 
 def header_of(configs: Mapping[str, OarConfig]) -> Header:
-    """The header of responses that no run dumped; `configs` by the name of the importance, none without a model."""
-    first = next(iter(configs.values()), OarConfig())
+    """The header of responses that no run dumped; `configs` from `configs_of`, empty without a model."""
     scales = {name: config.importance_object.arbitrary_scale for name, config in configs.items()}
-    return header_for(first, scales)
+    return header_for(next(iter(configs.values()), OarConfig()), scales)
 
 
 def graded(texts: Sequence[Text]) -> list[Text]:
-    """The same texts, with the recipes' reward where there is a truth and no reward."""
-    needed = [text.reward is None and text.truth is not None for text in texts]
-    if not any(needed):
+    """The same texts; those with a truth and without a reward get the reward of the recipes."""
+    if all(text.truth is None or text.reward is not None for text in texts):
         return list(texts)
     try:
         from oar_plugin.runs.reward import compute_score
@@ -45,15 +61,52 @@ def graded(texts: Sequence[Text]) -> list[Text]:
         say(f"oar inspect: responses are not graded: {error}", sys.stderr)
         return list(texts)
 
-    return [
-        replace(text, reward=compute_score(text.source, text.response, str(text.truth))["score"]) if need else text
-        for text, need in zip(texts, needed, strict=True)
-    ]
+    def grade(text: Text) -> Text:
+        if text.truth is None or text.reward is not None:
+            return text
+        return replace(text, reward=compute_score(text.source, text.response, text.truth)["score"])
+
+    return list(map(grade, texts))
+
+
+def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mapping[str, OarConfig]) -> list[Response]:
+    """The texts as tokens, with the importances of `configs` and the weights of the first of them.
+
+    Args:
+        name: of the model, as in `oar eval`.
+        device: None: a GPU if there is one.
+        texts: the responses.
+        configs: from `configs_of`.
+
+    Raises:
+        SourceError: the tokenizer has no template for a prompt, or a setting is for runs only.
+        EvaluationError: the model cannot be loaded, is not supported, or needs more memory than there is.
+    """
+    model, tokenizer = _load(name, device)
+    token_bytes, longest = TokenBytes(tokenizer), getattr(model.config, "max_position_embeddings", None) or 2**31
+    responses = []
+    with progress_bar() as progress:
+        for place, (text, advantage) in enumerate(zip(texts, advantages(texts), strict=True)):
+            progress("responses", place, len(texts))
+            prompt, ids = _prompt_ids(tokenizer, text), tokenizer(text.response, add_special_tokens=False)["input_ids"]
+            credit: dict[str, Any] = {"segments": [0] * len(ids), "status": Status.TOO_LONG.name.lower()}
+            try:
+                if len(prompt) + len(ids) <= longest:
+                    credit = _credit(model, tokenizer, prompt, ids, max(1, text.step), configs)
+            except OarConfigError as error:
+                raise SourceError(str(error)) from error
+            except UnsupportedModelError as error:
+                raise EvaluationError(str(error)) from error
+            except torch.OutOfMemoryError as error:
+                advice = "leave it out, or --device cpu"
+                raise EvaluationError(f"{text.uid}: no memory for its {len(ids)} tokens; {advice}") from error
+            responses.append(text.to_response(advantage, token_ids=ids, tokens=token_bytes.texts(ids), **credit))
+    return responses
 
 
 def _load(name: str, device: str | None) -> tuple[Any, Any]:
     """Model and tokenizer. Raises EvaluationError."""
-    path = find(name, False, lambda said: say(f"oar inspect: {said}", sys.stderr))
+    path = find(name, False, lambda text: say(f"oar inspect: {text}", sys.stderr))
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,41 +118,6 @@ def _load(name: str, device: str | None) -> tuple[Any, Any]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError, UnpicklingError) as error:
         on = f" on --device={device}" if device else ""
         raise EvaluationError(f"not loaded{on}: {' '.join(str(error).split())[:300]}") from error
-
-
-def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mapping[str, OarConfig]) -> list[Response]:
-    """The texts cut into tokens, with the importances that `configs` name and the weights of the first of them.
-
-    Args:
-        name: of the model, as `oar eval` takes it.
-        device: None: a GPU if there is one.
-        texts: R responses.
-        configs: by the name of the importance.
-
-    Raises:
-        SourceError: a prompt that the tokenizer has no template for, or settings that are for runs only.
-        EvaluationError: the model cannot be loaded, is none that OAR serves, or there is no memory left.
-    """
-    model, tokenizer = _load(name, device)
-    token_bytes, longest = TokenBytes(tokenizer), getattr(model.config, "max_position_embeddings", None) or 2**31
-    responses = []
-    with progress_bar() as progress:
-        for place, (text, advantage) in enumerate(zip(texts, advantages(texts), strict=True)):
-            progress("responses", place, len(texts))
-            prompt, ids = _prompt_ids(tokenizer, text), tokenizer(text.response, add_special_tokens=False)["input_ids"]
-            known: dict[str, Any] = {"segments": [0] * len(ids), "status": Status.TOO_LONG.name.lower()}
-            try:
-                if len(prompt) + len(ids) <= longest:
-                    known = _credit(model, tokenizer, prompt, ids, max(1, text.step), configs)
-            except OarConfigError as error:
-                raise SourceError(str(error)) from error
-            except UnsupportedModelError as error:
-                raise EvaluationError(str(error)) from error
-            except torch.OutOfMemoryError as error:
-                advice = "leave it out, or --device cpu"
-                raise EvaluationError(f"{text.uid}: no memory for its {len(ids)} tokens; {advice}") from error
-            responses.append(text.told(advantage, token_ids=ids, tokens=token_bytes.texts(ids), **known))
-    return responses
 
 
 def _prompt_ids(tokenizer: Any, text: Text) -> list[int]:
@@ -117,11 +135,11 @@ def _prompt_ids(tokenizer: Any, text: Text) -> list[int]:
 def _credit(
     model: Any, tokenizer: Any, prompt: list[int], ids: list[int], step: int, configs: Mapping[str, OarConfig]
 ) -> dict[str, Any]:
-    """What `Response` has of each token of one response, and its status."""
+    """The fields of `Response` that a model adds: its numbers for each token, and the status."""
     given: dict[str, Any] = {"prompts": [prompt], "responses": [ids], "tokenizer": tokenizer, "step": step}
     credits = {name: importance(model, **given, **config.model_dump()) for name, config in configs.items()}
     first, own = next(iter(credits.values())), slice(len(prompt), None)
-    log_prob_N, entropy_N = _read_tokens(model, first.input_ids[0].to(model.device), len(prompt))
+    log_prob_N, entropy_N = _log_probs_and_entropies(model, first.input_ids[0].to(model.device), len(prompt))
     return {
         "segments": first.segments[0, own].tolist(),
         "importance": {name: credit.importance[0, own].tolist() for name, credit in credits.items()},
@@ -133,11 +151,11 @@ def _credit(
 
 
 @torch.no_grad()
-def _read_tokens(model: Any, token_L: Tensor, begin: int) -> tuple[Tensor, Tensor]:
-    """Log-probs of the tokens from `begin` on and entropies of what they were drawn from, `[L - begin]` each."""
+def _log_probs_and_entropies(model: Any, token_L: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+    """Log-probs of the tokens from `begin` on and entropies of their distributions, in nats, float32 `[L - begin]` each."""
     hidden_NH = model.base_model(input_ids=token_L[None], use_cache=False).last_hidden_state[0, begin - 1 : -1]
     pairs = zip(hidden_NH.split(ROWS), token_L[begin:].split(ROWS), strict=True)
-    logits = ((model.get_output_embeddings()(rows_NH), token_N) for rows_NH, token_N in pairs)
-    found = [(WHOLE_VOCABULARY.log_prob(rows, token_N), WHOLE_VOCABULARY.entropy(rows)) for rows, token_N in logits]
-    log_probs, entropies = zip(*found, strict=True)
+    chunks = ((model.get_output_embeddings()(rows_NH), token_N) for rows_NH, token_N in pairs)
+    columns = [(WHOLE_VOCABULARY.log_prob(rows, token_N), WHOLE_VOCABULARY.entropy(rows)) for rows, token_N in chunks]
+    log_probs, entropies = zip(*columns, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)

@@ -1,6 +1,32 @@
 """The method: outcome-grounded token credit as pure functions on tensors (arXiv 2601.07408).
 
-`answer` finds which tokens are the answer, `probe` reads the model's outcome distribution there, `importance/` holds one file
-an importance, `gate` turns importance into weights, `diagnostics` says what the weights look like. Nothing here knows a
-host. Shape suffixes: T tokens (packed), N rows of logits, B responses, L longest response, V vocabulary, H hidden size.
+`answer` finds the answer's tokens, `probe` computes the model's outcome distribution there, `importance/` has one file per
+importance, `gate` turns importance into weights, `diagnostics` measures the weights. Nothing here knows a host.
+Shape suffixes: T tokens (packed), N rows of logits, B responses, L longest response, V vocabulary, H hidden size.
 """
+
+import importlib
+import operator
+from typing import Any
+
+
+def imported(name: str, allowed: str) -> Any:
+    """The object that a setting names as `python:<module>:<name>`.
+
+    Args:
+        name: the setting's value.
+        allowed: the end of the message for a value of another form.
+
+    Raises:
+        ValueError: the value has another form, or the object cannot be imported.
+    """
+    kind, _, path = name.partition(":")
+    module, _, attribute = path.partition(":")
+    if kind != "python" or not module or not attribute:
+        raise ValueError(f"unknown; {allowed}")
+    try:
+        return operator.attrgetter(attribute)(importlib.import_module(module))
+    except Exception as error:  # a user's module runs code of its own
+        raise ValueError(
+            f"cannot be imported: {error!r}; the module must be on PYTHONPATH in the driver and on every worker"
+        ) from error

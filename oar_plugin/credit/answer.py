@@ -1,10 +1,9 @@
-"""Which tokens of a response are its final answer, which announce it and which are reasoning.
+"""Which tokens of a response are its final answer, which announce the answer, and which are reasoning.
 
-The segments are those of arXiv 2601.07408 (section on segments): ``reasoning | conclude | answer | after``. Only
-reasoning tokens are scored and reshaped later; the answer's tokens are where the outcome is probed.
-
-Answers are searched in the text and mapped back to tokens through byte offsets, because token borders and answer
-borders rarely coincide (one token can hold ``}.`` or half of a multi-byte character).
+The segments are those of arXiv 2601.07408 (section on segments): ``reasoning | conclude | answer | after``. Only reasoning
+tokens are scored and reshaped; the outcome is probed at the answer's tokens. Answers are searched in the text and mapped to
+tokens through byte offsets, because borders of tokens and of answers rarely coincide (a token can hold ``}.`` or half of a
+multi-byte character).
 """
 
 import enum
@@ -17,14 +16,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import regex
 
-from oar_plugin.credit.named import imported
+from oar_plugin.credit import imported
 
 PATTERN_SECONDS = 2.0
-"""CPU seconds of this process that a user's regular expression may take for one text; ordinary ones take milliseconds."""
+"""Longest CPU time of a user's regular expression on one text; ordinary expressions take milliseconds."""
 
 
 class Segment(enum.IntEnum):
-    """What a response token is for; one value per token (arXiv 2601.07408, section on segments)."""
+    """The segment of a response token (arXiv 2601.07408, section on segments)."""
 
     OUTSIDE = 0  # not the policy's own token: tool output, padding
     REASONING = 1
@@ -34,15 +33,15 @@ class Segment(enum.IntEnum):
 
 
 class SearchFailed(Exception):
-    """A user's own pattern failed on a text, so that nobody knows where its answer is; says which and how."""
+    """A user's own pattern failed on a text, so its answer is unknown; the message names the pattern and the failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpan:
-    """Where an answer stands in a text, in characters (``str`` offsets).
+    """An answer's place in a text, in characters: ``0 <= marker_start <= start < end <= len(text)``.
 
-    ``[start, end)`` is the answer without surrounding white space or decoration, never empty; ``[marker_start, start)``
-    is what announces it (``\\boxed{``, ``#### ``). ``0 <= marker_start <= start < end <= len(text)``.
+    ``[start, end)`` is the answer without surrounding white space or decoration; ``[marker_start, start)`` is the marker
+    that announces it (``\\boxed{``, ``#### ``).
     """
 
     marker_start: int
@@ -50,34 +49,34 @@ class AnswerSpan:
     end: int
 
 
-# A user's own callable may return a span, (start, end) or (marker_start, start, end), in characters, or None.
+# A user's own callable may return an AnswerSpan, (start, end), (marker_start, start, end), or None.
 AnswerFinder: TypeAlias = Callable[[str], "AnswerSpan | tuple[int, int] | tuple[int, int, int] | None"]
 
 _Candidates: TypeAlias = Callable[[str], Iterator[AnswerSpan]]
 
-# A longer "answer" in running text is an argument, not an answer. The limit also keeps a response that repeats
-# "the answer is" forever from costing quadratic time.
+# A longer "answer" in running text is an argument, not an answer. Without a limit, a response that repeats "the answer is"
+# would take quadratic time.
 _LONGEST_SENTENCE = 1000
 
-# `\\boxed` after an escaped backslash still counts, as it does for reward functions that look for the last "\boxed".
+# `\\boxed` after an escaped backslash still counts, as in reward functions that search for the last "\boxed".
 _BRACES = re.compile(r"(?P<open>\\boxed\s*\{|\{)|(?P<close>\})|\\(?!\\boxed).", re.DOTALL)
-# LaTeX also boxes a bare token; only a number or one capital letter is told apart from prose about "\boxed".
+# LaTeX also boxes a token without braces. Here only a number or a capital letter counts; the rest may be prose about "\boxed".
 _BARE_BOX = re.compile(r"\\boxed +(-?\d+(?:[.,/]\d+)*|[A-Z])(?![\w{^/%]|[.,]\d|\\(?![)\]]))")
 _HASH = re.compile(r"####(?<!#####)(?!#)([^\n]*)")
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-# Two expressions, because one that begins with optional words is tried at every character of the text.
+# Two expressions: a single one would begin with optional words and be tried at every character of the text.
 _PROSE_MARKER = re.compile(r"(?:[Aa]nswer|ANSWER)\**\s*(?:(?:is|IS)\b[\s*]*:?|:)")
 _PROSE_LEAD = re.compile(r"(?:\*\*)?(?<!\w)(?:(?:the|my|our|final|correct)\s+){0,3}\Z", re.IGNORECASE)
 _LONGEST_LEAD = 40
-# A full stop inside a number or name ("3.14", "x.y") does not end the sentence; a closing tag and a new line do.
+# A full stop inside a number or name ("3.14", "x.y") does not end a sentence; a closing tag or a new line does.
 _SENTENCE_END = re.compile(r"\.(?!\w)|[?。？！\n]|</\w+>")
 _LEADING_DECORATION = re.compile(r"(?:[\s$*]|\\[(\[])*")
-# What `regex` takes for an approximate match ("{e<=1}") or a named class ("[[:alpha:]]"), and `re` for plain characters.
-_READ_OTHERWISE = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:[^\]]*:\]))")
+# Expressions that `regex` and `re` understand differently: an approximate match ("{e<=1}"), a named class ("[[:alpha:]]").
+_AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:[^\]]*:\]))")
 
 
 def _trimmed(text: str, marker_start: int, start: int, end: int, decoration: bool = False) -> AnswerSpan | None:
-    """Narrow ``[start, end)`` to the answer proper: no white space and, on request, no ``$ * \\( \\[``, full stop."""
+    """``[start, end)`` without white space and, on request, without ``$ * \\( \\[`` and full stop; None if nothing is left."""
     while end > start:
         if text[end - 1].isspace():
             end -= 1
@@ -95,7 +94,7 @@ def _trimmed(text: str, marker_start: int, start: int, end: int, decoration: boo
 
 
 def _boxed(text: str) -> Iterator[AnswerSpan]:
-    """``\\boxed{...}`` with balanced braces, in one pass; unclosed and empty boxes are no candidates."""
+    """``\\boxed{...}`` with balanced braces, in one pass; boxes that are empty or not closed are skipped."""
     open_braces: list[re.Match[str]] = []
     first_box = text.find(r"\boxed")
     for token in _BRACES.finditer(text, first_box) if first_box >= 0 else ():
@@ -110,7 +109,7 @@ def _boxed(text: str) -> Iterator[AnswerSpan]:
 
 
 def _matches(pattern: re.Pattern[str]) -> _Candidates:
-    """Every match of ``pattern`` as a candidate: group 1 is the answer, perhaps with decoration."""
+    """A source of candidates: group 1 of every match of ``pattern``, without decoration."""
 
     def candidates(text: str) -> Iterator[AnswerSpan]:
         for match in pattern.finditer(text):
@@ -121,10 +120,10 @@ def _matches(pattern: re.Pattern[str]) -> _Candidates:
 
 
 def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
-    """``the answer is ...``, ``Final answer: ...`` to the end of the sentence, or of the brace it stands in."""
+    """``the answer is ...``, ``Final answer: ...`` up to the end of the sentence or of the enclosing brace."""
     for marker in _PROSE_MARKER.finditer(text):
         lead = _PROSE_LEAD.search(text, max(0, marker.start() - _LONGEST_LEAD), marker.start())
-        if lead is None:  # the end of a longer word
+        if lead is None:  # the marker is the end of a longer word
             continue
         leading = _LEADING_DECORATION.match(text, marker.end())
         start = leading.end() if leading else marker.end()
@@ -138,7 +137,7 @@ def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
 
 
 def _closing_brace(text: str, start: int, end: int) -> int:
-    """Where the ``}`` stands that closes a brace opened before ``start``; ``end`` if there is none before it."""
+    """Offset of the ``}`` in ``[start, end)`` that closes a brace opened before ``start``; ``end`` if there is none."""
     depth = 0
     for token in _BRACES.finditer(text, start, end):
         depth += (token.lastgroup == "open") - (token.lastgroup == "close")
@@ -148,7 +147,7 @@ def _closing_brace(text: str, start: int, end: int) -> int:
 
 
 def _last_character(text: str) -> AnswerSpan | None:
-    """The last character that is not white space: what ``make_finder(())`` finds."""
+    """The last character that is not white space, for models without an answer format."""
     end = len(text.rstrip())
     return AnswerSpan(end - 1, end - 1, end) if end else None
 
@@ -164,9 +163,9 @@ _NAMED: dict[str, _Candidates] = {
 def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     r"""Build the function that finds the final answer of a response.
 
-    Of all complete answers that any pattern finds, the one that starts last wins: the innermost ``5`` of
-    ``<answer>\boxed{5}</answer>``, the last of several boxes. Markers that follow each other without text between
-    them announce together: ``The answer is \boxed{`` is one marker.
+    Of all complete answers that any pattern finds, the one that starts last counts: the innermost ``5`` of
+    ``<answer>\boxed{5}</answer>``, the last of several boxes. Markers without text between them are one marker:
+    ``The answer is \boxed{``.
 
     Args:
         patterns: how the answer may be written, each one of
@@ -174,27 +173,24 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
             - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
             - ``hash``: ``#### ...`` to the end of the line;
             - ``answer_tag``: ``<answer>...</answer>``;
-            - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence. Prose
-              behind the real answer can match too ("the answer is plausible"): for models that end this way;
-            - ``regex:<expression>``: a Python regular expression whose group named ``answer``, or else group 1, is the
-              answer and whose match begins the marker. It is run by the ``regex`` library, which can end a search
-              (``PATTERN_SECONDS``) and differs from ``re`` in rare characters alone: for ``\w`` and ``\b``, combining
-              marks are letters and ``²`` or ``½`` is none; ``\s`` leaves out U+001C to U+001F;
-            - ``python:<module>:<function>``: a callable that takes the text and returns an ``AnswerSpan``,
-              ``(start, end)``, ``(marker_start, start, end)`` or None. It is the user's code: nothing ends it when it
-              takes long.
+            - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence; prose after
+              the real answer can match too ("the answer is plausible");
+            - ``regex:<expression>``: a Python regular expression. Its group named ``answer``, or else group 1, is the
+              answer; its match begins the marker. The ``regex`` library runs it, which can end a search
+              (``PATTERN_SECONDS``) and differs from ``re`` in rare characters only: for ``\w`` and ``\b``, combining
+              marks are letters and ``²`` or ``½`` is none; ``\s`` does not match U+001C to U+001F;
+            - ``python:<module>:<function>``: an ``AnswerFinder`` of the user's own, without a time limit.
 
-            Empty: for models without an answer format. The last character that is not white space is then the answer,
-            so its last token; only the ``last`` probe makes sense on it.
+            Empty: for models without an answer format. The answer is then the last character that is not white space;
+            only the ``last`` probe makes sense for it.
 
     Returns:
-        A function of the text, ``AnswerSpan`` or None. The text may hold lone surrogates, which stand for bytes that
-        are not UTF-8. It raises ``SearchFailed`` where a pattern of the user's own took too long, raised, or returned
-        something else.
+        A function from the text (lone surrogates stand for bytes that are not UTF-8) to an ``AnswerSpan`` or None. It raises
+        ``SearchFailed`` if a pattern of the user's own took too long, raised, or returned something else.
 
     Raises:
-        ValueError: a pattern is none of these, its expression does not compile, has no group, or is read otherwise by
-            ``regex`` than by ``re``, or its function cannot be imported.
+        ValueError: a pattern is none of these, its expression does not compile, has no group, or has another meaning for
+            ``regex`` than for ``re``, or its function cannot be imported.
     """
     if isinstance(patterns, str):
         raise ValueError(f"answer patterns must be a list of strings, got the single string {patterns!r}")
@@ -203,13 +199,13 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     sources = [_candidates_of(pattern) for pattern in patterns]
 
     def find(text: str) -> AnswerSpan | None:
-        found = [span for source in sources for span in source(text)]
-        if not found:
+        spans = [span for source in sources for span in source(text)]
+        if not spans:
             return None
-        answer = max(found, key=lambda span: span.start)
+        answer = max(spans, key=lambda span: span.start)
         marker_start = answer.marker_start
-        for span in sorted(found, key=lambda span: span.marker_start, reverse=True):
-            # This one's own answer text would begin where our marker does, or within it: nothing stands between them.
+        for span in sorted(spans, key=lambda span: span.marker_start, reverse=True):
+            # This span's own answer would begin at or inside of our marker, so there is no text between the two markers.
             if span.marker_start < marker_start <= span.start:
                 marker_start = span.marker_start
         return replace(answer, marker_start=marker_start)
@@ -222,7 +218,7 @@ def _candidates_of(pattern: str) -> _Candidates:
         return _NAMED[pattern]
     kind, _, value = pattern.partition(":")
     if kind == "regex":
-        return _own_expression(pattern, value)
+        return _regex_candidates(pattern, value)
     if kind == "python":
         try:
             function = imported(pattern, "allowed: python:<module>:<function>")
@@ -232,7 +228,7 @@ def _candidates_of(pattern: str) -> _Candidates:
             raise ValueError(f"answer pattern {pattern!r}: it is not callable")
 
         def candidates(text: str) -> Iterator[AnswerSpan]:
-            if span := _ask(function, text):
+            if span := _call(function, text):
                 yield span
 
         return candidates
@@ -242,10 +238,10 @@ def _candidates_of(pattern: str) -> _Candidates:
     )
 
 
-def _own_expression(pattern: str, expression: str) -> _Candidates:
-    if other := _READ_OTHERWISE.search(expression):
-        there = expression[other.start(1) :][:8]
-        raise ValueError(f"answer pattern {pattern!r}: {there!r} has another meaning here; allowed: \\{other[1]}")
+def _regex_candidates(pattern: str, expression: str) -> _Candidates:
+    if ambiguous := _AMBIGUOUS.search(expression):
+        part = expression[ambiguous.start(1) :][:8]
+        raise ValueError(f"answer pattern {pattern!r}: {part!r} has another meaning here; allowed: \\{ambiguous[1]}")
     try:
         group = "answer" if "answer" in re.compile(expression).groupindex else 1
         compiled: Any = regex.compile(expression, regex.VERSION0)
@@ -265,48 +261,48 @@ def _own_expression(pattern: str, expression: str) -> _Candidates:
     return candidates
 
 
-def _ask(finder: AnswerFinder, text: str) -> AnswerSpan | None:
-    """Call a finder that may be a user's own; whatever it does, nothing but SearchFailed comes out of it."""
+def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
+    """Call a finder that may be a user's own. Raises nothing but SearchFailed."""
     name = str(getattr(finder, "__qualname__", type(finder).__qualname__))
     try:
-        found = finder(text)
+        returned = finder(text)
     except SearchFailed:
         raise
     except Exception as error:
         raise SearchFailed(f"answer finder {name} raised {type(error).__name__}") from error
-    if found is None:
+    if returned is None:
         return None
     try:
-        offsets = (found.marker_start, found.start, found.end) if isinstance(found, AnswerSpan) else tuple(found)
-        *marker, start, end = (operator.index(offset) for offset in offsets)
+        span = (returned.marker_start, returned.start, returned.end) if isinstance(returned, AnswerSpan) else returned
+        *marker, start, end = (operator.index(offset) for offset in span)
         (marker_start,) = marker or (start,)
     except Exception as error:
-        what = f"{type(found).__name__} that is not two or three integers"
-        raise SearchFailed(f"answer finder {name} returned {what}") from error
+        kind = type(returned).__name__
+        raise SearchFailed(f"answer finder {name} returned {kind} that is not two or three integers") from error
     if not 0 <= marker_start <= start <= end <= len(text):
         raise SearchFailed(f"answer finder {name} returned offsets that are out of order or outside the text")
     return _trimmed(text, marker_start, start, end)
 
 
 def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarray | None = None) -> np.ndarray | None:
-    """Sort the tokens of one response into segments (arXiv 2601.07408, section on segments).
+    """The segment of each token of one response (arXiv 2601.07408, section on segments).
 
-    A token is ANSWER when its bytes overlap the answer's, else CONCLUDE when they overlap the marker's; own tokens
-    before are REASONING, own tokens later AFTER. A token without bytes (a special token) goes by its position and is
-    never ANSWER: inside the answer it is CONCLUDE.
+    A token is ANSWER if its bytes overlap the answer's, else CONCLUDE if they overlap the marker's; own tokens before are
+    REASONING, own tokens later are AFTER. A token without bytes (a special token) goes by its position and is never
+    ANSWER: inside the answer it is CONCLUDE.
 
     Args:
-        pieces: the bytes of each token, T of them, ``b""`` for special tokens. Need not be valid UTF-8.
-        finder: from :func:`make_finder`, or a callable of one's own with the same contract.
-        own: bool ``[T]``, False where the policy did not write the token (tool output). Such tokens are OUTSIDE, and
-            the finder sees new lines in their place, so that a tool's answer is never taken for the policy's.
+        pieces: the bytes of each of the T tokens, ``b""`` for special tokens; need not be valid UTF-8.
+        finder: from ``make_finder``, or a user's own.
+        own: bool ``[T]``, False where the policy did not write the token (tool output). Such tokens are OUTSIDE, and the
+            finder sees new lines instead of them, so that a tool's answer never counts as the policy's.
 
     Returns:
-        int8 ``[T]`` of :class:`Segment`, or None when the policy wrote no answer that the finder knows.
+        int8 ``[T]`` of ``Segment``, or None if the policy wrote no answer that the finder knows.
 
     Raises:
-        SearchFailed: the finder raised, or returned something else than an answer.
-        ValueError: ``own`` has not one value per token.
+        SearchFailed: the finder raised, or returned something else.
+        ValueError: ``own`` does not have one value per token.
     """
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     ends = np.cumsum(lengths)
@@ -320,10 +316,10 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
         characters[~np.repeat(own, lengths)] = ord("\n")
         data = characters.tobytes()
 
-    # surrogateescape gives every byte that is not UTF-8 a character of its own, so encoding a prefix of the text again
-    # counts exactly the bytes before it.
+    # surrogateescape makes one character of every byte that is not UTF-8, so a prefix of the text encodes to exactly the
+    # bytes before it.
     text = data.decode("utf-8", "surrogateescape")
-    span = _ask(finder, text)
+    span = _call(finder, text)
     if span is None:
         return None
     marker_start, answer_start, answer_end = (

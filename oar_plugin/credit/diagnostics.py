@@ -1,4 +1,4 @@
-"""What the weights of a batch look like: the numbers to watch in a run (arXiv 2601.07408, diagnostics)."""
+"""Measures of a batch's weights: the metrics to watch in a run (arXiv 2601.07408, diagnostics)."""
 
 import enum
 
@@ -9,7 +9,7 @@ from oar_plugin.credit.gate import sorted_rows
 
 
 class Status(enum.IntEnum):
-    """What became of one response. Everything but `SCORED` and `NOT_NEEDED` is a fallback to plain GRPO, and counted."""
+    """The outcome of one response. Every status except `SCORED` and `NOT_NEEDED` is a counted fallback to GRPO."""
 
     SCORED = 0
     NOT_NEEDED = 1  # its advantage is exactly zero: no weight would change anything
@@ -17,12 +17,12 @@ class Status(enum.IntEnum):
     TRUNCATED = 3
     NO_REASONING = 4  # the answer opens the response
     NON_FINITE = 5
-    CONSTANT = 6  # all importances equal (zero included): nothing to rank
-    NOT_SCORED = 7  # nothing came back for it
-    # Copies on the rollout engines (`perturbation.backend=rollout`) that could not be had:
+    CONSTANT = 6  # all importances are equal, perhaps zero
+    NOT_SCORED = 7  # no scores arrived
+    # 8 to 11: its copies on a rollout engine (`perturbation.backend=rollout`) have no scores.
     TIMED_OUT = 8
-    TOO_LONG = 9  # no room for it in the engine
-    ABORTED = 10  # the engine dropped its copies, or its weights changed under them
+    TOO_LONG = 9  # the engine has no room for the copies
+    ABORTED = 10  # the engine dropped the copies, or its weights changed meanwhile
     ENGINE_FAILED = 11
     ANSWER_TOO_LONG = 12  # more tokens than `max_answer_tokens`
     OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
@@ -33,19 +33,15 @@ FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCOR
 
 
 def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
-    """`(sum w)^2 / (n sum w^2)` over the kept tokens of each response, `[B]`.
-
-    1 when the credit is even, 1/n when one token has it all.
-    """
+    """`(sum w)^2 / (n sum w^2)` over the `n` kept tokens of each response, `[B]`: 1 if even, 1/n for one token only."""
     weight_BL = weight_BL.masked_fill(~keep_BL, 0.0)
     count_B = keep_BL.sum(-1).clamp_min(1)
-    return weight_BL.sum(-1).square() / (count_B * weight_BL.square().sum(-1)).clamp_min(
-        torch.finfo(weight_BL.dtype).tiny
-    )
+    tiny = torch.finfo(weight_BL.dtype).tiny
+    return weight_BL.sum(-1).square() / (count_B * weight_BL.square().sum(-1)).clamp_min(tiny)
 
 
 def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
-    """Part of the absolute weight on the top `share` of the kept tokens (at least one), `[B]`: `share` when even."""
+    """Part of the absolute weight on the largest `share` of the kept tokens (at least one), `[B]`: `share` for even weights."""
     mass_BL = weight_BL.abs().masked_fill(~keep_BL, 0.0)
     ranked_BL = sorted_rows(mass_BL.clone()).flip(-1)
     take_B1 = (keep_BL.sum(-1, keepdim=True) * share).round().long().clamp_min(1)
@@ -58,15 +54,14 @@ def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict
     """Metrics of one batch, by name without prefix.
 
     Args:
-        weight_BL: `[B, L]` weights as used.
-        reasoning_BL: bool `[B, L]`, reasoning tokens of the responses that were scored.
-        status_B: int `[B]` of `Status`.
+        weight_BL: the weights in use, `[B, L]`.
+        reasoning_BL: bool `[B, L]`, reasoning tokens of the scored responses.
+        status_B: int64 `[B]` of `Status`.
 
     Returns:
-        `ess_ratio`, `top10_mass` (means over scored responses; absent when there are none), `weight_max`,
-        `answer_found` (share of the responses that were looked at; absent when none was), `scored` (share of the batch),
-        `fallback/any` and `fallback/<reason>` (shares of the responses that could have mattered; 0 when none could: the
-        counters of what went wrong are in every step).
+        `scored`, a share of the batch. `answer_found`, a share of the responses that needed credit; absent if none did.
+        `fallback/any` and `fallback/<reason>`, shares of the same responses; in every step, 0 if no response needed credit.
+        `ess_ratio`, `top10_mass`, `reasoning_tokens` (means over scored responses) and `weight_max`; absent if none was scored.
     """
     scored_B = status_B == Status.SCORED
     needed = int((status_B != Status.NOT_NEEDED).sum())

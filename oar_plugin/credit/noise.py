@@ -1,8 +1,8 @@
-"""Random numbers that depend on *what* is scored, not on how the work is laid out.
+"""Random numbers that depend on the response and not on the layout.
 
-A sign or a noise value is a hash of (seed, response, coordinate). So a response gets the same draw alone or in a batch,
-on one process or sharded over eight, on a CPU or a GPU, and the host's random state is never touched: that is what lets
-the equivalence of layouts be tested exactly, and what lets each rank compute only the slice that it needs.
+A sign or a noise value is a hash of (seed, response, coordinate). A response gets the same draws alone or in a batch, on one
+process or on eight, on a CPU or a GPU. So each rank computes only its slice, tests compare layouts exactly, and the host's
+random state is never touched.
 """
 
 import math
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-# splitmix64 (Steele, Lea and Flood 2014): its finaliser passes the usual statistical batteries.
+# splitmix64 (Steele, Lea and Flood 2014): its finaliser passes the usual statistical tests.
 _GOLDEN = -0x61C8864680B583EB
 _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
@@ -28,19 +28,17 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def response_seeds(token_T: Tensor, response_T: Tensor, num_responses: int, seed: int) -> Tensor:
-    """One 64-bit seed a response from its own tokens, int64 `[B]`.
+    """One 64-bit seed per response, made from its tokens, int64 `[B]`.
 
     Args:
-        token_T: int64 `[T]` token ids, packed.
-        response_T: int64 `[T]`, the response of each position, packed (responses contiguous).
+        token_T: int64 `[T]`, token ids, responses concatenated.
+        response_T: int64 `[T]`, the response of each position.
         num_responses: B.
-        seed: the run's seed (`algorithm.oar.seed`).
+        seed: of the run (`algorithm.oar.seed`) or the step (`step_seed`).
     """
     index_T = torch.arange(token_T.shape[0], device=token_T.device)
-    first_B = torch.full((num_responses,), token_T.shape[0], device=token_T.device).scatter_reduce_(
-        0, response_T, index_T, "amin"
-    )
-    place_T = index_T - first_B[response_T]
+    last_B = torch.full((num_responses,), token_T.shape[0], device=token_T.device)
+    place_T = index_T - last_B.scatter_reduce(0, response_T, index_T, "amin")[response_T]
     hashed_T = _mix(token_T.long() * _GOLDEN + _mix(place_T + 1))
     total_B = torch.zeros(num_responses, dtype=torch.int64, device=token_T.device).index_add_(0, response_T, hashed_T)
     return _mix(total_B + _mix(torch.full_like(total_B, seed + 1) * _GOLDEN))
@@ -49,14 +47,13 @@ def response_seeds(token_T: Tensor, response_T: Tensor, num_responses: int, seed
 def signs(seed_N: Tensor, start: int, size: int) -> Tensor:
     """Random signs (+1 or -1) for coordinates `start .. start + size - 1`, float32 `[N, size]`.
 
-    A vocabulary-parallel rank asks for its own slice and gets what the whole vocabulary would have there. One hash
-    serves 64 coordinates, a bit for each.
+    A vocabulary-parallel rank gets its slice of the whole vocabulary's signs. One hash has the signs of 64 coordinates.
     """
     first, last = start // 64, (start + size + 63) // 64
     word = torch.arange(first + 1, last + 1, dtype=torch.int64, device=seed_N.device)
     hashed = _mix(seed_N[:, None] + word * _GOLDEN)
-    # Byte by byte: in int64 the bits of a vocabulary of 152,000 would take eight times as much memory as the signs. Every
-    # machine that torch runs on has the lowest byte first.
+    # As bytes: the bits of a vocabulary of 152,000 in int64 would take eight times the memory of the signs. Every machine
+    # that torch runs on is little-endian.
     bits = hashed.view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=seed_N.device)
     skip = start - 64 * first
     return bits.bitwise_and_(1).flatten(1)[:, skip : skip + size].float().mul_(-2).add_(1)
@@ -84,16 +81,11 @@ def gumbel(seed_N: Tensor, size: int) -> Tensor:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The seed of one training step: a response that is seen again gets other signs.
-
-    Args:
-        seed: `algorithm.oar.seed`.
-        step: from 1.
-    """
+    """The seed of training step `step` (from 1), so that a response gets other signs when it returns in a later step."""
     mixed = _mix(torch.tensor([seed * 2**20 + step], dtype=torch.int64))
     return int(_shift(mixed, 33).item())
 
 
 def position_seeds(seed_N: Tensor, place_N: Tensor, draw: int = 0) -> Tensor:
-    """A seed for each (response, place in the response, draw), int64 `[N]`."""
+    """One seed per (response, place in the response, draw), int64 `[N]`."""
     return _mix(_mix(seed_N + (place_N.long() + 1) * _GOLDEN) + torch.full_like(seed_N, draw + 1) * _MIX_2)

@@ -1,18 +1,16 @@
-"""Which masked copies of a response to run, and what to make of their scores (`importance=oar_p`, `hybrid`).
+"""Which masked copies of a response to run, and how their scores become importance (`importance=oar_p`, `hybrid`).
 
-What one copy's score is stands in `oar_plugin.credit.importance.oar_p`; running copies is somebody else's business.
+`oar_plugin.credit.importance.oar_p` defines the score of a copy; a host runs the copies. A *unit* is the tokens that one copy
+replaces: one token, or up to `span` consecutive tokens, which share the score evenly. With a `budget` only some units get a
+copy of their own:
+* `_by_gradient`: the units with the largest gradient score (Fisher norm; one forward and backward);
+* `_by_blocks`: first each block of eight units is replaced as a whole, then the units of the blocks that moved the answer
+  most, until the budget is used up. It needs no gradient, so an inference engine can do it.
 
-A *unit* is what one copy replaces at once: a token, or with `span` a run of them, whose score is shared out evenly.
-With a `budget` only some units get a copy of their own:
-
-* `by_gradient`: those with the largest gradient score (one forward and backward; Fisher norm);
-* `by_blocks`: blocks of eight units are replaced as a whole first, then the units of the blocks that moved the answer most,
-  until the budget is used up. Needs no gradient, so an inference engine can do it.
-
-The other units get an estimate on the same scale, nats: their gradient (or their share of their block's score) times the
-median ratio of exact to estimated scores over the units that were run, and never more than the largest exact score. So the
-gate sees one scale, and units that nobody looked at closely keep their order. The median, because one token often has most
-of the importance: with a ratio of sums all others would be estimated as if they had its ratio.
+Every other unit gets an estimate in nats: its gradient (or its share of its block's score) times the median ratio of exact to
+estimated scores over the units with a copy, and at most the largest exact score. So all scores have one scale, and units
+without a copy keep their order. The median, because one token often has most of the importance: a ratio of sums would apply
+its ratio to all others.
 """
 
 import math
@@ -25,34 +23,34 @@ from torch import Tensor
 from oar_plugin.credit.noise import gumbel, position_seeds, response_seeds
 
 Unit: TypeAlias = tuple[int, ...]
-"""Positions in the response, ascending, that one copy replaces at once."""
+"""Positions in the response that one copy replaces, ascending."""
 
 _Rounds: TypeAlias = Generator[list[Unit], Sequence[float], Tensor]
 
 BLOCK = 8
 
 
-# ---- what stands in for a token
+# ---- replacement tokens
 
 
 def replacement_seeds(token_T: Tensor, position_R: Tensor, seed: int) -> Tensor:
-    """Seeds of the draws at some positions, int64 `[R]`: the same for the same response, wherever it is scored.
+    """Seeds of the draws at some positions, int64 `[R]`: for a response the same on every engine.
 
     Args:
         token_T: int64 `[T]`, prompt and response up to the end of the answer.
-        position_R: positions in it.
-        seed: of the run and the training step (`step_seed`).
+        position_R: positions in `token_T`.
+        seed: of the training step (`step_seed`).
     """
     seed_1 = response_seeds(token_T, torch.zeros_like(token_T), 1, seed)
     return position_seeds(seed_1.expand(len(position_R)), position_R)
 
 
 def sample_replacements(logits_RV: Tensor, token_R: Tensor, seed_R: Tensor) -> Tensor:
-    """A token for each position from the model's own prediction there, never the one it replaces, int64 `[R]`.
+    """Draw a token for each position from the model's own prediction there, never the replaced token, int64 `[R]`.
 
     Args:
         logits_RV: the logits that predict each position.
-        token_R: the tokens that stand there.
+        token_R: the tokens to replace.
         seed_R: int64, from `replacement_seeds`.
     """
     # The Gumbel-max trick: the argmax of logits + Gumbel noise is a draw from their softmax.
@@ -64,15 +62,9 @@ def sample_replacements(logits_RV: Tensor, token_R: Tensor, seed_R: Tensor) -> T
 
 
 def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
-    """Cut a response's reasoning into units.
+    """Cut a response's reasoning tokens into units of at most `span` consecutive tokens, in order.
 
-    Args:
-        reasoning: one a response token.
-        span: tokens a unit, at most.
-
-    Returns:
-        Units in order. None holds a token that is not reasoning or bridges one: where something else stands between two
-        reasoning tokens (tool output), a new unit begins.
+    A token that is not reasoning (tool output) ends a unit. `reasoning` has one value per response token.
     """
     result: list[list[int]] = []
     for position, wanted in enumerate(reasoning):
@@ -84,7 +76,7 @@ def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
 
 
 def copies_of_budget(budget: float, num_units: int) -> int:
-    """How many copies `budget` allows: up to 1 a share of the units, above that a number; at least one."""
+    """Number of copies, at least 1: a `budget` up to 1 is a share of the units, above 1 it is a number."""
     wanted = math.ceil(budget * num_units - 1e-9) if budget <= 1 else math.floor(budget)
     return max(1, min(wanted, num_units))
 
@@ -93,19 +85,19 @@ def copies_of_budget(budget: float, num_units: int) -> int:
 
 
 class Search:
-    """The copies to run for one response, in rounds, and the importance that follows.
+    """The copies to run for one response, in rounds, and the importance that follows from their scores.
 
-    Run the copies of `wanted`, `send` their scores, and again until `wanted` is empty; then `importance` is there.
+    Run the copies of `wanted` and `send` their scores, until `wanted` is empty. Then `importance` is set.
 
     Args:
         unit_list: from `units`, not empty.
-        length: tokens of the response, L.
-        budget: see `copies_of_budget`. Copies of blocks count.
-        gradient_L: gradient score of each response token; without it a budget goes `by_blocks`.
+        length: number of response tokens, L.
+        budget: for `copies_of_budget`; copies of blocks count too.
+        gradient_L: gradient score of each response token, which chooses the units; None: blocks do.
 
     Attributes:
-        wanted: the copies of the round under way.
-        importance: float64 `[L]`; None until the last round's scores are in.
+        wanted: the copies of this round.
+        importance: float64 `[L]`; None before the scores of the last round.
     """
 
     def __init__(
@@ -122,7 +114,7 @@ class Search:
         self.wanted: list[Unit] = next(self._rounds)
 
     def send(self, scores: Sequence[float]) -> None:
-        """Take the scores of `wanted`, in order; NaN where one could not be had."""
+        """Take the scores of `wanted`, in its order; NaN for a copy that failed."""
         try:
             self.wanted = self._rounds.send(scores)
         except StopIteration as stop:
@@ -130,7 +122,7 @@ class Search:
 
     @staticmethod
     def most_rounds(budget: float, with_gradient: bool) -> int:
-        """The most rounds that any response takes: hosts that work in lock-step count on it."""
+        """Largest number of rounds of any response, for hosts whose ranks run the same number of rounds."""
         return 1 if budget == 1 or with_gradient else 2
 
 
@@ -164,7 +156,7 @@ def _by_blocks(unit_list: Sequence[Unit], length: int, copies: int) -> _Rounds:
 
 
 def _fill(estimate_U: Tensor, chosen: Tensor, exact: Sequence[float]) -> Tensor:
-    """Exact scores where there are, calibrated estimates elsewhere."""
+    """Exact scores of the chosen units, calibrated estimates of the others."""
     exact_C = torch.tensor(exact, dtype=torch.float64).clamp_min(0.0)
     ratio_C = exact_C / estimate_U[chosen]
     ratio_C = ratio_C[ratio_C.isfinite()]
@@ -175,10 +167,10 @@ def _fill(estimate_U: Tensor, chosen: Tensor, exact: Sequence[float]) -> Tensor:
 
 
 def _spread(unit_list: Sequence[Unit], score_U: Tensor, length: int) -> Tensor:
-    """Scores of units to tokens: a unit's score is shared out evenly; 0 at tokens of no unit.
+    """One score per token, float64 `[L]`: its part of its unit's score, 0 outside of units.
 
-    A score below zero (a copy that makes the answer more likely, or rounding) counts as zero: the gate takes a logarithm,
-    and a token that hurts the answer has not helped it.
+    A negative score (the copy makes the answer more likely, or rounding) counts as 0: gates take a logarithm, and a token
+    that hurts the answer has not helped it.
     """
     importance_L = torch.zeros(length, dtype=torch.float64)
     for unit, score in zip(unit_list, score_U.clamp_min(0.0).tolist(), strict=True):  # NaN stays

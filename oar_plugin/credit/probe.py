@@ -1,7 +1,7 @@
 """Outcome probes: from the logits at the answer's positions to the model's answer distribution.
 
 Let `z_p` be the logits at position `p` (they predict token `p + 1`) and `a_1 .. a_m` the answer's positions. The three
-probes of arXiv 2601.07408 all read the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
+probes of arXiv 2601.07408 use the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
 
 | here           | in the paper | outcome                                                        |
 |----------------|--------------|----------------------------------------------------------------|
@@ -12,8 +12,8 @@ probes of arXiv 2601.07408 all read the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
 `last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,48 +24,40 @@ PROBES: tuple[Probe, ...] = get_args(Probe)
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """Which packed positions carry the probe of which response.
+    """The rows of logits that a probe uses, in a packed micro-batch.
 
-    A response whose rows are spread over several sequence-parallel ranks appears on each of them with the rows that
-    rank holds; `share_N` is computed from the whole response, so that partial sums over ranks add up.
+    Sequence-parallel ranks each have the rows that they hold. `share_N` is computed from the whole response, so that sums over
+    ranks are right.
     """
 
-    position_N: Tensor  # packed position of the logits row (one before the answer token), int64
-    response_N: Tensor  # index of the response that the row belongs to, int64 in `[0, num_responses)`
-    ordinal_N: Tensor  # place of the row in its answer (0 for the first answer token), int64
+    position_N: Tensor  # packed position of the row, one before the answer token, int64
+    response_N: Tensor  # index of the row's response, int64 in `[0, num_responses)`
+    ordinal_N: Tensor  # place of the row in its answer, int64; 0 for the first answer token
     token_N: Tensor  # the answer token that the row predicts, int64
-    # weight of the row in the pooled logits, float32. The shares of a response sum to 1 (over all ranks).
-    share_N: Tensor
-    num_responses: int  # how many responses the micro-batch has, answered or not
+    share_N: Tensor  # weight of the row in the pooled logits, float32; a response's shares sum to 1 over all ranks
+    num_responses: int  # of the micro-batch, with or without an answer
 
     def __len__(self) -> int:
         return self.position_N.shape[0]
 
     def select(self, keep_N: Tensor | slice) -> "AnswerRows":
-        """The rows where `keep_N` (bool, or a slice) has them; shares stay as they are."""
-        return AnswerRows(
-            self.position_N[keep_N],
-            self.response_N[keep_N],
-            self.ordinal_N[keep_N],
-            self.token_N[keep_N],
-            self.share_N[keep_N],
-            self.num_responses,
-        )
+        """The rows that `keep_N`, a bool tensor or a slice, selects; shares stay as they are."""
+        rows: dict[str, Any] = {name: one[keep_N] for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **rows)
 
 
 def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_responses: int, probe: Probe) -> AnswerRows:
-    """Locate the rows that `probe` reads in a packed batch.
+    """Locate the rows that a probe uses in a packed batch.
 
     Args:
-        answer_T: bool `[T]`, true at answer tokens of responses that are to be scored.
-        response_T: int64 `[T]`, index of the response that each packed position belongs to.
+        answer_T: bool `[T]`, true at answer tokens of responses to score.
+        response_T: int64 `[T]`, the response of each position.
         token_T: int64 `[T]`, token ids.
         num_responses: number of responses in the batch.
-        probe: which probe; `last` keeps only the first row of each response.
+        probe: which probe; `last` uses only the first row of each response.
 
     Returns:
-        The rows, in packed order. A token at packed position 0 has no row that predicts it and is dropped, as is an
-        answer token that opens its sequence (its predecessor belongs to another response).
+        The rows, in packed order. An answer token that opens its sequence has no row that predicts it, and is left out.
     """
     at_N = answer_T.nonzero()[:, 0]
     at_N = at_N[at_N > 0]
@@ -77,29 +69,24 @@ def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_respo
     ordinal_N = index_N - torch.cummax(torch.where(first_N, index_N, 0), 0).values if len(at_N) else index_N
     if probe == "last":
         at_N, of_N, ordinal_N = at_N[first_N], of_N[first_N], ordinal_N[first_N]
-    count_B = torch.zeros(num_responses, device=at_N.device).index_add_(
-        0, of_N, torch.ones_like(of_N, dtype=torch.float32)
-    )
+    ones_N = torch.ones_like(of_N, dtype=torch.float32)
+    count_B = torch.zeros(num_responses, device=at_N.device).index_add_(0, of_N, ones_N)
     return AnswerRows(at_N - 1, of_N, ordinal_N, token_T[at_N], 1.0 / count_B[of_N], num_responses)
 
 
 def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
     """Mean logits per response, `[B, V]`, float32 or better: the probe's logits for `last` and `answer_mean`.
 
-    Differentiable. On one of several sequence-parallel ranks it is that rank's part of the sum. A response with a row that
-    is not finite is NaN; the others are what they are without it.
+    Differentiable. A sequence-parallel rank gets its part of the sum. A response with a row that is not finite becomes NaN and
+    does not change the others.
     """
-    # A matmul rather than index_add: that is deterministic on CUDA, and several times faster. Never in half precision.
+    # A matmul, unlike index_add, is deterministic on CUDA, and it is several times faster. Never in half precision.
     with torch.autocast(logits_NV.device.type, enabled=False):
-        logits_NV = _at_least_float32(logits_NV)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         share_BN = logits_NV.new_zeros(rows.num_responses, len(rows))
         share_BN[rows.response_N, torch.arange(len(rows), device=share_BN.device)] = rows.share_N.to(share_BN.dtype)
-        # The product adds 0 times the rows of other responses, which is NaN where these are infinite.
+        # The product adds 0 times the rows of other responses, which would be NaN for infinite ones.
         finite_N = logits_NV.isfinite().all(-1)
         pooled_BV = share_BN @ logits_NV.where(finite_N[:, None], 0.0)
         pooled_BV[rows.response_N[~finite_N]] = torch.nan
         return pooled_BV
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,7 +1,7 @@
-"""Softmax over a vocabulary that may be spread over several processes.
+"""Softmax over a vocabulary that may be split over several processes.
 
-A vocabulary-parallel rank holds some columns of the logits. What the estimators need of the others are two numbers a row,
-the largest logit and the sum of the exponentials, so those travel and the logits do not.
+A vocabulary-parallel rank holds some columns of the logits. From the other ranks an importance needs two numbers per row, the
+largest logit and the sum of the exponentials, so ranks exchange these and not the logits.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,11 @@ def _alone(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The columns of the vocabulary that this process holds; by default all of them."""
+    """The columns of the vocabulary that this process holds; by default all columns."""
 
-    start: int = 0  # the first of them
-    total: Callable[[Tensor], Tensor] = _alone  # over all processes: sums a tensor, in place or not
-    # over all processes: the element-wise maximum of a tensor, in place or not
-    largest: Callable[[Tensor], Tensor] = _alone
+    start: int = 0  # the first column
+    total: Callable[[Tensor], Tensor] = _alone  # sum of a tensor over all processes, in place or not
+    largest: Callable[[Tensor], Tensor] = _alone  # element-wise maximum over all processes, in place or not
 
     def softmax(self, logits_NV: Tensor) -> Tensor:
         """This process's columns of the softmax over the whole vocabulary, of the shape and type of the logits."""
@@ -32,8 +31,8 @@ class VocabularyShard:
         return exponential_NV / self.total(exponential_NV.sum(-1, keepdim=True))
 
     def entropy(self, logits_NV: Tensor) -> Tensor:
-        """Entropy in nats of the softmax over the whole vocabulary, float32 `[N]`. Logits of -inf (banned) count nothing."""
-        # A column of no mass must add 0, and 0 times -inf is NaN.
+        """Entropy in nats of the softmax over the whole vocabulary, float32 `[N]`. Logits of -inf (banned) add nothing."""
+        # A column of probability 0 must add 0, and 0 times -inf is NaN.
         lowest = torch.finfo(torch.float32).min
         if self.total is _alone:
             log_p_NV = logits_NV.float().log_softmax(-1)
@@ -44,7 +43,7 @@ class VocabularyShard:
         return sum_N2[:, 0].log() - sum_N2[:, 1] / sum_N2[:, 0]
 
     def log_prob(self, logits_NV: Tensor, token_N: Tensor) -> Tensor:
-        """Log-probability of token `token_N[n]` in row n, float32 `[N]`."""
+        """Log-probability of token `token_N[n]` in row `n`, float32 `[N]`."""
         shifted_NV, exponential_NV = self._shifted(logits_NV.float())
         column_N = token_N - self.start
         here_N = (column_N >= 0) & (column_N < logits_NV.shape[-1])
@@ -54,15 +53,15 @@ class VocabularyShard:
         return sum_N2[:, 1] - sum_N2[:, 0].log()
 
     def subtract_one_at(self, values_NV: Tensor, token_N: Tensor) -> Tensor:
-        """Subtract 1 from column `token_N[n]` of row n, in place and where that column is here."""
+        """Subtract 1 from column `token_N[n]` of row `n`, in place, if this process holds that column."""
         column_N = token_N - self.start
         here_N = (column_N >= 0) & (column_N < values_NV.shape[-1])
         values_NV[here_N, column_N[here_N]] -= 1.0
         return values_NV
 
     def _shifted(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits less the largest of the whole vocabulary, and their exponentials."""
-        # A shard that holds nothing but padding has no columns, and so no largest logit.
+        """Logits minus the row's largest logit in the whole vocabulary, and their exponentials."""
+        # A shard of padding only has no columns, and so no largest logit.
         floor_N1 = logits_NV.new_full((*logits_NV.shape[:-1], 1), -torch.inf)
         shifted_NV = logits_NV - self.largest(torch.cat([logits_NV, floor_N1], -1).amax(-1, keepdim=True))
         return shifted_NV, shifted_NV.exp()

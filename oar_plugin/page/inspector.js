@@ -1,9 +1,13 @@
 "use strict";
-// Reads what inspector.py wrote, computes weights as oar_plugin/credit/gate.py does, and draws what is near the window.
-// Whatever comes from a model reaches the page as text (`textContent`), never as HTML.
+// Unpacks the data of inspector.py, computes weights, and draws the responses near the window.
+//
+// SECOND IMPLEMENTATION: a page without network cannot ask Python, so `GATES`, `weightsOf` and `diagnostics` repeat credit/gate.py,
+// estimator.py and credit/diagnostics.py. tests/page/test_inspector.py holds them equal on random input, and their tables too.
+//
+// Text of a model reaches the page as text (`textContent`), never as HTML.
 
 const TINY = 2.2250738585072014e-308;  // smallest normal float64
-const NEAR = "1500px";  // how far from the window responses are drawn
+const NEAR = "1500px";  // responses are drawn within this distance of the window
 const byId = id => document.getElementById(id);
 const form = byId("controls"), {elements} = form;
 let data, responses, steps;
@@ -42,7 +46,7 @@ async function load() {
   steps = [...new Set(data.responses.step)].sort((a, b) => a - b);
 }
 
-// The importance that stands for `name` in a response: a fallback's where the response does not have this one.
+// The importance shown as `name` for a response: the fallback's, where the response does not have this one.
 const usedFor = (r, name) => r.importances.includes(name) ? name : r.importances[0] ?? name;
 const ownOf = (r, list) => list.filter(name => usedFor(r, name) === name);
 
@@ -54,7 +58,7 @@ const textOf = (r, i) => data.tokens.text[r.token[i]];
 const shownText = text => text.trim() ? visible(text).replaceAll("\n", "⏎\n")
   : visible(text).replaceAll(" ", "␣").replaceAll("\n", "⏎\n") || "∅";
 
-// ---- weights: gate.py and estimator.py, in float64
+// ---- weights, in float64
 
 function quantile(sorted, tau) {
   const last = sorted.length - 1, rank = tau * last, lower = Math.floor(rank), share = rank - lower;
@@ -62,7 +66,7 @@ function quantile(sorted, tau) {
   return share < 0.5 ? below + share * (above - below) : above - (above - below) * (1 - share);
 }
 
-const GATES = {
+const GATES = {  // from the scores of a response's reasoning tokens to weights before scaling
   two_level(score, sorted, {tau, beta}) {
     const limit = quantile(sorted, tau);
     return score.map(x => x >= limit && x > sorted[0] ? 1 + beta : 1);
@@ -76,37 +80,45 @@ const GATES = {
 };
 
 const sum = values => values.reduce((total, x) => total + x, 0);
-const gateNow = () => elements.gate.value === "run" ? data.run  // the run's exactly, or the controls'
+const gateNow = () => elements.gate.value === "run" ? data.run  // exactly as run, or as the controls say
   : {gate: elements.gate.value, tau: +elements.tau.value, beta: +elements.beta.value, floor: +elements.floor.value};
 
-function scoresOf(r, name) {  // of the reasoning tokens; `sorted` is null where one is not finite
+const settingsOf = gate => Object.hasOwn(data.gates, gate) ? data.gates[gate].settings : [];
+
+function scoresOf(r, name) {  // of the reasoning tokens; `sorted` is null if a score is not finite
   const score = r.scores[name]?.score ?? Float64Array.from(r.reasoning, i => r.importance[name][i]);
   return r.scores[name] ??= {score, sorted: score.length && score.every(Number.isFinite) ? score.slice().sort() : null};
 }
 
-// {weights: one a token, or null where there is no credit; status: what became of the response}
-const credit = (r, name) => r.credit[name] ??= weigh(r, name, gateNow());
-
-function weigh(r, name, gate) {
-  if (!r.weighted) return {weights: null, status: r.status};
-  const ofRun = r.importance[name] === r.importance[data.runImportance];
-  if (data.recorded && gate === data.run && ofRun) return {weights: r.recorded, status: r.status};
-  const weights = new Float32Array(r.length).fill(1);
-  if (r.status !== "scored" && r.status !== "constant") return {weights, status: r.status};
-  if (!Object.hasOwn(GATES, gate.gate) || !name) return {weights: null, status: r.status};
-  let {score, sorted} = scoresOf(r, name);
-  if (!sorted) return {weights, status: "non_finite"};
-  if (!(sorted.at(-1) > sorted[0])) return {weights, status: "constant"};
+// Weights of a response's reasoning tokens, and the response's status.
+function weightsOf(score, sorted, settings, arbitraryScale) {
+  if (!sorted) return {status: "non_finite"};
+  if (!(sorted.at(-1) > sorted[0])) return {status: "constant"};
   const mean = sum(score) / score.length;
-  if (data.importances[usedFor(r, name)].arbitraryScale && !data.gates[gate.gate].orderOnly && mean > 0) {
+  if (arbitraryScale && !data.gates[settings.gate].orderOnly && mean > 0) {
     [score, sorted] = [score, sorted].map(values => values.map(x => x / mean));
   }
-  const raw = GATES[gate.gate](score, sorted, gate), scale = raw.length / Math.max(sum(raw), TINY);
-  r.reasoning.forEach((place, i) => { weights[place] = raw[i] * scale; });
-  return {weights, status: "scored"};
+  const raw = GATES[settings.gate](score, sorted, settings), scale = raw.length / Math.max(sum(raw), TINY);
+  return {weights: raw.map(weight => weight * scale), status: "scored"};
 }
 
-// oar/ess_ratio and oar/top10_mass of one response (credit/diagnostics.py); null where nothing was weighted.
+// {weights: one per token, or null where there is no credit; status: of the response under these settings}
+const credit = (r, name) => r.credit[name] ??= weigh(r, name, gateNow());
+
+function weigh(r, name, settings) {
+  if (!r.weighted) return {weights: null, status: r.status};
+  const ofRun = r.importance[name] === r.importance[data.runImportance];
+  if (data.recorded && settings === data.run && ofRun) return {weights: r.recorded, status: r.status};
+  const weights = new Float32Array(r.length).fill(1);
+  if (r.status !== "scored" && r.status !== "constant") return {weights, status: r.status};
+  if (!Object.hasOwn(GATES, settings.gate) || !name) return {weights: null, status: r.status};
+  const {score, sorted} = scoresOf(r, name);
+  const own = weightsOf(score, sorted, settings, data.importances[usedFor(r, name)].arbitraryScale);
+  own.weights?.forEach((weight, i) => { weights[r.reasoning[i]] = weight; });
+  return {weights, status: own.status};
+}
+
+// oar/ess_ratio and oar/top10_mass of one response; null where no weights apply.
 function diagnostics(r, name) {
   const {weights, status} = credit(r, name), n = r.reasoning.length;
   if (!weights || status !== "scored" || !n) return null;
@@ -116,7 +128,7 @@ function diagnostics(r, name) {
   return {ess: sum(w) ** 2 / (n * sum(w.map(x => x * x))), top: sum(w.subarray(n - Math.max(1, take))) / sum(w)};
 }
 
-function rank(r, name, i) {  // 1: the largest; equals share the better place; NaN where not scored
+function rank(r, name, i) {  // 1: the largest score; equal scores share the better rank; NaN: the token has no score
   const scores = scoresOf(r, name);
   scores.ranks ??= new Map(Array.from(scores.sorted ?? [], (x, k) => [x, r.reasoning.length - k]));
   return r.segment[i] === "reasoning" ? scores.ranks.get(r.importance[name][i]) ?? NaN : NaN;
@@ -131,11 +143,11 @@ const css = ([hue, strength]) => `rgb(${hue} / ${(0.72 * strength).toFixed(2)})`
 const format = x => Number.isFinite(x) ? String(+x.toPrecision(3)) : "–";
 const signed = x => (x > 0 ? "+" : "") + format(x);
 
-// The strongest push in a group; plain GRPO, where every token has weight 1, is not shown as if all were boosted.
+// The strongest push in a group, at least that of weight 2: under plain GRPO, with weights of 1, no token looks boosted.
 const strongest = (r, name) => Math.max(TINY, ...r.siblings.map(s =>
   Math.abs(s.advantage) * (credit(s, name).weights?.reduce((top, w) => Math.max(top, Math.abs(w)), 2) ?? 0)));
 
-// Of a response and an importance. value: a token's number, which histograms count; tint: its colour; null: there is none.
+// For a response and an importance: a function of a token's place. value: the number in histograms; tint: the colour; null: none.
 const weightOf = (r, name) => { const {weights} = credit(r, name); return weights && (i => weights[i]); };
 const ofTool = (r, i) => r.segment[i] === "tool";
 const logImportance = (r, name) => name && (i => Math.log10(r.importance[name][i]));
@@ -201,11 +213,11 @@ function passes(r) {
   const [outcome, status, source, step] = ["outcome", "status", "source", "step"].map(name => elements[name].value);
   return (!outcome || r.right === (outcome === "right")) && (!source || r.source === source)
     && (!status || credit(r, nameNow()).status === status) && (+step === 0 || r.step === steps[step - 1])
-    && (!elements.search.value || found(r).length > 0 || lower(r.prompt).includes(lower(elements.search.value)));
+    && (!elements.search.value || hits(r).length > 0 || lower(r.prompt).includes(lower(elements.search.value)));
 }
 
-// Places of the tokens that a hit of the search touches.
-function found(r) {
+// Places of the tokens that the searched text touches.
+function hits(r) {
   const query = lower(elements.search.value), places = [];
   r.text ??= lower(Array.from(r.token, t => data.tokens.text[t]).join(""));
   const next = from => query ? r.text.indexOf(query, from) : -1;
@@ -217,7 +229,7 @@ function found(r) {
   return places;
 }
 
-// Where a response first differs from the most similar sibling of the other outcome.
+// The place of a response's first difference from the most similar sibling of the other outcome.
 function difference(r) {
   let best = {place: -1};
   for (const other of r.siblings.filter(s => s.right !== r.right && s.right !== null && r.right !== null)) {
@@ -269,7 +281,7 @@ function head(card) {
   card.head.replaceChildren(...parts, histogram([r], name, 24));
 }
 
-// The whole response as one line: where several tokens share a pixel, the strongest is drawn.
+// The whole response as one line of pixels. A pixel that several tokens share shows the strongest.
 function strip({r, strip: canvas, differs}) {
   const pen = canvas.getContext("2d"), shade = colourNow().tint(r, nameNow());
   canvas.width = Math.max(1, canvas.clientWidth);
@@ -293,7 +305,7 @@ function row(card, name) {
   const tokens = make("div", {className: "tokens", tabIndex: 0, role: "group", ariaLabel: "tokens; Enter pins one"});
   const label = make("div", {className: "who"}), spans = [];
   for (let i = 0; i < card.r.length; i++) {
-    // A space before a word stands between the boxes: lines break there.
+    // The space before a word is outside of the word's box, so that lines break there.
     const text = textOf(card.r, i), gap = text.startsWith(" ") && text.trim() ? " " : "";
     const className = `t ${card.r.segment[i]}${i === card.differs.place ? " differs" : ""}`;
     spans.push(make("span", {className, textContent: shownText(text.slice(gap.length)), place: i, name}));
@@ -307,19 +319,19 @@ function paint(card) {
   head(card);
   strip(card);
   card.shown ??= (names().length > 1 ? ownOf(card.r, names()) : names()).map(name => row(card, name));
-  const hits = new Set(found(card.r));
+  const places = new Set(hits(card.r));
   for (const {name, spans, label} of card.shown) {
     const shade = colourNow().tint(card.r, name), figures = diagnostics(card.r, name);
     label.textContent = card.shown.length > 1 ? `${visible(name)}${figures ? ` · ${figuresText(figures)}` : ""}` : "";
     spans.forEach((span, i) => {
       span.style.backgroundColor = shade ? css(shade(i)) : "";
-      span.classList.toggle("hit", hits.has(i));
+      span.classList.toggle("hit", places.has(i));
     });
   }
   card.rows.style.minHeight = "";
 }
 
-// Far from the window, only its height is left of a response.
+// Far from the window, a response keeps its height and nothing else.
 function clear(card) {
   card.rows.style.minHeight = `${card.rows.offsetHeight || 200}px`;
   card.rows.replaceChildren();
@@ -374,7 +386,7 @@ function summarize() {
 }
 
 function types(list, name) {
-  const none = [0, 0, 0, 0, 0, 0, 0];  // weight and count in right, in wrong and in other responses; mass
+  const none = [0, 0, 0, 0, 0, 0, 0];  // sum of weights and count in right, wrong and other responses; sum of |weight x advantage|
   const kinds = data.kinds.map(() => ({all: [...none]}));
   for (const r of list) {
     const {weights} = credit(r, name), at = r.right === null ? 4 : r.right ? 0 : 2;
@@ -387,8 +399,8 @@ function types(list, name) {
       }
     }
   }
-  const mass = sum(kinds.map(({all}) => all[6])), own = steps.filter(step => list.some(r => r.step === step));
-  const columns = own.length > 1 ? own : [], share = all => `${format(Math.round(100 * all[6] / mass))} %`;
+  const whole = sum(kinds.map(({all}) => all[6])), own = steps.filter(step => list.some(r => r.step === step));
+  const columns = own.length > 1 ? own : [], share = all => `${format(Math.round(100 * all[6] / whole))} %`;
   const means = sums => [sums[0] / sums[1], sums[2] / sums[3]].map(x => Number.isNaN(x) ? "–" : x.toFixed(2));
   const line = (tag, texts) => make("tr", {}, ...texts.map((textContent, i) => make(i ? tag : "th", {textContent})));
   byId("types").replaceChildren(
@@ -398,7 +410,7 @@ function types(list, name) {
       ...columns.map(step => of[step] ? means(of[step]).join(" · ") : "–")])));
 }
 
-// ---- the token under the pointer, and the one that is pinned
+// ---- the token under the pointer, and the pinned token
 
 function tell(span) {
   const {r} = span.closest("article").card, i = span.place, box = span.getBoundingClientRect(), tip = byId("tip"), lines = [];
@@ -456,7 +468,7 @@ function update(name) {
   if (name === "gate") elements.tau.value = (other || data.run).tau;
   for (const key of numbers) {
     if (name === "gate" && gate.value === "run") elements[key].value = data.run[key];
-    elements[key].disabled = !Object.hasOwn(GATES, gateNow().gate) || (key === "floor" && gateNow().gate !== "bi_level");
+    elements[key].disabled = !settingsOf(gateNow().gate).includes(key);
     elements[key].previousElementSibling.textContent = format(+elements[key].value);
   }
   elements.step.previousElementSibling.textContent = +elements.step.value ? steps[elements.step.value - 1] : "all";

@@ -1,9 +1,9 @@
-"""The inspector: responses token by token, with the weight of each token and its reasons, as one self-contained HTML file.
+"""The inspector: one self-contained HTML file that shows responses token by token, with weights, importance and more.
 
-All data are one deflated block: a line of JSON, then columns of numbers over the tokens of all responses one after the other.
-A column's bytes stand by place (all first bytes, all second ones, ...), which deflates better than whole numbers. Importance is
-the float32 that the gate was given: the page computes weights from it. Log-probs and entropies are wrong by at most 0.5 % and
-0.001 nats.
+All data are one compressed block: a line of JSON, then columns of numbers over the tokens of all responses, concatenated. Of a
+column first come the first bytes of all numbers, then the second bytes, and so on, which compresses better. Importance is
+float32, as the gate got it: the page computes weights from it. Log-probs and entropies are wrong by at most 0.5 % and 0.001
+nats.
 """
 
 import base64
@@ -27,9 +27,9 @@ from oar_plugin.page.record import Header, Response
 from oar_plugin.page.templates import TEMPLATES
 
 KINDS = ("digits", "operators", "words", "marks")
-_AS_IT_IS = ("step", "group", "uid", "source", "prompt", "truth", "right", "status")
-_TOOL = max(Segment) + 1  # of tokens that are not the model's own
-_UNKNOWN = 2**16 - 1  # in a column of `_rounded` numbers
+_COPIED = ("step", "group", "uid", "source", "prompt", "truth", "right", "status")
+_TOOL = max(Segment) + 1  # segment of tokens that a tool wrote
+_UNKNOWN = 2**16 - 1  # NaN in a column of `_rounded` numbers
 _OPERATORS = frozenset("+-*/=<>^%×÷·±−≤≥≠≈√|&")
 _PART_OF_A_CHARACTER = re.compile(r"(\\x[0-9a-f]{2})+")
 
@@ -38,15 +38,15 @@ def inspector_page(responses: Sequence[Response], header: Header, title: str, as
     """The page as one string.
 
     Args:
-        responses: siblings are those of the same step and group; steps, and the groups of one, keep their order.
-        header: its `config` says how weights were made. A user's own gate is not in the page: its weights travel as recorded.
+        responses: in the order of the page; responses of the same step and group are siblings.
+        header: its `config` says how weights were made. The page lacks a user's own gate and shows its recorded weights.
         title: plain text.
-        as_recorded: weights travel too, for settings differ between steps and `header` has the newest.
+        as_recorded: show recorded weights, because settings differ between steps and `header` has the newest.
     """
     files = [Path(__file__).with_suffix(end) for end in (".css", ".js")]
     style, script = (Markup(file.read_text("utf-8")) for file in files)  # noqa: S704  the package's own
     tokens = [token for response in responses for token in zip(response.token_ids, response.tokens, strict=True)]
-    # Frequent ones first: their numbers are small.
+    # Frequent tokens first: small numbers compress better.
     table = [token for token, _ in sorted(Counter(tokens).items(), key=lambda item: (-item[1], item[0]))]
     document = _document(responses, header, table, as_recorded)
     place = {token: index for index, token in enumerate(table)}
@@ -60,7 +60,7 @@ def inspector_page(responses: Sequence[Response], header: Header, title: str, as
 
 
 def kind_of(text: str) -> str:
-    """Which of `KINDS` a token is, by its text."""
+    """The kind of a token's text, one of `KINDS`."""
     bare = text.strip()
     if bare and set(bare) <= _OPERATORS:
         return "operators"
@@ -76,10 +76,9 @@ def _document(
 ) -> dict[str, Any]:
     names = list(dict.fromkeys(name for response in responses for name in response.importance))
     run = header.config
-    # An offloaded run's fallback has an importance of its own.
+    # Where rollout engines score, responses that fell back have another importance.
     mixed = any(response.status == "scored" and set(names) - response.importance.keys() for response in responses)
-    gates = {name: {"tau": gate.tau, "orderOnly": gate.order_only} for name, gate in GATES.items()}
-    rows = {name: list(map(attrgetter(name), responses)) for name in _AS_IT_IS}
+    rows = {name: list(map(attrgetter(name), responses)) for name in _COPIED}
     for name in ("advantage", "reward"):
         rows[name] = [None if x is None or not math.isfinite(x) else x for x in map(attrgetter(name), responses)]
     rows["length"] = [len(response.tokens) for response in responses]
@@ -99,8 +98,8 @@ def _document(
         "importances": {name: {"arbitraryScale": header.arbitrary_scale.get(name, False)} for name in names},
         "run": {name: run[name] for name in ("gate", "tau", "beta", "floor")},
         "runImportance": run["importance"] if run["importance"] in names else next(iter(names), ""),
-        "gates": gates,
-        "recorded": as_recorded or mixed or run["gate"] not in gates or not names,
+        "gates": {k: {"tau": g.tau, "orderOnly": g.order_only, "settings": g.settings} for k, g in GATES.items()},
+        "recorded": as_recorded or mixed or run["gate"] not in GATES or not names,
     }
 
 
@@ -114,7 +113,7 @@ def _columns(responses: Sequence[Response], document: Mapping[str, Any]) -> Iter
 
 
 def _column(responses: Sequence[Response], rows: Sequence[Sequence[float] | None]) -> Any:
-    """float64 over all tokens, nan where there is no row."""
+    """float64 over all tokens; NaN for a response without a row."""
     pairs = zip(responses, rows, strict=True)
     parts = [np.full(len(r.tokens), np.nan) if row is None else np.array(row, float) for r, row in pairs]
     return np.concatenate([np.zeros(0), *parts])
@@ -131,5 +130,5 @@ def _segments(response: Response) -> list[int]:
 
 
 def _runs(values: Sequence[int]) -> list[int]:
-    """`[1, 1, 2]` as `[1, 2, 2, 1]`: value and length of each run."""
+    """Run-length encoding: value and length of each run, `[1, 1, 2]` as `[1, 2, 2, 1]`."""
     return [number for value, run in groupby(values) for number in (value, len(list(run)))]

@@ -1,8 +1,8 @@
-"""What `oar inspect` shows, from where it lies: a run's dump, verl's own dump of rollouts, prompts with responses as JSONL.
+"""Reads the responses for `oar inspect`: a run's dump, verl's own dump of rollouts, or JSON lines of prompts and responses.
 
-A folder's files say their step in their names: `step_000010.jsonl` of `algorithm.oar.dump.dir`, `10.jsonl` of
-`trainer.rollout_data_dir` and `trainer.validation_data_dir`. What a line is, its keys say. One that is half-written, or none
-of these, is counted and left out.
+Names of files in a folder have the step: `step_000010.jsonl` in `algorithm.oar.dump.dir`, `10.jsonl` in
+`trainer.rollout_data_dir` and `trainer.validation_data_dir`. The keys of a line tell its kind. A line that is incomplete or of
+another kind is counted and skipped.
 """
 
 import hashlib
@@ -20,25 +20,25 @@ from typing import Any, TypeAlias
 from oar_plugin.page.record import Header, Response, Weighing, parse_header, parse_response
 
 TOKENS = 400_000
-"""So many make a page of a few megabytes. More are shown where steps are named."""
+"""Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
 _FILES = (r"step_(\d+)\.jsonl", r"(\d+)\.jsonl")
 _VERL = {"input": "prompt", "output": "response", "gts": "truth", "score": "reward", "data_source": "source"}
-_TRAJECTORY = re.compile(r"(.+)_\d+_\d+")  # verl's key of one: its prompt, rollout and output
+_TRAJECTORY = re.compile(r"(.+)_\d+_\d+")  # verl's uid of a response: prompt, rollout, output
 _WORD = re.compile(r"\s*\S+|\s+")
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class SourceError(ValueError):
-    """Nothing to show. The message says what to do."""
+    """There is nothing to show. The message says what to do."""
 
 
 class NothingYet(SourceError):
-    """A run that goes on may still write it."""
+    """There is nothing to show yet; a run may still write it."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A response without tokens and credit; the fields are `Response`'s. `chat`: the prompt's messages, if it has some."""
+    """A response without tokens and credit. The fields are those of `Response`; `chat` has the prompt's messages, if any."""
 
     step: int
     group: str
@@ -50,8 +50,8 @@ class Text:
     truth: str | None
     reward: float | None
 
-    def told(self, advantage: float | None, **known: Any) -> Response:
-        """Makes a `Response`."""
+    def to_response(self, advantage: float | None, **known: Any) -> Response:
+        """The `Response` with these fields in addition."""
         same = {name: getattr(self, name) for name in ("step", "group", "uid", "source", "prompt", "truth", "reward")}
         return Response(**{**same, "importance": {}, "advantage": advantage, **known})
 
@@ -61,49 +61,49 @@ Item: TypeAlias = Response | Text
 
 @dataclass
 class Loaded:
-    """What was read."""
+    """The responses to show, and what is not shown."""
 
-    headers: list[tuple[int, Header]] = field(default_factory=list)  # of a dump's files, once for each step
-    items: list[Item] = field(default_factory=list)  # by step
-    lines: int = 0  # headers aside
-    skipped: int = 0  # of the lines
+    headers: list[tuple[int, Header]] = field(default_factory=list)  # step and header of each file of a dump
+    items: list[Item] = field(default_factory=list)  # ordered by step
+    lines: int = 0  # read lines, without headers
+    skipped: int = 0  # lines that could not be read
     left_out: list[int] = field(default_factory=list)  # steps that are not shown
-    cut: int = 0  # responses of the steps shown that are not
+    cut: int = 0  # responses that are not shown, of steps that are
 
     @property
     def header(self) -> Header | None:
-        """The newest step's, with the importances of all."""
+        """The header of the newest step, with the importances of all steps; None without a dump."""
         headers = [header for _, header in sorted(self.headers, key=itemgetter(0))]
         scales = {name: scale for each in headers for name, scale in each.arbitrary_scale.items()}
         return replace(headers[-1], arbitrary_scale=scales) if headers else None
 
     @property
     def settings_differ(self) -> bool:
-        """Whether not all weights were made by the same settings."""
+        """Whether the steps' weights were made with different settings."""
         made = [Weighing.model_validate(header.config) for _, header in self.headers]
         return any(other != made[0] for other in made)
 
     def notes(self) -> list[str]:
-        """What the reader should know of what is not shown."""
-        said = {
+        """Messages about what is not shown."""
+        notes = {
             f"{self.skipped} of {self.lines} lines skipped: half-written, or of something else": self.skipped,
             f"steps {steps_text(self.left_out)} not shown: --steps N,... shows them": self.left_out,
             f"{self.cut} more responses of these steps not shown: --steps N,... or a larger --limit shows them": self.cut,
             "settings differ between these steps: weights are as recorded": self.settings_differ,
         }
-        return [note for note, holds in said.items() if holds]
+        return [note for note, holds in notes.items() if holds]
 
 
 def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int | None = None) -> Loaded:
-    """Responses of these files and folders, in whole groups; a run's folder may stand for the only dump in it.
+    """Read responses of these files and folders, in whole groups.
 
     Args:
-        sources: files and folders.
-        steps: None: the newest with `TOKENS` tokens together, and one group at least.
-        limit: so many responses of the newest steps, however long they are, and one group at least.
+        sources: files, dump folders, or folders with a single dump folder.
+        steps: None: the newest steps, up to `TOKENS` tokens, at least one group.
+        limit: number of responses, of the newest steps, at least one group; None: see `steps`.
 
     Raises:
-        SourceError: nothing can be shown.
+        SourceError: there is nothing to show.
     """
     loaded, parts = Loaded(), defaultdict[int, list[Path | Item]](list)
     for step, file in (pair for source in sources for pair in files(source)):
@@ -142,7 +142,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int
 
 
 def files(source: Path) -> list[tuple[int | None, Path]]:
-    """Files with the step that their names say. Raises SourceError."""
+    """The files of a source, each with the step of its name. Raises SourceError."""
     if source.is_file():
         return [(None, source)]
     if not source.is_dir():
@@ -164,22 +164,20 @@ def files(source: Path) -> list[tuple[int | None, Path]]:
 
 
 def advantages(texts: Sequence[Text]) -> list[float | None]:
-    """GRPO's, from the rewards of each group; None without siblings, and where a reward of the group is not known."""
+    """The advantages of GRPO; None for a group of one, and for a group in which a reward is unknown."""
     groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for text in texts:
-        groups[text.step, text.group].append(math.nan if text.reward is None else text.reward)
-    pairs = ((text.reward, groups[text.step, text.group]) for text in texts)
-    return [
-        None
-        if own is None or len(all_) < 2 or any(map(math.isnan, all_))
-        else (own - mean(all_)) / (stdev(all_) + 1e-6)
-        for own, all_ in pairs
-    ]
+    rewards = [math.nan if text.reward is None else text.reward for text in texts]
+    for text, reward in zip(texts, rewards, strict=True):
+        groups[text.step, text.group].append(reward)
+    known = {key: group for key, group in groups.items() if len(group) > 1 and not any(map(math.isnan, group))}
+    scales = {key: (mean(group), stdev(group) + 1e-6) for key, group in known.items()}
+    pairs = ((reward, scales.get((text.step, text.group))) for text, reward in zip(texts, rewards, strict=True))
+    return [None if scale is None else (reward - scale[0]) / scale[1] for reward, scale in pairs]
 
 
 def unscored(texts: Sequence[Text]) -> list[Response]:
-    """With words for tokens, numbered from -1 down, and no credit."""
-    from oar_plugin.config import OarConfig  # brings torch
+    """Responses without credit, whose tokens are words with the ids -1, -2, ..."""
+    from oar_plugin.config import OarConfig  # imports torch
     from oar_plugin.credit.answer import make_finder, segment_tokens
 
     finder, numbers, responses = make_finder(OarConfig().answer_patterns), dict[str, int](), []
@@ -188,8 +186,8 @@ def unscored(texts: Sequence[Text]) -> list[Response]:
         ids = [numbers.setdefault(word, -1 - len(numbers)) for word in words]
         segments_N = segment_tokens([word.encode() for word in words], finder)
         segments = [0] * len(words) if segments_N is None else segments_N.tolist()
-        known = {"tokens": words, "token_ids": ids, "segments": segments, "status": "not_scored"}
-        responses.append(text.told(advantage, **known))
+        known: dict[str, Any] = {"token_ids": ids, "tokens": words, "segments": segments, "status": "not_scored"}
+        responses.append(text.to_response(advantage, **known))
     return responses
 
 
@@ -199,24 +197,23 @@ def steps_text(steps: Sequence[int]) -> str:
 
 
 def _read(file: Path, step: int, loaded: Loaded) -> list[Item]:
-    """What can be read of a file; of lines with the same step and uid the last. `step`: where a line does not say it."""
-    # Not splitlines: verl writes letters as they are, and some of them end a line for Python, not for JSON.
+    """The responses of a file; the last line counts among those of one step and uid. `step`: for lines without a step."""
+    # Not splitlines: verl does not escape characters, and some of them end a line for Python but not for JSON.
     lines = [line for line in file.read_text(encoding="utf-8-sig", errors="replace").split("\n") if line.strip()]
     head, items = None, dict[tuple[int, str], Item]()
     if lines and re.search(r'"(oar_dump|weights)":', lines[0]):
         try:
             head = parse_header(lines.pop(0))
         except ValueError as error:
-            raise SourceError(
-                f"{file}: its first line is no header that this version of oar_plugin reads: {error}"
-            ) from None
+            text = f"its first line is no header that this version of oar_plugin reads: {error}"
+            raise SourceError(f"{file}: {text}") from None
     for number, line in enumerate(lines, start=1):
         try:
             if "\\ud" in line.lower():  # half of a character, which JSON allows and UTF-8 does not
                 line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
             item = parse_response(line) if head else _text(json.loads(line), step, f"{file.stem}:{number}")
             items[item.step, item.uid] = item
-        except _FAULTS:  # a run may be writing it, or have been killed while it did
+        except _FAULTS:  # a run may be writing the line, or was killed while it wrote
             loaded.skipped += 1
     loaded.lines += len(lines)
     if head:
@@ -225,7 +222,7 @@ def _read(file: Path, step: int, loaded: Loaded) -> list[Item]:
 
 
 def _text(record: Mapping[str, Any], step: int, place: str) -> Text:
-    """A line of verl's, or of a file of prompts and responses. Raises one of `_FAULTS`."""
+    """A line of verl's dump, or of a file of prompts and responses. Raises one of `_FAULTS`."""
     uid, trajectory = place, None
     if "input" in record:
         record = {_VERL.get(key, key): value for key, value in record.items()}
@@ -237,21 +234,12 @@ def _text(record: Mapping[str, Any], step: int, place: str) -> Text:
         chat, prompt = prompt, "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
     if not prompt or not isinstance(prompt, str) or not isinstance(answer, str):
         raise ValueError("a prompt is a text or the messages of a chat, a response is a text")
-    truth = record.get("truth")
-    reward = math.nan if record.get("reward") is None else float(record["reward"])
-    return Text(
-        step=int(record.get("step", step)),
-        group=str(
-            record.get("group") or (trajectory[1] if trajectory else hashlib.sha256(prompt.encode()).hexdigest()[:8])
-        ),
-        uid=uid,
-        source=str(record.get("source") or ""),
-        prompt=prompt,
-        chat=chat,
-        response=answer,
-        truth=None if truth is None else str(truth),
-        reward=reward if math.isfinite(reward) else None,
-    )
+    group = record.get("group") or (trajectory[1] if trajectory else hashlib.sha256(prompt.encode()).hexdigest()[:8])
+    source, step = str(record.get("source") or ""), int(record.get("step", step))
+    truth = None if record.get("truth") is None else str(record["truth"])
+    reward = None if record.get("reward") is None else float(record["reward"])
+    reward = reward if reward is not None and math.isfinite(reward) else None
+    return Text(step, str(group), uid, source, prompt, chat, answer, truth, reward)
 
 
 def _size(item: Item) -> int:

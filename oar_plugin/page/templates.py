@@ -1,4 +1,4 @@
-"""The pages' templates, which lie beside this file. Text in them is escaped, and characters that steer are shown."""
+"""The pages' templates, in this folder. They escape text and show control characters instead of obeying them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from markupsafe import Markup
 from oar_plugin.output import printable
 
 
-def _seen(value: Any) -> Any:
+def _visible(value: Any) -> Any:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -17,5 +17,5 @@ TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
-    finalize=_seen,
+    finalize=_visible,
 )

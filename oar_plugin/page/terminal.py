@@ -1,4 +1,4 @@
-"""Responses for a terminal: tokens with a weight above 1 bold and below 1 dim, or above 1 in [[ ]] where there is no style."""
+"""Responses in a terminal: tokens with a weight above 1 are bold, below 1 dim; without styles, above 1 is in [[ ]]."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from oar_plugin.page.record import Response
 
 
 def print_responses(responses: Sequence[Response], console: Console, table: Table) -> None:
-    """A block each, and the mean weight of each kind of reasoning token of scored ones, in `table`, which is empty."""
+    """Print a block per response, then the empty `table` with the mean weight of each kind of scored reasoning token."""
     styled = console.color_system is not None
     for response in responses:
         numbers = {"advantage": response.advantage, "reward": response.reward}
-        said = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
-        said += "" if response.truth is None else f"  truth {response.truth}"
-        head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{said}"
+        figures = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
+        figures += "" if response.truth is None else f"  truth {response.truth}"
+        head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{figures}"
         console.print(Line(printable(head), "bold"))
         console.print(Line(printable(response.prompt.strip()), "dim"))
         console.print(Line.assemble(*_styled(response)) if styled else Line(_marked(response)), end="\n\n")
@@ -29,8 +29,7 @@ def print_responses(responses: Sequence[Response], console: Console, table: Tabl
     for response in responses:
         if response.status != "scored" or response.weights is None:
             continue
-        rows = zip(response.tokens, response.weights, response.segments, strict=True)
-        for token, weight, segment in rows:
+        for token, weight, segment in zip(response.tokens, response.weights, response.segments, strict=True):
             if segment == Segment.REASONING:
                 weights[kind_of(token)].append(weight)
     for title in ("reasoning tokens", "how many", "mean weight"):

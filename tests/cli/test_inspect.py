@@ -1,4 +1,4 @@
-"""`oar inspect`: from a run's dump or a model's responses to a page, JSON or a terminal. The model has random weights."""
+"""`oar inspect`: a run's dump, or responses with credit from a model of random weights, as page, JSON or text."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": PROMPT}]
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A Llama whose tokens are bytes, with room for 100."""
+    """A Llama whose tokens are bytes, for at most 100 positions."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer(by_bytes=True)
     model_of(Shape(32, 64, 2, 2, 2, vocab=len(tokenizer)), 100, architecture="llama").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -201,7 +201,7 @@ def test_a_run_is_followed_until_it_or_the_reader_ends(end, here, capsys, monkey
     pages = []
 
     def wait(seconds):
-        """What happens meanwhile."""
+        """Replaces `sleep`: changes the run's files meanwhile."""
         page = run / "dump/inspect.html"
         pages.append(page.read_bytes() if page.exists() else None)
         if len(pages) in (1, 3):

@@ -20,7 +20,7 @@ OWN = f"python:{__name__}:users_own"
 
 
 def users_own(text):
-    """A function of a user's own, that answers some texts well, some badly, and fails on others."""
+    """A user's finder: for some texts it returns an answer, for some nonsense, and on others it raises."""
     return {
         "pair <5>": (5, 8),
         "triple 5": [np.int64(0), np.int64(7), np.int64(8)],
@@ -32,7 +32,7 @@ def users_own(text):
     }[text]
 
 
-# Patterns -> what is shown -> texts, with «what announces the answer|the answer» marked where there is one.
+# Patterns -> case -> texts, with «marker|answer» marked where there is an answer.
 CASES = {
     "boxed": {
         "plain": [r"so «\boxed{|5»}.", r"\«\boxed{|5»}"],
@@ -115,7 +115,7 @@ def test_the_last_answer_is_found_with_what_announces_it(patterns, marked):
         ("box", "allowed are boxed, hash, answer_tag, the_answer_is, regex"),
         ("regex:(", "not a regular expression"),
         ("regex:abc", "needs a group"),
-        # The library that can end a search would take them for an approximate match, or for a class of characters.
+        # `regex` would understand these as an approximate match or as a class of characters.
         (r"regex:\text{s}(\d)", r"'{s}\(\\\\d\)' has another meaning here; allowed: \\{"),
         ("regex:(a{e<=1})", "another meaning"),
         (r"regex:\\{ 2i+1s<3}(a)", "another meaning"),
@@ -146,7 +146,7 @@ def test_a_bad_pattern_is_named(pattern, reason):
     ],
 )
 def test_a_faulty_users_function_is_named(text, fault):
-    """Even where another pattern finds something: nobody knows whether it would have been the last answer."""
+    """Even if another pattern matches: the failed one might have matched a later answer."""
     for finder in (make_finder([OWN]), make_finder([OWN, "boxed"]), users_own):
         with pytest.raises(SearchFailed, match=f"users_own {fault}"):
             segment_tokens([text[:2].encode(), text[2:].encode()], finder)
@@ -161,7 +161,7 @@ def test_an_answer_that_the_policy_did_not_write_is_none():
     assert segment_tokens([b"say ", b"5"], lambda text: (4, 5), own=[True, False]) is None
 
 
-ENDLESS = [  # expressions, and texts on which they try everything
+ENDLESS = [  # expressions that backtrack for ever on these texts
     (r"((?:a|aa)+)$", 5000 * "a" + "!"),
     (r"answer(.*answer.*answer.*answer.*)z", 5000 * "answer "),
     (r"(.*?,){25}P(.)", 5000 * "1,"),
@@ -204,7 +204,7 @@ THINKS = [b"think ", b"\\boxed{1}", b" call", b"tool: \\boxed{2}", b" end"]
         (NAMES, [b"", b""], None, None),
         # Tokens without bytes go by position and are never the answer.
         (NAMES, [b"", b"So", b"", b"\\boxed{", b"", b"4", b"", b"2", b"", b"}", b""], None, "RRRCCACAFFF"),
-        # A character of the answer that is split over tokens belongs to it wholly.
+        # All tokens of a character of the answer are ANSWER.
         (NAMES, ["因\\boxed{".encode(), EMOJI[:1], EMOJI[1:3], EMOJI[3:] + b"}", b"\xe5"], None, "CAAAF"),
         # Invalid UTF-8 does not shift the answer.
         (NAMES, [b"\xff\xfe", b"\xe4\xb8", b" \\boxed{", b"5", b"\x80", b"}", b"\xf0\x9f"], None, "RRCAAFF"),
@@ -231,11 +231,11 @@ def test_own_must_have_one_value_per_token():
 
 # ---- what holds for every text, every way to cut it into tokens and every answer
 
-# Without anything that a marker or a sentence end is made of, but with characters of one to four bytes; and no text at all.
+# FILLER: no parts of markers or sentence ends, characters of one to four bytes. NOISE: any other bytes.
 FILLER = st.text(alphabet="abc xyz019+=,é你好🙂👩‍👧\t", max_size=40).map(str.encode)
 NOISE = st.binary(max_size=30).map(lambda noise: re.sub(rb"[\\#]", b"", noise))
 ANSWERS = st.text(alphabet="019abxé五🙂", min_size=1, max_size=8)
-# What stands before the answer, the answer itself, and what stands behind it.
+# Text before the answer, the answer, and text after it.
 FRAMES = [
     ("\\boxed{", "{}", "}"),
     ("$\\boxed{", "\\text{{{}}}", "}$."),
@@ -245,7 +245,7 @@ FRAMES = [
     ("; the answer is ", "{}", ".\n"),
     ("; **Answer:** ", "{}", "\n"),
 ]
-# Text that is nearly an answer, so that all branches of the finders are reached.
+# Fragments of answers, which reach all branches of the finders.
 FRAGMENTS = [
     *("\\boxed", "\\boxed{", "{", "}", "\\{", "\\}", "\\", "\\\\", "####", "#", "<answer>", "</answer>", "$", "**"),
     *("the answer is ", "Answer:", ".", "\n", " ", "5", "3.14", "你", "🙂", "\\(", "\\)"),
@@ -260,7 +260,7 @@ BALANCED = st.recursive(
 
 @st.composite
 def cut(draw, data):
-    """The bytes in tokens of random length, some of them empty."""
+    """The bytes, cut into tokens of random length, some of them empty."""
     borders = sorted(draw(st.lists(st.integers(0, len(data)), max_size=30)))
     return [data[a:b] for a, b in zip([0, *borders], [*borders, len(data)], strict=True)]
 
@@ -320,11 +320,11 @@ def test_the_answer_is_the_graders_and_its_tokens_hold_little_else():
         for names in (("boxed",), NAMES) if "\\boxed" in row["response"] else ():
             span = FINDERS[names](row["response"])
             assert "".join(row["response"][span.start : span.end].split()) == wanted
-        # Words with the space before them: about what a byte-level tokenizer makes.
+        # Words with the space before them, similar to the tokens of a byte-level tokenizer.
         pieces = [piece.encode() for piece in re.findall(r"\s*\w+|\s*\W", row["response"])]
         segments = segment_tokens(pieces, FINDERS[("boxed",)])
         tokens = b"".join(piece for piece, one in zip(pieces, segments, strict=True) if one == Segment.ANSWER)
         assert wanted in "".join(tokens.decode().split())
         assert len(tokens) <= len(row["predicted"].encode()) + 8
-        # Not a share of the response: one of them goes on for 9,000 characters of noise behind its box.
+        # A number, not a share: one response has 9,000 characters of noise after its box.
         assert (segments == Segment.REASONING).sum() > 20

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oar_plugin.credit.gate import GATES, _fault, bi_level, gate_of, kept_mass, relative, two_level
+from oar_plugin.credit.gate import GATES, SETTINGS, Gate, _fault, bi_level, gate_of, kept_total, relative, two_level
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
 
@@ -15,7 +15,7 @@ def everywhere(importance):
 
 
 def padded(batch):
-    """Responses of any length, with padding on both sides that must not matter, and where they stand."""
+    """Responses of any length with padding on both sides, `[B, L]`, and a mask of their tokens."""
     importance = torch.full((len(batch), max(map(len, batch)) + 2), torch.nan)
     for row, values in enumerate(batch):
         importance[row, 1 : 1 + len(values)] = torch.tensor(values)
@@ -78,7 +78,7 @@ ties = st.lists(st.sampled_from([0.5, 0.5, 0.5, 0.5, 3.0, 1e30]), min_size=1, ma
 @given(st.lists(st.one_of(scores, ties), min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 8))
 @settings(max_examples=250)
 def test_two_level_has_two_weights_one_border_and_keeps_the_mass(batch, tau, beta):
-    """Whatever stands at the minimum is never boosted, and the size of an outlier changes nothing."""
+    """A token at the minimum is never boosted, and the size of an outlier changes nothing."""
     importance, mask = padded(batch)
     weights = two_level(importance, mask, tau, beta)
     assert (weights[~mask] == 1).all()
@@ -93,12 +93,15 @@ def test_two_level_has_two_weights_one_border_and_keeps_the_mass(batch, tau, bet
 
 @pytest.mark.parametrize("gate", [bi_level, two_level])
 def test_every_gate(gate):
-    """The table holds it, order and kind of the input mean nothing, and where nothing is to be weighed all is even."""
+    """The table has it; order, dtype and strides of the input do not matter; constant scores give weights of 1."""
     named = GATES[gate.__name__]
     assert gate_of(gate.__name__) is named
-    assert named.weights is gate
+    assert named.function is gate
+    given = {"tau": 0.3, "beta": 1.5, "floor": 0.2}
     importance = torch.rand(40, 6).T  # not contiguous
     before, mask, turned = importance.clone(), torch.rand(6, 40) < 0.8, torch.randperm(40)
+    taken = {name: given[name] for name in named.settings}
+    assert torch.equal(named.weights(importance, mask, **given), gate(importance, mask, **taken))
     weights = gate(importance, mask)
     assert torch.equal(importance, before)
     torch.testing.assert_close(gate(importance.double(), mask), weights)
@@ -123,7 +126,7 @@ def test_relative_scores_are_multiples_of_the_mean_over_the_reasoning():
 
 
 class Own:
-    """A user's gate: `shape` of what it returns, and which arguments it saw."""
+    """A user's gate that returns `weight` and records its arguments in `seen`."""
 
     def __init__(self, weight=None):
         self.weight, self.seen = weight, []
@@ -140,7 +143,10 @@ class Own:
     ("own", "fault"),
     [
         (Own(), None),
-        ("no function", "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
+        (
+            "no function",
+            "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor) or fewer of the last three",
+        ),
         (Own(torch.ones(5)), "it must return weights of the shape of importance_BL"),
         (Own([[1.0]]), "it must return weights of the shape of importance_BL"),
         (
@@ -150,7 +156,7 @@ class Own:
     ],
 )
 def test_a_gate_of_a_users_own_is_tried(own, fault):
-    assert _fault(own) == fault
+    assert _fault(Gate(own, 0.85)) == fault
     for importance_BL, reasoning_BL in getattr(own, "seen", ()):
         assert (importance_BL > 0).all()
         assert reasoning_BL.sum(-1).tolist() == [3, 5, 0], (
@@ -163,14 +169,54 @@ def test_what_a_users_gate_raises_is_told():
     def own(importance_BL, reasoning_BL, tau, beta, floor):
         raise KeyError("mine")
 
-    assert _fault(own) == "a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: KeyError('mine')"
+    assert (
+        _fault(Gate(own, 0.85))
+        == "a call with (importance_BL, reasoning_BL, tau, beta, floor) failed: KeyError('mine')"
+    )
 
 
-def test_kept_mass():
+@pytest.mark.parametrize(
+    ("own", "settings"),
+    [
+        (bi_level, SETTINGS),
+        (two_level, ("tau", "beta")),
+        (lambda score, keep, t, b, f: (t, b, f), SETTINGS),
+        (lambda score, keep, floor, beta, tau: (floor, beta, tau), SETTINGS),
+        (lambda score, keep, *given: given, SETTINGS),
+        (lambda score, keep: (), ()),
+        (lambda score, keep, beta: (beta,), ("beta",)),
+        (lambda score, keep, *, floor, tau: (tau, floor), ("tau", "floor")),
+        (lambda score, keep, other=1, beta=2: (beta,), ("beta",)),
+        (torch.add, SETTINGS),  # has no signature
+    ],
+)
+def test_a_gate_gets_the_settings_that_its_signature_names_or_all_three_by_position(own, settings):
+    gate, given = Gate(own, 0.85), {"tau": 0.3, "beta": 1.5, "floor": 0.2}
+    assert gate.settings == settings
+    if own.__name__ == "<lambda>":
+        importance_BL = torch.ones(1, 1)
+        assert gate.weights(importance_BL, importance_BL > 0, **given) == tuple(given[name] for name in settings)
+
+
+def test_a_users_gate_is_tried_once_and_again_where_it_is_defined_anew(monkeypatch):
+    first, second = Own(), Own()
+    monkeypatch.setitem(globals(), "kept_gate", first)
+    name = f"python:{__name__}:kept_gate"
+    gate, calls = gate_of(name), len(first.seen)
+    assert gate.tau == 0.85
+    assert calls > 0
+    assert gate_of(name) is gate
+    assert len(first.seen) == calls
+    monkeypatch.setitem(globals(), "kept_gate", second)
+    assert gate_of(name).function is second
+    assert len(second.seen) == calls
+
+
+def test_kept_total():
     nan, inf = torch.nan, torch.inf
     kept = [[0.5, 1.5, 1], [0.5, 1.5015, 1]]
     broken = [[0.5, 1.503, 1], [0.5, 1.6, 1], [0.5, 1.5, 1.1], [nan, 1, 1], [inf, 1, 1], [1, 1, nan]]
     mask = torch.tensor([True, True, False]).expand(8, 3)
-    assert kept_mass(torch.tensor(kept + broken), mask).tolist() == [True] * 2 + [False] * 6
+    assert kept_total(torch.tensor(kept + broken), mask).tolist() == [True] * 2 + [False] * 6
     alone = torch.tensor([[1.0015, 1.0]])
-    assert kept_mass(alone, torch.tensor([[True, False]])).tolist() == [False], "0.1 % of one token"
+    assert kept_total(alone, torch.tensor([[True, False]])).tolist() == [False], "0.1 % of one token"

@@ -35,7 +35,7 @@ def test_there_are_golden_files():
 
 @functools.cache
 def load(path):
-    """The published numbers, the tensors beside them, and the model made of those."""
+    """The published numbers, their tensors, and the model with these weights."""
     reference, tensors = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
     config = Qwen2Config(**reference["model_config"], attn_implementation="sdpa")
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
@@ -47,7 +47,7 @@ def load(path):
 
 
 def oar_g(model, case, noise, probe):
-    """Importance of the reasoning tokens as a run computes it, but for the noise, which is given."""
+    """Importance of the reasoning tokens as in a run, but with the given noise."""
     parts = {"before": Segment.OUTSIDE, "reasoning": Segment.REASONING, "conclude": Segment.CONCLUDE}
     parts["answer"] = Segment.ANSWER
     ids = torch.tensor([[token for name in parts for token in case[name]]])
@@ -65,13 +65,13 @@ def norm_in_float64(self, hidden):
 
 
 def error_and_rounding(path, index, probe, louder=1.0):
-    """Of our importance in float64 to the published one, and how far two float32 evaluations are from it.
+    """Largest error of the published importance against ours in float64, and that of two float32 evaluations of ours.
 
     The published numbers are one more float32 evaluation. KL has no gradient at zero noise, so dJ/dz = P_noisy - P is a
     difference of two softmaxes that agree to three or four digits, and the forward's float32 rounding is magnified by as
     much: two correct float32 programs differ by up to 3e-3 of the largest score on these cases. The spread is measured
     here, on the case itself, instead of being guessed. A float64 Qwen2 rounds to float32 in its norms, which is magnified as
-    well: what the others are measured against must not. `louder`: what the noise is multiplied by.
+    well, so the reference has norms in float64. `louder` is a factor of the noise.
     """
     reference, tensors, model = load(path)
     case, noise = reference["cases"][index], tensors[f"case{index}.noise"] * louder
@@ -106,7 +106,7 @@ def test_one_percent_more_noise_is_noticed(path):
 
 @every_file
 def test_gate_agrees_with_the_published_numbers(path):
-    """The gate itself; that a run hands it the scores of both published importances as they are, see test_estimator."""
+    """The gate alone; test_estimator shows that a run passes the scores of both published importances unchanged."""
     for index, case in enumerate(load(path)[0]["gates"]):
         scores, want = torch.tensor(case["scores"])[None], torch.tensor(case["weights"])
         everywhere = torch.ones_like(scores, dtype=torch.bool)

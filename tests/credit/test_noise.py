@@ -1,4 +1,4 @@
-"""Signs and noise: random enough, and the same however the work is cut."""
+"""Signs and noise are random enough, and the same on every layout."""
 
 import math
 
@@ -12,7 +12,7 @@ GOLDEN, LAST = 0x9E3779B97F4A7C15, 0x94D049BB133111EB
 
 
 def mixed(number):
-    """splitmix64's finaliser, on numbers without a sign."""
+    """The finaliser of splitmix64, on unsigned integers."""
     number %= 2**64
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     number = (number ^ (number >> 27)) * LAST % 2**64
@@ -58,7 +58,7 @@ def test_seeds_are_hashes_of_tokens_places_steps_and_draws():
 
 
 def seed_of(ids, seed):
-    """Of one response."""
+    """The seed of a single response."""
     return response_seeds(ids, torch.zeros_like(ids), 1, seed)
 
 

@@ -1,4 +1,4 @@
-"""Counterfactual importance: units, budgets, and the scale of what was not run."""
+"""Counterfactual importance: units, budgets, and estimates for units without a copy."""
 
 import itertools
 import math
@@ -65,9 +65,9 @@ def test_exhaustive_search_gives_each_unit_its_score_shared_out_evenly():
 @pytest.mark.parametrize(
     ("gradient", "budget", "scores", "chosen", "importance"),
     [
-        # The others are calibrated: exact to estimate is 1 : 2.
+        # The ratio of exact to estimated scores is 1 : 2.
         ([8, 1, 2, 6], 2, [4, 9, 9, 3], [0, 3], [4, 0.5, 1, 3]),
-        # One token with all the importance, a thousand times its estimate, does not lift those that were not run.
+        # One token with all the importance, a thousand times its estimate, does not raise the other estimates.
         ([5, 4, 3, 2, 1], 4, [5000, 4, 3, 2, 1], [0, 1, 2, 3], [5000, 4, 3, 2, 1]),
         # Units whose estimate is zero say nothing about the scale.
         ([2, 0, 0, 0], 3, [1, 1, 1, 1], [0, 1, 2], [1, 1, 1, 0]),

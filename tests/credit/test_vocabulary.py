@@ -1,4 +1,4 @@
-"""What is computed from columns of the logits equals those columns of what is computed from all logits."""
+"""Results from shards of the columns equal the same columns of the result from all logits."""
 
 import math
 import threading
@@ -18,7 +18,7 @@ TOKENS = torch.tensor([63, 64, 99])  # at both ends of shards
 
 
 def in_shards(compute):
-    """`compute(columns, shard)` of every rank; threads play the vocabulary-parallel ranks."""
+    """`compute(columns, shard)` of every vocabulary-parallel rank; each rank is a thread."""
     barrier, given = threading.Barrier(len(STARTS), timeout=60), {}
 
     def over_ranks(start, tensor, reduce):
@@ -45,7 +45,7 @@ def logits():
 
 
 def of_importance(kind, token_N=None):
-    """Its signs as well: `fisher` draws one for each column, those of a rank's own on that rank."""
+    """Coefficients with signs: `fisher` draws one per column, and each rank draws those of its columns."""
 
     def coefficients(logits, noisy, shard):
         entropy_N = torch.tensor([0.5, 1.0, 0.0])
@@ -101,7 +101,7 @@ def test_margins_of_equal_logits_and_of_banned_ones(logits, banned):
 
 @some_banned
 def test_where_logits_are_minus_infinity(logits, banned):
-    """Banned tokens have no mass: they add nothing to an entropy, and their own log-probability is -inf."""
+    """Banned tokens add nothing to an entropy, and their log-probability is -inf."""
     logits[:, banned] = -math.inf
     allowed = [column for column in range(SIZE) if column not in banned]
     entropy_N = torch.distributions.Categorical(logits=logits[:, allowed]).entropy()

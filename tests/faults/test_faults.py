@@ -1,8 +1,8 @@
 """Faults on whole runs, those of `cases.py`. A run that ends is started again by the same command, and suffers the next one.
 
 An hour or two with two cores: `python -m pytest tests/faults -m nightly`, `-k` for some of them, `--lf` for those that failed.
-With OAR_FAULTS_SEEN=FILE what was seen is added to that file, a line a fault, from which `python -m tests.faults.table` makes
-the page of docs/.
+With OAR_FAULTS_SEEN=FILE each fault adds a line to that file; `python -m docs.figures` makes the tables of
+docs/evidence/faults.md of such lines.
 """
 
 import json

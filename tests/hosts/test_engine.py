@@ -277,7 +277,7 @@ def test_what_megatron_does_not_serve_is_refused_by_name(results):
 
 
 def test_the_pass_moves_what_its_documentation_says(results):
-    """docs/megatron.md, for rows 0, 1, 3, 4: B = 4 responses, N = 7 answer tokens, T = 105 tokens; H = 32, V = 258."""
+    """docs/evidence/megatron.md, for rows 0, 1, 3, 4: B = 4 responses, N = 7 answer tokens, T = 105 tokens; H = 32, V = 258."""
     B, N, T, H, V = 4, 7, 105, 32, 258
     R = sum(world.ROWS[row][1].index("####") for row in world.SCORED)  # one byte a token
     for case, rows, vocabulary, sequence, scores in [

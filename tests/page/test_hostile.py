@@ -1,4 +1,4 @@
-"""Whatever names, prompts, responses and settings hold, pages and terminals show it and do nothing else."""
+"""Pages and terminals show hostile names, prompts, responses and settings, and do nothing else."""
 
 import itertools
 import json
@@ -22,22 +22,22 @@ FEW = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.generate],
 )
-"""Each example opens a page: what fails is not made smaller."""
+"""No shrinking, because each example opens a page."""
 SEEN = "text => visible(text)"
 TERMINALS = [{"COLUMNS": "200"}, {"COLUMNS": "80", "FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm"}]
 OF_RICH = re.compile(r"\x1b\[(?!31m)[?0-9;]*[A-Za-z]")
-"""Its styles, and how its progress bar moves; the red of `tests.hostile` is not among what commands print."""
+"""Styles and cursor movements of rich; red is excluded, because `tests.hostile` uses it and commands do not."""
 
 
 def steers(said, terminal):
-    """Whether what a command printed has more to say to a terminal than rich has."""
+    """A match if a command printed control characters beside those of rich."""
     printed = said.out + said.err
     return UNSEEN.search(OF_RICH.sub("", printed).replace("\r", "") if "FORCE_COLOR" in terminal else printed)
 
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Opens a page; a fault of its script, a dialog or a request is a fault of the test."""
+    """Opens a page and returns its faults: errors of its script, dialogs, requests."""
     number = itertools.count()
 
     def open_page(html):
@@ -90,7 +90,7 @@ def test_the_inspector_shows_hostile_text_in_every_field(opened, fields, words, 
         page.close()
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")  # of letters that the font of the pictures has not
+@pytest.mark.filterwarnings("ignore:Glyph")  # characters that the font of the pictures lacks
 @settings(FEW, max_examples=4)
 @given(names, names, st.lists(texts, min_size=2, max_size=2, unique=True), texts, st.sampled_from(TERMINALS))
 @example("a", "b", ["c", "\ud83d"], "\udcff", TERMINALS[0])
@@ -111,7 +111,7 @@ def test_a_report_shows_hostile_names_settings_and_metrics_on_its_page_and_in_th
         (run / "metrics" / "start.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = {path for path in tmp_path_factory.getbasetemp().rglob("*") if folder not in path.parents}
     capsys.readouterr()
-    # With the loader of users: the tests' own, which is faster, takes no half characters.
+    # With the loader of users: the faster one of the tests does not accept half characters.
     with mock.patch.dict(os.environ, terminal), mock.patch.object(yaml, "SafeLoader", yaml.loader.SafeLoader):
         assert main(["report", str(runs[0]), "--baseline", str(runs[1]), "--out", str(folder / "out")]) == 0
     said = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The inspector's page in a real browser: it says what the package computes, and each control does what it says."""
+"""The inspector's page in a real browser: its numbers are the package's, and its controls work."""
 
 import itertools
 import re
@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, effective_sample_size, top_share
+from oar_plugin.credit.gate import GATES
 from oar_plugin.estimator import reshape
 from oar_plugin.page.inspector import inspector_page, kind_of
 from oar_plugin.page.record import Header
@@ -40,7 +43,7 @@ WRONG = {"reward": 0.0, "advantage": -1.0}
 
 
 def random_response(seed):
-    """Lengths from one reasoning token on, ties, one level, zeros; statuses that are shown as they are."""
+    """A response of at least one reasoning token; by `seed`: ties, equal scores, zeros, a fallback."""
     random = np.random.default_rng(seed)
     words = [f" w{number}" for number in random.integers(0, 50, int(random.integers(1, 80)))]
     fisher = random.lognormal(0, 3, len(words)).astype(np.float32)
@@ -51,7 +54,7 @@ def random_response(seed):
 
 
 def by_package(responses, name="fisher", **settings):
-    """Of each response: weights, the final status, ESS ratio and top-10 % mass."""
+    """Weights, final status, and [ESS ratio, top-10 % mass] of each response, computed by the package."""
     config = OarConfig.parse({**CONFIG, "importance": name, **settings})
     status = torch.tensor([int(Status[response.status.upper()]) for response in responses])
     importance = pad_sequence([torch.tensor(response.importance[name]) for response in responses], True)
@@ -69,7 +72,7 @@ def expected(response):
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens the page of some responses; a fault of its script, or a request, is a fault of the test."""
+    """Opens the page of some responses; an error of its script or a request fails the test."""
     faults = []
 
     def opened(responses, header=HEADER, size=(1280, 900), as_recorded=False, **options):
@@ -93,7 +96,7 @@ SET = "(node, value) => { node.value = value; node.dispatchEvent(new Event('inpu
 
 
 def choose(page, **controls):
-    """Set controls as a hand does; playwright itself moves sliders by whole steps only."""
+    """Set controls like a user; playwright moves sliders by whole steps only."""
     for name, value in controls.items():
         page.locator(f"[name={name}]").evaluate(SET, value)
 
@@ -103,9 +106,9 @@ def test_weights_are_those_of_the_package(show):
     page = show(responses)
     told = """name => responses.map(r => { const {weights, status} = credit(r, name), figures = diagnostics(r, name);
         return [Array.from(weights), status, figures && [figures.ess, figures.top]]; })"""
-    choose(page, outcome="wrong")  # nothing is drawn: this is about numbers
+    choose(page, outcome="wrong")  # no response is drawn: this test compares numbers
     keys, names = ("gate", "tau", "beta", "floor"), ("fisher", "oar_g")
-    grid = itertools.product(("two_level", "bi_level"), (0, 0.55, 0.85, 1), (0, 7.3), (0.05, 0.6), names)
+    grid = itertools.product(GATES, (0, 0.55, 1), (7.3,), (0.05,), names)
     for *values, name in grid:
         settings = dict(zip(keys, values, strict=True))
         choose(page, **settings)
@@ -114,6 +117,40 @@ def test_weights_are_those_of_the_package(show):
             assert np.abs(np.subtract(weights, wanted)).max() < 1e-6, (settings, name)
             assert status == final
             assert figures == (pytest.approx(numbers, rel=1e-5) if final == "scored" else None)
+
+
+SCORES = st.lists(
+    st.floats(0, 1e6, width=32) | st.floats(0, 2**-40, width=32) | st.sampled_from([0.0, 1.0, 1 + 2**-23, 1e30]),
+    min_size=1,
+    max_size=60,
+)
+COMPUTED = """([scores, settings, arbitraryScale]) => {
+    const r = {...responses[0], length: scores.length, segment: scores.map(() => "reasoning"), importances: ["fisher"],
+        importance: {fisher: Float32Array.from(scores)}, reasoning: Uint32Array.from(scores.keys()), scores: {}, credit: {}};
+    data.importances.fisher = {arbitraryScale};
+    const {weights, status} = r.credit.fisher = weigh(r, "fisher", settings), figures = diagnostics(r, "fisher");
+    return [Array.from(weights), status, figures && [figures.ess, figures.top]]; }"""
+
+
+def test_the_pages_gates_are_those_of_the_package_for_any_scores(show):
+    """The page's JavaScript implements the gates a second time; this test holds the two equal."""
+    page = show([made()])
+    assert page.evaluate("Object.keys(GATES)") == page.evaluate("Object.keys(data.gates)") == list(GATES)
+    places, tau, beta, floor = st.integers(0, 100), st.integers(0, 100), st.floats(0, 10), st.floats(0.01, 1)
+
+    @settings(max_examples=300, phases=[Phase.explicit, Phase.generate])  # a browser is too slow to shrink failures
+    @given(SCORES, st.sampled_from(list(GATES)), tau, beta, floor, st.sampled_from(["fisher", "oar_g"]), places)
+    def equal(scores, gate, hundredths, beta, floor, name, ties):
+        scores = [scores[0] if place < ties * len(scores) / 100 else score for place, score in enumerate(scores)]
+        chosen = {"gate": gate, "tau": hundredths / 100, "beta": beta, "floor": floor}
+        response = made(words=["w"] * len(scores), segments=[1] * len(scores), importance={name: scores})
+        ((wanted, final, numbers),) = by_package([response], name, **chosen)
+        weights, status, figures = page.evaluate(COMPUTED, [scores, chosen, name == "fisher"])
+        assert status == final
+        np.testing.assert_allclose(weights, wanted, rtol=2e-6)
+        assert figures == (pytest.approx(numbers, rel=1e-5) if final == "scored" else None)
+
+    equal()
 
 
 def test_what_was_recorded_is_shown_where_the_page_cannot_compute_it(show):

@@ -1,4 +1,4 @@
-"""Where `oar inspect` reads from: every source is recognised by what it holds, and bad lines cost nothing but themselves."""
+"""The sources of `oar inspect`: each kind is recognised by its content, and a bad line is skipped alone."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ VERL = {"input": "1+1?", "output": "#### 2", "gts": "2", "score": 1.0, "step": 7
 
 
 def read_group(prompt):
-    """The group of a line that names none."""
+    """The group of a line without one."""
     return hashlib.sha256(prompt.encode()).hexdigest()[:8]
 
 
@@ -41,7 +41,7 @@ def written(path, *lines):
         (VERL, {"prompt": "1+1?", "response": "#### 2", "truth": "2", "reward": 1.0, "step": 7, "group": "a"}),
         (ASKED | {"uid": "math_1_0"}, {"uid": "f:1", "group": read_group("1+1?")}),
         (VERL | {"uid": None, "gts": None, "data_source": "d"}, {"uid": "f:1", "truth": None, "source": "d"}),
-        # As verl writes it: what ends a line for Python stands in it. Halves of characters, and NUL.
+        # verl does not escape characters that end a line for Python. Halves of characters, and NUL.
         (json.dumps(VERL | {"output": "a\u2028b\x85c"}, ensure_ascii=False), {"response": "a\u2028b\x85c"}),
         ("\ufeff" + json.dumps(ASKED), {"prompt": "1+1?"}),
         ('{"prompt": "\\uD83D", "response": "2"}', {"prompt": "?"}),

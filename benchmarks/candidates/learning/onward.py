@@ -22,7 +22,7 @@ distribution that token `t` was drawn from, at the temperature that it was drawn
 The answer is read row by row: the probes `answer_mean` and `answer_joint` are the same here, and `last` is its first row.
 
 Not in the paper. It estimates no single quantity: each part does, up to scale, and the rest is shape, chosen on one task
-whose vocabulary is tens of words. How it does: `benchmarks/results/learning_explored.md`.
+whose vocabulary is tens of words. How it does: `docs/evidence/studies.md`.
 
 Cost: two forwards and two backwards (FSDP1 gathers its weights for the first backward through a graph only), and a
 projection of every reasoning row to the vocabulary, a chunk of rows at a time and without a graph.

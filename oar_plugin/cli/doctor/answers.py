@@ -89,7 +89,7 @@ def features() -> None:
 def recipe(name: str, memory_gib: str, *overrides: str) -> None:
     """What a recipe asks for, and what is wrong with it. `memory_gib` of one GPU; empty where none is visible."""
     from oar_plugin.runs.launch import job, preflight
-    from oar_plugin.runs.plan import choose_gpu
+    from oar_plugin.runs.plan.hardware import choose_gpu
     from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe, gpus_needed
 
     folder = find_recipe(name)

@@ -8,7 +8,7 @@ from oar_plugin.cli.doctor.machine import Machine
 from oar_plugin.cli.doctor.packages import ALWAYS
 from oar_plugin.cli.doctor.questions import Answer
 from oar_plugin.runs.launch.finding import LOGGERS, Finding, examine_loggers, importable
-from oar_plugin.runs.math.folder import data_folder
+from oar_plugin.runs.math import data_folder
 
 # What a run takes where no recipe says otherwise: verl's defaults.
 PLAIN: dict[str, Any] = {

@@ -1,11 +1,12 @@
-"""The importances: one file each, and the table of them. Nothing outside this folder compares their names.
+"""The importances, one per file, and their table. Nothing outside this folder compares their names.
 
-To add one here: its file, a line in the table, a test. To bring one of your own, without touching the package:
+To add one: its file, its class in the table, a test. To bring one of your own, without touching the package:
 `algorithm.oar.importance=python:my_package.my_module:MyImportance` (a class derived from `Importance`).
 """
 
 import functools
 
+from oar_plugin.credit import imported
 from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
 from oar_plugin.credit.importance.check import problems
 from oar_plugin.credit.importance.decision import Decision
@@ -15,7 +16,6 @@ from oar_plugin.credit.importance.hybrid import Hybrid
 from oar_plugin.credit.importance.oar_g import OarG
 from oar_plugin.credit.importance.oar_p import OarP
 from oar_plugin.credit.importance.random import Random
-from oar_plugin.credit.named import imported
 
 __all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 
@@ -28,20 +28,20 @@ def importance_of(name: str) -> Importance:
     """The importance of that name, or a user's own as `python:<module>:<class>`.
 
     Raises:
-        ValueError: there is none, or the class cannot work; says what is missing.
+        ValueError: there is no such importance, or the class cannot work; says what is missing.
     """
     if name in IMPORTANCES:
         return IMPORTANCES[name]
-    own = imported(name, f"allowed: {', '.join(IMPORTANCES)}, or python:<module>:<class>")
-    return _built(name, own if isinstance(own, type) else None)
+    kind = imported(name, f"allowed: {', '.join(IMPORTANCES)}, or python:<module>:<class>")
+    return _built(name, kind if isinstance(kind, type) else None)
 
 
 @functools.cache
-def _built(name: str, own: type[Importance] | None) -> Importance:
-    """By the class, not by its name: in a notebook a class is written anew."""
-    if (found := problems(own)) or own is None:
-        raise ValueError(f"{name} cannot be used: {'; '.join(found)}")
-    return own()
+def _built(name: str, kind: type[Importance] | None) -> Importance:
+    # The key holds the class, not only its name: a notebook can define a class anew.
+    if (faults := problems(kind)) or kind is None:
+        raise ValueError(f"{name} cannot be used: {'; '.join(faults)}")
+    return kind()
 
 
 def without_copies() -> str:
@@ -50,5 +50,5 @@ def without_copies() -> str:
 
 
 def of_engines() -> str:
-    """Names of those whose copies rollout engines can run, for messages."""
+    """Names of the importances whose copies rollout engines can run, for messages."""
     return ", ".join(n for n, i in IMPORTANCES.items() if i.copies is not None and not i.copies.by_gradient)

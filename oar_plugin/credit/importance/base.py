@@ -1,10 +1,9 @@
-"""What an importance is: one object that an engine, a planner, a message or a benchmark reads all it needs from.
+"""The class `Importance`: how much each reasoning token of a response matters. Engines, planner and messages need nothing else.
 
-An importance says how much each reasoning token of a response matters. One that looks at gradients makes one or more
-`Backward`s. Each starts from some rows of logits, weighted by `coefficients`, and reaches the input embeddings; `score` turns
-gradient and embedding into a number a token, and `combine` makes one importance of these numbers. Whoever runs the model
-(`oar_plugin.passes`) does the rest: `J = sum(coefficients * logits)` with the coefficients held fixed, so that no graph over
-the vocabulary is needed, and a rank that holds a part of the rows or of the columns adds its part.
+An importance with gradients has one or more `Backward`s. A backward starts from rows of logits, weighted by `coefficients`, and
+reaches the input embeddings; `score` computes a number per token from gradient and embedding; `combine` makes one importance of
+the backwards' numbers. `oar_plugin.passes` runs the model: `J = sum(coefficients * logits)` with fixed coefficients, so that no
+graph over the vocabulary is needed and each rank adds its part of the rows or columns.
 
 Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B responses, L longest response.
 """
@@ -27,11 +26,12 @@ class Backward:
     """One backward to the input embeddings.
 
     Attributes:
-        rows: the logits that it starts from. `probe`: what `algorithm.oar.probe` says, pooled to one row a response for
-            `last` and `answer_mean`, each row of the answer weighted by its share for `answer_joint`. `answer`: each of the
-            probe's rows by itself. `reasoning`: each row that predicts a reasoning token. `later`: those and each row that
-            predicts a token of the answer.
-        noise: Gaussian noise of scale `algorithm.oar.sigma` stands on the reasoning embeddings. A clean forward comes first.
+        rows: the logits that it starts from. `probe`: the rows of `algorithm.oar.probe`, pooled to one row per response for
+            `last` and `answer_mean`, weighted by their shares for `answer_joint`. `answer`: the probe's rows without pooling.
+            `reasoning`: each row that predicts a reasoning token. `later`: each row that predicts a token of the reasoning or
+            the answer.
+        noise: Gaussian noise of scale `algorithm.oar.sigma` is added to the reasoning embeddings; a noise-free forward comes
+            first.
     """
 
     rows: Literal["probe", "answer", "reasoning", "later"] = "probe"
@@ -48,8 +48,8 @@ class Copies:
     """Counterfactual copies: each masks some tokens and runs through the model (`oar_plugin.credit.perturbation`).
 
     Attributes:
-        budget: `algorithm.oar.perturbation.budget` where the user sets none.
-        by_gradient: the importance's own gradient chooses what a budget goes to; else blocks do.
+        budget: default of `algorithm.oar.perturbation.budget`.
+        by_gradient: the importance's own gradient chooses the units with a copy; else blocks do.
     """
 
     budget: float = 1.0
@@ -58,26 +58,25 @@ class Copies:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a gradient pass: what follows it, and whether the host takes log-probs from it."""
+    """One forward of a gradient pass."""
 
-    backward: int | None  # which of `Importance.backwards`; None: none
-    draw: int = 0  # of signs or noise, from 0
-    log_probs: bool = False  # the host wants log-probs and entropy of it
+    backward: int | None  # index in `Importance.backwards` of the backward that follows; None: no backward
+    draw: int = 0  # number of the draw of signs or noise, from 0
+    log_probs: bool = False  # the host takes log-probs and entropy from this forward
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of logits as `coefficients` sees them: a chunk of them at a time, no graph, float32 or better.
+    """The argument of `coefficients`: a chunk of rows of logits, without a graph, float32 or better.
 
     Attributes:
-        logits_NV: the rows; one a response where the probe pools them. The columns that this process holds.
-        token_N: int64, the token that each row predicts; None where rows are pooled.
-        seed_N: int64, of each row's random numbers: of (seed, training step, response, backward, draw, row).
-        entropy_N: nats, at the temperature that responses were sampled with; for `reasoning` and `later` rows of an
-            importance that reads it, else None.
-        clean_NV: the same rows of the forward without noise; None where there is no noise or rows are not pooled.
+        logits_NV: the rows, one per response where the probe pools them; the columns that this process holds.
+        token_N: int64, the token that each row predicts; None for pooled rows.
+        seed_N: int64, seed of each row's random numbers: a hash of (seed, training step, response, backward, draw, row).
+        entropy_N: nats, at the sampling temperature; None unless the rows are `reasoning` or `later` and `reads` has it.
+        clean_NV: the same rows of the noise-free forward; None without noise and for rows that are not pooled.
         sigma: `algorithm.oar.sigma`.
-        vocabulary: which columns this process holds, and how to sum over the others.
+        vocabulary: the columns that this process holds, and how to sum over those of other processes.
     """
 
     logits_NV: Tensor
@@ -95,15 +94,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a pass has measured of a batch of whole sequences, padded to one length; 0 where there is nothing.
+    """The argument of `combine`: what a pass measured of a batch of whole sequences, padded to one length with 0.
 
     Attributes:
-        score_KBL: float32, of each backward, the mean over draws.
-        reasoning_BL: bool, the tokens that are scored.
-        entropy_BL: float32, nats, of the distribution that a reasoning token was drawn from, if `reads` has it; of the
-            answer's tokens too where a backward starts from `later` rows.
+        score_KBL: float32, scores of each backward, means over draws.
+        reasoning_BL: bool, the tokens to score.
+        entropy_BL: float32, nats, of the distributions that reasoning tokens were drawn from, if `reads` has it; of answer
+            tokens too if a backward starts from `later` rows.
         log_prob_BL: float32, of the same tokens, if `reads` has it.
-        seed_BL: int64, of each token's random numbers.
+        seed_BL: int64, seed of each token's random numbers.
         sigma: `algorithm.oar.sigma`.
     """
 
@@ -116,18 +115,18 @@ class Parts:
 
 
 class Importance:
-    """Derive from it, and name the class in `algorithm.oar.importance=python:my_package.my_module:MyImportance`.
+    """The base class of every importance; `algorithm.oar.importance=python:my_package.my_module:MyImportance` names your own.
 
-    Methods get tensors of the model's device, and may get no rows at all: make new tensors from those that are given.
+    Methods get tensors on the model's device, sometimes without rows: create new tensors from those that are given.
 
     Attributes:
-        name: how metrics and pages call it.
+        name: its name in metrics and pages.
         help: one sentence for the user.
-        backwards: see `Backward`; empty for an importance without gradients.
-        copies: see `Copies`; None for an importance without copies.
-        reads: what `combine` or `coefficients` wants of the distributions that reasoning tokens were drawn from.
-        arbitrary_scale: scores have a scale that depends on the model (the Fisher norm's: 1 / embedding^2). Gates that look
-            at sizes then see them as multiples of the response's mean. False where sizes mean something, as nats do.
+        backwards: its `Backward`s; empty for an importance without gradients.
+        copies: its `Copies`; None for an importance without copies.
+        reads: what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from.
+        arbitrary_scale: the scale of the scores depends on the model (Fisher norm: 1 / embedding^2), so gates that use their
+            sizes get multiples of the response's mean. False for scores with a unit, such as nats.
     """
 
     name: ClassVar[str] = ""
@@ -138,29 +137,29 @@ class Importance:
     arbitrary_scale: ClassVar[bool] = True
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
-        """What the logits are multiplied by in the scalar of backward `number`, `[N, V]`; no row's depend on another."""
+        """The factors of the logits in the scalar of backward `number`, `[N, V]`; those of a row depend on that row only."""
         raise NotImplementedError
 
     def score(self, gradient: Tensor, embedding: Tensor) -> Tensor:
-        """A number a token from gradient and embedding, `[..., H]` to float32 `[...]`."""
+        """One number per token from gradient and embedding, `[..., H]` to float32 `[...]`."""
         raise NotImplementedError
 
     def combine(self, parts: Parts) -> Tensor:
-        """One importance, `[B, L]`, not negative; read where `reasoning_BL` is true."""
+        """The importance, `[B, L]`: finite and not negative where `reasoning_BL` is true, anything elsewhere."""
         return parts.score_KBL[0]
 
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """What of `algorithm.oar`, defaults filled in, it cannot be combined with: key, value, why, what is allowed."""
+        """Faults of the settings of `algorithm.oar`, defaults filled in: each with key, value, reason and what is allowed."""
         yield from ()
 
-    # ---- what engines and planners read
+    # ---- for engines and planners
 
     def forwards(self, draws: int, log_probs: bool = True) -> list[Forward]:
-        """The forwards of one gradient pass, in order; the first is the one that the host makes anyway.
+        """The forwards of one gradient pass, in order; the host makes the first one anyway.
 
         Args:
             draws: `algorithm.oar.num_draws`.
-            log_probs: the host wants log-probs and entropy.
+            log_probs: the host needs log-probs and entropy.
         """
         plan = [Forward(number, draw) for draw in range(draws) for number in range(len(self.backwards))]
         if self.noisy or (self.reads and not self.backwards):
@@ -169,7 +168,7 @@ class Importance:
 
     @property
     def noisy(self) -> bool:
-        """Whether a backward starts from a noisy forward."""
+        """Whether a backward starts from a perturbed forward."""
         return any(backward.noise for backward in self.backwards)
 
     @property

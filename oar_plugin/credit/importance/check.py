@@ -1,4 +1,4 @@
-"""Can an importance that a user brings work? Found out at the start of a run, on a few small numbers."""
+"""Checks a user's own importance on small tensors when a run starts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from oar_plugin.credit.noise import position_seeds
 
 
 def problems(kind: object) -> list[str]:
-    """What is missing or wrong, a phrase each; empty for an importance that can be used."""
+    """The faults of an importance, one phrase each; empty for an importance that can be used."""
     if not isinstance(kind, type) or not issubclass(kind, Importance):
         return ["it must be a class derived from oar_plugin.credit.importance.Importance"]
     if not (isinstance(kind.backwards, tuple) and all(isinstance(b, Backward) for b in kind.backwards)):
@@ -41,9 +41,9 @@ def _missing(kind: type[Importance]) -> Iterator[str]:
     if not (isinstance(kind.reads, set | frozenset) and kind.reads <= {*readings}):
         yield f"reads={kind.reads!r}; allowed: a set of {', '.join(readings)}"
     if count and not _has(kind, "coefficients"):
-        yield "it has backwards and no method coefficients (what each logit is multiplied by)"
+        yield "it has backwards and no method coefficients (the factor of each logit)"
     if count and not _has(kind, "score"):
-        yield "it has backwards and no method score (a number a token from its gradient)"
+        yield "it has backwards and no method score (one number per token from its gradient)"
     if count > 1 and not _has(kind, "combine"):
         yield f"it has {count} backwards and no method combine that makes one importance of them"
     if not count and kind.copies is None and not _has(kind, "combine"):
@@ -53,7 +53,7 @@ def _missing(kind: type[Importance]) -> Iterator[str]:
 
 
 def _tried(importance: Importance) -> Iterator[str]:
-    """What is wrong with what its methods return."""
+    """The faults of the values that its methods return."""
     gradient_TH = torch.linspace(-1, 1, 10).view(2, 5)
     for number, backward in enumerate(importance.backwards):
         reads = backward.of_reasoning and "entropy" in importance.reads
@@ -65,12 +65,12 @@ def _tried(importance: Importance) -> Iterator[str]:
                     logits_NV, None if pooled else index_N, index_N, torch.ones(count) if reads else None, clean_NV
                 )
                 yield from _fault("coefficients", partial(importance.coefficients, number, rows), (count, 7))
-    # What no combine turns into something else is the importance itself.
+    # Without a combine of its own, the score is the importance.
     signed = _has(type(importance), "combine")
     for sign in (1, -1) if importance.backwards else ():
         yield from _fault("score", partial(importance.score, sign * gradient_TH, gradient_TH + 0.5), (2,), signed)
     if importance.copies is None or importance.backwards:
-        # The last response has no reasoning, as those that are not scored.
+        # The last response has no reasoning, like one that is not scored.
         reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False], [False] * 4])
         some_BL = reasoning_BL * torch.linspace(0.1, 0.9, 12).view(3, 4)
         seed_BL = position_seeds(torch.zeros(12, dtype=torch.long), torch.arange(12)).view(3, 4)

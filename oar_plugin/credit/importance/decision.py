@@ -1,19 +1,19 @@
-"""How far the choice that was made at a token moves what is decided later, the answer among it, in nats. One backward.
+"""How far the choice of a token moves later decisions, the answer's among them, in nats. One backward. Not in the paper.
 
-With later steps teacher-forced, the answer of a chain (each step goes on from the last result) no longer depends on early
-results, so importance that reads the answer alone pays the last step and treats the others like filler. Here every later row
-counts. A row's margin is the logit of its likeliest token less that of the next; with random signs `u` a row and `H` the
-entropy of a row's distribution, at the temperature that tokens were drawn with,
+In a chain each step continues from the last result. With later steps teacher-forced, the answer no longer depends on early
+results, so an importance of the answer alone pays the last step and treats the others like filler. Here every later row of
+logits counts. With a random sign `u` per row, `margin` the row's highest logit minus the second highest, and `H` the entropy of
+the row's distribution at the sampling temperature,
 
     J = sum_rows u exp(-H) margin        I_t = ||dJ / de_t|| ||e_t|| / sqrt(d) * (1 - exp(-(H_t / SURE)^2))
 
-* The margin of a sure row is as steep as that of an open one, so nothing saturates: a copy shows what it depends on without
-  a temperature. Of a sure row the next token is often one that is never written, so a long tail of the vocabulary changes
-  scores (`benchmarks/results/soundness.md`). Rows of high entropy hardly count: what moves them moves filler.
-* `||g|| ||e|| / sqrt(d)` is how far a step of the embedding's length in a random direction moves a margin: no unit of the
-  embeddings is left. A token that was no choice (form, a copy) moves nothing, by its entropy.
+* The margin of a sure row has the same slope as that of an open row, so it does not saturate. The second token of a sure row is
+  often one that is never written, so a long tail of the vocabulary changes the scores (`benchmarks/results/soundness.md`).
+  `exp(-H)`: what moves rows of high entropy moves filler.
+* `||g|| ||e|| / sqrt(d)` is how far a step of the embedding's length in a random direction moves a margin: the unit of the
+  embeddings cancels. The last factor is 0 for a token that was not a choice (form, a copy).
 
-Not in the paper. What it marks: `benchmarks/results/marks_cpu.md`.
+Which tokens score high: `benchmarks/results/marks_cpu.md`.
 """
 
 import torch
@@ -24,10 +24,10 @@ from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 SURE = 0.5
-"""Nats: a token of this entropy counts by about two thirds, one of a tenth of it by a hundredth.
+"""Nats: the last factor is about two thirds at this entropy, a hundredth at a tenth of it.
 
-Chosen by what is marked, on models 0 and 1 of the tasks of `benchmarks.learning`, before anything was judged. Square, so that
-the long tail of a large vocabulary, a few hundredths of a nat, does not make a choice of a sure token."""
+Chosen by which tokens score high, on models 0 and 1 of the tasks of `benchmarks.learning`, before any comparison of learning.
+Squared, so that the tail of a large vocabulary, a few hundredths of a nat, does not make a sure token count as a choice."""
 
 
 class Decision(Importance):
@@ -53,9 +53,9 @@ class Decision(Importance):
 
 
 def margin_coefficients(logits_NV: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY) -> Tensor:
-    """Derivative of the highest logit less the next, `[N, V]`.
+    """Derivative of the highest logit minus the second highest, `[N, V]`.
 
-    Of equal logits, as half precision has many, the first column counts as the higher. A row with one finite logit has no next.
+    Among equal logits, common in half precision, the first column is the highest. With one finite logit there is no second.
     """
     first_NV = _is_highest(logits_NV, vocabulary)
     next_NV = _is_highest(logits_NV.masked_fill(first_NV, -torch.inf), vocabulary)
@@ -63,13 +63,13 @@ def margin_coefficients(logits_NV: Tensor, vocabulary: VocabularyShard = WHOLE_V
 
 
 def _is_highest(logits_NV: Tensor, vocabulary: VocabularyShard) -> Tensor:
-    """Bool `[N, V]`, true at the first column of the whole vocabulary that has the row's highest logit, if it is finite."""
+    """Bool `[N, V]`, true at the first column of the whole vocabulary with the row's highest logit, if that is finite."""
     width = logits_NV.shape[-1]
     own_N1 = logits_NV.new_full((len(logits_NV), 1), -torch.inf)
     at_N1 = torch.zeros_like(own_N1, dtype=torch.long)
-    if width:  # a shard may hold nothing but padding
+    if width:  # a shard of padding only has no columns
         own_N1, at_N1 = logits_NV.max(-1, keepdim=True)
-    highest_N1 = vocabulary.largest(own_N1.clone())  # which may write into it
+    highest_N1 = vocabulary.largest(own_N1.clone())  # `largest` may write into its argument
     column_V = torch.arange(vocabulary.start, vocabulary.start + width, device=logits_NV.device)
     here_N1 = (own_N1 == highest_N1) & own_N1.isfinite()
     nearest_N1 = vocabulary.largest(torch.where(here_N1, -(at_N1 + vocabulary.start), -torch.inf))

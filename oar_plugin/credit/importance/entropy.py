@@ -1,7 +1,6 @@
-"""Entropy of the distribution that each token was drawn from, in nats: a baseline that the paper compares with.
+"""Entropy of the distribution that each token was drawn from, in nats: a baseline of the paper that ignores the answer.
 
-It looks at no answer: what was hard to predict counts. One forward, the one that log-probs need anyway; every reasoning row
-is projected to the vocabulary a second time.
+It needs no forward beside that of the log-probs; every reasoning row is projected to the vocabulary a second time.
 """
 
 from torch import Tensor

@@ -1,14 +1,14 @@
-"""The Fisher norm: how far a token's embedding moves the answer's distribution, summed over all directions. The default.
+"""The Fisher norm: how far a token's embedding moves the answer's distribution, over all directions. The default.
 
 With `p` the probe's distribution and `u` one random sign vector,
 
     c = sqrt(p) u - p <sqrt(p), u>        J = sum_v c_v z_v        I_t = ||dJ / de_t||^2
 
-`c` is a random root of the softmax's Fisher matrix, so the expectation of `I_t` over `u` is the trace of token `t`'s block of
-the Fisher information of the answer with respect to the inputs. Not in the paper. It tracks exact OAR-P better than OAR-G does
+`c` is a random root of the softmax's Fisher matrix: the expectation of `I_t` over `u` is the trace of token `t`'s block of the
+answer's Fisher information with respect to the inputs. Not in the paper. It agrees with exact OAR-P better than OAR-G does
 (Spearman 0.68 against 0.43 on twelve small trained models, `benchmarks/results/fidelity_cpu.md`), takes one backward, and needs
-no noise that could drown in bf16 rounding. AS-Joint is a product of one distribution an answer token: its Fisher matrix is the
-sum over tokens, with signs of its own for each row.
+no noise, which bf16 rounding can hide. AS-Joint is a product of one distribution per answer token: its Fisher matrix is the sum
+over tokens, with other signs for each row.
 """
 
 from torch import Tensor

@@ -1,11 +1,12 @@
 """OAR-G, the paper's gradient estimator (arXiv 2601.07408): KL under noise, gradient times input.
 
-Noise `eps ~ N(0, sigma^2)` on the embeddings of the reasoning tokens, `P` from a clean forward and `P_noisy` from a noisy one:
+With noise `eps ~ N(0, sigma^2)` on the embeddings of the reasoning tokens, `P` from a noise-free forward and `P_noisy` from a
+perturbed one:
 
     J = KL(P || P_noisy)        I_t = |<dJ / de_t, e_t>|
 
-`dJ/dz = P_noisy - P`, so `J` is linear in the logits once that is held fixed. For AS-Joint the importance is the drop of the
-answer's mean log-probability, `dJ/dz_j = (p_j - onehot(a_j)) share_j`. Two forwards and one backward a draw.
+`dJ/dz = P_noisy - P`; with this factor fixed, `J` is linear in the logits. For AS-Joint, `J` is the drop of the answer's mean
+log-probability, `dJ/dz_j = (p_j - onehot(a_j)) share_j`. One noise-free forward, then a forward and a backward per draw.
 """
 
 import torch
@@ -24,7 +25,7 @@ class OarG(Importance):
     arbitrary_scale = False
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
-        # Divided by sigma so that half precision does not underflow; `combine` multiplies it back.
+        # Divided by sigma against underflow in half precision; `combine` multiplies by it.
         if rows.token_N is not None:
             return joint_coefficients(rows.logits_NV, rows.token_N, rows.vocabulary) / rows.sigma
         assert rows.clean_NV is not None
@@ -42,7 +43,7 @@ def kl_coefficients(
 ) -> Tensor:
     """Derivative of `KL(P || P_noisy)` with respect to the noisy logits: `P_noisy - P`, float64 `[N, V]`.
 
-    In float64: at sigma = 1e-3 the two distributions agree to four digits, and the difference is all there is.
+    In float64: at sigma = 1e-3 the two distributions agree to four digits.
     """
     return vocabulary.softmax(noisy_logits_NV.double()).sub_(vocabulary.softmax(clean_logits_NV.double()))
 

@@ -1,10 +1,10 @@
-"""OAR-P, the paper's exact importance (arXiv 2601.07408): replace a token and see how far the answer's distribution moves.
+"""OAR-P, the paper's exact importance (arXiv 2601.07408): how far the answer's distribution moves if a token is replaced.
 
     I_t = KL(P || P^(t))
 
-with `P^(t)` the outcome when token `t` is replaced; for the probe `answer_joint` the drop of the answer's mean
-log-probability. Exact, and one forward a reasoning token. Which copies run, and how their scores become a number a token, is
-in `oar_plugin.credit.perturbation`; the actor runs them (`oar_plugin.passes.masked_copies`) or the rollout engines do.
+with `P^(t)` the outcome with token `t` replaced; for the probe `answer_joint` the drop of the answer's mean log-probability.
+One forward per reasoning token. `oar_plugin.credit.perturbation` chooses the copies and makes importance of their scores; the
+actor (`oar_plugin.passes.masked_copies`) or the rollout engines run them.
 """
 
 import math
@@ -23,21 +23,21 @@ class OarP(Importance):
 
 
 def log_distribution(logits_KV: Tensor) -> Tensor:
-    """`log softmax` of pooled probe logits in float64, `[K, V]`: in float32 a small KL is off by more than its size."""
+    """`log softmax` of pooled probe logits in float64, `[K, V]`; in float32 the error of a small KL is larger than the KL."""
     return logits_KV.double().log_softmax(-1)
 
 
 def divergence(reference: Tensor, outcome_K: Tensor, probe: Probe) -> Tensor:
-    """How far the outcome of each copy is from the reference, `[K]` float64.
+    """How far the outcome of each copy is from the reference, float64 `[K]`.
 
     Args:
         reference: `[V]` log-distribution (`log_distribution`); for `answer_joint` the scalar mean log-probability.
-        outcome_K: the same of each copy, `[K, V]` or `[K]`.
-        probe: which of the two.
+        outcome_K: the same for each copy, `[K, V]` or `[K]`.
+        probe: `algorithm.oar.probe`.
 
     Returns:
-        `KL(reference || outcome)`, or `reference - outcome` for `answer_joint`, which is negative where the copy makes
-        the answer *more* likely. Tokens that the reference gives no mass (banned ones) count nothing.
+        `KL(reference || outcome)`; for `answer_joint` `reference - outcome`, negative if the copy makes the answer *more*
+        likely. Tokens of probability 0 in the reference (banned ones) add nothing.
     """
     if probe == "answer_joint":
         return reference.double() - outcome_K.double()

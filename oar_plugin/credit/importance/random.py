@@ -1,6 +1,6 @@
-"""Random numbers, uniform in (0, 1): the control. What a gate does to credit that knows nothing.
+"""Random numbers, uniform in (0, 1): the control for the effect of a gate alone.
 
-Hashed from (seed, training step, response, position), so the same on every layout and new in every step.
+They are hashes of (seed, training step, response, position): the same on every layout, and new in every step.
 """
 
 from torch import Tensor

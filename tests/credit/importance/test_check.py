@@ -30,7 +30,7 @@ def test_the_example_works():
     config = OarConfig.parse({"importance": EXAMPLE, "gate": "python:tests.own_importance:upper_half"})
     assert config.importance_object is importance_of(EXAMPLE)
     assert (config.backwards, config.extra_forwards, config.copies) == (1, 0, None)
-    assert config.gate_object.weights is own_importance.upper_half
+    assert config.gate_object.function is own_importance.upper_half
     assert config.quantile == 0.85
 
 
@@ -39,7 +39,7 @@ def test_what_a_notebook_defines_anew_is_used(monkeypatch):
     monkeypatch.setattr(own_importance, "Saliency", again := type("Saliency", (Saliency,), {}))
     assert type(importance_of(EXAMPLE)) is again
     monkeypatch.setattr(own_importance, "upper_half", gate := lambda *given: given[0] * 0 + 1)
-    assert gate_of("python:tests.own_importance:upper_half").weights is gate
+    assert gate_of("python:tests.own_importance:upper_half").function is gate
 
 
 # ---- importances
@@ -54,7 +54,7 @@ class Nameless(Importance):
 
 
 def own(*said, base=Saliency, **attributes):
-    """A class that is `base` but for some attributes, and what is said of it; nothing where it can be used."""
+    """A class derived from `base` with other attributes, and parts of its faults; none if it can be used."""
     return pytest.param(type("Own", (base,), attributes), said, id=", ".join([base.__name__, *attributes]))
 
 
@@ -63,7 +63,7 @@ def signed(self, gradient, embedding):
 
 
 def of_every_response_with_reasoning(self, parts):
-    """A response that is not scored has none."""
+    """It raises for a response without reasoning tokens."""
     pairs = zip(parts.score_KBL[0], parts.reasoning_BL, strict=True)
     return torch.stack([score / score[keep].max() for score, keep in pairs])
 
@@ -93,7 +93,7 @@ LOG_PROB = frozenset({"log_prob"})
         own("reads='entropy'", "allowed: a set of entropy, log_prob", reads="entropy"),
         own("copies must be None or Copies(...)", copies=1.0),
         own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
-        # Tokens are there for single rows only.
+        # Pooled rows have no tokens.
         own("coefficients failed", "NoneType", backwards=(Backward("probe"),)),
         # A rank may hold no row of the answer.
         own("coefficients failed", "max()", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
@@ -104,7 +104,7 @@ LOG_PROB = frozenset({"log_prob"})
         own("combine returned negative", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
         own("combine failed", "max()", combine=of_every_response_with_reasoning),
         own("combine failed: KeyError('of mine')", combine=lambda self, parts: {}["of mine"]),
-        # What is no reasoning is not read, and what `combine` is given may have a sign.
+        # Tokens outside of the reasoning are ignored, and scores for `combine` may be negative.
         own(combine=lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL),
         own(score=signed, combine=lambda self, parts: parts.score_KBL[0].abs()),
         own(score=lambda self, gradient, embedding: gradient.sum(-1).clamp_min(0)),
@@ -126,11 +126,11 @@ def test_what_an_importance_lacks(kind, said):
         ({"copies": 1}, "copies must be None or Copies(...)"),
         (
             {"backwards": (Backward(),), "score": Saliency.score},
-            "it has backwards and no method coefficients (what each logit is multiplied by)",
+            "it has backwards and no method coefficients (the factor of each logit)",
         ),
         (
             {"backwards": (Backward(),), "coefficients": Saliency.coefficients},
-            "it has backwards and no method score (a number a token from its gradient)",
+            "it has backwards and no method score (one number per token from its gradient)",
         ),
         ({"copies": Copies(by_gradient=True)}, "its copies are chosen by gradient, and it has no backwards"),
     ],
@@ -140,7 +140,7 @@ def test_messages_in_full(kind, said):
 
 
 class Recorder(Importance):
-    """What an importance is tried with."""
+    """Records the arguments of its methods."""
 
     name = help = "records"
     reads = frozenset({"entropy", "log_prob"})
@@ -198,6 +198,7 @@ def test_names_for_messages():
 OWN_GATES = SimpleNamespace(
     number=3,
     of_one_argument=lambda importance_BL: importance_BL,
+    of_another_setting=lambda importance_BL, reasoning_BL, tau, width: importance_BL,
     of_every_response=lambda score_BL, keep_BL, tau, *_: [score_BL[b, k].quantile(tau) for b, k in enumerate(keep_BL)],
     of_another_shape=lambda importance_BL, *_: torch.ones(2, 4),
     without_mass=lambda importance_BL, *_: 2 * torch.ones_like(importance_BL),
@@ -223,7 +224,8 @@ def message_of(key, value):
         ("importance", "Empty", "cannot be used: it has no backwards"),
         ("importance", "Absent", "cannot be imported"),
         ("gate", "OWN_GATES.number", "must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
-        ("gate", "Saliency", "(importance_BL, reasoning_BL, tau, beta, floor)"),
+        ("gate", "Saliency", "a call with (importance_BL, reasoning_BL) failed"),
+        ("gate", "OWN_GATES.of_another_setting", "a call with (importance_BL, reasoning_BL, tau) failed: TypeError"),
         ("gate", "OWN_GATES.of_one_argument", "failed: TypeError"),
         ("gate", "OWN_GATES.of_every_response", "quantile"),
         ("gate", "OWN_GATES.of_another_shape", "of the shape of importance_BL"),

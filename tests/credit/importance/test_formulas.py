@@ -36,8 +36,8 @@ def test_every_row_is_its_own_distribution():
 
 
 def test_oar_g_coefficients_are_derivatives():
-    """Of the negative log-probability and of the KL. Sigma is divided by here and multiplied back by the score: what travels
-    through half precision is of the size of a gradient, not of the noise."""
+    """Derivatives of the negative log-probability and of the KL, divided by sigma: half precision then holds numbers of the
+    size of a gradient, not of the noise."""
     token, clean = torch.tensor([3, 0]), torch.randn(2, 9, dtype=torch.float64)
     noisy = (clean + 0.1 * torch.randn_like(clean)).requires_grad_(True)
     log_p, log_q = clean.log_softmax(-1), noisy.log_softmax(-1)
@@ -59,7 +59,7 @@ def test_oar_g_coefficients_are_derivatives():
 
 
 def test_divergence_is_the_kl_however_small_and_for_joint_the_drop_with_its_sign():
-    """KL of two distributions that differ by 1e-4 is 1e-9 or so: below float32's rounding of the terms."""
+    """The KL of two distributions that differ by 1e-4 is about 1e-9, less than the float32 rounding of its terms."""
     torch.manual_seed(0)
     logits, noise = torch.randn(2, 5000, dtype=torch.float64)
     outcomes = logits + torch.tensor([[1.0], [1e-4], [0.0]]) * noise

@@ -1,4 +1,4 @@
-"""The table of importances: what it holds, what each makes a host do, and that nobody else compares their names."""
+"""The table of importances: its entries, their plans of forwards, and that no other file compares their names."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.credit.importance.check import problems
 
 PACKAGE = Path(oar_plugin.__file__).parent
-# name: backward and draw of each forward of one draw, those of the second draw, what is true of it
+# name: (backward, draw) of each forward of the first draw, of the second draw, attributes that are true
 PLANS = {
     "fisher": ([(0, 0)], [(0, 1)], {"arbitrary_scale"}),
     "oar_g": ([(None, 0), (0, 0)], [(0, 1)], {"noisy"}),
@@ -51,9 +51,9 @@ def test_the_plan_of_forwards_and_what_engines_read(name, draws):
 
 
 def comparisons(source):
-    """What compares a string with a name of the table, or lists two of them.
+    """Expressions that compare a string with a name of the table, or list two names.
 
-    `"entropy" in ...reads` asks what an importance reads, not which it is.
+    `"entropy" in ...reads` does not compare names.
     """
 
     def names(nodes):

@@ -1,0 +1,387 @@
+"""Write every measured figure into the documents: `python -m docs.figures`.
+
+A block of a document starts with the line `<!-- from NAME -->` and ends with the line `<!-- end -->`. Between them stands what
+the function NAME of `FIGURES` returns. The functions read committed files only.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- from (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+GAIN = "minus GRPO's (95 %)"
+
+
+@cache
+def load(stem: str) -> Any:
+    return json.loads((RESULTS / f"{stem}.json").read_text(encoding="utf-8"))
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table. `head` has the titles, separated by `|`."""
+    titles = head.split("|")
+    lines = [f"|{head}|", "|---" * len(titles) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines).replace("|  |", "| |") + "\n"
+
+
+# ---- fidelity and marks
+
+
+def scores(dtype: str = "float32") -> dict[str, Any]:
+    """Importance -> its row of the study `fidelity`."""
+    return {row["name"]: row for row in load("fidelity_cpu")["summary"][dtype]}
+
+
+def overlap(name: str, dtype: str = "float32") -> float:
+    return scores(dtype)[name]["means"]["overlap"]["value"]
+
+
+def fidelity() -> str:
+    names = {
+        "`oar_p` (exact)": "oar_p",
+        "`oar_p`, sampled replacements": "oar_p sampled",
+        "`hybrid`, budget 0.5": "hybrid 0.5",
+        "`hybrid`, budget 0.3": "hybrid 0.3",
+        "attention patching (only in the study)": "attention",
+        "**`fisher`** (default)": "fisher 1",
+        "`oar_g` (published)": "oar_g 1",
+        "random": "random",
+    }
+    rows = []
+    for label, name in names.items():
+        row = scores()[name]
+        means = [f"{row['means'][key]['value']:.2f}" for key in ("overlap", "spearman", "recall")]
+        passes = " + ".join(f"{row[way]:.1f}".removesuffix(".0") for way in ("forward", "backward"))
+        rows.append([label, *means, passes, f"{overlap(name, 'bfloat16'):.2f}"])
+    head = " importance | overlap | Spearman | causal tokens recalled | forwards + backwards | overlap in bf16 "
+    overlaps = [row["means"]["overlap"] for row in scores().values()]
+    half = max(value["high"] - value["low"] for value in overlaps) / 2
+    models = {(measured["task"], measured["seed"]) for measured in load("fidelity_cpu")["measured"]}
+    count = f"{overlaps[0]['count']} responses of {len(models)} models; each overlap is ± {half:.2f} or less."
+    return f"{table(head, rows)}\n{count}\n"
+
+
+def candidates() -> str:
+    rows = {row["name"]: row for row in load("fidelity_candidates_cpu")["summary"]["float32"]}
+    value = {name: row["means"]["overlap"]["value"] for name, row in rows.items()}
+    cheap = [name for name, row in rows.items() if (row["forward"], row["backward"]) == (1, 1) and name != "fisher 1"]
+    more = max(value[name] for name in cheap) - value["fisher 1"]
+    return (
+        f"{len(rows)} estimators were compared. {len(cheap)} candidates cost what `fisher` costs, one forward and one "
+        f"backward. The best of these has {more:.2f} more overlap than `fisher`.\n"
+    )
+
+
+def marks() -> str:
+    wrong, first, results, *_ = load("marks_cpu")["tables"]
+    names = {
+        "`decision`": "decision",
+        "`decision` x doubt": "decision x (1 - p)",
+        "`onward` (candidate)": "onward",
+        "`onward` x doubt": "onward x (1 - p)",
+        "control: entropy factor alone": "EntropyFactor",
+        "`fisher` (default)": "fisher",
+        "`fisher` x doubt": "fisher x (1 - p)",
+        "`oar_g` (published)": "oar_g",
+        "surprisal": "surprisal",
+        "right answer known: gradient": "gold norm",
+        "right answer known: signed, 8 backwards": "gold sweep 8 signed",
+        "random": "random",
+    }
+    tasks = ("chain", "parallel", "lookup")
+    of = [{row["credit"]: row for row in load("marks_cpu")["tables"][title]} for title in (results, wrong, first)]
+    rows = ([label, *(rows[name][task] for rows in of for task in tasks)] for label, name in names.items())
+    head = " credit | results: `chain` | `parallel` | `lookup` | wrong results: `chain` | `parallel` | `lookup` "
+    return table(head + "| first error: `chain` | `parallel` | `lookup` ", rows)
+
+
+# ---- learning
+
+
+JUDGED = {
+    "oracle: the wrong results are known": ("blame", None),
+    "`fisher`, `two_level` (default)": ("fisher", "fisher 1"),
+    "`decision`, `two_level`": ("decision", None),
+    "`decision` x doubt, `two_level` (candidate)": ("doubted", None),
+    "`decision`, doubt in worse responses (candidate)": ("spare", None),
+    "control: entropy factor alone": ("entropy_factor", None),
+    "control: random": ("random", "random"),
+}
+"""Label -> name in the study `learning`, name in the study `fidelity`."""
+TASKS = ("chain", "parallel", "chain_quiet")
+
+
+def against_grpo(stem: str, task: str) -> dict[str, Any]:
+    """Method -> its row in the comparison with GRPO on a task."""
+    return {row["method"]: row for row in load(stem)["tables"][f"{task}: mean reward over the run, against GRPO"]}
+
+
+def gain(stem: str, task: str, method: str) -> str:
+    return against_grpo(stem, task)[method][GAIN].split()[0]
+
+
+def ahead(stem: str, tasks: Iterable[str], method: str) -> str:
+    """In how many pairs of model and seed a method is ahead of GRPO: `7 of 12`."""
+    counts = [against_grpo(stem, task)[method]["ahead in"].split(" of ") for task in tasks]
+    return " of ".join(str(sum(int(count[part]) for count in counts)) for part in (0, 1))
+
+
+def judged(task: str, method: str, cell: str) -> str:
+    """Bold where the method can be told apart from GRPO."""
+    verdict = against_grpo("learning_judged", task)[method]["verdict"]
+    return f"**{cell}**" if verdict in ("**faster**", "**slower**") else cell
+
+
+def helps() -> str:
+    shown = {label: pair for label, pair in JUDGED.items() if pair[1] or pair[0] in ("blame", "decision")}
+    rows = (
+        [
+            label,
+            f"{overlap(score):.2f}" if score else "",
+            *(judged(task, method, gain("learning_judged", task, method)) for task in TASKS),
+        ]
+        for label, (method, score) in shown.items()
+    )
+    return table(" credit | agreement | `chain` | `parallel` | `chain_quiet` ", rows)
+
+
+def learning() -> str:
+    stem = "learning_judged"
+    rows = [["GRPO's own mean reward", *(against_grpo(stem, task)["grpo"]["mean reward"] for task in TASKS), ""]]
+    for label, (method, _) in JUDGED.items():
+        cells = [against_grpo(stem, task)[method] for task in TASKS]
+        shown = [judged(task, method, cell[GAIN]) for task, cell in zip(TASKS, cells, strict=True)]
+        rows.append([label, *shown, ahead(stem, TASKS, method)])
+    p = ", ".join(against_grpo(stem, task)["blame"]["p"] for task in TASKS)
+    head = " credit | `chain` | `parallel` | `chain_quiet` | pairs ahead "
+    return table(head, rows) + f"\nThe oracle's p on the three tasks, not corrected: {p}.\n"
+
+
+def collapse() -> str:
+    """The one training of `chain_quiet` that collapsed, and the gains without its pair."""
+    runs = [run for run in load("learning_judged")["runs"]["judged_on"] if run["task"] == "chain_quiet"]
+    (fallen,) = (run for run in runs if run["held_out"] < 0.6)
+    pair = (fallen["warm"], fallen["seed"])
+    rewards = {(run["method"], run["warm"], run["seed"]): run["reward"] for run in runs}
+
+    def without_pair(method: str) -> float:
+        """The mean over models of the mean over seeds of a model."""
+        by_model: dict[int, list[float]] = {}
+        for name, warm, seed in rewards:
+            if name == method and (warm, seed) != pair:
+                by_model.setdefault(warm, []).append(rewards[method, warm, seed] - rewards["grpo", warm, seed])
+        return sum(sum(gains) / len(gains) for gains in by_model.values()) / len(by_model)
+
+    shown = ", ".join(f"`{name}` {without_pair(name):+.3f}" for name in ("fisher", "spare", "random"))
+    return (
+        f"On `chain_quiet` one training of `{fallen['method']}` collapsed (held-out accuracy {fallen['held_out']:.3f}). "
+        f"It raises every difference there and widens every interval. Without its pair: {shown}.\n"
+    )
+
+
+def decision_recall() -> str:
+    tables = [load("learning_judged")["tables"][f"{task}: mean weights, and what importance cost"] for task in TASKS]
+    shares = [row["recall"] for rows in tables for row in rows if row["method"] == "decision"]
+    return f"Over a run the recall of results by `decision` is {min(shares)} to {max(shares)}.\n"
+
+
+def through_verl() -> str:
+    rows = (
+        [f"`{task}`", against_grpo("learning_verl", task)["fisher"][GAIN], ahead("learning_verl", [task], "fisher")]
+        for task in ("chain", "parallel")
+    )
+    return table(" task | `fisher` minus GRPO (95 %) | pairs ahead ", rows)
+
+
+def explored() -> str:
+    stem, three = "learning_explored", ("chain", "parallel", "parallel_quiet")
+    names = {
+        "oracle: the tokens that decide are known": "decides",
+        "oracle: the same, with doubt in the worse responses": "known decisions, spare",
+        "oracle: the wrong results are known": "blame",
+        "oracle: wrong results are paid below zero": "signed",
+        "`fisher`, `two_level` (default)": "fisher",
+        "`fisher`, `bi_level` (the paper's gate)": "fisher, bi_level",
+        "`onward` (candidate)": "onward",
+    }
+    five = (*three, "lookup", "chain_quiet")
+    rows = (
+        [label, *(gain(stem, task, name) for task in three), ahead(stem, three, name), ahead(stem, five, name)]
+        for label, name in names.items()
+    )
+    runs = load(stem)["runs"]["judged_on"]
+    fallen = [run for run in runs if run["held_out"] < 0.6]
+    counts = {task: sum(run["task"] == task for run in fallen) for task in five}
+    shown = ", ".join(f"{count} on `{task}`" for task, count in counts.items() if count)
+    head = " credit | `chain` | `parallel` | `parallel_quiet` | pairs ahead, three tasks | all five tasks "
+    collapsed = f"{len(fallen)} of {len(runs)} trainings collapsed (held-out accuracy below 0.6): {shown}."
+    return f"{table(head, rows)}\n{collapsed}\n"
+
+
+def paper() -> str:
+    stem, tasks = "learning_paper", ("chain", "parallel")
+    names = ("published", "boost only", "suppress only", "tau 0.2 beta 1", "tau 0.9 beta 4")
+    p = [float(row["p"]) for task in tasks for name, row in against_grpo(stem, task).items() if name != "grpo"]
+    rows = ([name, *(gain(stem, task, name) for task in tasks)] for name in names)
+    smallest = f"The smallest p of {len(p)} comparisons is {min(p)}."
+    return f"{table(' `oar_g`, `bi_level` | `chain` | `parallel` ', rows)}\n{smallest}\n"
+
+
+def vocabulary() -> str:
+    fisher, decision = (gain("learning_vocabulary", "chain_32k", name) for name in ("fisher", "decision"))
+    return f"Two models with one seed each, minus GRPO: `fisher` {fisher} and `decision` {decision}.\n"
+
+
+# ---- cost
+
+
+def run_cost() -> str:
+    (ratio,) = (ratio for ratio in load("run_cpu")["ratios"] if ratio["name"] == "whole step, wall seconds")
+    (share,) = (phase["added_share"] for phase in load("run_cpu")["phases"] if phase["title"] == "importance")
+    low, high = ratio["interval"]
+    return (
+        f"On a CPU, with half of the responses scored, a step with OAR took {ratio['value']:.2f} times as long as a step "
+        f"with GRPO (95 %: {low:.2f} to {high:.2f}, {ratio['pairs']} pairs of steps). Importance itself took "
+        f"{100 * share:.1f} % of a GRPO step.\n"
+    )
+
+
+def projection() -> str:
+    eight = load("scaling_projection")["runs"]["recipes"]["qwen2_5_7b_math"][0]
+    ratio = eight["step: OAR / GRPO"]
+    return f"With a 7B model on {eight['gpus']} H100s, a step with OAR takes {ratio:.2f} times as long as a step with GRPO.\n"
+
+
+def projection_sizes() -> str:
+    """A step of a 7B model: OAR / GRPO, on more and more GPUs."""
+    title = "PROJECTED, not measured: qwen2_5_7b_math, NVIDIA H100 SXM 80 GB, "
+    weak, strong = (
+        {row["GPUs"]: float(row["step: OAR / GRPO"]) for row in load("scaling_projection")["tables"][title + kind]}
+        for kind in ("weak", "strong")
+    )
+    rows = ([gpus, f"{weak[gpus]:.2f}", f"{strong[gpus]:.2f}"] for gpus in ("8", "64", "512"))
+    return table(" GPUs | the batch grows with the GPUs | the same batch ", rows)
+
+
+def step() -> str:
+    stems = ("step_cpu_10m", "step_cpu_0.1b")
+    of = [{row["ratio"].strip("`"): row["median (95 %)"] for row in load(stem)["tables"]["Ratios"]} for stem in stems]
+    names = {
+        "importance, of a log-prob forward": "(b - a) / a",
+        "importance, of log-probs and update": "(b - a) / (a + e)",
+        "published procedure, over importance": "d / (b - a)",
+        "published procedure, over log-probs and importance": "d / b",
+        "peak memory of the log-prob pass with importance, over the update's": "mem(b) / mem(e)",
+        "answers, gate and diagnostics, of a log-prob forward": "f / a",
+    }
+    rows = ([label, *(ratios[formula] for ratios in of)] for label, formula in names.items())
+    return table(" ratio, median (95 %) | 11M, 64 x 512 tokens | 0.1B, 8 x 128 tokens ", rows)
+
+
+def scaling() -> str:
+    of = {target["name"]: target for target in load("scaling_cpu")["targets"]}
+    kinds = ("data, weak", "data, strong", "tensor", "pipeline", "sequence", "context")
+
+    def cell(kind: str, processes: int) -> str:
+        target = of[f"{kind}: {processes} against 1"]
+        return f"{target['value']:.2f} ({target['low']:.2f} to {target['high']:.2f})"
+
+    rows = ([str(processes), *(cell(kind, processes) for kind in kinds)] for processes in (2, 4))
+    head = " processes | data, weak | data, strong | tensor | pipeline | sequence (Ulysses) | context "
+    return table(head, rows)
+
+
+def copies() -> str:
+    rows = {
+        "a GRPO step (generation, log-probs, update)": "g",
+        "published procedure: whole copies, all logits": "p",
+        "exact, in the actor": "l",
+        "exact, on the engine": "o",
+        "budget 0.3 by gradient, in the actor": "l30",
+        "budget 0.3 by blocks, on the engine": "o30",
+        "spans of 8, on the engine": "o8",
+    }
+
+    def seconds(size: str, length: int, letter: str) -> str:
+        lengths = load(f"perturbation_cpu_{size}")["lengths"]
+        (candidates,) = (one["candidates"] for one in lengths if one["response_length"] == length)
+        (median,) = (one["median_seconds"] for one in candidates if one["letter"] == letter)
+        return f"{median:.2f}" if median < 10 else f"{median:.1f}"
+
+    columns = (("10m", 128), ("10m", 512), ("1m", 512), ("1m", 1024))
+    head = " seconds per response | 11M, 128 tokens | 11M, 512 tokens | 1M, 512 tokens | 1M, 1024 tokens "
+    return table(head, ([label, *(seconds(*column, letter) for column in columns)] for label, letter in rows.items()))
+
+
+def copies_range() -> str:
+    lengths = [one for size in ("10m", "1m", "0.1b") for one in load(f"perturbation_cpu_{size}")["lengths"]]
+
+    def among(*formulas: str) -> str:
+        values = [target["value"] for one in lengths for target in one["targets"] if target["formula"] in formulas]
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    rows = {
+        "published procedure over exact scores on the engine": among("p / o"),
+        "budget 0.3 over all copies": among("l30 / l", "o30 / o"),
+        "speed of generation beside scoring, default share, over its speed alone": among("t/s(0.15) / t/s(alone)"),
+        "the same without the limit": among("t/s(1) / t/s(alone)"),
+    }
+    return table(f" ratio of seconds | smallest to largest of {len(lengths)} sizes ", rows.items())
+
+
+# ---- evaluation, faults
+
+
+def errors() -> str:
+    """Worst-case errors in percentage points, by formula."""
+    sets = {"gsm8k": 1319, "olympiadbench": 674, "math500": 500, "minerva": 272, "amc23": 40, "aime24, aime25": 30}
+    five = [sets[name] for name in ("math500", "aime24, aime25", "amc23", "minerva", "olympiadbench")]
+
+    def of(problems: int) -> tuple[float, float]:
+        return 50 / math.sqrt(problems), 100 / math.sqrt(2 * 32 * problems)
+
+    rows = [[name, str(problems), *(f"{error:.1f}" for error in of(problems))] for name, problems in sets.items()]
+    mean = [math.hypot(*column) / 5 for column in zip(*map(of, five), strict=True)]
+    rows.append(["average of the default five", str(sum(five)), *(f"{error:.1f}" for error in mean)])
+    return table(" set | problems | one checkpoint, at most | difference at K = 32, at most ", rows)
+
+
+def faults() -> str:
+    from tests.faults.table import faults
+
+    return faults()
+
+
+def long_run() -> str:
+    from tests.faults.table import long_run
+
+    return long_run()
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    figure.__name__: figure
+    for figure in (
+        fidelity, candidates, marks, helps, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
+        run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
+    )
+}  # fmt: skip
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+
+
+def written(text: str) -> str:
+    """A document with every block as its function returns it."""
+    return BLOCK.sub(lambda block: block[1] + FIGURES[block[2]]() + block[3], text)
+
+
+if __name__ == "__main__":
+    for path in documents():
+        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
