@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(made: Plan, suggestions: list[Suggestion]) -> None:
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.runs.launch.schedule import in_words
+    from oar_plugin.runs.launch.preflight import in_words
 
     memory = table("memory of one GPU", "GiB", "of which")
     for phase, parts in made.memory.items():

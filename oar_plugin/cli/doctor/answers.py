@@ -110,7 +110,7 @@ def recipe(name: str, memory_gib: str, *overrides: str) -> None:
             tell("doing", doing)
             findings.append(check())
             tell("findings", findings)
-        job.facts(config, folder, "oar", overrides, None)  # what `oar launch` would refuse
+        job.facts(config, folder, "oar", overrides)  # what `oar launch` would refuse
     except ValueError as error:
         tell("refused", str(error))
 

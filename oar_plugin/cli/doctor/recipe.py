@@ -7,8 +7,7 @@ from typing import Any
 from oar_plugin.cli.doctor.machine import Machine
 from oar_plugin.cli.doctor.packages import ALWAYS
 from oar_plugin.cli.doctor.questions import Answer
-from oar_plugin.runs.launch.finding import Finding, importable
-from oar_plugin.runs.launch.loggers import LOGGERS, examine_loggers
+from oar_plugin.runs.launch.finding import LOGGERS, Finding, examine_loggers, importable
 from oar_plugin.runs.math import data_folder
 
 # What a run takes where no recipe says otherwise: verl's defaults.
