@@ -95,6 +95,12 @@ def make_assets(folder: Path, filler: tuple[int, int] = (2, 5), architecture: Ar
     write_problems(folder / "data.parquet", list(itertools.islice(task.problems(0), 64)))
 
 
+def sizes(recipe: Path, variant: str, group: str) -> list[str]:
+    """Return words for verl's command line: the recipe with the sizes of a smoke test."""
+    # On a machine with GPUs verl_cpu adds no config groups, and Hydra would take the last word for a new key.
+    return [*entry_point(recipe, variant), "--config-dir", str(CONFIG_GROUPS), f"+cpu_smoke={group}"]
+
+
 def run_smoke(
     recipe: Path, folder: Path, variant: str = "oar", overrides: Sequence[str] = (), timeout_s: float = 600.0
 ) -> list[dict[str, Any]]:
@@ -119,14 +125,8 @@ def run_smoke(
         make_assets(folder, architecture=architecture_of(str(config.actor_rollout_ref.model.path)))
     metrics, log = folder / "metrics.jsonl", folder / "verl.log"
     metrics.unlink(missing_ok=True)
-    group = group_of(config) if wanted() else "tiny"
-    arguments = [
-        *entry_point(recipe, variant),
-        "--config-dir",  # on a machine with GPUs the plugin verl_cpu adds no config groups
-        str(CONFIG_GROUPS),
-        f"+cpu_smoke={group}",
-        f"trainer.default_local_dir={folder}/checkpoints",
-    ]
+    arguments = sizes(recipe, variant, group_of(config) if wanted() else "tiny")
+    arguments += [f"trainer.default_local_dir={folder}/checkpoints"]
     environment = {"OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics), START: "fresh", **cpu_environment()}
     status = run_verl([*arguments, *overrides], environment, log, timeout_s)
     if status != 0:
