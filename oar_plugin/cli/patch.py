@@ -40,13 +40,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         say(patch(args.host, args.path, args.check, args.revert))
-    except PatchError as error:
-        say(f"oar patch: {error}", sys.stderr)
+        return 0
+    except (PatchError, OSError) as error:
+        hint = "" if isinstance(error, PatchError) else f"; some files may be changed: reinstall {args.host}"
+        say(f"oar patch: {error}{hint}", sys.stderr)
         return 1
-    except OSError as error:
-        say(f"oar patch: {error}; reinstall {args.host} and try again: some files may be changed already", sys.stderr)
-        return 1
-    return 0
 
 
 def patches_folder() -> Path:
@@ -56,45 +54,34 @@ def patches_folder() -> Path:
 
 
 def patch(host: str, path: Path | None = None, check: bool = False, revert: bool = False) -> str:
-    """Apply or revert the patch for the installed version of a host, and return what was done, or with `check` would be.
-
-    Args:
-        host: package of the host.
-        path: folder with the package; None: where Python finds it.
-        check: change nothing.
-        revert: remove the patch.
+    """Apply or revert the patch for a host, found by Python or in the folder `path`; return what was, or would be, done.
 
     Raises:
-        PatchError: the host or its version has no patch, or its files are not as released; nothing was changed.
+        PatchError: there is no patch for this host, or its files are not as released; nothing was changed.
         OSError: a file could not be written; others may be changed.
     """
-    if path is None:
-        spec = find_spec(host)
-        if spec is None or spec.origin is None:
-            raise PatchError(f"{host}: not installed here; install it, or name its folder with --path")
-        path = Path(spec.origin).parents[1]
-    folder = path.resolve()
-    installed = next(iter(distributions(name=host, path=[str(folder)])), None)
-    stated = folder / "version.txt"  # in a checkout
-    if installed is None and not stated.is_file():
+    spec = find_spec(host) if path is None else None
+    if path is None and (spec is None or spec.origin is None):
+        raise PatchError(f"{host}: not installed here; install it, or name its folder with --path")
+    folder = path.resolve() if path else Path((spec and spec.origin) or "").parents[1]
+    installed, stated = next(iter(distributions(name=host, path=[str(folder)])), None), folder / "version.txt"
+    if installed is None and not stated.is_file():  # a checkout has that file
         raise PatchError(f"{folder}: nothing says which version of {host} this is; install it with pip")
     version = installed.version if installed is not None else stated.read_text(encoding="utf-8").strip()
     file = patches_folder() / f"{host}-{version}.patch"
     if not file.is_file():
         known = ", ".join(sorted(other.stem for other in patches_folder().glob(f"{host}-*.patch")))
         raise PatchError(f"{host}={version}: there is no patch for this version; install one of: {known}")
-    new, fault = _patched(file, folder)
-    patched = not new
-    if patched:
-        new, other = _patched(file, folder, "-R")
-        if not new:
-            why = f"were changed, or patched in part (to apply it: {fault}; to revert it: {other})"
-            raise PatchError(f"{folder}: files of {host} {version} {why}; reinstall {host}=={version} and try again")
-    if patched != revert:
-        return f"{folder}: {host} {version} is {'patched' if patched else 'not patched'}, nothing to do"
+    (ahead, fault), (back, other) = _patched(file, folder), _patched(file, folder, "-R")
+    if not ahead and not back:
+        why = f"were changed, or patched in part (to apply it: {fault}; to revert it: {other})"
+        raise PatchError(f"{folder}: files of {host} {version} {why}; reinstall {host}=={version} and try again")
+    new = back if revert else ahead
+    if not new:
+        return f"{folder}: {host} {version} is {'not patched' if revert else 'patched'}, nothing to do"
     locked = [str(name.parent) for name in new if not os.access(name.parent, os.W_OK)]
     if locked and not check:
-        raise PatchError(f"{locked[0]}: this user may not write there; nothing was changed")
+        raise PatchError(f"{locked[0]}: this user may not write there")
     for name, content in ({} if check else new).items():
         mode = name.stat().st_mode
         write_whole(name, content)  # a new file: installers share files between environments by hard links
