@@ -13,6 +13,7 @@ import pytest
 
 from tests.limits import PROCESS_S
 from tests.page.dumped import write_dump
+from tests.tracked import tracked
 
 pytest.importorskip("build")
 pytest.importorskip("verl")
@@ -77,6 +78,7 @@ def test_it_holds_the_package_and_the_recipes_alone(wheel):
     wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("patches/*.patch")}
     presets = CHECKOUT.glob("oar_plugin/hosts/verl/conf/**/*.yaml")
     assert wanted | {str(file.relative_to(CHECKOUT)) for file in presets} <= set(names)
+    assert {str(file.relative_to(CHECKOUT)) for file in tracked("oar_plugin/*.py")} <= set(names)
     assert not [name for name in names if name.startswith("oar_plugin/recipes/") and name.endswith(".py")]
     assert not [name for name in names if "cpu" in name]
 

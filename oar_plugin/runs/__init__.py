@@ -1,0 +1,1 @@
+"""Launch, plan, evaluation, report, data, rewards and folders of training runs. The method and the hosts never import it."""
