@@ -131,11 +131,12 @@ def test_no_cell_is_cut_off_in_a_narrow_terminal_and_a_row_is_a_line_in_a_pipe(w
 def test_a_locale_without_the_letters_changes_nothing_but_how_they_look(tmp_path):
     (tmp_path / "step_3.jsonl").write_text("\n".join(DUMP), encoding="utf-8")
     code = """
-from oar_plugin.cli.doctor import _print_table
 from oar_plugin.cli.main import main
-from oar_plugin.runs.launch.finding import Finding
+from oar_plugin.cli.tables import console, table
 assert main(["inspect", "."]) == main(["inspect", ".", "--format", "text"]) == main(["recipes"]) == 0
-_print_table([Finding("Schl\\xfcssel \\u2192 \\u9375", "missing", "\\xd7")])
+shown = table("Schl\\xfcssel \\u2192 \\u9375")
+shown.add_row("\\xd7")
+console().print(shown)
 print("\\u2192")
 """
     locale = {
