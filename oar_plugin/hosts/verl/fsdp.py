@@ -232,3 +232,6 @@ class _SequenceParallelCopies(MaskedCopies):
 def register() -> None:
     """Replace verl's FSDP engines in its registry."""
     register_engines(OarFSDPMixin, FSDPEngineWithLMHead, "fsdp", "fsdp2")
+
+
+register()  # at import, as verl's own decorators do: whoever imports this module first, `plugin`'s hook or a program

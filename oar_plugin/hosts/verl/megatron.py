@@ -306,3 +306,6 @@ def register() -> None:
     """Replace verl's Megatron engine in its registry, except on NPUs, where verl's engine is MindSpeed's."""
     if get_device_name() != "npu":
         register_engines(OarMegatronMixin, MegatronEngineWithLMHead, "megatron")
+
+
+register()  # at import, as verl's own decorators do: whoever imports this module first, `plugin`'s hook or a program

@@ -6,7 +6,7 @@ It registers:
 * an estimator named `oar`, which raises an explanation if no trainer of ours runs.
 
 Every process of a cluster pays for start-up time, so nothing of this happens before verl imports the module with the registry.
-A hook on that module imports ours, and a hook on ours calls its `register`. So it does not matter which is imported first.
+A hook on that module imports ours, which registers its class at its end.
 
 If verl lacks something that a feature touches (`capabilities`), its own class stays in place without a message, because these
 hooks run in every process of every run, with OAR or without. The driver of a run with OAR reports it (`settings.resolve_here`,
@@ -73,11 +73,6 @@ def _register_engines(package: ModuleType) -> None:
             logger.warning("oar_plugin does not fit this megatron-core; strategy=megatron works without OAR: %s", error)
 
 
-def _register_ours(module: ModuleType) -> None:
-    if hasattr(module, "register"):  # not if a program imports it before verl, and this hook runs half-way through
-        module.register()
-
-
 def _register_estimator(core_algos: Any) -> None:
     @core_algos.register_adv_est("oar")
     def oar(**kwargs: Any) -> None:
@@ -93,7 +88,6 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "verl.trainer.ppo.v1": _register_trainers,
     "verl.workers.engine": _register_engines,
     "verl.trainer.ppo.core_algos": _register_estimator,
-    **{f"oar_plugin.hosts.verl.{name}": _register_ours for name in ("trainer", "fsdp", "megatron")},
 }
 
 

@@ -258,3 +258,6 @@ def register() -> None:
         if not capabilities.missing(mode):
             host, registry = getattr(importlib.import_module(module), name), trainer_base.TRAINER_REGISTRY
             registry[mode] = subclass(OarTrainerMixin, registry[mode], host, f"trainer '{mode}'")
+
+
+register()  # at import, as verl's own decorators do: whoever imports this module first, `plugin`'s hook or a program
