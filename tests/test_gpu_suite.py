@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import child, here
+from tests.gpu import here
 from tests.gpu.report import Result, write
+from tests.processes import run
 
 FOLDER = Path(__file__).parent
 CHECKS = [importlib.import_module(f"tests.gpu.{path.stem}") for path in sorted(FOLDER.glob("gpu/check_*.py"))]
@@ -77,9 +78,9 @@ def test_the_report_has_every_check_and_says_what_it_is(tmp_path, rehearsal):
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path):
     grandchild = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with pytest.raises(pytest.fail.Exception, match="took longer than 1 s"):
-        child.run(["-c", grandchild], tmp_path / "log", 1)
+        run(["-c", grandchild], tmp_path / "log", 1)
     with pytest.raises(pytest.fail.Exception, match=r"(?s)status 3.*the last word"):
-        child.run(["-c", "print('the last word'); raise SystemExit(3)"], tmp_path / "log", 60)
+        run(["-c", "print('the last word'); raise SystemExit(3)"], tmp_path / "log", 60)
 
 
 def test_without_a_gpu_it_says_how_to_rehearse():

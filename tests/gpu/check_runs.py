@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from tests.gpu import child, here
+from tests.gpu import here
 from tests.gpu.plugin import OUT
 from tests.hosts.whole_run import check
+from tests.processes import run
 
 RUN_S = 1500
 BENCHMARK = ("tyro", "rich", "matplotlib", "pandas")
@@ -43,7 +44,7 @@ def sizes(gpus, overrides):
 def test_two_steps_of_a_recipe(log, figures, name, gpus, overrides):
     """What is tiny: model, data, lengths. Its engines, precision, attention and runner are the recipe's."""
     out = log.with_suffix("")
-    child.run(["recipes/smoke.py", name, "--out", str(out), *sizes(gpus, overrides)], log, RUN_S)
+    run(["recipes/smoke.py", name, "--out", str(out), *sizes(gpus, overrides)], log, RUN_S)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [{"step": line["step"], **line["data"]} for line in lines]
     for metric in (
@@ -61,7 +62,7 @@ def test_two_steps_of_a_recipe(log, figures, name, gpus, overrides):
 def benchmark(study, log, options):
     """What its JSON says; its page stands beside it in the report's folder."""
     out = OUT / "benchmarks"
-    child.run(["-m", "benchmarks", study, *options.split(), "--out", str(out)], log, 3 * RUN_S)
+    run(["-m", "benchmarks", study, *options.split(), "--out", str(out)], log, 3 * RUN_S)
     (found,) = out.glob(f"{study}_*.json")
     return json.loads(found.read_text())
 
@@ -87,8 +88,8 @@ def test_benchmark_of_whole_runs(log, figures):
 
 
 @pytest.mark.needs
-def test_the_front_door(log, figures):
+def test_the_front_door(suite, figures):
     """The ordinary tests, of which one more runs where there is a GPU."""
-    found = child.suite(["tests/test_front_door.py"], log, 600)
+    found = suite(["tests/test_front_door.py"], 600)
     figures("tests", found["tests"])
     assert found["tests"] > found["skipped"]

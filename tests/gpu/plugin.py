@@ -2,12 +2,14 @@
 
 import os
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import here
 from tests.gpu.report import Result, write
+from tests.processes import run
 
 OUT = Path(os.environ.get("OAR_GPU_REPORT", "gpu_report")).resolve()
 results: list[Result] = []
@@ -42,3 +44,18 @@ def figures(record_property):
 def log(request):
     """Where the output of a check's process goes."""
     return OUT / "logs" / (re.sub(r"\W+", "_", request.node.name).strip("_") + ".log")
+
+
+@pytest.fixture
+def suite(log):
+    """Runs tests of the ordinary suite on this machine: how many there were, and how many were skipped."""
+
+    def of(arguments, limit_s, **variables):
+        counts = log.with_suffix(".xml")
+        # Without tests/conftest.py, whose packages are not those of a training environment.
+        options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:timeout", f"--junitxml={counts}"]
+        run(["-m", "pytest", *options, *arguments], log, limit_s, **variables)
+        (counted,) = ET.parse(counts).getroot().iter("testsuite")
+        return {name: int(counted.attrib[name]) for name in ("tests", "skipped")}
+
+    return of

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from oar_plugin.credit.noise import step_seed
 from tests.hosts.engine import world
-from tests.hosts.engine.launch import error
+from tests.hosts.engine.compare import error
 from tests.hosts.whole_run import check, dumped, prompt_ids, smoke, whole_run
 
 pytestmark = whole_run
