@@ -82,16 +82,17 @@ setup(
         # The Megatron backend of the CPU stack. No upper end: a core that is there stays. With Python 3.12 pip would find cores
         # that mbridge does not fit; there, and on GPUs, verl's own extra and image bring megatron-core and Megatron-Bridge.
         "megatron": [f"{name}; python_version < '3.12'" for name in ("megatron-core>=0.16.1", "mbridge>=0.15.1")],
-        # The recipes' reward and data. math-verify parses LaTeX with the version of antlr that Hydra needs.
+        # For the recipes' reward and data, and `oar eval`. math-verify parses LaTeX with the version of antlr that Hydra needs.
         "recipes": [
             "math-verify[antlr4-9-3]>=0.9,<0.10",
             "pebble>=5.1,<6",
             "datasets>=4,<6",
+            "scipy>=1.11,<2",
         ],
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
         "trl": ["trl>=1.15,<2"],
-        # What `oar report` draws with.
-        "report": ["matplotlib>=3.9,<4", "pandas>=2.2,<4"],
+        # For `oar report`.
+        "report": ["matplotlib>=3.9,<4", "pandas>=2.2,<4", "scipy>=1.11,<2"],
         # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
             "matplotlib>=3.9,<4",
@@ -118,6 +119,6 @@ setup(
     },
     entry_points={
         "console_scripts": ["oar = oar_plugin.cli.main:main"],
-        "verl.plugins": ["oar = oar_plugin.hosts.verl.plugin"],
+        "verl.plugins": ["oar = oar_plugin.hosts.verl.plugin", "oar_runs = oar_plugin.runs.plugin"],
     },
 )

@@ -158,7 +158,7 @@ class OarConfig(_Settings):
             )
         make_finder(self.answer_patterns)
         self._check_conflicts(self.importance_object)
-        if self.offloads and self.perturbation.fallback != "none":
+        if self.offloads and self.actor_importance is not None:
             try:
                 fallback = importance_of(self.perturbation.fallback)
             except ValueError as error:
@@ -229,9 +229,14 @@ class OarConfig(_Settings):
         return default if self.perturbation.budget is None else self.perturbation.budget
 
     @property
-    def actor_importance(self) -> str:
-        """Name of the importance that the actor computes: the fallback, where rollout engines compute importance."""
-        return self.perturbation.fallback if self.offloads else self.importance
+    def actor_importance(self) -> str | None:
+        """The importance that the actor computes; if rollout engines score, for the responses that they failed to score.
+
+        None: the actor computes none.
+        """
+        if not self.offloads:
+            return self.importance
+        return None if self.perturbation.fallback == "none" else self.perturbation.fallback
 
     def _check_conflicts(self, importance: Importance) -> None:
         settings = self.model_dump() | {"tau": self.quantile}

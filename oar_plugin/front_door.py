@@ -1,29 +1,22 @@
 """Token credit for any HuggingFace causal LM, without a trainer: `oar_plugin.importance` and `oar_plugin.reshape`.
 
-The same code that runs under verl: a run's scores of a response are these, for the same settings and training step.
+It runs the code that hosts run: for the same settings and training step the scores are a run's.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin import estimator
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped
-from oar_plugin.estimator import reshape as reshape_batch
-from oar_plugin.passes.plain import batch_importance, in_eval_mode
-from oar_plugin.passes.request import Request, replacement_token
-from oar_plugin.passes.segments import segment_rows
-from oar_plugin.passes.tokens import TokenBytes
-
-PREFIX = "oar_plugin.importance"
+from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
 
 @dataclass(frozen=True)
@@ -33,11 +26,11 @@ class Credit:
     Attributes:
         input_ids: int64 `[B, L]`.
         attention_mask: bool `[B, L]`, false at padding.
-        importance: float32 `[B, L]`, not negative; 0 at what is no reasoning.
-        weights: float32 `[B, L]`: what the gate makes of it. They average 1 over the reasoning tokens of a response and are 1
-            elsewhere, and everywhere in a response that fell back.
+        importance: float32 `[B, L]`, not negative; 0 outside the reasoning.
+        weights: float32 `[B, L]`, the gate's. They average 1 over the reasoning tokens of a response. They are 1 at all others,
+            and everywhere in a response that falls back to GRPO.
         segments: int8 `[B, L]` of `oar_plugin.credit.answer.Segment`.
-        status: of each response. Everything but SCORED says why it fell back to even credit.
+        status: one per response. All but SCORED say why it falls back to GRPO.
         metrics: as a run logs them under `oar/`.
         config: the settings.
     """
@@ -67,31 +60,28 @@ def importance(
     max_tokens: int = 8192,
     **settings: Any,
 ) -> Credit:
-    """How much each reasoning token of some responses matters, and the weights that follow.
+    """Returns how much each reasoning token of each response matters, and the weights that follow.
 
-    Responses come as `prompts` and `responses`, texts or token ids, or as `input_ids` with a `response_mask`. Where the answer
-    is, is found in the text (`answer_patterns`), or `segments` say so.
+    Responses come as `prompts` and `responses`, texts or token ids, or as `input_ids` with a `response_mask`. Answers
+    are found in the text (`answer_patterns`), unless there are `segments`.
 
     Args:
-        model: causal LM of transformers, on any device, in any dtype. Left as it was: weights, gradients, modes.
+        model: causal LM of transformers, on any device, in any dtype. Its weights, gradients and modes stay as they are.
         input_ids: int64 `[B, T]`, prompt and response, padded on any side.
         response_mask: bool or int `[B, T]`, true at the model's own tokens.
         attention_mask: bool or int `[B, T]`, false at padding. None: the tokenizer's padding token at either end.
-        segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: found.
+        segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: found in the text.
         prompts: B texts (a chat template already applied) or sequences of token ids.
         responses: B texts or sequences of token ids.
         tokenizer: the model's; not needed with `input_ids`, `attention_mask` and `segments`.
-        temperature: that the responses were sampled with.
-        step: training step that is imitated: of signs, noise and the probe's warm-up.
+        temperature: of sampling.
+        step: training step; signs, noise and the probe's warm-up depend on it.
         max_tokens: tokens of one forward, padding included.
         settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
 
-    Returns:
-        See `Credit`.
-
     Raises:
-        OarConfigError: a setting that cannot work; names it, its value and what is allowed.
-        ValueError: inputs that do not go together; says which are needed.
+        OarConfigError: a setting that cannot work. The message names it, its value and what is allowed.
+        ValueError: inputs that do not go together. The message says which are needed.
         UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
         RuntimeError: the model has pending gradients.
 
@@ -109,11 +99,10 @@ def importance(
         >>> print(paper.advantage_BL[1].unique().tolist())
         [-1.0]
     """
-    config = OarConfig.parse(settings, PREFIX)
-    if config.offloads:
-        raise OarConfigError(
-            f"{PREFIX}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
-        )
+    credit = TokenCredit(
+        settings, tokenizer, "oar_plugin.importance", padding=model.config if tokenizer is None else None
+    )
+    request = credit.request(step, temperature=temperature, importance_only=True)
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else segments.cpu()
@@ -121,48 +110,38 @@ def importance(
         if response_mask is None:
             raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
         mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool().cpu()
-        triples = zip(input_ids.cpu(), response_mask.bool().cpu(), mask_BT, strict=True)
-        rows = [(ids[keep], own[keep]) for ids, own, keep in triples]
-        segments_BL = None
-        if segments is not None:
-            segments_BL = pad_sequence([row[keep] for row, keep in zip(segments.cpu(), mask_BT, strict=True)], True)
-    token_BL, length_B = pad_sequence([ids for ids, _ in rows], True), torch.tensor([len(ids) for ids, _ in rows])
-    mask_BL = torch.arange(token_BL.shape[1]) < length_B[:, None]
-    replacement = replacement_token(config, model.config if tokenizer is None else tokenizer)
-    # Nobody says how long a response might have been: none counts as cut off.
-    request = Request.from_config(config, step, sys.maxsize, True, replacement, temperature)
+        rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
+        segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
+    token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
+    mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
+    batch = PaddedBatch(token_BL, mask_BL, mask_BL & (own_BL.cumsum(-1) > 0), own_BL)
     if segments_BL is None:
-        segments_BL, status_B = _found_segments(rows, tokenizer, request)
+        segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request)
+    elif segments_BL.shape != token_BL.shape:
+        raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
     else:
-        if segments_BL.shape != token_BL.shape:
-            raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
-        # What stands behind the answer cannot have moved it.
-        behind_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
-        answered_B = ~behind_BL.all(-1)
-        segments_BL = segments_BL.masked_fill(behind_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))
-        reasoned_B = (segments_BL == Segment.REASONING).any(-1)
-        status_B = torch.where(reasoned_B, int(Status.SCORED), int(Status.NO_REASONING))
-        status_B[~answered_B] = int(Status.NO_ANSWER)
-        segments_BL = segments_BL.masked_fill(status_B[:, None] != Status.SCORED, int(Segment.OUTSIDE))
-
-    with in_eval_mode(model):
-        importance_BL = batch_importance(model, request, token_BL, segments_BL, mask_BL, max_tokens)
-    one = reshape_batch(
-        torch.ones_like(importance_BL), importance_BL, segments_BL == Segment.REASONING, status_B, config
-    )
-    status = [Status(int(value)) for value in one.status_B]
+        segments_BL, status_B = _checked_segments(segments_BL)
+    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
+    even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     return Credit(
-        token_BL, mask_BL, importance_BL, one.weight_BL, segments_BL.to(torch.int8), status, one.metrics, config
+        token_BL,
+        mask_BL,
+        importance_BL,
+        even.weight_BL,
+        segments_BL.to(torch.int8),
+        [Status(int(value)) for value in even.status_B],
+        even.metrics,
+        credit.config,
     )
 
 
 def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> Reshaped:
-    """Advantages times the weights of a gate, for the responses of `credit`.
+    """Returns advantages times the weights of a gate, for the responses of `credit`.
 
     Args:
-        advantages: of each response `[B]`, or of each token `[B, L]`.
+        advantages: per response `[B]`, or per token `[B, L]`.
         credit: from `importance`.
-        settings: of the gate, in place of those that `credit` was made with: `gate`, `tau`, `beta`, `floor`.
+        settings: `gate`, `tau`, `beta`, `floor`, in place of those that `credit` was made with.
 
     Returns:
         `advantage_BL` and `weight_BL`, float32 `[B, L]`, `status_B` and `metrics`. Each response keeps its total.
@@ -175,13 +154,13 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
         advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")
     status_B = torch.tensor([int(status) for status in credit.status])
-    return reshape_batch(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
+    return estimator.reshape(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
 
 
 def _tokenized(
     prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """Token ids of each prompt and response, and which are the response's."""
+    """Token ids of each prompt and response concatenated, and bool, which belong to the response."""
     if prompts is None or responses is None or len(prompts) != len(responses):
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
 
@@ -201,20 +180,23 @@ def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
     if tokenizer is None or tokenizer.pad_token_id is None:
         raise ValueError("give an attention_mask [B, T], or the tokenizer, whose padding token says what is padding")
     real_BT = (input_ids != tokenizer.pad_token_id).cpu()
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first of them behind a response ends it
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first one after a response ends it
         real_BT = real_BT | real_BT.roll(1, -1).index_fill(1, torch.tensor([0]), False)
     after_BT = real_BT.flip(-1).cumsum(-1).flip(-1) > 0
     return (real_BT.cumsum(-1) > 0) & after_BT
 
 
-def _found_segments(rows: Sequence[tuple[Tensor, Tensor]], tokenizer: Any, request: Request) -> tuple[Tensor, Tensor]:
-    """Segments `[B, L]` and status `[B]` of rows of token ids and of which are the model's own."""
-    if tokenizer is None:
-        raise ValueError("give segments [B, T], or the tokenizer: the answer is found in the text")
-    begins = [int(own.nonzero()[0]) if own.any() else len(own) for _, own in rows]
-    responses = (
-        (ids[begin:].tolist(), own[begin:].numpy(), True) for begin, (ids, own) in zip(begins, rows, strict=True)
-    )
-    found, status_B = segment_rows(responses, request, TokenBytes(tokenizer), ())
-    whole = [pad(row.long(), (begin, 0), value=int(Segment.OUTSIDE)) for begin, row in zip(begins, found, strict=True)]
-    return pad_sequence(whole, True), status_B
+def _unpadded(values_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
+    """Each row without its padding, on the CPU."""
+    return [row[keep] for row, keep in zip(values_BT.cpu(), mask_BT, strict=True)]
+
+
+def _checked_segments(segments_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """A user's segments, OUTSIDE everywhere in responses that cannot be scored, and int64 `[B]` of `Status`."""
+    # A token after the answer cannot have moved it.
+    after_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
+    segments_BL = segments_BL.masked_fill(after_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))
+    reasoned_B = (segments_BL == Segment.REASONING).any(-1)
+    status_B = torch.where(reasoned_B, int(Status.SCORED), int(Status.NO_REASONING))
+    status_B[after_BL.all(-1)] = int(Status.NO_ANSWER)
+    return segments_BL.masked_fill(status_B[:, None] != Status.SCORED, int(Segment.OUTSIDE)), status_B

@@ -4,11 +4,11 @@
     python recipes/smoke.py recipes/qwen2_5_7b_math --variant grpo
     python recipes/smoke.py recipes/qwen2_5_7b_math algorithm.oar.tau=0.5 reward.custom_reward_function.path=my_reward.py
 
-It shows that recipe, overrides and installation fit together, not how the model learns. About two minutes, in an environment
-made by verl_cpu/install.sh. The config group cpu_smoke replaces the model and the data; batch and response
-lengths; the number of nodes and GPUs; Megatron's parallel sizes (tensor parallel over two processes); Ulysses (off); NCCL by
-gloo and sockets; the distributed optimizer by the ordinary one. Where there are GPUs only the sizes are replaced, and nodes,
-GPUs and parallel sizes are yours to override.
+It shows that recipe, overrides and installation fit together, not how the model learns. It takes about two minutes, in an
+environment that verl_cpu/install.sh made. The config group cpu_smoke replaces the model and the data; batch and response
+lengths; the number of nodes and GPUs; Megatron's parallel sizes (tensor parallel over two processes); Ulysses (off); NCCL
+(gloo and sockets); the distributed optimizer (the ordinary one). On a machine with GPUs it replaces only model, data and
+lengths; override nodes, GPUs and parallel sizes yourself.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
+import verl_cpu
 from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.model import Architecture, build_model
 from benchmarks.tiny.tasks import Chain
@@ -49,15 +50,18 @@ SHOWN = {
     "timing_s/step": "seconds",
 }
 VOCABULARY = 384
-"""Words and bytes: recipes may ask with a text of their own. Even, because layouts cut the vocabulary in parts."""
+"""Words and bytes: a recipe's prompt may have any text. Even, because layouts split the vocabulary."""
+
+
+CONFIG_GROUPS = Path(verl_cpu.__file__).parent / "conf"
 
 
 class SmokeFailed(RuntimeError):
-    """The message says where the log is, and how it ends."""
+    """The run failed. The message says where the log is, and how it ends."""
 
 
 def group_of(config: DictConfig) -> str:
-    """Which of `verl_cpu/conf/cpu_smoke/*.yaml` fits a recipe."""
+    """Return which of `verl_cpu/conf/cpu_smoke/*.yaml` fits a recipe."""
     mode = str(config.trainer.v1.trainer_mode)
     if config.actor_rollout_ref.actor.strategy == "megatron":
         return "megatron"
@@ -65,7 +69,7 @@ def group_of(config: DictConfig) -> str:
 
 
 def architecture_of(model: str) -> Architecture:
-    """What a model's name says; anything unknown is taken for a dense Qwen."""
+    """Return the architecture that a model's name says; an unknown name counts as a dense Qwen."""
     name = model.lower()
     if "a3b" in name or "moe" in name:
         return "qwen3_moe"
@@ -75,20 +79,26 @@ def architecture_of(model: str) -> Architecture:
 def make_assets(folder: Path, filler: tuple[int, int] = (2, 5), architecture: Architecture = "qwen2") -> None:
     """Write `model/`, trained for about ten seconds, and `data.parquet`.
 
-    Some of the model's responses are right and some wrong, every one has an answer, and one token of each decides it.
-    `filler`: how many words a response begins with, fewest and most.
+    The model's responses are partly right and partly wrong; each has an answer, and one token decides it. `filler` is the
+    smallest and the largest number of words that a response begins with.
     """
     task = Chain("smoke", steps=1, filler=filler, error_rate=0.3)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
     more = experts if architecture == "qwen3_moe" else {}
     model = build_model(0, heads=2, architecture=architecture, vocab=VOCABULARY, tied=False, **more)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two threads only get in each other's way at this size
+    torch.set_num_threads(1)  # faster than two at this size
     train(model, task, 0, WarmStart(short_steps=400, full_steps=100))
     torch.set_num_threads(threads)
     model.save_pretrained(folder / "model")
     make_tokenizer(VOCABULARY).save_pretrained(folder / "model")
     write_problems(folder / "data.parquet", list(itertools.islice(task.problems(0), 64)))
+
+
+def sizes(recipe: Path, variant: str, group: str) -> list[str]:
+    """Return words for verl's command line: the recipe with the sizes of a smoke test."""
+    # On a machine with GPUs verl_cpu adds no config groups, and Hydra would take the last word for a new key.
+    return [*entry_point(recipe, variant), "--config-dir", str(CONFIG_GROUPS), f"+cpu_smoke={group}"]
 
 
 def run_smoke(
@@ -97,26 +107,26 @@ def run_smoke(
     """Run a recipe for two steps.
 
     Args:
-        recipe: its folder.
-        folder: for the model, the data (made when not there), the log and the metrics.
+        recipe: folder of the recipe.
+        folder: gets the model and the data, unless they are there, the log and the metrics.
         variant: `oar` or `grpo`.
         overrides: on top of the recipe and of the smoke test's sizes.
         timeout_s: the run is ended after this many seconds.
 
     Returns:
-        The metrics of each step, as verl's file logger wrote them. Raises RecipeError and SmokeFailed.
+        The metrics of each step, as verl's file logger wrote them.
+
+    Raises:
+        RecipeError: the recipe does not compose.
+        SmokeFailed: the run failed or took too long.
     """
     config = compose_recipe(recipe, variant)
     if not (folder / "data.parquet").exists():
         make_assets(folder, architecture=architecture_of(str(config.actor_rollout_ref.model.path)))
     metrics, log = folder / "metrics.jsonl", folder / "verl.log"
     metrics.unlink(missing_ok=True)
-    group = group_of(config) if wanted() else "tiny"
-    arguments = [
-        *entry_point(recipe, variant),
-        f"+cpu_smoke={group}",
-        f"trainer.default_local_dir={folder}/checkpoints",
-    ]
+    arguments = sizes(recipe, variant, group_of(config) if wanted() else "tiny")
+    arguments += [f"trainer.default_local_dir={folder}/checkpoints"]
     environment = {"OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics), START: "fresh", **cpu_environment()}
     status = run_verl([*arguments, *overrides], environment, log, timeout_s)
     if status != 0:
@@ -128,7 +138,7 @@ def run_smoke(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 when both steps ran, 1 when the run failed, 2 for a recipe that does not compose."""
+    """Return 0 when both steps ran, 1 when the run failed, 2 for a recipe that does not compose, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="its folder or its name")
     parser.add_argument("--variant", choices=("oar", "grpo"), default="oar", help="default: oar")

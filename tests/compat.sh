@@ -58,12 +58,12 @@ stack=$1
 shift
 venv=${COMPAT_VENV:-$PWD/.venv-compat/$stack}
 stamp="$venv/.installed"
-want=$(cat setup.py verl_cpu/requirements.txt tests/compat.sh | cksum)
+want=$(cat setup.py verl_cpu/setup.py verl_cpu/requirements.txt tests/compat.sh | cksum)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
     echo "==> make $venv (five minutes)"
     "${PYTHON:-$python}" -m venv "$venv"
     # shellcheck disable=SC2086
-    "$venv/bin/pip" install --quiet --editable ".[$extras]" $pins
+    "$venv/bin/pip" install --quiet --editable ".[$extras]" --editable ./verl_cpu $pins
     # shellcheck disable=SC2086
     "$venv/bin/pip" install --quiet --no-deps $alone
     printf '%s' "$want" >"$stamp"

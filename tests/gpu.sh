@@ -7,7 +7,8 @@
 # reason where that is missing. OAR_GPU_REPORT=DIR (default: gpu_report) gets report.md, report.json, the output of each check
 # and the benchmarks' pages. The exit status is 1 when a check failed. `-k NAME` runs a part.
 #
-# VERL_PLATFORM=cpu bash tests/gpu.sh rehearses it on a CPU, with what stands in for GPUs.
+# VERL_PLATFORM=cpu bash tests/gpu.sh rehearses it on a CPU, with the stand-ins of verl_cpu:
+#     pip install --no-deps -e . -e ./verl_cpu
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
@@ -28,6 +29,8 @@ except importlib.metadata.PackageNotFoundError:
 import torch
 
 rehearsal = os.environ.get("VERL_PLATFORM") == "cpu"
+if rehearsal and not importlib.metadata.entry_points(group="verl.plugins", name="cpu"):
+    sys.exit("gpu.sh: VERL_PLATFORM=cpu asks for a rehearsal, and verl_cpu is not installed: pip install --no-deps -e ./verl_cpu")
 if not rehearsal and not torch.cuda.is_available():
     sys.exit("gpu.sh: PyTorch sees no GPU. A rehearsal on the CPU: VERL_PLATFORM=cpu bash tests/gpu.sh")
 if rehearsal and torch.cuda.is_available():

@@ -98,9 +98,12 @@ def test_verl_and_oar_accept_the_runs_on_gpus(name, gpus, overrides, monkeypatch
     pytest.importorskip("verl")
     from oar_plugin.runs.recipe import check_config, compose_recipe
     from tests.gpu.check_runs import sizes
+    from verl_cpu import conf
 
+    conf.register()
     monkeypatch.setenv("OAR_SMOKE", "/made/up")
     config = compose_recipe(FOLDER.parent / "recipes" / name, "oar", ["+cpu_smoke=tiny", *sizes(gpus, overrides)])
+    assert config.actor_rollout_ref.model.path == "/made/up/model"
     check_config(config)
 
 

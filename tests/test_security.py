@@ -146,7 +146,7 @@ def test_a_folder_of_data_brings_no_code(brings, tmp_path, monkeypatch):
         (folder / "test.pkl").write_bytes(pickle.dumps(Bomb(made)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError, match="cannot read"):
-        load("math500", "test", folder, None)
+        load("math500", "test", folder)
     assert not made.exists()
 
 

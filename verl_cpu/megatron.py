@@ -1,30 +1,31 @@
-"""What stands in for CUDA and TransformerEngine while verl's real Megatron engine runs on a CPU.
+"""Stand-ins for CUDA and TransformerEngine, with which verl's real Megatron engine runs on a CPU.
 
-Everything else is the real thing: megatron-core's schedules, parallel states, DDP, tensor- and sequence-parallel linears,
-recomputation and pipeline communication (on gloo), the weight conversion of mbridge or Megatron-Bridge, verl's packing and
-vocabulary-parallel log-probs. Each piece, with its reason and the day it can go:
+All else is real: megatron-core's schedules, parallel states, DDP, tensor- and sequence-parallel linears, recomputation and
+pipeline communication (on gloo), the weight conversion of mbridge or Megatron-Bridge, verl's packing and vocabulary-parallel
+log-probs. Each stand-in, with its reason, and when it can go:
 
-* `torch.cuda.current_device`, `synchronize`: megatron-core places tensors and waits with them unconditionally. Until it
-  asks for the device.
-* `device="cuda"` in megatron-core: literals in schedules, masks and optimizer. Replaced in megatron's own view of `torch`
-  only; wrapping `torch.zeros` itself breaks transformers' initialisation on the meta device. Until the same day.
-* CUDA random states: checkpoints save and restore them. The CPU's are the real ones here. Until the same day.
-* RMSNorm under sequence parallelism: megatron's wrapper of torch's norm refuses it, and TransformerEngine's needs a GPU.
-  Until the refusal goes.
-* Fused norm and linear: both bridges map weights by the names of TransformerEngine's fused layer. Until they map the local
-  spec.
-* Core attention: TransformerEngine's knows packed sequences and context parallelism, megatron-core's own neither. Until it
-  does.
-* TransformerEngine and modelopt, while Megatron-Bridge is imported: it takes names from them for adapters, distillation and
-  quantisation. Until it imports them where it uses them. verl installs modelopt; a real one is left alone.
-* Streams: Megatron-Bridge wraps the model in DDP on a CUDA stream of its own. Until it asks for the device.
-* `nn.Module.cuda`, `Tensor.cuda`: the bridges move the model there, megatron-core an index of padded sequences under context
-  parallelism. Until they ask for the device.
+* `torch.cuda.current_device`, `synchronize`: megatron-core always calls them to place tensors and to wait. When it asks for the
+  device.
+* `device="cuda"`: a literal in megatron-core's schedules, masks and optimizer. It is replaced in megatron's own view of `torch`
+  only; wrapping `torch.zeros` itself breaks transformers' initialisation on the meta device. When megatron-core asks for the
+  device.
+* CUDA random states: checkpoints save and restore them; here the CPU's are used. When megatron-core asks for the device.
+* RMSNorm under sequence parallelism: megatron's wrapper of torch's norm refuses it, and TransformerEngine's needs a GPU. When
+  the wrapper accepts it.
+* Fused norm and linear: both bridges map weights by the names of TransformerEngine's fused layer. When they map the names of
+  megatron-core's local layers.
+* Core attention: megatron-core's own supports neither packed sequences nor context parallelism, TransformerEngine's both. When
+  megatron-core's does.
+* TransformerEngine and modelopt, while Megatron-Bridge is imported: it imports names from them for adapters, distillation and
+  quantisation. When it imports them where it uses them. An installed modelopt (verl's extras bring it) stays.
+* Streams: Megatron-Bridge wraps the model in DDP on a CUDA stream. When it asks for the device.
+* `nn.Module.cuda`, `Tensor.cuda`: the bridges move the model with them, and megatron-core an index of padded sequences under
+  context parallelism. When they ask for the device.
 
 The optimizer has to be megatron-core's ordinary one, without clipping: its distributed optimizer and its clipping take CUDA
-tensors only. A run sets `use_distributed_optimizer=False` and `clip_grad=0`; the config group `cpu_smoke/megatron` does.
+tensors only. The config group `cpu/megatron` sets `use_distributed_optimizer=False` and `clip_grad=0`.
 
-Not covered by a run with these: TransformerEngine, flash-attention, NCCL, fused kernels, bf16.
+A run with these does not test TransformerEngine, flash-attention, NCCL, fused kernels or bf16.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ ABSENT = ("transformer_engine.pytorch", "modelopt.torch.quantization.utils", "mo
 
 
 class _MegatronsTorch(types.ModuleType):
-    """`torch` as megatron-core sees it: factories put on the CPU what was meant for `cuda`, and pin nothing."""
+    """`torch` as megatron-core sees it: factories place tensors on the CPU instead of on `cuda`, and pin nothing."""
 
     FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
@@ -62,7 +63,7 @@ class _MegatronsTorch(types.ModuleType):
 
 
 class _GatherOverContext(torch.autograd.Function):
-    """`[t, ...]` of each context-parallel rank on every one of them, `[CP, t, ...]`; gradients are summed on the way back."""
+    """All-gather of `[t, ...]` to `[CP, t, ...]` over context-parallel ranks; its backward sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -79,7 +80,7 @@ class _GatherOverContext(torch.autograd.Function):
 
 
 def zigzag(lengths: list[int], size: int, rank: int) -> Tensor:
-    """Positions of the padded pack that a context-parallel rank holds: a chunk from both ends of every sequence."""
+    """Return the positions of a padded pack that a context-parallel rank holds: a chunk of both ends of every sequence."""
     mine, start = [], 0
     for length in lengths:
         half = length // size // 2
@@ -92,7 +93,8 @@ def zigzag(lengths: list[int], size: int, rank: int) -> Tensor:
 class DenseCoreAttention(nn.Module):
     """Causal attention over packed `[t, n, h]` or padded `[s, b, n, h]` sequences; keys and values are gathered over CP.
 
-    Like TransformerEngine's, in eval mode it keeps nothing for a backward; in train mode it drops scores, by a number it holds.
+    It behaves like TransformerEngine's: in eval mode it keeps nothing for a backward; in train mode it applies dropout with a
+    probability that it holds.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class DenseCoreAttention(nn.Module):
         if packed_seq_params is not None:
             lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
             return self._packed(query, key, value, lengths).flatten(1)
-        # Padding is on the right, where a causal mask keeps it from the tokens before it.
+        # Padding is on the right, where the causal mask hides it from the tokens before it.
         length = [query.shape[0] * parallel_state.get_context_parallel_world_size()]
         rows = [self._packed(query[:, i], key[:, i], value[:, i], length) for i in range(query.shape[1])]
         return torch.stack(rows, 1).flatten(2)
@@ -152,7 +154,7 @@ class DenseCoreAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm that may see a slice of the sequence only."""
+    """RMSNorm of a slice of the sequence."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -165,12 +167,12 @@ class RMSNorm(nn.Module):
 
 
 def _layer_spec(config: Any) -> Any:
-    """One layer, with the names of parameters that TransformerEngine's has."""
+    """Return the spec of one layer, whose parameters have the names of TransformerEngine's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
 
-    class LayerNormColumnParallelLinear(ColumnParallelLinear):  # Megatron-Bridge knows it by these words
+    class LayerNormColumnParallelLinear(ColumnParallelLinear):  # Megatron-Bridge recognises the class by this name
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
@@ -191,9 +193,9 @@ def _layer_spec(config: Any) -> Any:
 
 
 def admit_what_there_is(config: Any) -> None:
-    """Let verl's Megatron engine run in fp32, and convert weights with the bridge that is installed.
+    """Allow fp32 in verl's Megatron engine, and select the bridge that is installed.
 
-    On a CPU bf16 is slow, and in fp32 actor and rollout can be compared.
+    On a CPU bf16 is slow, and in fp32 the actor can be compared with the rollout.
     """
     engine_config = config.McoreEngineConfig
     check = engine_config.__post_init__
@@ -210,7 +212,7 @@ def admit_what_there_is(config: Any) -> None:
 
 
 def stand_in(engine: Any) -> None:
-    """Put everything in place for verl's engine, whose module this is, and register it for the device ``cpu``."""
+    """Put the stand-ins in place for the module of verl's engine, and register the engine for the device ``cpu``."""
     from verl.workers.engine.base import EngineRegistry
 
     install()
@@ -228,14 +230,14 @@ def importable(module: str) -> bool:
 
 
 def has_megatron_bridge() -> bool:
-    """Whether weights can be converted by Megatron-Bridge; else by mbridge (`vanilla_mbridge=True`)."""
+    """Return whether Megatron-Bridge is installed to convert weights; without it mbridge does (`vanilla_mbridge=True`)."""
     return importable("megatron.bridge")
 
 
 class _Absent(types.ModuleType):
-    """A package that only has to be imported, and has every name."""
+    """A module that has every name, for packages that are imported and not used."""
 
-    Linear = nn.Linear  # of TransformerEngine: somebody's base class
+    Linear = nn.Linear  # a base class in Megatron-Bridge
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -245,8 +247,8 @@ class _Absent(types.ModuleType):
 
 @contextlib.contextmanager
 def _absent_packages() -> Iterator[None]:
-    """What Megatron-Bridge imports for adapters, distillation and quantisation; no longer than it is imported, because
-    others look for these packages to learn what this machine can do."""
+    """Stand in for the packages of `ABSENT` while Megatron-Bridge is imported, and no longer: other libraries look for these
+    packages to learn what the machine can do."""
     absent = [name for name in ABSENT if not importable(name.split(".")[0])]
     stubs = {".".join(name.split(".")[: i + 1]): _Absent(name) for name in absent for i in range(name.count(".") + 1)}
     sys.modules.update(stubs)
@@ -258,12 +260,12 @@ def _absent_packages() -> Iterator[None]:
 
 
 def _stand_in_for_layers() -> None:
-    """Where the two bridges ask for TransformerEngine's layers."""
+    """Replace TransformerEngine's layers in both bridges."""
     import megatron.core.transformer.transformer_block
 
     megatron.core.transformer.transformer_block.LayerNormImpl = RMSNorm
     if has_megatron_bridge():
-        # Ahead of the stubs: megatron-core takes TransformerEngine's layers where it can import that.
+        # Before the stubs: megatron-core uses TransformerEngine's layers where it can import them.
         import megatron.core.models.hybrid.hybrid_layer_specs
 
         with _absent_packages():
@@ -278,22 +280,22 @@ def _stand_in_for_layers() -> None:
     if importable("mbridge"):
         import mbridge.core.llm_bridge
 
-        # Named parameters: mbridge looks whether there is a vp_stage.
+        # mbridge looks for a parameter named vp_stage.
         mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, use_transformer_engine=True, vp_stage=None: (
             _layer_spec(config)
         )
 
 
 def install() -> None:
-    """Put everything in place for megatron-core and its bridges. Does nothing the second time.
+    """Put the stand-ins in place for megatron-core and its bridges. The second call does nothing.
 
     Raises:
-        RuntimeError: there is a GPU, for which these would stand in.
+        RuntimeError: torch sees a GPU, which needs no stand-ins.
     """
     if torch.cuda.is_available():
-        raise RuntimeError("these stand in for a GPU; there is one")
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # megatron's jit_fuser is torch.compile
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism asks for it
+        raise RuntimeError("torch sees a GPU, which needs no stand-ins")
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # jit_fuser of megatron-core is torch.compile
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism requires it
     if isinstance(
         getattr(sys.modules.get("megatron.core.optimizer.distrib_optimizer"), "torch", None), _MegatronsTorch
     ):

@@ -1,7 +1,7 @@
-"""A replay buffer that looks more often.
+"""verl's replay buffers, polled every 50 ms.
 
-verl's asks every two seconds whether the batch is complete. On a GPU that is nothing beside a step; a tiny model on a
-CPU takes a step in less than one. Chosen by ``trainer.v1.sampler.custom_sampler``, verl's extension point.
+verl asks every two seconds whether the batch is complete; a step of a tiny model on a CPU takes less than one. The key
+``trainer.v1.sampler.custom_sampler``, an extension point of verl, selects them.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ POLL_SECONDS = 0.05
 
 
 class QuickReplayBuffer(ReplayBuffer):
-    """verl's replay buffer for the synchronous trainer, polled every 50 ms."""
+    """The replay buffer of the synchronous trainer."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **kwargs)
 
 
 class QuickReplayBufferAsync(ReplayBufferAsync):
-    """verl's replay buffer for the asynchronous trainers, polled every 50 ms."""
+    """The replay buffer of the asynchronous trainers."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **kwargs)

@@ -1,12 +1,11 @@
-"""Run verl in a process of its own and leave nothing behind.
+"""Runs verl in a process of its own and ends every process that the run started.
 
-A run of verl is a driver, Ray's daemons, a dozen actors and vLLM's engine. When the driver dies of an exception or of
-Ctrl-C, some of them stay: those that another process started, and those that were given to init when their parent
-ended. :func:`run_verl` marks every process that descends from the driver with an environment variable and, however the
-run ends, ends whatever carries the mark, and nothing else.
+A run of verl is a driver, Ray's daemons, a dozen actors and vLLM's engine. When an exception or Ctrl-C ends the driver, some
+processes stay: those that another process started, and those whose parent has ended. :func:`run_verl` marks every descendant
+of the driver with an environment variable. However the run ends, it then ends all processes with the mark, and no others.
 
-Two runs side by side do not meet: each has an own Ray cluster on free ports, an own Ray directory and an own socket for
-the weights (see ``vllm_worker.py``).
+Two runs on one machine do not interfere: each has a Ray cluster on free ports, a Ray directory and a socket for the weights
+(``vllm_worker.py``) of its own.
 """
 
 import logging
@@ -33,47 +32,49 @@ from verl_cpu.vllm_worker import SESSION_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-TIMED_OUT = 124  # exit status of a run that was ended because its time was up, as the `timeout` command has it
-GRACE_S = 3.0  # that the driver may take to shut Ray down by itself before everything is ended
+TIMED_OUT = 124  # exit status of a run that took too long, as of the command `timeout`
+GRACE_S = 3.0  # seconds in which the driver may shut Ray down by itself
 
 RAY_DID_NOT_START = "The current node timed out during startup"
-"""What Ray says when its daemons did not find each other within 30 s, which is fixed in its code: a busy machine."""
+"""Ray's message when its daemons did not find each other within 30 s, a constant in its code: the machine is busy."""
 
-ATTEMPTS = 3  # to start a run when Ray did not start
-LONGEST_RAY_DIRECTORY = 40  # Ray binds Unix sockets about 60 characters below it; their paths must stay below 108
+ATTEMPTS = 3  # starts of a run, when Ray did not start
+LONGEST_RAY_DIRECTORY = (
+    40  # the paths of Ray's Unix sockets are about 60 characters longer and must be shorter than 108
+)
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 class Session:
-    """The processes and files of one run, found by its tag and in its directory."""
+    """The processes and files of one run: processes carry its tag, files are in its directory."""
 
     def __init__(self) -> None:
         self.tag = uuid.uuid4().hex[:12]
         self._token = secrets.token_hex(32)
         parent = tempfile.gettempdir()
         if len(parent) >= LONGEST_RAY_DIRECTORY - 12:
-            parent = "/tmp"  # noqa: S108  mkdtemp makes a name that nobody has, for this user alone
+            parent = "/tmp"  # noqa: S108  mkdtemp makes a new name, for this user alone
         self.directory = Path(tempfile.mkdtemp(prefix="oar-", dir=parent))
 
     def environment(self) -> dict[str, str]:
-        """What marks a process as one of this session, and where Ray and everybody else put what is temporary.
+        """Return variables that mark a process as one of this session and name its folder for temporary files.
 
-        Ray's cluster asks for a token. Given one here, it does not leave one in the user's home directory. What torch compiled
-        stays, for the next run.
+        Ray's cluster needs a token; without this one Ray would write one into the user's home directory. Code that torch
+        compiled stays for the next run.
         """
         compiled = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         return {
             SESSION_VARIABLE: self.tag,
             "RAY_TMPDIR": str(self.directory),
-            # Processes that are killed, as Ray's are at the end of every run, do not remove their own: sockets of vLLM's,
-            # locks of verl's, folders of wandb's.
+            # Killed processes do not remove their temporary files (sockets of vLLM, locks of verl, folders of wandb), and Ray
+            # kills its processes at the end of every run.
             "TMPDIR": str(self.directory),
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
             "RAY_AUTH_TOKEN": self._token,
         }
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process with the tag in its environment, except this one."""
+        """Return every living process with the tag in its environment, except this one."""
         return [
             process
             for process in psutil.process_iter()
@@ -81,7 +82,7 @@ class Session:
         ]
 
     def memory(self) -> int:
-        """Memory of all processes in bytes, with what they share counted once (PSS)."""
+        """Return the memory of all processes in bytes; shared memory counts once (PSS)."""
         total = 0
         for process in self.processes():
             with suppress(psutil.Error):
@@ -89,9 +90,9 @@ class Session:
         return total
 
     def end(self) -> None:
-        """End every process of the session and remove its files. Safe to call twice.
+        """End every process of the session and remove its files. The second call does nothing.
 
-        Python's resource trackers go last: they remove the shared memory of the processes that they watched.
+        Python's resource trackers end last, because they remove the shared memory of the processes that they watched.
         """
         for spare_trackers in (True, False):
             deadline = time.monotonic() + (2 if spare_trackers else 10)
@@ -110,7 +111,7 @@ class Session:
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
-    """The environment of a process; empty when it has gone or belongs to somebody else."""
+    """Return the environment of a process; empty when the process has ended or belongs to another user."""
     try:
         return process.environ()
     except (psutil.Error, OSError):
@@ -119,7 +120,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 @contextmanager
 def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle these signals so. Main thread only: no other can."""
+    """Handle these signals with `handler`; does nothing outside the main thread, which alone can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -136,14 +137,14 @@ def _unwind(number: int, frame: FrameType | None) -> None:
 
 
 def _undisturbed() -> AbstractContextManager[None]:
-    """For as long as cleaning up takes."""
+    """Ignore Ctrl-C and SIGTERM during a clean-up."""
     return _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def session() -> Iterator[Session]:
-    """A session that is ended on every way out: return, exception, Ctrl-C, SIGTERM."""
-    with _handling(_unwind, signal.SIGTERM):  # as SIGINT does, so that `finally` blocks run
+    """Open a session, and end it in any case: return, exception, Ctrl-C, SIGTERM."""
+    with _handling(_unwind, signal.SIGTERM):  # SIGTERM then runs `finally` blocks, as SIGINT does
         opened = Session()
         try:
             yield opened
@@ -162,16 +163,16 @@ def run_verl(
 ) -> int:
     """Run ``python -m verl.trainer.main_ppo`` with these Hydra overrides and wait for it.
 
-    When Ray itself did not start, because the machine was too busy for its limit of 30 s, the run is started again.
-    Ctrl-C and SIGTERM end the run and are then passed on to the caller as ``KeyboardInterrupt`` and ``SystemExit``.
+    When Ray did not start within its limit of 30 s, because the machine was busy, the run is started again. Ctrl-C and SIGTERM
+    end the run and then reach the caller as ``KeyboardInterrupt`` and ``SystemExit``.
 
     Args:
         args: overrides; usually ``cpu_overrides()`` and then your own.
-        env: variables on top of this process's; usually ``cpu_environment()``.
-        log_path: where standard output and error of all processes go.
-        timeout_s: after this many seconds, over all attempts, the run is ended.
+        env: variables to add to this process's; usually ``cpu_environment()``.
+        log_path: file for standard output and error of all processes.
+        timeout_s: seconds for all attempts together, after which the run is ended.
         on_line: called with each line of output, without its newline, as it arrives.
-        on_start: called with the session, when a driver has been started.
+        on_start: called with the session after the driver was started.
 
     Returns:
         The exit status of verl, or 124 when its time was up.
@@ -185,7 +186,7 @@ def run_verl(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run in order
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run
             )
             try:
                 if on_start is not None:
@@ -207,14 +208,14 @@ def run_verl(
 def _follow(
     driver: "subprocess.Popen[bytes]", log: IO[bytes], deadline: float, on_line: Callable[[str], None] | None
 ) -> int:
-    """Copy the output of the driver until it ends or its time is up."""
+    """Copy the output of the driver until it ends or its time is up, and return its exit status."""
     assert driver.stdout is not None
     output = driver.stdout.fileno()
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(output, selectors.EVENT_READ)
         while True:
-            ended = driver.poll() is not None  # asked before reading: what comes after is still read
+            ended = driver.poll() is not None  # asked before reading, so that the last output is read
             chunk = os.read(output, 1 << 16) if selector.select(timeout=0.2) else b""
             if not chunk and not ended:
                 time.sleep(0.05)  # a closed pipe is always ready to be read
@@ -233,7 +234,7 @@ def _follow(
 
 
 def _ask_to_end(driver: "subprocess.Popen[bytes]") -> None:
-    """Give the driver a chance to shut Ray down."""
+    """Let the driver shut Ray down, and end it after `GRACE_S`."""
     if driver.poll() is None:
         driver.terminate()
         try:

@@ -1,12 +1,12 @@
-"""What stands in for flash-attention and for NCCL's all-to-all while verl's FSDP engine runs packed batches on a CPU.
+"""Stand-ins for flash-attention and for NCCL's all-to-all, with which verl's FSDP engine runs packed batches on a CPU.
 
-verl's Ulysses wraps transformers' call of flash-attention's varlen kernel, and so does nothing under another attention.
-The wrapper stays; under it, and without Ulysses too, attention is torch's own, one sequence of the pack after the other:
+verl's Ulysses wraps transformers' call of flash-attention's varlen kernel, and does nothing under another attention. The
+wrapper stays; below it, with or without Ulysses, torch computes the attention of one packed sequence at a time:
 
-* `varlen_attention`: flash-attention's kernel needs a GPU. Until it, or transformers, has one for the CPU.
-* `all_to_all` made of all-gathers: gloo has none, so it moves as many times the bytes as there are ranks. Until gloo has one.
+* `varlen_attention`: flash-attention's kernel needs a GPU. It can go when transformers has a varlen kernel for the CPU.
+* `all_to_all`, made of all-gathers, because gloo has none; it sends the bytes once per rank. It can go when gloo has one.
 
-`install()` is called by whoever builds an engine with `attn_implementation=ATTENTION`; nothing else is changed by it.
+Call `install()` before an engine with `attn_implementation=ATTENTION` is built; nothing else calls it.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ATTENTION = "oar_cpu_varlen"
-"""For `override_config.attn_implementation` of verl's model config."""
+"""Value of `override_config.attn_implementation` in verl's model config."""
 
 
 def varlen_attention(
@@ -29,7 +29,7 @@ def varlen_attention(
     position_ids: Tensor,
     **__: Any,
 ) -> Tensor:
-    """Causal attention within each sequence of a pack `[1, T, n, h]`; a sequence begins where `position_ids` is zero."""
+    """Return causal attention within each sequence of a pack `[1, T, n, h]`; `position_ids` is zero where a sequence begins."""
     repeat = query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(repeat, 2), value.repeat_interleave(repeat, 2)
     first = (position_ids[0] == 0).nonzero()[:, 0].tolist()
@@ -42,7 +42,7 @@ def varlen_attention(
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' interface: heads before positions in what goes in, after them in what comes out."""
+    """Implement transformers' interface: inputs are `[1, n, T, h]`, the output is `[1, T, n, h]`."""
     import transformers.integrations.flash_attention as flash  # verl wraps the function of this module
 
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -63,13 +63,13 @@ def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None, 
 
 
 def install() -> None:
-    """Put both in place, before an engine is built.
+    """Put both in place.
 
     Raises:
-        RuntimeError: there is a GPU, for which these would stand in.
+        RuntimeError: torch sees a GPU, which needs no stand-ins.
     """
     if torch.cuda.is_available():
-        raise RuntimeError("these stand in for a GPU; there is one")
+        raise RuntimeError("torch sees a GPU, which needs no stand-ins")
     import verl.models.transformers.monkey_patch as monkey_patch
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

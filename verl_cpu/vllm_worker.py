@@ -1,7 +1,7 @@
-"""vLLM's CPU workers under verl: weights that can be reloaded, through a socket that no other run uses.
+"""vLLM's CPU workers under verl: their weights can be reloaded, through a socket that no other run uses.
 
-No worker extension has to be named in the configuration: verl's own extension makes the worker process import verl,
-and with it this plugin, before the model is built.
+The configuration names no worker extension: verl's own makes the worker process import verl, and with it this plugin, before
+the model is built.
 """
 
 import inspect
@@ -18,9 +18,9 @@ SESSION_VARIABLE = "OAR_SESSION"
 def keep_weights_unpacked(layer_utils: Any) -> None:
     """Multiply with the plain weight instead of a packed copy (``vllm.model_executor.layers.utils``).
 
-    vLLM hands the weight to oneDNN, which keeps it in a layout of its own, and drops the parameter: a later
-    ``load_weights`` finds no ``weight_loader`` and the run hangs. Where the parameter stays (embedding, head) it is
-    worse: loading succeeds and the packed copy goes on answering with the old weights.
+    vLLM gives the weight to oneDNN, which keeps it in a layout of its own, and drops the parameter: a later
+    ``load_weights`` finds no ``weight_loader``, and the run hangs. Where the parameter stays (embedding, head), loading
+    succeeds, but the layer keeps computing with the old weights.
     """
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
@@ -30,11 +30,11 @@ def keep_weights_unpacked(layer_utils: Any) -> None:
 
 
 def keep_experts_unpacked(experts: Any) -> None:
-    """The same for mixtures of experts (``vllm.model_executor.layers.fused_moe``, ``experts.cpu_moe`` or ``cpu_fused_moe``).
+    """Do the same for mixtures of experts (``vllm.model_executor.layers.fused_moe``, ``experts.cpu_moe`` or ``cpu_fused_moe``).
 
-    The packed weights have the shape of the plain ones, so loading new ones into them succeeds and every expert is garbage.
+    Packed weights have the shape of plain ones: loading new weights into them succeeds, and the experts compute nonsense.
     """
-    if not hasattr(experts, "cpu_fused_moe"):  # of the two modules the one that does not run them
+    if not hasattr(experts, "cpu_fused_moe"):  # the one of the two modules that does not run experts
         return
     into = "out" in inspect.signature(experts.cpu_fused_moe).parameters
     experts.cpu_prepack_moe_weight = lambda weight, isa: weight
@@ -53,7 +53,7 @@ def plain_experts(
     isa: str,
     skip_weighted: bool = False,
 ) -> torch.Tensor:
-    """What vLLM's ``cpu_fused_moe`` computes, one expert after the other, for SwiGLU without biases.
+    """Return what vLLM's ``cpu_fused_moe`` computes for SwiGLU without biases, one expert after the other.
 
     Raises:
         NotImplementedError: another activation, or biases.
@@ -70,13 +70,13 @@ def plain_experts(
 
 
 def private_socket(handle: str) -> str:
-    """The address of a weight socket with the name of the session in it; unchanged outside a session."""
+    """Return the address of a weight socket with the name of the session in it; unchanged outside a session."""
     session = os.environ.get(SESSION_VARIABLE)
     return handle.replace(".sock", f"-{session}.sock") if session else handle
 
 
 def send_through_private_socket(rollout: Any) -> None:
-    """The trainer's end of the socket (``verl.workers.rollout.vllm_rollout.vllm_rollout``)."""
+    """Change the trainer's end of the socket (``verl.workers.rollout.vllm_rollout.vllm_rollout``)."""
     original = rollout.ServerAdapter.__init__
 
     @wraps(original)
@@ -88,7 +88,7 @@ def send_through_private_socket(rollout: Any) -> None:
 
 
 def receive_through_private_socket(utils: Any) -> None:
-    """The vLLM worker's end of the socket (``verl.workers.rollout.vllm_rollout.utils``)."""
+    """Change the vLLM worker's end of the socket (``verl.workers.rollout.vllm_rollout.utils``)."""
     original = utils.vLLMColocateWorkerExtension._get_zmq_handle
 
     @wraps(original)

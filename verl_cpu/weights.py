@@ -1,10 +1,10 @@
 """Weights from the actor to rollout engines in other processes, where there is no NCCL.
 
-A checkpoint engine of verl's (`rollout.checkpoint_engine.backend=zmq`) for the trainer `separate_async`: verl's own
-need CUDA or RDMA. Chosen by `rollout.checkpoint_engine.custom_backend_module`, verl's extension point.
+A checkpoint engine for verl's trainer `separate_async` (`rollout.checkpoint_engine.backend=zmq`); verl's own need CUDA or RDMA.
+The key `rollout.checkpoint_engine.custom_backend_module`, an extension point of verl, selects it.
 
-A message is a tensor in safetensors' format. Nothing is unpickled: every user of the machine can reach a port of 127.0.0.1. The
-last message is empty.
+A message is a tensor in safetensors' format, and the last message is empty. Nothing is unpickled, because every user of the
+machine can reach a port of 127.0.0.1.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -19,11 +19,11 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 @CheckpointEngineRegistry.register("zmq")
 class ZmqCheckpointEngine(CheckpointEngine):
-    """The actor's first process pushes every tensor to every receiver; a receiver binds a socket of its own.
+    """The actor's first process pushes every tensor to every receiver; each receiver binds a socket.
 
     Args:
-        bucket_size: verl gives one to every engine; tensors travel one by one here.
-        is_master: whether this is the actor's first process; verl gives it to the actor's only.
+        bucket_size: unused; tensors travel one by one.
+        is_master: whether this is the actor's first process; None in a receiver.
     """
 
     def __init__(self, bucket_size: int, is_master: bool | None = None) -> None:
@@ -32,7 +32,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
         self._socket: Any = None
 
     def prepare(self) -> str | None:
-        """Bind a receiver's socket; its address, None in the actor."""
+        """Bind a receiver's socket and return its address; None in the actor."""
         if not self._receives:
             return None
         if self._socket is None:
@@ -44,7 +44,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Every address goes to the actor's first process, none to any other."""
+        """Give every address to the actor's first process, and none to the others."""
         addresses = metadata[actor_wg_world_size:]
         nobody: list[list[str]] = [[] for _ in range(actor_wg_world_size - 1)]
         return {"addresses": [addresses, *nobody]}, {"addresses": [[] for _ in range(rollout_world_size)]}
@@ -53,10 +53,10 @@ class ZmqCheckpointEngine(CheckpointEngine):
         self._addresses = addresses
 
     def finalize(self) -> None:
-        """Nothing is kept between two hand-overs but the receiver's socket."""
+        """Do nothing: the receiver's socket stays for the next transfer."""
 
     async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        """Push the weights. Every process walks through them: making each is collective."""
+        """Push the weights. Every process iterates over them, because making each is collective."""
         context = zmq.asyncio.Context.instance()
         sockets = [context.socket(zmq.PUSH) for _ in self._addresses]
         for socket, address in zip(sockets, self._addresses, strict=True):

@@ -279,13 +279,16 @@ def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Te
     def project(hidden_NH: Tensor) -> Tensor:
         return F.linear(hidden_NH, one.head_VH.detach())
 
+    noise_free_BV: Tensor | None = None
     for planned in pass_.importance.forwards(request.num_draws, log_probs=False):
-        tap = pass_.tap(planned)
+        tap = pass_.tap(planned, noise_free_BV)
         leaf_bLH, hidden_bLH = one.embedding_bLH, one.hidden_bLH
         if tap.noise is not None:  # a forward of its own
             leaf_bLH = leaf_bLH.detach().requires_grad_(True)
             hidden_bLH = rows_of(one.model, leaf_bLH + tap.noise(leaf_bLH.detach()))
         scalar = tap.probe(project, hidden_bLH.flatten(0, 1)[tap.row_position_N])
+        if tap.measured.noise_free_BV is not None:
+            noise_free_BV = tap.measured.noise_free_BV
         if scalar is not None and tap.receive is not None:
             (gradient_bLH,) = torch.autograd.grad(scalar, leaf_bLH, retain_graph=tap.noise is None)
             tap.receive(gradient_bLH, leaf_bLH.detach())

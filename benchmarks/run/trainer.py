@@ -18,7 +18,7 @@ def _register(module: ModuleType) -> None:
     from verl.trainer.ppo.v1 import trainer_base
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-    # Registers our trainers, if the plugin's own hook has not done so yet: it refuses to come after another.
+    # If the plugin's own hook has not run yet, this import registers our trainers: they must not come after this one.
     from oar_plugin.hosts.verl.trainer import OarTrainerMixin
 
     class AlternatingTrainer(OarTrainerMixin, PPOTrainerSync):

@@ -6,10 +6,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from benchmarks.report import Progress, Report, Table
-from oar_plugin.runs.plan import Plan, PlanError, choose_gpu, on_gpus, with_overrides
-from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN
+from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
+from oar_plugin.runs.plan.models import PlanError
+from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.plan.seconds import GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE
-from oar_plugin.runs.plan.setup import ACTOR
+from oar_plugin.runs.plan.setup import ACTOR, on_gpus, with_overrides
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)

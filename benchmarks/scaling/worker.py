@@ -40,7 +40,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import Reshaped, reshape
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, Request
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SEGMENTS, STATUS, Request
 from verl_cpu.megatron import has_megatron_bridge
 
 T = TypeVar("T")
@@ -156,8 +156,9 @@ class Actor:
 
     def gate(self, output: dict[str, Any], times: int = 1) -> Reshaped:
         """Reshaped advantages of this rank's rows, `times` over."""
-        importance_BL, segments_BL, report_BN = (torch.stack(list(output[x].unbind())).repeat(times, 1) for x in FIELDS)
-        advantage_BL, status_B = self.advantage_BL.repeat(times, 1), report_BN[:, 0].long()
+        fields = (torch.stack(list(output[name].unbind())) for name in (IMPORTANCE, SEGMENTS, STATUS))
+        importance_BL, segments_BL, status_B1 = (field.repeat(times, 1) for field in fields)
+        advantage_BL, status_B = self.advantage_BL.repeat(times, 1), status_B1[:, 0]
         return reshape(advantage_BL, importance_BL, segments_BL == Segment.REASONING, status_B, self.config)
 
     def gate_of_whole_batch(self, output: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class Actor:
 
     def check(self, output: dict[str, Any]) -> None:
         """Raises: RuntimeError when a row that was to be scored was not, or the other way round."""
-        status_B = torch.stack(list(output[REPORT].unbind()))[:, 0].long()
+        status_B = torch.cat(list(output[STATUS].unbind()))
         if not torch.equal(status_B == Status.SCORED, self.needed_B):
             raise RuntimeError(f"not every row that was to be scored was: {[Status(int(x)).name for x in status_B]}")
 

@@ -1,4 +1,4 @@
-"""Types of command-line arguments, which refuse a value before anything is imported for it."""
+"""Types of command-line arguments: they refuse a value before anything heavy is imported."""
 
 import argparse
 import math
@@ -36,7 +36,7 @@ def share(text: str) -> float:
 
 
 def listed(text: str) -> list[str]:
-    """`a,b,c`, none of them empty."""
+    """Words between commas, as in `a,b,c`; none is empty."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise argparse.ArgumentTypeError(f"{text!r}: a list such as a,b,c, and none of them empty")

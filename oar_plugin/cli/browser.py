@@ -8,7 +8,7 @@ from oar_plugin.output import say
 
 
 def open_page(page: Path, command: str) -> int:
-    """The command's exit status: 1 where no browser is."""
+    """Open a page and return the command's exit status: 1 where there is no browser."""
     if webbrowser.open(page.resolve().as_uri()):
         return 0
     say(f"oar {command}: --open: no browser here; open {page} yourself", sys.stderr)

@@ -5,9 +5,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from oar_plugin.cli.arguments import positive
 from oar_plugin.output import did_you_mean, say
-from oar_plugin.runs.math.folder import data_folder
+from oar_plugin.runs.math import data_folder
 from oar_plugin.runs.math.sources import SOURCES
 
 _HELP = """\
@@ -20,8 +19,7 @@ _EXAMPLES = """\
 examples:
   oar data gsm8k math math500                                 for recipes with recipe/data: gsm8k_math
   oar data deepmath aime24 aime25 amc23 math500 --decontaminate    for recipes with recipe/data: deepmath
-  oar data math500 aime24 amc23 minerva olympiadbench         what oar eval asks by default
-  oar data gsm8k --limit 64 --out /tmp/small                  a few rows to try something
+  oar data math500 aime24 amc23 minerva olympiadbench         the default sets of oar eval
   oar data aime24 --repeat aime24=8                           verl's validation asks each problem 8 x val_kwargs.n times
   oar data deepmath --from /data/DeepMath-103K                from a copy of the hub's repository, without network
 
@@ -32,25 +30,24 @@ Run it once, on storage that all nodes see, or on each node. Recipes look in OAR
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _HELP + _listed(), _EXAMPLES
-    parser.add_argument("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
-    text = "print the data sets: splits, page on the hub, licence, columns that are read"
-    parser.add_argument("--list", action="store_true", help=text)
-    default = data_folder()
-    text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
-    parser.add_argument("--out", type=Path, default=default, metavar="DIR", help=text)
-    text = (
-        "a copy instead of the hub: a folder with its repository or with train and test files, or a .parquet, .json or "
+    add = parser.add_argument
+    add("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
+    add(
+        "--list",
+        action="store_true",
+        help="print the data sets: splits, page on the hub, licence, columns that are read",
     )
-    text += ".jsonl file. For several data sets a folder with one for each, by name"
-    parser.add_argument("--from", dest="local", type=Path, metavar="PATH", help=text)
-    text = "the first N rows of each split (default: all)"
-    parser.add_argument("--limit", type=positive, metavar="N", help=text)
+    text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
+    add("--out", type=Path, default=data_folder(), metavar="DIR", help=text)
+    text = "a copy instead of the hub: a folder with its repository, or with train and test files (.parquet, .json, .jsonl). "
+    text += "For several data sets a folder with one for each, by name"
+    add("--from", dest="local", type=Path, metavar="PATH", help=text)
     text = "drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; without it "
     text += "they are counted. DeepMath's authors did so by meaning, against far more benchmarks (arXiv 2504.11456)"
-    parser.add_argument("--decontaminate", action="store_true", help=text)
+    add("--decontaminate", action="store_true", help=text)
     text = "write each row of a set's test file N times: verl's mean@n is then that of N x n responses (best@n and maj@n stay "
     text += "those of n); oar eval takes equal problems once"
-    parser.add_argument("--repeat", action="append", type=_repeat, default=[], metavar="NAME=N", help=text)
+    add("--repeat", action="append", type=_repeat, default=[], metavar="NAME=N", help=text)
 
 
 def _name(text: str) -> str:
@@ -72,55 +69,42 @@ def _listed() -> str:
     for name, source in SOURCES.items():
         page = source.hub_id + (f" ({source.config})" if source.config not in (None, "main", "default") else "")
         rows.append((name, ", ".join(source.splits), page, source.licence, f"{source.question}, {source.answer}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when something cannot be had, 2 for wrong input; the message says what to do."""
+    """Return 1 where a package or a data set is missing, 2 for wrong input; the message says what to do."""
     if args.list:
         print(_listed(), end="")
         return 0
     repeats = dict(args.repeat)
     absent = [name for name in repeats if name not in args.names or "test" not in SOURCES[name].splits]
-    if absent or not args.names:
-        what = (
-            f"--repeat {absent[0]}: needs {absent[0]} among the names, and a test split"
-            if absent
-            else "NAME is missing"
-        )
-        say(f"oar data: {what}; oar data --list lists the data sets", sys.stderr)
+    faults = [f"--repeat {name}: needs {name} among the names, and a test split" for name in absent]
+    if faults or not args.names:
+        say(f"oar data: {'; '.join(faults) or 'NAME is missing'}; oar data --list lists the data sets", sys.stderr)
         return 2
-    missing = [name for name in ("datasets", "math_verify", "pebble") if importlib.util.find_spec(name) is None]
-    if missing:
-        say(f"oar data: {', '.join(missing)} not installed: pip install '.[recipes]' in a checkout", sys.stderr)
+    if importlib.util.find_spec("datasets") is None:
+        say("oar data: datasets not installed: pip install '.[recipes]' in a checkout", sys.stderr)
         return 1
 
-    from oar_plugin.cli.tables import console, progress_bar, table
+    from oar_plugin.cli.tables import console, table
     from oar_plugin.runs.math.prepare import DataError, prepare
 
     try:
-        with progress_bar() as progress:
-            prepared = prepare(args.names, args.out, args.local, args.limit, args.decontaminate, progress, repeats)
+        prepared = prepare(args.names, args.out, args.local, args.decontaminate, repeats)
     except DataError as error:
         say(f"oar data: {error}", sys.stderr)
         return 1
-    made = table("data set", "split", "rows", "dropped", "longest prompt (characters)")
+    written = table("data set", "split", "rows", "dropped")
     for part in prepared:
         dropped = ", ".join(f"{count} {reason}" for reason, count in part.dropped.items()) or "0"
-        made.add_row(part.name, part.split, str(part.rows), dropped, str(part.longest_prompt))
-    out = console()
-    out.print(made)
+        written.add_row(part.name, part.split, str(part.rows), dropped)
+    console().print(written)
     for part in prepared:
         if part.in_evaluation and not args.decontaminate:
             say(
                 f"{part.name}: {part.in_evaluation} training rows are also in an evaluation set: --decontaminate drops them"
             )
-        if part.unreadable:
-            shown = ", ".join(map(repr, part.unreadable[:5])) + (", ..." if part.unreadable[5:] else "")
-            say(
-                f"{part.name} ({part.split}): {len(part.unreadable)} answers that math-verify cannot read as "
-                f"mathematics; a response is paid when it has the same text: {shown}"
-            )
-    out.print(f"written to {args.out}", highlight=False, soft_wrap=True)
+    say(f"written to {args.out}")
     return 0

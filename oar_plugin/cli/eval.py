@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, positive, share, whole
-from oar_plugin.output import printable, say, write_whole
+from oar_plugin.output import say, write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from oar_plugin.runs.evaluate.grade import Graded
     from oar_plugin.runs.evaluate.problems import ProblemSet
     from oar_plugin.runs.evaluate.table import Line
 
 FIVE = "math500,aime24,amc23,minerva,olympiadbench"
-MANY = 0.05
-"""Share of responses without an answer above which accuracy may say more about format and length than about the model."""
+MANY = 0.05  # share of responses without an answer, above which accuracy may measure format and length
 _HELP = """\
 Generate K responses to every problem with vLLM, grade them with the recipes' reward, and print avg@K (mean accuracy), pass@K
 (is any right) and maj@K (is the most frequent answer right) with standard errors, and the differences from the baseline, paired
@@ -83,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when something is missing or fails, 2 for wrong input; the message says what to do."""
+    """Return 1 where something is missing or fails, 2 for wrong input; the message says what to do."""
     from oar_plugin.runs.evaluate.checkpoints import find, parse
 
     try:
@@ -94,65 +92,49 @@ def run(args: argparse.Namespace) -> int:
         if args.temperature == 0 and args.k > 1:
             raise ValueError(f"--k={args.k}: with --temperature 0 all responses to a problem are the same; --k 1")
     except ValueError as error:
-        say(f"oar eval: {error}", sys.stderr)
+        _tell(error)
         return 2
-    missing = [name for name in ("vllm", "math_verify", "pebble", "pyarrow") if importlib.util.find_spec(name) is None]
-    if missing:
-        say(f"oar eval: {', '.join(missing)} not installed: oar doctor says how", sys.stderr)
+    needed = ("vllm", "math_verify", "pebble", "pyarrow", "scipy")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        _tell(f"{', '.join(missing)} not installed: oar doctor says how (scipy: pip install scipy)")
         return 1
 
-    from rich.markdown import Markdown
-
-    from oar_plugin.cli.tables import console
     from oar_plugin.runs.evaluate.problems import EvaluationError, read
     from oar_plugin.runs.evaluate.table import as_markdown
-    from oar_plugin.runs.math.folder import data_folder
+    from oar_plugin.runs.math import data_folder
 
-    data = data_folder()
     try:
-        sets = [read(name, data, args.limit) for name in dict.fromkeys(args.data)]
+        sets = [read(name, data_folder(), args.limit) for name in dict.fromkeys(args.data)]
         names = [each.name for each in sets]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            say(f"oar eval: --data={','.join(args.data)}: two sets are called {twice}; rename a file", sys.stderr)
+            _tell(f"--data={','.join(args.data)}: two sets are called {twice}; rename a file")
             return 2
-
-        def tell(text: str) -> None:
-            say(f"oar eval: {text}", sys.stderr)
-
-        methods = {name: [find(path, args.best, tell) for path in paths] for name, paths in rows.items()}
-        lines = _evaluate(args, methods, sets, baseline, tell)
+        methods = {name: [find(path, args.best, _tell) for path in paths] for name, paths in rows.items()}
+        lines = _evaluate(args, methods, sets, baseline)
     except EvaluationError as error:
-        say(f"oar eval: {error}", sys.stderr)
+        _tell(error)
         return 1
     keys = ("data", "k", "temperature", "top_p", "max_tokens", "seed", "limit")
-    content = {
-        "settings": {key: getattr(args, key) for key in keys},
-        "models": methods,
-        "baseline": baseline,
-        "lines": [asdict(line) for line in lines],
-    }
+    settings = {key: getattr(args, key) for key in keys}
+    content = {"settings": settings, "models": methods, "baseline": baseline, "lines": [asdict(line) for line in lines]}
     _set_aside(args.out, content)
     write_whole(args.out / "results.json", json.dumps(content, indent=1) + "\n")
     text = as_markdown(lines, baseline, args.k)
     write_whole(args.out / "table.md", text)
-    if sys.stdout.isatty():
-        console().print(Markdown(printable(text)))
-    else:
-        say(text)
-    say(f"written to {args.out}: results.json, table.md and the responses")
+    say(f"{text}\nwritten to {args.out}: results.json, table.md and the responses")
     return 0
 
 
+def _tell(text: object) -> None:
+    say(f"oar eval: {text}", sys.stderr)
+
+
 def _evaluate(
-    args: argparse.Namespace,
-    methods: dict[str, list[str]],
-    sets: Sequence[ProblemSet],
-    baseline: str,
-    tell: Callable[[str], None],
+    args: argparse.Namespace, methods: dict[str, list[str]], sets: Sequence[ProblemSet], baseline: str
 ) -> list[Line]:
     from oar_plugin.cli.tables import progress_bar
     from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling, generate
-    from oar_plugin.runs.evaluate.grade import grade
+    from oar_plugin.runs.evaluate.grade import Graded, grade
     from oar_plugin.runs.evaluate.table import lines_of
 
     sampling = Sampling(args.temperature, args.top_p, args.max_tokens, args.seed)
@@ -160,34 +142,29 @@ def _evaluate(
     with progress_bar() as progress:
         for name, model in ((name, model) for name, models in methods.items() for model in models):
             files = [ResponseFile(args.out / "responses", model, sampling, each) for each in sets]
-            generate(model, sets, files, sampling, args.k, args.tp, partial(progress, f"{name}: responses"), tell)
+            generate(model, sets, files, sampling, args.k, args.tp, partial(progress, f"{name}: responses"), _tell)
             for each, file in zip(sets, files, strict=True):
                 graded = grade(each, file.responses, args.k, partial(progress, f"{name}: answers, {each.name}"))
                 results[name][each.name].append(graded)
                 if graded.no_answer > MANY:
                     shares = f"{graded.no_answer:.0%} of the responses give no answer, {graded.cut:.0%} reached"
-                    tell(f"{name}, {each.name}: {shares} --max-tokens {args.max_tokens}")
+                    _tell(f"{name}, {each.name}: {shares} --max-tokens {args.max_tokens}")
                 if graded.failed:
-                    tell(
-                        f"{name}, {each.name}: {graded.failed:.2%} of the responses count as wrong because comparing them with "
-                        "the ground truth took too long or crashed"
-                    )
+                    why = "because comparing them with the ground truth took too long or crashed"
+                    _tell(f"{name}, {each.name}: {graded.failed:.2%} of the responses count as wrong {why}")
     return lines_of(results, baseline, args.k)
 
 
 def _set_aside(out: Path, content: dict[str, Any]) -> None:
-    """Number the results of an evaluation of something else: results.1.json, table.1.md."""
+    """Rename results of other settings or models to results.1.json and table.1.md, or the next free number."""
     old = out / "results.json"
     if not old.is_file():
         return
-    with suppress(ValueError, TypeError):  # not what oar eval wrote
+    with suppress(ValueError, TypeError):  # oar eval did not write it
         if {**json.loads(old.read_text(encoding="utf-8")), "lines": None} == {**content, "lines": None}:
             return
     number = next(n for n in itertools.count(1) if not (out / f"results.{n}.json").exists())
-    old.rename(out / f"results.{number}.json")
-    with suppress(FileNotFoundError):
-        (out / "table.md").rename(out / f"table.{number}.md")
-    say(
-        f"oar eval: {out} held results of other settings or models: now results.{number}.json, table.{number}.md",
-        file=sys.stderr,
-    )
+    for stem, end in (("results", "json"), ("table", "md")):
+        with suppress(FileNotFoundError):
+            (out / f"{stem}.{end}").rename(out / f"{stem}.{number}.{end}")
+    _tell(f"{out} held results of other settings or models: now results.{number}.json, table.{number}.md")

@@ -170,7 +170,7 @@ def _follow(args: argparse.Namespace, places: list[Path]) -> int:
 
 def _ended(places: list[Path]) -> bool:
     """Whether the records of all these runs say that they ended; False without a record."""
-    from oar_plugin.runs.run_folder import is_begun, progress
+    from oar_plugin.runs.run_folder import is_begun, state
 
     folders = [folder for place in places for folder in (place.resolve(), place.resolve().parent) if is_begun(folder)]
-    return bool(folders) and all(progress(folder).state in ("failed", "finished") for folder in folders)
+    return bool(folders) and all(state(folder) in ("failed", "finished") for folder in folders)

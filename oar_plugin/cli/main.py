@@ -12,31 +12,26 @@ from typing import NoReturn
 from oar_plugin.output import did_you_mean, printable, say
 
 COMMANDS = {
-    "doctor": "what is installed, what OAR serves here, and what to do about what is missing",
+    "doctor": "say whether a run would start here, and what to do about what is missing",
     "recipes": "list the recipes, or copy one to change it",
     "data": "make the files that the recipes train on and validate with",
-    "plan": "say what a recipe takes before it starts: memory, time, what OAR adds, and whether it fits",
+    "plan": "say what a recipe needs before it starts: memory, time, what OAR adds, and whether it fits",
     "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",
     "eval": "grade checkpoints on benchmarks: avg@k, pass@k and maj@k with standard errors, one table for several runs",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
-    "patch": "put a hook into an installed host that offers none (OpenRLHF), or take it out again",
-    "report": "make a page of runs from their logs: curves, differences from a baseline, what went wrong and when",
-}
-IN_THE_CHECKOUT = {
-    "bench": "python -m benchmarks",
-    "demo": "bash recipes/cpu_demo/run.sh",
-    "smoke": "python recipes/smoke.py",
+    "patch": "add a hook to an installed host that has none (OpenRLHF), or remove it again",
+    "report": "make a page of runs from their logs: curves, differences from a baseline, faults with their steps",
 }
 
 
 class _Parser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """With a message that shows what it was given, and steers no terminal."""
+        """Show what the command was given, but let it steer no terminal."""
         super().exit(status, message and printable(message))
 
 
 def make_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """With the arguments of these sub-commands."""
+    """Return the parser of `oar`, with the arguments of these sub-commands."""
     parser = _Parser(
         prog="oar",
         description="Outcome-grounded Advantage Reshaping (OAR) for verl: token credit for reasoning models.",
@@ -56,18 +51,16 @@ def make_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a sub-command; returns its exit status, as `oar --help` lists them. SystemExit: argparse has said all."""
+    """Run a sub-command and return its exit status, as in `oar --help`. SystemExit: argparse has printed why."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale may have no letter for what is printed
+        if isinstance(stream, io.TextIOWrapper):  # a locale may lack a printed character
             stream.reconfigure(errors="replace")
     command = next((word for word in arguments if not word.startswith("-")), "")
     parser = make_parser({command})
-    if command in IN_THE_CHECKOUT:
-        parser.error(f"oar {command} stands in the checkout: {IN_THE_CHECKOUT[command]}")
     if command and command not in COMMANDS:
         parser.error(f"{command}: no such command; allowed: {', '.join(COMMANDS)}{did_you_mean(command, COMMANDS)}")
-    # argparse does not take up a list of positional arguments again after an option, and overrides may stand anywhere.
+    # Overrides may stand behind options, where argparse does not continue a list of positional arguments.
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
         parsed.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -83,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         place = None if error.filename is None else f"{error.filename}: {error.strerror}"
         say(f"oar {command}: {place or error}", sys.stderr)
-        return 1 if place is None else 2  # a path that cannot be read or written is wrong input
+        return 1 if place is None else 2  # an unreadable or unwritable path is wrong input
     except KeyboardInterrupt:
         say("oar: interrupted", sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""`oar plan`: what a recipe takes, before it is started."""
+"""`oar plan`: memory, hours and cost of OAR of a recipe, before it starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from oar_plugin.cli.arguments import number, positive, share
 from oar_plugin.output import say
-from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED
+from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED, choose_gpu
 
 if TYPE_CHECKING:
-    from oar_plugin.runs.plan import Plan
+    from oar_plugin.runs.plan.planning import Plan, Suggestion
 
 _HELP = """\
-Say what a recipe takes before it is started: memory of a GPU by phase, what OAR adds, steps, hours and GPU-hours of the run,
-whether it fits, and what to change. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
+Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, steps, hours and GPU-hours of the run, whether
+it fits, and changes that help. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
 
 examples:
   oar plan qwen2_5_7b_math                                     a recipe that comes with OAR, on the cluster that it names
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("verl") is None:
         say("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", sys.stderr)
         return 1
-    from oar_plugin.cli.tables import console, table
-    from oar_plugin.runs.plan import Expected, Plan, choose_gpu, on_gpus, suggest
+    from oar_plugin.runs.plan.planning import Plan, suggest
+    from oar_plugin.runs.plan.setup import Expected, on_gpus
     from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe
 
     try:
@@ -67,7 +67,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         changes = [{"overrides": s.overrides, "reason": s.reason, "headroom": s.plan.headroom} for s in suggestions]
         print(json.dumps({**made.to_dict(), "suggestions": changes}, indent=1))
-        return 0 if made.fits else 1
+    else:
+        _print(made, suggestions)
+    return 0 if made.fits else 1
+
+
+def _print(made: Plan, suggestions: list[Suggestion]) -> None:
+    from oar_plugin.cli.tables import console, table
+    from oar_plugin.runs.launch.preflight import in_words
+
     memory = table("memory of one GPU", "GiB", "of which")
     for phase, parts in made.memory.items():
         shown = sorted(((size / GIB, part) for part, size in parts.items() if size > GIB / 20), reverse=True)
@@ -79,30 +87,12 @@ def run(args: argparse.Namespace) -> int:
         step.add_row(phase, f"{flops:.1f}" if flops else "", f"{seconds:.1f}", f"{seconds / made.step:.1%}")
     out = console(highlight=False)
     out.print(memory, step)
-    out.print("\n".join(_summary(made)), soft_wrap=True)
-    left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"
-    cache = "" if made.cached >= 1 else "; vLLM's cache holds less than one sequence"
-    colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
-    out.print(f"Verdict: {made.verdict} ({left}{cache}).", style=f"bold {colour}", soft_wrap=True)
-    if made.verdict != "fits":
-        out.print("Change one of these; each was planned again:" if suggestions else "No known change helps.")
-    for s in suggestions:
-        arguments = " ".join(f"{key}={value}" for key, value in s.overrides.items())
-        room = f"{s.plan.verdict}, {s.plan.headroom / GIB:.1f} GiB left"
-        out.print(f"  {arguments}    ({s.reason}; {room})", soft_wrap=True)
-    return 0 if made.fits else 1
-
-
-def _summary(made: Plan) -> list[str]:
-    """What the tables do not show, and what is taken for granted."""
-    from oar_plugin.runs.launch.schedule import in_words
-
     s = made.setup
     oar = "Without OAR."
     if s.oar is not None:
         oar = f"OAR ({s.oar.importance}) adds {made.oar:.1f} s to a step: {made.to_grpo:.2f} x the same step of GRPO, with "
         oar += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
-    return [
+    for line in (
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
         f"{made.cached:.0f} of the longest sequences.",
@@ -112,6 +102,17 @@ def _summary(made: Plan) -> list[str]:
         f"{s.mean_prompt:.0f}; of the datasheet's figures {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to one that nobody has tuned.",
-        f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core), and the formulas for memory and "
-        "FLOPs against small models on a CPU (tests/runs/plan). No run on GPUs.",
-    ]
+        f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on one core), and the formulas for memory and "
+        "FLOPs against small models on a CPU. No run on GPUs.",
+    ):
+        out.print(line, soft_wrap=True)
+    left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"
+    cache = "" if made.cached >= 1 else "; vLLM's cache holds less than one sequence"
+    colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
+    out.print(f"Verdict: {made.verdict} ({left}{cache}).", style=f"bold {colour}", soft_wrap=True)
+    if made.verdict != "fits":
+        out.print("Change one of these; each was planned again:" if suggestions else "No known change helps.")
+    for each in suggestions:
+        arguments = " ".join(f"{key}={value}" for key, value in each.overrides.items())
+        room = f"{each.plan.verdict}, {each.plan.headroom / GIB:.1f} GiB left"
+        out.print(f"  {arguments}    ({each.reason}; {room})", soft_wrap=True)

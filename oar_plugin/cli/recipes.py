@@ -12,8 +12,10 @@ from oar_plugin.runs.recipe import RecipeError, find_recipe, recipe_names, recip
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", metavar="copy")
     copy = commands.add_parser("copy", help="copy a recipe to change it")
-    copy.add_argument("name", metavar="NAME", help="of a recipe; cluster: the templates of `oar launch --template`")
-    copy.add_argument("folder", type=Path, metavar="DIR", help="which is made")
+    copy.add_argument(
+        "name", metavar="NAME", help="name of a recipe; cluster: the templates of `oar launch --template`"
+    )
+    copy.add_argument("folder", type=Path, metavar="DIR", help="new folder")
     parser.epilog = "Every command that takes a recipe takes one of these names, or a folder."
 
 
@@ -31,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(recipe: Path) -> tuple[str, str, str]:
-    """What it trains, on which nodes, with which engine: the first line of its `recipe.yaml`, `# WHAT: NODES, ENGINE.`"""
+    """Return model and data, nodes, and engine, from the first line of `recipe.yaml`: `# WHAT: NODES, ENGINE.`"""
     line = (recipe / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
     what, _, where = line.strip("# .").partition(": ")
     nodes, _, engine = where.partition(", ")

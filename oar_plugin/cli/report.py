@@ -7,8 +7,7 @@ from pathlib import Path
 from oar_plugin.cli.browser import open_page
 from oar_plugin.output import printable, say
 
-PIP = {"yaml": "pyyaml", "google": "protobuf"}
-"""Packages that have another name than what is imported."""
+PIP = {"yaml": "pyyaml", "google": "protobuf"}  # packages whose name differs from the imported module's
 _EXAMPLES = """\
 examples:
   oar report RUN                                     a run's folder; the page goes to RUN/report
@@ -20,48 +19,38 @@ exit status: 0 done, 1 a package is missing, 2 wrong input, 130 interrupted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLES
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, _EXAMPLES
+    add = parser.add_argument
     text = "folders of runs that differ in their seeds, or what a logger of verl wrote"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    parser.add_argument(
-        "--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with"
-    )
+    add("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    add("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with")
     text = "of the page and its pictures (default: report/ in the first run's folder; for bare logs in the current one)"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--open", action="store_true", help="show the page in a browser")
+    add("--out", type=Path, metavar="DIR", help=text)
+    add("--open", action="store_true", help="show the page in a browser")
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when a package is missing or no browser is there, 2 for what is no log of verl."""
+    """Return 1 where a package is missing or there is no browser, 2 for what is no log of verl."""
     try:
-        return _report(args)
+        from oar_plugin.cli.tables import console, progress_bar, table
+        from oar_plugin.runs.report.logs import NoLogs, read_run
+        from oar_plugin.runs.report.page import Side, write_report
+
+        out = args.out or (args.runs[0] if (args.runs[0] / "run.yaml").is_file() else Path()) / "report"
+        try:
+            ours, theirs = ([read_run(path) for path in paths] for paths in (args.runs, args.baseline))
+            names = [str(log.settings.get("algorithm.adv_estimator", log.name)) for log in (ours[0], *theirs[:1])]
+            names[1:] = ["baseline" if name == names[0] else name for name in names[1:]]
+            sides = [Side(printable(name), runs) for name, runs in zip(names, (ours, theirs), strict=False)]
+            with progress_bar() as progress:
+                report = write_report(sides, out, progress)
+        except NoLogs as error:
+            say(f"oar report: {error}", sys.stderr)
+            return 2
     except ModuleNotFoundError as error:
         name = str(error.name).split(".")[0]
         say(f"oar report: {name} is not installed here; pip install {PIP.get(name, name)}", sys.stderr)
         return 1
-
-
-def _report(args: argparse.Namespace) -> int:
-    from oar_plugin.cli.tables import console, progress_bar, table
-    from oar_plugin.runs.report.logs import NoLogs, read_run
-    from oar_plugin.runs.report.page import Side, write_report
-
-    paths, logs = [*args.runs, *args.baseline], []
-    out = args.out or (args.runs[0] if (args.runs[0] / "run.yaml").is_file() else Path()) / "report"
-    try:
-        with progress_bar() as progress:
-            for place, path in enumerate(paths):
-                progress(f"reading {path.name}", place, len(paths))
-                logs.append(read_run(path))
-            ours, theirs = logs[: len(args.runs)], logs[len(args.runs) :]
-            names = [str(log.settings.get("algorithm.adv_estimator", log.name)) for log in (ours[0], *theirs[:1])]
-            names[1:] = ["baseline" if name == names[0] else name for name in names[1:]]
-            sides = [Side(printable(name), runs) for name, runs in zip(names, (ours, theirs), strict=False)]
-            report = write_report(sides, out, progress)
-    except NoLogs as error:
-        say(f"oar report: {error}", sys.stderr)
-        return 2
     titles, *rows = report.comparison
     shown = table(*titles)
     for row in rows:

@@ -1,4 +1,4 @@
-"""How commands print tables (nothing is cut off, in a narrow terminal or in a pipe) and progress."""
+"""Tables, of which nothing is cut off in a narrow terminal or in a pipe, and a progress bar."""
 
 import os
 import sys
@@ -16,20 +16,20 @@ from oar_plugin.output import printable
 
 
 class _Console(Console):
-    """Shows text as it is: names of runs and metrics are no markup, and steer no terminal."""
+    """Prints text as it is: a name of a run or metric is no markup, and steers no terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
 
 def console(**options: Any) -> Console:
-    """As wide as the terminal, or as COLUMNS says; in a pipe or a file as wide as it takes, so that a row is a line."""
+    """Return a console as wide as the terminal or COLUMNS; in a pipe or a file it is wide enough for a row to be a line."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return _Console(width=None if known else 10_000, markup=False, emoji=False, **options)
 
 
 def table(*titles: str, **options: Any) -> Table:
-    """One whose cells go on in the next line where they are too long."""
+    """Return an empty table with these columns, which wraps long cells."""
     made = Table(box=SIMPLE_HEAD, **options)
     for title in titles:
         made.add_column(title, overflow="fold")
@@ -38,7 +38,7 @@ def table(*titles: str, **options: Any) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Told what is done, how many of it, and of how many; on stderr if that is a terminal, and gone at the end."""
+    """Give a function of a description, the number done and the total. The bar is on stderr, only in a terminal."""
     shown = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:

@@ -1,6 +1,6 @@
 """What `algorithm.oar.dump` asks of every host: files of responses for people to look at (`oar inspect`).
 
-It may never cost the run: what fails is counted in a metric, said once, and training goes on.
+No fault in it stops the run: a metric counts it, and the log says it once.
 """
 
 import logging
@@ -8,8 +8,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from torch import Tensor
+from typing import NamedTuple
 
 from oar_plugin.config import PREFIX, DumpConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
@@ -22,23 +21,31 @@ DUMP_FAILED = "oar/dump_failed"
 """A metric of every step, where dumps are asked for."""
 
 
-def choose(siblings: Iterable[Sequence[int]], reward_B: Tensor, status_B: Tensor, groups: int) -> list[list[int]]:
-    """Rows of the groups to look at, at most so many.
+class Sibling(NamedTuple):
+    """A response, for `choose`."""
 
-    First groups with right and wrong responses of which one was scored, then others with a response that matters.
+    group: str  # the prompt's id
+    uid: str  # the response's own id
+    reward: float
+    status: int  # a `Status`
 
-    Args:
-        siblings: for each prompt, the rows of its responses.
-        reward_B: of each row.
-        status_B: int64, `Status` of each row.
+
+def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
+    """Returns the groups to look at, at most `groups`, their siblings in the order given.
+
+    First come groups with right and wrong responses of which one was scored, then others with a scored response, then those in
+    which a response falls back to GRPO.
     """
 
-    def comes_later(rows: Sequence[int]) -> tuple[bool, bool]:
-        scored = bool((status_B[rows] == Status.SCORED).any())
-        return not (scored and len((reward_B[rows] >= RIGHT_FROM).unique()) > 1), not scored
+    def comes_later(group: Sequence[Sibling]) -> tuple[bool, bool]:
+        scored = any(one.status == Status.SCORED for one in group)
+        return not (scored and len({one.reward >= RIGHT_FROM for one in group}) > 1), not scored
 
-    found = [list(rows) for rows in siblings if (status_B[list(rows)] != Status.NOT_NEEDED).any()]
-    return sorted(found, key=comes_later)[:groups]
+    members = dict[str, list[Sibling]]()
+    for one in siblings:
+        members.setdefault(one.group, []).append(one)
+    shown = [group for group in members.values() if any(one.status != Status.NOT_NEEDED for one in group)]
+    return sorted(shown, key=comes_later)[:groups]
 
 
 class Dumps:
@@ -47,13 +54,13 @@ class Dumps:
     Args:
         config: the settings.
         home: a relative `dump.dir` is below it.
-        prefix: how the user calls the settings that `dump` is among, for messages.
+        prefix: how the user calls the settings, for messages.
 
     Attributes:
-        folder: made; None where no files are asked for.
+        folder: the folder, which exists; None where no files are asked for.
 
     Raises:
-        OarConfigError: it cannot be made.
+        OarConfigError: the folder cannot be made.
     """
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
@@ -70,18 +77,14 @@ class Dumps:
             print(f"{prefix}.dump.dir: {self.folder}, as node {socket.gethostname()} sees it")
 
     def due(self, step: int) -> bool:
-        """Whether responses of this step are to be shown: `dump.every`, or the first step that was asked about since then."""
+        """Returns whether to show responses of this step: each `dump.every`-th, or the first later one that was asked about."""
         if step != self._seen:
             passed = 0 < self._seen < step // self._every * self._every
             self._seen, self._due = step, step == 1 or step % self._every == 0 or passed
         return self._due
 
     def write(self, header: Header, step: int, responses: Sequence[Response]) -> None:
-        """Write a step's file, in place of one that is there.
-
-        Raises:
-            OSError: of the disk. There is no half file.
-        """
+        """Writes a step's file completely or not at all, in place of an older one. OSError: the disk refuses it."""
         assert self.folder is not None
         lines = [header.line(), *(response.line() for response in responses)]
         write_whole(self.folder / f"step_{step:06d}.jsonl", "".join(lines))
@@ -91,7 +94,7 @@ class Dumps:
 
     @contextmanager
     def counted(self, step: int, metrics: dict[str, float], what: str, *names: str) -> Iterator[None]:
-        """Goes on past a block that raises: sets the metrics `names` to 1, and says so the first time that `what` fails."""
+        """Catches what the block raises: sets the metrics `names` to 1, and logs the first fault of each `what`."""
         try:
             yield
         except Exception as error:
@@ -103,7 +106,7 @@ class Dumps:
                 logger.warning(text, *said, exc_info=not isinstance(error, OSError))
 
     def _discard_later(self, folder: Path, step: int) -> None:
-        """After a resume: steps that an earlier process dumped, and that this run does again, are no longer its newest."""
+        """After a resume: renames the files of later steps, which this run does again."""
         steps = {file: file.stem.removeprefix("step_") for file in folder.glob("step_*.jsonl")}
         later = [file for file, of in steps.items() if of.isdecimal() and int(of) > step]
         for file in later:

@@ -34,7 +34,7 @@ class Header:
 
 
 class Weighing(BaseModel, strict=True):
-    """Of `Header.config` what makes weights out of importance."""
+    """The settings in `Header.config` that turn importance into weights."""
 
     importance: str
     gate: str
@@ -45,45 +45,25 @@ class Weighing(BaseModel, strict=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """One response. Lists have one entry a token. None: not computed.
+    """One response. Lists have one entry per token. None: not computed."""
 
-    Attributes:
-        step: training step.
-        group: the prompt's id, which its siblings share.
-        uid: the response's own id.
-        source: the data set.
-        prompt: its text.
-        truth: the right answer.
-        token_ids: of the response.
-        tokens: their texts; bytes that are half a character stand as `\\xe2`.
-        segments: a `Segment` each.
-        importance: by the name of the importance, 0 where nothing was scored.
-        weights: what each token's advantage was multiplied by.
-        log_probs: of each token, in nats, under the policy before the update.
-        entropies: of the distribution that each token was drawn from, in nats.
-        mask: 1 at the model's own tokens, 0 at those that a tool wrote; None: all are its own.
-        advantage: before reshaping.
-        reward: of the whole response.
-        status: name of a `Status` in small letters.
-    """
-
-    step: int
-    group: str
-    uid: str
-    source: str = ""
-    prompt: str
-    truth: str | None = None
-    token_ids: list[int]
-    tokens: list[str]
-    segments: list[int]
-    importance: dict[str, list[float]]
-    weights: list[float] | None = None
-    log_probs: list[float] | None = None
-    entropies: list[float] | None = None
-    mask: list[int] | None = None
-    advantage: float | None = None
-    reward: float | None = None
-    status: str
+    step: int  # training step
+    group: str  # the prompt's id, which its siblings share
+    uid: str  # the response's own id
+    source: str = ""  # the data set
+    prompt: str  # its text
+    truth: str | None = None  # the right answer
+    token_ids: list[int]  # of the response
+    tokens: list[str]  # their texts; a byte that is part of a character is written as `\\xe2`
+    segments: list[int]  # a `Segment` each
+    importance: dict[str, list[float]]  # by the name of the importance; 0 where nothing was scored
+    weights: list[float] | None = None  # factors of the advantages
+    log_probs: list[float] | None = None  # in nats, under the policy before the update
+    entropies: list[float] | None = None  # of the distributions that the tokens were drawn from, in nats
+    mask: list[int] | None = None  # 1 at the model's own tokens, 0 at a tool's; None: all are the model's own
+    advantage: float | None = None  # before reshaping
+    reward: float | None = None  # of the whole response
+    status: str  # name of a `Status` in small letters
 
     def __post_init__(self) -> None:
         a_token: list[Sequence[object]] = [self.tokens, self.segments, *self.importance.values()]
@@ -104,12 +84,12 @@ _RESPONSE, _HEADER = TypeAdapter(Response), TypeAdapter(Header)
 
 
 def parse_response(line: str) -> Response:
-    """A line of a dump. ValueError: it is none, or half of one."""
+    """Reads a line of a dump. ValueError: it is not one, or only a part of one."""
     return _RESPONSE.validate_json(line, strict=True)
 
 
 def parse_header(line: str) -> Header:
-    """The first line of a file of a dump. ValueError: it is none, or of a format that this version does not read."""
+    """Reads the first line of a file of a dump. ValueError: it is not one, or its format is not this version's."""
     try:
         made = _HEADER.validate_json(line, strict=True)
         Weighing.model_validate(made.config)
@@ -122,14 +102,14 @@ def parse_header(line: str) -> Header:
 
 
 def header_for(config: "OarConfig", scales: Mapping[str, bool] | None = None, **versions: str) -> Header:
-    """The header of responses with these settings.
+    """Returns the header of responses with these settings.
 
     Args:
         scales: `Header.arbitrary_scale`; None: that of the settings' own importance.
         versions: by name, beside those of `PACKAGES` that are installed.
     """
-    found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
+    installed = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     importance = config.importance_object
     scales = {importance.name: importance.arbitrary_scale} if scales is None else scales
-    versions |= {name: package.version for name, package in found.items() if package}
+    versions |= {name: package.version for name, package in installed.items() if package}
     return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales)

@@ -1,6 +1,5 @@
-"""What runs a model for an importance.
+"""Runs a model for an importance. Nothing here knows a host.
 
-`tap` says what one forward is for; `taps` and `megatron_taps` are the hooks that serve it; `gradient` is the one gradient pass,
-`masked_copies` runs counterfactual copies, `plain` does both with a HuggingFace model. `request` is what a trainer asks for.
-Nothing here knows a host.
+`request`: what a trainer asks of an actor. `tap`: what one forward is for; `taps` and `megatron_taps` are the hooks for it.
+`gradient`: the gradient pass and its loop; `masked_copies`: counterfactual copies; `plain`: both, for a HuggingFace model.
 """

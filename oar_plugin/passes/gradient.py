@@ -1,13 +1,14 @@
-"""The one gradient pass: from an importance and a packed micro-batch to the taps of its forwards, and to importance a token.
+"""The gradient pass: scores per token from an importance and a packed micro-batch, in one forward or a few.
 
-Every runner does the same with it, in its own order: for each `Forward` of `Importance.forwards` make the micro-batch's tap,
-run the model under it, go back from the tap's scalar. verl's FSDP engine and a plain model do so micro-batch by micro-batch;
-Megatron's schedules run one forward of all micro-batches. Scores of a rank go into `Scores`; the runner sums them over the
-ranks that share the sequences, and `importance` makes one number a token of them.
+`Importance.forwards` lists the forwards. For each one `MicroBatchPass.tap` makes the tap that the model runs under. The
+backward starts from the tap's scalar and adds to `Scores`. `run_forwards` does this on a HuggingFace model; Megatron's
+schedules run each forward for all micro-batches. If several ranks share the sequences, the runner sums `Scores` over them.
+`importance_of_scores` then returns the importance per token.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,84 +20,100 @@ from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project, projected_back, read_logits, scalar_with
-from oar_plugin.passes.tap import Tap
+from oar_plugin.passes.tap import Tap, Taps
 
 FP16_EXPONENT = 6
-"""In fp16 the gradient with respect to all rows of hidden states that are read gets a norm below 2 to this power: 10 bits
-from the largest number, for what grows on the way to the embeddings, and 20 from the smallest normal one."""
+"""In fp16 the gradient with respect to the projected hidden states is scaled to a norm below 2 to this power. That leaves 10
+bits below the largest number for growth on the way to the embeddings, and 20 bits above the smallest normal number."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences behind one another."""
+    """Concatenated sequences."""
 
     token_T: Tensor  # int64 `[T]`
-    segments_T: Tensor  # int64 `[T]`, `Segment` of each token; OUTSIDE in prompts and in responses that are not scored
+    segments_T: Tensor  # int64 `[T]`, `Segment` per token; OUTSIDE in prompts and in responses that are not scored
     offsets: Tensor  # int64 `[B + 1]`, where each sequence begins, and the end
 
     @property
     def response_T(self) -> Tensor:
-        """int64 `[T]`, the sequence of each token."""
+        """int64 `[T]`, the index of each token's sequence."""
         return torch.repeat_interleave(
             torch.arange(len(self.offsets) - 1, device=self.offsets.device), self.offsets.diff()
         )
 
     @property
     def place_T(self) -> Tensor:
-        """int64 `[T]`, the place of each token in its sequence."""
+        """int64 `[T]`, each token's position in its sequence."""
         return torch.arange(len(self.token_T), device=self.offsets.device) - self.offsets[self.response_T]
 
     @property
     def reasoning_T(self) -> Tensor:
-        """bool `[T]`."""
+        """bool `[T]`, true at reasoning tokens."""
         return self.segments_T == Segment.REASONING
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a packed micro-batch is on this rank."""
+    """Where the tokens of a packed micro-batch are on this rank."""
 
-    # int64 `[T]`, position of each token in this rank's flattened hidden states; -1 where another rank has it
+    # int64 `[T]`, each token's position in this rank's flattened hidden states; -1 where another rank has the token
     local_T: Tensor
-    embedding_T: Tensor  # the same for the embeddings, of which a rank may hold fewer (Megatron's sequence parallelism)
-    num_embeddings: int  # embeddings this rank holds, padding included
-    vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits that this rank holds
+    # int64 `[T]`, the same for the embeddings: with Megatron's sequence parallelism a rank holds fewer of them
+    embedding_T: Tensor
+    num_embeddings: int  # embeddings on this rank, padding included
+    vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
     columns: int | None = None  # see `Tap`
     # sums a tensor over the ranks that share the sequences, in place or not
     sum_over_sequence_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
 class Scores:
-    """What this rank has measured so far, float32, a value a packed token each; `total` sums it over ranks.
+    """What this rank has measured so far, float32, one value per packed token. `total` sums it over ranks.
 
     Attributes:
-        score_KT: of each backward, summed over draws.
-        entropy_T: nats, at the reasoning tokens whose rows this rank has, and where a backward starts from `later` rows at
-            the answer's; 0 everywhere unless the importance reads it.
-        log_prob_T: the same.
+        score_KT: per backward, summed over draws.
+        entropy_T: nats, at this rank's reasoning tokens, and at its answer tokens where a backward starts from `later` rows;
+            0 elsewhere, and everywhere if the importance does not read entropies.
+        log_prob_T: log-probabilities of the same tokens.
     """
 
     def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
         count, names = len(importance.backwards), sorted(importance.reads)
         self._all_NT = torch.zeros(count + len(names), num_tokens, device=device)
         self.score_KT, self.reads_NT = self._all_NT[:count], self._all_NT[count:]
-        read = dict(zip(names, self.reads_NT, strict=True))
+        reads = dict(zip(names, self.reads_NT, strict=True))
         nothing_T = torch.zeros(num_tokens, device=device)
-        self.entropy_T, self.log_prob_T = read.get("entropy", nothing_T), read.get("log_prob", nothing_T)
+        self.entropy_T, self.log_prob_T = reads.get("entropy", nothing_T), reads.get("log_prob", nothing_T)
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Replace what is here by its sum over ranks: one call of `summed`, on a vector."""
+        """Replace the scores by their sum over ranks. Calls `summed` once, with a vector."""
         self._all_NT.copy_(summed(self._all_NT.flatten()).view_as(self._all_NT))
 
 
+@dataclass
+class Measured:
+    """What one forward has measured for what comes after it."""
+
+    noise_free_BV: Tensor | None = None  # the probe's logits, if perturbed forwards are compared with this forward
+    scale: Tensor | None = None  # of the scalar, in fp16; `receive` divides by it. None: not scaled
+
+
+@dataclass
+class PassTap(Tap):
+    """The tap of one forward of a gradient pass."""
+
+    measured: Measured = field(default_factory=Measured)
+
+
 class MicroBatchPass:
-    """The pass over one micro-batch.
+    """The gradient pass over one micro-batch.
 
     Args:
         request: what to compute.
         packed: the micro-batch.
-        layout: where it is on this rank.
-        scores: to add to; None: of this micro-batch alone.
+        layout: where its tokens are on this rank.
+        scores: the scores to add to; None: new ones, of this micro-batch alone.
         place_T: int64 `[T]`, where the tokens are in `scores`; None: in order.
     """
 
@@ -117,66 +134,75 @@ class MicroBatchPass:
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
         self._seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
 
-        def rows_here(wanted_T: Tensor, probe: Probe) -> AnswerRows:
+        def local_rows(wanted_T: Tensor, probe: Probe) -> AnswerRows:
             rows = answer_rows(wanted_T, response_T, packed.token_T, num_responses, probe)
             return rows.select(layout.local_T[rows.position_N] >= 0)
 
-        self._answer = rows_here(packed.segments_T == Segment.ANSWER, request.probe)
-        self._reasoning = rows_here(
+        self._answer = local_rows(packed.segments_T == Segment.ANSWER, request.probe)
+        self._reasoning = local_rows(
             reasoning_T if self.importance.reasoning_rows else reasoning_T & False, "answer_joint"
         )
         self._later = self._reasoning
         if any(backward.rows == "later" for backward in self.importance.backwards):
-            self._later = rows_here(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
+            self._later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
-        self._clean_BV: Tensor | None = None
-        self._scale: Tensor | None = None  # of the scalar of the forward under way; see `_scaled`
-        # What is read is read in the first forward, which is clean, unless a clean backward starts from these rows anyway.
+        # Entropies and log-probs are read in the first forward, which is noise-free. Where a noise-free backward starts from
+        # the same rows, they are read in that backward's forward.
         noisy, backwards = self.importance.noisy, self.importance.backwards
         self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
         self._first = None if noisy or not backwards else 0
 
-    def tap(self, forward: Forward) -> Tap:
-        """What the model is run with for `forward`."""
-        layout, reads = self.layout, self._read_first and forward.draw == 0 and forward.backward == self._first
+    def tap(self, forward: Forward, noise_free_BV: Tensor | None = None) -> PassTap:
+        """The tap to run the model under for `forward`.
+
+        Args:
+            forward: one of `Importance.forwards`.
+            noise_free_BV: for a perturbed forward, `Measured.noise_free_BV` of this micro-batch's noise-free forward.
+        """
+        layout, measured = self.layout, Measured()
+        reads = self._read_first and forward.draw == 0 and forward.backward == self._first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
         rows = {"reasoning": self._reasoning, "later": self._later}.get(backward.rows if backward else "", self._answer)
         count = len(rows)
         positions = [rows.position_N, *([self._later.position_N] if reads else [])]
 
-        def read(logits_NV: Tensor, chosen: slice) -> None:
-            self._read(self._later.select(chosen), logits_NV.float())
-
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
             if reads:
-                read_logits(project, hidden_NH[count:], read)
+                read_logits(
+                    project, hidden_NH[count:], lambda z, chosen: self._read(self._later.select(chosen), z.float())
+                )
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
-                    self._clean_BV = self._pooled(project, hidden_NH[:count])
+                    measured.noise_free_BV = self._pooled(project, hidden_NH[:count])
                 return None
             if self._pools(backward):
-                gradient_NH = self._pooled_back(forward, project, hidden_NH[:count])[rows.response_N]
+                compared_BV = noise_free_BV if backward.noise else None
+                gradient_NH = self._pooled_gradient(forward, project, hidden_NH[:count], compared_BV)[rows.response_N]
             else:
                 gradient_NH = projected_back(
                     project,
                     hidden_NH[:count],
-                    lambda logits_NV, chosen: self._row_coefficients(forward, rows.select(chosen), logits_NV),
+                    lambda logits_NV, chosen: self._row_coefficients(forward, backward, rows.select(chosen), logits_NV),
                 )
             if backward.rows == "probe":
                 gradient_NH *= rows.share_N[:, None]
-            return scalar_with(self._scaled(gradient_NH, hidden_NH), hidden_NH[:count])
+            measured.scale = self._fp16_scale(gradient_NH, hidden_NH)
+            if measured.scale is not None:
+                gradient_NH = gradient_NH * measured.scale
+            return scalar_with(gradient_NH, hidden_NH[:count])
 
-        return Tap(
+        return PassTap(
             layout.local_T[torch.cat(positions)],
             probe,
             rows_only=not forward.log_probs,
-            receive=None if forward.backward is None else lambda g, e: self._receive(forward, g, e),
+            receive=None if backward is None else lambda g, e: self._receive(forward, measured, g, e),
             noise=self.noise(forward.draw) if backward is not None and backward.noise else None,
             columns=layout.columns,
+            measured=measured,
         )
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
-        """N(0, sigma^2) at reasoning tokens and 0 elsewhere, for an embedding tensor `[..., H]`."""
+        """A function that returns, for embeddings `[..., H]`, N(0, sigma^2) at reasoning tokens and 0 elsewhere."""
         packed, embedding_T = self.packed, self.layout.embedding_T
         at_N = (packed.reasoning_T & (embedding_T >= 0)).nonzero()[:, 0]
         seed_N = position_seeds(self._seed_B[packed.response_T[at_N]], packed.place_T[at_N], draw)
@@ -190,7 +216,7 @@ class MicroBatchPass:
         return make
 
     def _pooled(self, project: Project, hidden_NH: Tensor) -> Tensor:
-        """The probe's logits of each response, over the ranks that share sequences, `[B, V]` float32 or better."""
+        """The probe's logits per response, summed over the ranks that share sequences, `[B, V]` float32 or better."""
         pooled_BV: Tensor | None = None
 
         def add(logits_NV: Tensor, chosen: slice) -> None:
@@ -202,42 +228,42 @@ class MicroBatchPass:
         assert pooled_BV is not None
         return self.layout.sum_over_sequence_ranks(pooled_BV)
 
-    def _pooled_back(self, forward: Forward, project: Project, hidden_NH: Tensor) -> Tensor:
-        """The gradient that a row of each response's answer gets, but for its share, `[B, H]`."""
+    def _pooled_gradient(
+        self, forward: Forward, project: Project, hidden_NH: Tensor, noise_free_BV: Tensor | None
+    ) -> Tensor:
+        """The gradient of each row of a response's answer before it is multiplied by the row's share, `[B, H]`."""
         pooled_BV, seed_B = self._pooled(project, hidden_NH), self._seeds(forward)
-        clean_BV = self._clean_BV if self._backward(forward).noise else None
 
         def coefficients(_: Tensor, chosen: slice) -> Tensor:
             with torch.autocast(pooled_BV.device.type, enabled=False):
-                clean_NV = None if clean_BV is None else clean_BV[chosen]
+                clean_NV = None if noise_free_BV is None else noise_free_BV[chosen]
                 return self._coefficients(forward, pooled_BV[chosen], seed_B[chosen], clean_NV=clean_NV)
 
         # The projection is linear: its gradient is the same at any hidden state.
         nowhere_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
         return projected_back(project, nowhere_BH, coefficients)
 
-    def _scaled(self, gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor:
-        """In fp16, where small gradients vanish and large ones overflow: times a power of two that `_receive` divides out.
+    def _fp16_scale(self, gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor | None:
+        """A power of two that keeps gradients in the range of fp16; None where the model does not run in fp16.
 
-        The same on all ranks that share the sequences, since their gradients mix on the way to the embeddings.
+        Ranks that share the sequences get the same scale, since their gradients mix on the way to the embeddings.
         """
         kind = hidden_NH.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if torch.float16 not in (hidden_NH.dtype, autocast):
-            return gradient_NH
-        # What is not finite falls back later, and must not take the other responses with it.
+            return None
+        # A response with non-finite gradients falls back later; it must not change the scale of the others.
         square = gradient_NH.square().sum(-1).nan_to_num(0.0, 0.0, 0.0).sum()
         norm = self.layout.sum_over_sequence_ranks(square).sqrt()
         exponent = FP16_EXPONENT - torch.frexp(norm).exponent
-        self._scale = torch.ldexp(torch.ones_like(norm), exponent.clamp_max(60))
-        return gradient_NH * self._scale
+        return torch.ldexp(torch.ones_like(norm), exponent.clamp_max(60))
 
-    def _row_coefficients(self, forward: Forward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
-        """Coefficients of rows that stand each by itself."""
+    def _row_coefficients(self, forward: Forward, backward: Backward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
+        """Coefficients of rows that are not pooled."""
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
-            if self._backward(forward).of_reasoning and self.importance.reads:
+            if backward.of_reasoning and self.importance.reads:
                 if not self._read_first:
                     self._read(rows, logits_NV)
                 if "entropy" in self.importance.reads:
@@ -252,10 +278,6 @@ class MicroBatchPass:
         rows = Rows(logits_NV, token_N, seed_N, sigma=self.request.sigma, vocabulary=self.layout.vocabulary, **more)
         return self.importance.coefficients(forward.backward, rows)
 
-    def _backward(self, forward: Forward) -> Backward:
-        assert forward.backward is not None
-        return self.importance.backwards[forward.backward]
-
     def _seeds(self, forward: Forward) -> Tensor:
         """Seeds of the signs of one backward and draw, `[B]`."""
         if forward.backward == forward.draw == 0:
@@ -263,7 +285,7 @@ class MicroBatchPass:
         return position_seeds(self._seed_B, torch.full_like(self._seed_B, forward.backward or 0), forward.draw)
 
     def _read(self, rows: AnswerRows, logits_NV: Tensor) -> None:
-        """Note what the importance reads of the distributions that tokens were drawn from."""
+        """Store entropies and log-probs of the distributions that tokens were sampled from, if the importance reads them."""
         vocabulary, temperature = self.layout.vocabulary, self.request.temperature
         with torch.autocast(logits_NV.device.type, enabled=False):
             sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
@@ -274,20 +296,50 @@ class MicroBatchPass:
                 self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
 
     def _pools(self, backward: Backward) -> bool:
-        """Whether it starts from one row a response."""
+        """Whether the backward starts from one pooled row per response."""
         return backward.rows == "probe" and self.request.probe != "answer_joint"
 
-    def _receive(self, forward: Forward, gradient: Tensor, embedding: Tensor) -> None:
-        if self._scale is not None:
-            gradient = gradient.float() / self._scale
+    def _receive(self, forward: Forward, measured: Measured, gradient: Tensor, embedding: Tensor) -> None:
+        if measured.scale is not None:
+            gradient = gradient.float() / measured.scale
         score_N = self.importance.score(gradient, embedding).flatten()[self.layout.embedding_T[self._held_T]]
         self.scores.score_KT[forward.backward, self._place_T[self._held_T]] += score_N
 
 
+SetTap = Callable[[MicroBatchPass], None]
+
+
+def run_forwards(taps: Taps, forwards: Sequence[Forward], model_forward: Callable[[Forward, SetTap], None]) -> None:
+    """Run the forwards of one micro-batch in order, each with the backward from its scalar.
+
+    Args:
+        taps: installed on the model.
+        forwards: from `Importance.forwards`.
+        model_forward: runs the host's model once. Before the model embeds its tokens it calls its second argument with the
+            micro-batch's pass, which may be made then. It must not keep the logits: the backward needs their memory.
+    """
+    noise_free_BV: Tensor | None = None
+    for forward in forwards:
+        with torch.set_grad_enabled(forward.backward is not None):
+            model_forward(forward, partial(_set_tap, taps, forward, noise_free_BV))
+        tap = taps.tap
+        assert isinstance(tap, PassTap), "the host's forward set no tap"
+        if tap.measured.noise_free_BV is not None:
+            noise_free_BV = tap.measured.noise_free_BV
+        if tap.scalar is not None:
+            tap.scalar.backward()
+        taps.tap = None
+        del tap  # its graph must not outlive the backward
+
+
+def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_batch: MicroBatchPass) -> None:
+    taps.tap = micro_batch.tap(forward, noise_free_BV)
+
+
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
-    """Importance of a packed batch from the scores of all ranks, float32 `[T]`; 0 outside the reasoning."""
+    """Importance of a packed batch from the summed scores of all ranks, float32 `[T]`; 0 outside the reasoning."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
-    if importance.copies is not None and not importance.backwards:  # its scores come from copies alone
+    if importance.copies is not None and not importance.backwards:  # only copies score
         return torch.zeros(len(reasoning_T), device=reasoning_T.device)
     response_T, place_T = packed.response_T, packed.place_T
     length_B = packed.offsets.diff()

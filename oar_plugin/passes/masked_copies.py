@@ -1,11 +1,11 @@
-"""Runs the masked copies of OAR-P through a causal LM: a plain HuggingFace model, or one wrapped by FSDP.
+"""Runs the masked copies of OAR-P through a HuggingFace causal LM, plain or wrapped by FSDP.
 
-All copies of a response are the same but for what they mask, so a group of them is a batch without padding. Where the
-model keeps keys and values of every position, a group computes only what comes after its first masked token: the rest is
-read from the cache of one clean forward. Only the answer's rows are projected to the vocabulary.
+All copies of a response have the same length, so a group of them is a batch without padding. If the model's cache keeps keys
+and values of every position, a group computes only the tokens from its first masked one on; the cache of one unmasked forward
+has the rest. Only the answer's rows are projected to the vocabulary.
 
-Nothing here talks to other processes. Under FSDP every rank must make the same number of forwards: `forwards` says how many
-a round takes, `idle` makes one that counts for nothing.
+Nothing here talks to other processes. Under FSDP all ranks must run equal numbers of forwards: `forwards` returns how many a
+round takes, `idle` runs one whose result is discarded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from oar_plugin.passes.tap import Tap
 from oar_plugin.passes.taps import ModelTaps, unwrapped
 
 ROW_VALUES = 2**28
-"""Answer logits of one forward, at most (1 GiB in float32), unless a single copy has more."""
+"""Maximum number of answer logits in one forward (1 GiB in float32), unless a single copy has more."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Candidate:
 
     token_T: Tensor  # int64 `[T]`, prompt and response up to the end of the answer
     prompt_length: int  # where the response begins; units are positions after it
-    answer_start: int  # where the answer begins; it runs to the end
+    answer_start: int  # where the answer begins; it ends with the last token
 
     @classmethod
     def of(cls, token_T: Tensor, segments_L: Tensor) -> "Candidate":
-        """From the tokens of prompt and response, and the `Segment`s of the response, with an answer among them."""
+        """Build one from the tokens of prompt and response, and the response's `Segment`s, which must have an answer."""
         prompt_length = len(token_T) - len(segments_L)
         answer = (segments_L == Segment.ANSWER).nonzero()[:, 0]
         return cls(token_T[: prompt_length + int(answer[-1]) + 1], prompt_length, prompt_length + int(answer[0]))
 
     def rows(self, probe: Probe) -> tuple[int, int]:
-        """The rows of the probe, `[first, last + 1)`: one before each answer token."""
+        """The probe's rows, `[first, last + 1)`; the row before a token predicts it."""
         first = self.answer_start - 1
         return first, first + 1 if probe == "last" else len(self.token_T) - 1
 
@@ -55,11 +55,11 @@ class MaskedCopies:
 
     Args:
         module: causal LM, perhaps wrapped by FSDP, in eval mode.
-        request: the outcome, and what masks a token; `importance` also reads which copies to make.
-        max_tokens: tokens of one forward.
+        request: the outcome, the token that masks, and for `importance` also which copies to run.
+        max_tokens: per forward.
 
     Attributes:
-        tokens: computed so far.
+        tokens: number of tokens computed so far.
     """
 
     def __init__(self, module: nn.Module, request: Request, max_tokens: int) -> None:
@@ -72,15 +72,15 @@ class MaskedCopies:
     def importance(
         self,
         wanted: Mapping[int, tuple[Tensor, Tensor, Tensor]],
-        in_step: Callable[[int], int] = lambda forwards: forwards,
+        max_over_ranks: Callable[[int], int] = lambda forwards: forwards,
     ) -> dict[int, Tensor]:
         """Importance of some responses from their masked copies, float32 `[L]` each.
 
         Args:
-            wanted: by row, tokens of prompt and response, segments of the response, and its gradient scores, which choose
-                what a budget goes to where the importance says so.
-            in_step: given how many forwards this process makes next, the most that any other makes. Under FSDP all
-                processes make as many.
+            wanted: by row, tokens of prompt and response, segments of the response, and its gradient scores. With
+                `Copies.by_gradient` these scores choose the units that a budget pays for.
+            max_over_ranks: returns the maximum of a count over all ranks. Under FSDP all ranks must run equal numbers of
+                forwards.
         """
         request, copies = self.request, self.request.importance_object.copies
         assert copies is not None
@@ -93,7 +93,7 @@ class MaskedCopies:
         for _ in range(Search.most_rounds(request.budget, copies.by_gradient)):
             under_way = {row: search for row, search in searches.items() if search.wanted}
             forwards = self.forwards([(candidates[row], search.wanted) for row, search in under_way.items()])
-            most = in_step(forwards)
+            most = max_over_ranks(forwards)
             for row, search in under_way.items():
                 search.send(self.run(candidates[row], search.wanted))
             for _ in range(most - forwards):
@@ -101,11 +101,11 @@ class MaskedCopies:
         return {row: search.importance.float() for row, search in searches.items() if search.importance is not None}
 
     def forwards(self, wanted: Sequence[tuple[Candidate, list[Unit]]]) -> int:
-        """Forwards that `run` will make."""
+        """The number of forwards that `run` makes."""
         return sum(1 + len(self._groups(candidate, unit_list)) for candidate, unit_list in wanted)
 
     def idle(self) -> None:
-        """One forward that counts for nothing."""
+        """Run one forward and discard its result."""
         device = next(self.module.parameters()).device
         self._forward(torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long), None)
 
@@ -113,7 +113,7 @@ class MaskedCopies:
         """Scores of the units of one response, in order; see `oar_plugin.credit.importance.oar_p.divergence`."""
         start, token = candidate.prompt_length, self.request.replacement_token
         masked = [start + t for unit in unit_list for t in unit]
-        # Nothing predicts the first token of all: it stands for itself.
+        # No row predicts the first token of the sequence, so it is not replaced.
         drawn_R = torch.arange(max(1, min(masked)), max(masked) + 1) if token is None else torch.arange(0)
         cache = DynamicCache() if self._shares_prefix else None
         row_first, row_end = candidate.rows(self.request.probe)
@@ -141,10 +141,10 @@ class MaskedCopies:
         return scores
 
     def _drawn(self, candidate: Candidate, position_R: Tensor, logits_RV: Tensor) -> Tensor:
-        """int64 `[T]`, with a draw at `position_R` from `logits_RV`, the logits of the positions before."""
+        """The tokens, int64 `[T]`, with a draw from `logits_RV` at each of `position_R`; row r predicts position r."""
         token_T = candidate.token_T.clone()
         seed_R = replacement_seeds(candidate.token_T, position_R, self.request.seed)
-        # A slice at a time: Gumbel noise takes 8 bytes a value and more on the way.
+        # In slices: Gumbel noise takes more than 8 bytes per value.
         size = max(1, ROW_VALUES // 8 // logits_RV.shape[-1])
         for at in range(0, len(position_R), size):
             here, here_R = slice(at, at + size), position_R[at : at + size]
@@ -152,7 +152,7 @@ class MaskedCopies:
         return token_T
 
     def _groups(self, candidate: Candidate, unit_list: list[Unit]) -> list[list[int]]:
-        """Indices of the units that share a forward, each group in order of position."""
+        """Indices of the units that share a forward; each group is sorted by position."""
         order = sorted(range(len(unit_list)), key=lambda i: unit_list[i])
         row_first, row_end = candidate.rows(self.request.probe)
         most = max(1, ROW_VALUES // ((row_end - row_first) * self._vocabulary))
@@ -166,20 +166,20 @@ class MaskedCopies:
         return groups
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
-        """Logits of some rows of the flattened batch, `[N, V]`; fills or reads `cache`."""
+        """Logits of some rows of the flattened batch, `[N, V]`. Fills an empty `cache`, reads a filled one."""
         self.tokens += token_KT.numel()
         begin = cache.get_seq_length() if cache is not None else 0
         position_1T = torch.arange(begin, begin + token_KT.shape[1], device=token_KT.device)[None]
-        read: list[Tensor] = []
+        logits: list[Tensor] = []
         with torch.no_grad(), ModelTaps(self.module) as taps:
-            taps.tap = Tap(row_N.to(token_KT.device), lambda project, hidden_NH: read.append(project(hidden_NH)))
+            taps.tap = Tap(row_N.to(token_KT.device), lambda project, hidden_NH: logits.append(project(hidden_NH)))
             self.module(
                 input_ids=token_KT,
                 position_ids=position_1T.expand(len(token_KT), -1),
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
-        return read[0]
+        return logits[0]
 
     def _outcomes(self, logits_KmV: Tensor, candidate: Candidate) -> Tensor:
         """The probe's outcome of each copy: float64 `[K, V]`, or `[K]` for `answer_joint`."""
@@ -192,7 +192,7 @@ class MaskedCopies:
 
 
 class _PrefixLayer(DynamicLayer):
-    """Keys and values of a prefix `[1, heads, P, D]` in front of every copy's own, which are not kept."""
+    """Keys and values of a shared prefix `[1, heads, P, D]`, before each copy's own, which are not kept."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class _PrefixLayer(DynamicLayer):
 
 
 def _shared(cache: DynamicCache | None, length: int) -> DynamicCache | None:
-    """The first `length` positions of `cache`, for any number of copies."""
+    """The first `length` positions of `cache`, to be shared by any number of copies."""
     if cache is None:
         return None
     prefix = DynamicCache()

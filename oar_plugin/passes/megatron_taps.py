@@ -1,12 +1,12 @@
-"""Hooks on Megatron's model chunks that serve a `Tap`: the counterpart of `taps.py` for megatron-core.
+"""Hooks on Megatron's model chunks that act on a `Tap`: the counterpart of `taps.py` for megatron-core.
 
-The leaf is the output of `GPTModel.embedding` on the first stage; rows are projected on the last one, to `[N, V / TP]`. Every
-parameter is frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers.
+The leaf is the output of `GPTModel.embedding` on the first stage. The last stage projects rows, to `[N, V / TP]`. All
+parameters are frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers.
 
 Hidden states are `[s, b, H]`, flattened `[s * b, H]`; under sequence parallelism each tensor-parallel rank holds one
-contiguous slice of that. The rows cross the tensor-parallel group (`N * H` numbers each way), the logits do not.
+contiguous slice of them. Rows cross the tensor-parallel group (`N * H` numbers each way), logits do not.
 
-The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own: the tap is set right before
+The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own, so the tap is set right before
 each forward.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -22,22 +23,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from oar_plugin.passes.tap import Taps
 
-# What a schedule calls when a backward begins and ends: each would scale the loss, or start a reduction of gradients.
-SCHEDULE_FUNCTIONS = (
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "grad_sync_func",
-    "no_sync_func",
-    "param_sync_func",
-)
 
-
-def unwrapped(chunk: nn.Module) -> Any:
+def unwrapped(chunk: nn.Module) -> GPTModel:
     """The model inside DDP's and the mixed-precision wrappers."""
     model: Any = chunk
     while not isinstance(model, GPTModel) and isinstance(getattr(model, "module", None), nn.Module):
@@ -54,9 +47,18 @@ class MegatronTaps(Taps):
 
     def install(self) -> None:
         for chunk in self.chunks:
-            config = get_model_config(chunk)  # chunks may share one: what is changed first is put back last
-            for name in SCHEDULE_FUNCTIONS:
-                self.callback(setattr, config, name, getattr(config, name))
+            # Chunks may share one: what is changed first is put back last.
+            config: TransformerConfig = get_model_config(chunk)
+            # A schedule calls these when a backward begins and ends: each would scale the loss or reduce gradients.
+            functions = {
+                "finalize_model_grads_func": config.finalize_model_grads_func,
+                "grad_scale_func": config.grad_scale_func,
+                "grad_sync_func": config.grad_sync_func,
+                "no_sync_func": config.no_sync_func,
+                "param_sync_func": config.param_sync_func,
+            }
+            for name, function in functions.items():
+                self.callback(setattr, config, name, function)
                 setattr(config, name, None)
             self._gather_weights(chunk)
             self.freeze(chunk)
@@ -70,24 +72,31 @@ class MegatronTaps(Taps):
                 self.callback(hook.remove)
 
     def _recompute(self, chunk: nn.Module) -> None:
-        """Megatron recomputes activations in train mode only: put what decides that into it, but nothing with dropout."""
-        if get_model_config(chunk).recompute_granularity is None:
+        """Let Megatron recompute activations, which it does in train mode only; modules with dropout stay in eval mode."""
+        config: TransformerConfig = get_model_config(chunk)
+        if config.recompute_granularity is None:
             return
         for module in chunk.modules():
             if isinstance(module, TransformerBlock | Attention):
                 self.put_into_train_mode(module)
 
     def _gather_weights(self, chunk: nn.Module) -> None:
-        """With `overlap_param_gather` DDP gathers a module's weights in a hook before its forward, which refuses frozen ones.
-        As in Megatron's own evaluation: all at once, and no hooks meanwhile."""
-        if getattr(chunk, "remove_forward_pre_hook_handles", None):
-            ddp: Any = chunk
-            ddp.disable_forward_pre_hook()
-            self.callback(ddp.enable_forward_pre_hook)
+        """Gather all weights at once, as Megatron's own evaluation does, and remove DDP's hooks meanwhile.
+
+        With `overlap_param_gather` DDP gathers a module's weights in a hook before its forward, which refuses frozen weights.
+        """
+        if isinstance(chunk, DistributedDataParallel):
+            ddp: DistributedDataParallel = chunk
+            if ddp.remove_forward_pre_hook_handles:
+                ddp.disable_forward_pre_hook()
+                self.callback(ddp.enable_forward_pre_hook)
 
     def _keep_for_backward(self, chunk: nn.Module) -> None:
-        """TransformerEngine's attention keeps what a backward needs in train mode only: cuDNN's kernels always, flash-attention
-        with `cp_comm_type=a2a`. Its dropout is a number, and zero meanwhile; where dropout is a module, that stays as it is."""
+        """Put TransformerEngine's attention into train mode: it keeps nothing for a backward in eval mode.
+
+        This holds for cuDNN's kernels, and for flash-attention with `cp_comm_type=a2a`. Dropout that is a number is zero
+        meanwhile; dropout that is a module stays in eval mode.
+        """
         for module in chunk.modules():
             if isinstance(getattr(module, "attention_dropout", None), int | float):
                 self.change(module, "attention_dropout", 0.0)
@@ -107,12 +116,12 @@ class MegatronTaps(Taps):
         weight_VH = (module.weight if weight is None else weight)[: tap.columns]
         rows_NH = self._rows(hidden.flatten(0, 1), tap.row_position_N, module.sequence_parallel)
         tap.scalar = tap.probe(lambda chosen_NH: nn.functional.linear(chosen_NH, weight_VH), rows_NH)
-        # Something has to be projected: with rows_only one position stands in, and nobody reads its logits.
+        # The model has to project something: with rows_only a single position, whose logits nothing reads.
         return ((hidden[:1] if tap.rows_only else hidden).detach(), *args[1:]), kwargs
 
     @staticmethod
     def _rows(hidden_TH: Tensor, position_N: Tensor, scattered: bool) -> Tensor:
-        """Rows of the hidden states on every tensor-parallel rank, `[N, H]`; their gradients are summed on the way back."""
+        """Rows of the hidden states on every tensor-parallel rank, `[N, H]`; the backward sums their gradients over ranks."""
         group = parallel_state.get_tensor_model_parallel_group()
         if scattered:
             local_N = position_N - parallel_state.get_tensor_model_parallel_rank() * len(hidden_TH)

@@ -1,4 +1,4 @@
-"""Importance of a padded batch under a HuggingFace model: hosts that keep batches so, notebooks, benchmarks, studies."""
+"""Importance of a padded batch under a HuggingFace model, for hosts that keep padded batches, notebooks and benchmarks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
@@ -27,39 +27,38 @@ def gradient_importance(
     """Importance of one micro-batch from the gradient pass alone, float32 `[B, L]`; 0 outside the reasoning.
 
     Args:
-        model: causal LM in eval mode; left as it is.
+        model: causal LM in eval mode; its weights, gradients and modes do not change.
         request: what to compute.
         token_BL: int64, prompts and responses, padded on any side.
-        segments_BL: `Segment` of each token; OUTSIDE everywhere in a response that is not scored.
-        mask_BL: bool, false at padding. None: there is none, or it stands on the right, where causal attention does not see
-            it; each row then counts as long as it is.
-        on_logits: called with the model's logits `[B, L, V]`, without a graph. None: nobody wants them, and only rows that
-            matter are projected.
+        segments_BL: `Segment` per token; OUTSIDE everywhere in a response that is not scored.
+        mask_BL: bool, false at padding. None: there is no padding, or it is on the right, where causal attention does not see
+            it; each row then has `L` tokens.
+        on_logits: called with the model's logits `[B, L, V]`, without a graph. None: only the rows that the importance needs
+            are projected.
         checkpoint_activations: see `ModelTaps`.
 
     Raises:
         UnsupportedModelError: see `check_model`.
     """
     packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
-    one = MicroBatchPass(request, packed, layout)
+    micro_batch = MicroBatchPass(request, packed, layout)
     arguments = {"input_ids": token_BL, "use_cache": False}
     if mask_BL is not None and not mask_BL[:, 0].all():  # causal attention does not see padding on the right
         position_BL = (mask_BL.long().cumsum(-1) - 1).clamp_min(0)
         arguments |= {"attention_mask": mask_BL.long(), "position_ids": position_BL}
-    forwards = one.importance.forwards(request.num_draws, log_probs=on_logits is not None)
-    if on_logits is not None and not forwards:  # an importance that looks at no model
+
+    def model_forward(forward: Forward, set_tap: SetTap) -> None:
+        set_tap(micro_batch)
+        logits = model(**arguments).logits
+        if forward.log_probs and on_logits is not None:
+            on_logits(logits.detach())
+
+    forwards = request.importance_object.forwards(request.num_draws, log_probs=on_logits is not None)
+    if on_logits is not None and not forwards:  # an importance without a forward of its own
         forwards = [Forward(None, log_probs=True)]
     with ModelTaps(model, checkpoint_activations) as taps:
-        for forward in forwards:
-            tap = taps.tap = one.tap(forward)
-            with torch.set_grad_enabled(forward.backward is not None):
-                logits = model(**arguments).logits
-            if forward.log_probs and on_logits is not None:
-                on_logits(logits.detach())
-            del logits  # before the backward
-            if tap.scalar is not None:
-                tap.scalar.backward()
-    importance_T = importance_of_scores(request, packed, one.scores)
+        run_forwards(taps, forwards, model_forward)
+    importance_T = importance_of_scores(request, packed, micro_batch.scores)
     flat = importance_T.new_zeros(token_BL.numel())
     flat[layout.local_T] = importance_T
     return flat.view_as(token_BL)
@@ -74,23 +73,23 @@ def batch_importance(
     max_tokens: int = 2**13,
     *,
     checkpoint_activations: bool = False,
-    in_step: Callable[[int], int] = lambda count: count,
+    max_over_ranks: Callable[[int], int] = lambda count: count,
 ) -> Tensor:
     """The importance that `request` names, float32 `[B, L]` on the device of the tokens; 0 where nothing is scored.
 
     Args:
-        model, request, token_BL, segments_BL, mask_BL: of `gradient_importance`; only rows with reasoning are run.
-        max_tokens: of one forward, padding included, unless a single row has more.
+        model, request, token_BL, segments_BL, mask_BL: see `gradient_importance`; only rows with reasoning are run.
+        max_tokens: per forward, padding included, unless a single row has more.
         checkpoint_activations: see `ModelTaps`.
-        in_step: given how many forwards this process makes next, the most that any other makes. Where a model is sharded all
-            processes make as many.
+        max_over_ranks: returns the maximum of a count over all ranks. If the model is sharded, all ranks must run equal numbers
+            of forwards.
     """
     device = next(model.parameters()).device
     token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
     importance_BL = torch.zeros(token.shape, device=device)
     groups = _of_like_length(segments, mask, max_tokens)
-    # Before the first forward: where processes gather weights in it, nothing else may come between.
-    most = in_step(len(groups))
+    # Before the first forward: while ranks gather weights in it, they must not run another collective.
+    most = max_over_ranks(len(groups))
     for group in groups:
         used = mask[group].any(0).nonzero()[:, 0]
         columns = slice(int(used[0]), int(used[-1]) + 1)
@@ -100,8 +99,10 @@ def batch_importance(
         nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
     if request.importance_object.copies is not None:
-        importance_BL = copies_importance(model, request, token, segments, mask, importance_BL, max_tokens, in_step)
-    # Under FSDP2 some keep gathered weights until a backward, frozen as they are in the pass.
+        importance_BL = copies_importance(
+            model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
+        )
+    # In a pass the weights are frozen, and some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -116,12 +117,12 @@ def copies_importance(
     mask_BL: Tensor,
     gradient_BL: Tensor,
     max_tokens: int,
-    in_step: Callable[[int], int],
+    max_over_ranks: Callable[[int], int],
 ) -> Tensor:
     """Importance from masked copies, float32 `[B, L]`, for tensors on the model's device.
 
     Args:
-        gradient_BL: scores of the gradient pass. Where they are not finite they stay, and the response falls back later.
+        gradient_BL: scores of the gradient pass. Non-finite scores are returned as they are; the response falls back later.
         others: see `batch_importance`.
     """
     finite_B = gradient_BL.isfinite().all(-1)
@@ -130,13 +131,13 @@ def copies_importance(
         keep_L = mask_BL[row]
         wanted[row] = token_BL[row][keep_L], segments_BL[row][keep_L], gradient_BL[row][keep_L]
     importance_BL = torch.where(finite_B[:, None], 0.0, gradient_BL)
-    for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, in_step).items():
+    for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, max_over_ranks).items():
         importance_BL[row, mask_BL[row]] = importance_L.to(importance_BL.device)
     return importance_BL
 
 
 def _of_like_length(segments_BL: Tensor, mask_BL: Tensor, max_tokens: int) -> list[Tensor]:
-    """Rows that have reasoning, as micro-batches, neighbours in length together."""
+    """The rows that have reasoning, as micro-batches of rows of similar length."""
     length_B, width = mask_BL.sum(-1), torch.arange(mask_BL.shape[1], device=mask_BL.device)
     first_B = torch.where(mask_BL, width, mask_BL.shape[1]).amin(-1)
     last_B = torch.where(mask_BL, width, -1).amax(-1)
@@ -157,7 +158,7 @@ def _of_like_length(segments_BL: Tensor, mask_BL: Tensor, max_tokens: int) -> li
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout rests meanwhile; each module gets back the mode that it had."""
+    """Switch dropout off; at the end each module gets its own mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -168,7 +169,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def packed_rows(token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None) -> tuple[Packed, Layout]:
-    """A padded batch as packed sequences, and where their tokens are in it."""
+    """A padded batch as packed sequences, and where their tokens are in the batch."""
     keep_BL = torch.ones_like(token_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
     at_T = keep_BL.flatten().nonzero()[:, 0]
     offsets = torch.nn.functional.pad(keep_BL.sum(-1).cumsum(0), (1, 0))

@@ -1,13 +1,14 @@
-"""What a trainer asks of an actor, and what comes back.
+"""A trainer's request to an actor, and the fields of the actor's answer.
 
 The request is a plain dictionary beside the batch, under `REQUEST`; it travels to every actor rank with the log-prob call.
-What comes back are three nested fields of the batch, one row a response:
+The answer is four nested fields of the batch, with one row per response:
 
-| field            | a row holds                                                              |
-|------------------|--------------------------------------------------------------------------|
-| `oar_importance` | float32, one value a response token: finite, 0 where a token is not scored |
-| `oar_segments`   | int8, one `Segment` a response token                                     |
-| `oar_report`     | float32 `[2]`: `Status`, and the actor seconds spent on this response    |
+| field            | content of a row                                                             |
+|------------------|------------------------------------------------------------------------------|
+| `oar_importance` | float32, one value per response token: finite, 0 where a token is not scored |
+| `oar_segments`   | int8, one `Segment` per response token                                       |
+| `oar_status`     | int64 `[1]`, the `Status`                                                    |
+| `oar_seconds`    | float32 `[1]`, actor seconds spent on the response                           |
 """
 
 from dataclasses import asdict, dataclass
@@ -19,30 +20,30 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
-NEEDED = "oar_needed"  # field: int64 [1] a row, 1 when the response's advantage is not zero
-FIELDS = IMPORTANCE, SEGMENTS, REPORT = "oar_importance", "oar_segments", "oar_report"
+NEEDED = "oar_needed"  # field: int64 [1] per row, 1 if the response's advantage is not zero
+FIELDS = IMPORTANCE, SEGMENTS, STATUS, SECONDS = "oar_importance", "oar_segments", "oar_status", "oar_seconds"
 
 
 @dataclass(frozen=True)
 class Request:
     """One importance pass over a batch."""
 
-    # name, for `importance_of`. Where rollout engines score, the one that the actor uses for responses they failed to
-    # score (`algorithm.oar.perturbation.fallback`).
+    # name, for `importance_of`. If rollout engines score: that of `algorithm.oar.perturbation.fallback`, for the responses
+    # that they failed to score
     importance: str
     probe: Probe = "answer_mean"  # the probe of this step (the warm-up has been applied)
     sigma: float = 1e-3  # noise scale
     num_draws: int = 1  # draws to average
     seed: int = 0  # of this training step's signs and noise
-    temperature: float = 1.0  # that responses were sampled with
+    temperature: float = 1.0  # at which responses were sampled
     answer_patterns: tuple[str, ...] = ()  # for `make_finder`
-    # a response as long as this that does not end in an end-of-sequence token is truncated
+    # a response of this length is truncated unless it ends in an end-of-sequence token
     max_response_length: int = 0
     max_answer_tokens: int = 1024  # a response with a longer answer is not scored
-    importance_only: bool = False  # nobody needs log-probs and entropy of this pass (bypass mode)
-    budget: float = 1.0  # of masked copies, for an importance that has them; see `copies_of_budget`
+    importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
+    budget: float = 1.0  # of masked copies; see `copies_of_budget`
     span: int = 1  # tokens that one copy masks
-    replacement_token: int | None = None  # what stands in for them; None: a draw from the model's prediction
+    replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction
 
     @classmethod
     def from_config(
@@ -54,7 +55,8 @@ class Request:
         replacement_token: int | None = None,
         temperature: float = 1.0,
     ) -> "Request":
-        """The request to the actor at training step `step` (from 1)."""
+        """The request to the actor at training step `step` (from 1). `config.actor_importance` must not be None."""
+        assert config.actor_importance is not None, "the actor is asked for nothing"
         return cls(
             importance=config.actor_importance,
             probe=config.probe_at(step),
@@ -73,11 +75,11 @@ class Request:
 
     @property
     def importance_object(self) -> Importance:
-        """What `importance` names."""
+        """The importance with the name `importance`."""
         return importance_of(self.importance)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only: it is copied and pickled on its way."""
+        """The request as plain values, which can be copied and pickled."""
         return asdict(self)
 
     @classmethod
@@ -86,7 +88,9 @@ class Request:
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
-    """The token that masks (`algorithm.oar.perturbation.replacement`); None where none does, or each place draws its own.
+    """Returns the token that replaces masked ones (`algorithm.oar.perturbation.replacement`).
+
+    None where nothing is masked, or where each position draws a token of its own.
 
     Raises:
         OarConfigError: there is no padding token.

@@ -1,4 +1,4 @@
-"""Which responses can be scored, and which of their tokens are what?"""
+"""Finds the answer of each response, and says why a response cannot be scored."""
 
 import functools
 import logging
@@ -19,12 +19,12 @@ from oar_plugin.passes.tokens import TokenBytes
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS, LOST_SECONDS = 0.1, 20.0
-"""Searches of one batch that fail or are slow may take so long together; its other responses then fall back without a search.
+"""Failed or slow searches of one batch may take `LOST_SECONDS` together; its other responses then fall back without a search.
 A search takes microseconds, unless a user's own pattern does not fit the text."""
 
 
 class LostTime:
-    """Seconds of a batch's searches that failed or were slow."""
+    """Counts the seconds of a batch's searches that failed or were slow."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -46,8 +46,8 @@ def segment_rows(
     """Segments and status of a batch's responses.
 
     Args:
-        rows: of each response its tokens, which of them are the model's own (bool `[L_i]`), and whether it is to be scored.
-        request: where answers stand, and how long responses and answers may be.
+        rows: for each response its tokens, which of them are the model's own (bool `[L_i]`), and whether to score it.
+        request: the patterns of answers, and how long responses and answers may be.
         token_bytes: the model's tokenizer.
         eos_ids: tokens that end a response.
 
@@ -57,12 +57,12 @@ def segment_rows(
     finder, longest = make_finder(request.answer_patterns), (request.max_response_length, request.max_answer_tokens)
     segments, status, lost = [], [], LostTime()
     for ids, own, needed in rows:
-        found, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
+        segments_L, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
         if needed:
-            found, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest, lost)
-        segments.append(torch.from_numpy(found))
+            segments_L, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest, lost)
+        segments.append(torch.from_numpy(segments_L))
         status.append(int(state))
-    return segments, torch.tensor(status)
+    return segments, torch.tensor(status, dtype=torch.long)
 
 
 def end_of_sequence_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
@@ -83,20 +83,14 @@ def segment_response(
     max_answer_tokens: int,
     lost: LostTime,
 ) -> tuple[np.ndarray, Status]:
-    """Segments of one response, and whether it can be scored.
+    """Returns the segments of one response, int8 `[L]` (OUTSIDE everywhere unless it can be scored), and its status.
 
     Args:
-        ids: its tokens.
-        own: bool `[L]`, the model's own tokens.
+        ids, own: its tokens, and bool `[L]`, which of them are the model's own.
         finder: from `make_finder`.
-        token_bytes: the model's tokenizer.
-        eos_ids: tokens that end a response.
-        max_response_length: a response as long as this that does not end in one of them is truncated.
-        max_answer_tokens: an answer of more tokens is none.
+        max_response_length: a response of so many tokens that does not end in one of `eos_ids` is truncated.
+        max_answer_tokens: a response with a longer answer is not scored.
         lost: of the batch.
-
-    Returns:
-        int8 `[L]` (OUTSIDE everywhere unless the status is SCORED) and the status.
     """
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:
@@ -104,21 +98,21 @@ def segment_response(
     if lost.spent():
         _warn_once(f"failed or slow searches of a batch took {LOST_SECONDS:g} s; its others are not searched")
         return nothing, Status.SEARCH_FAILED
-    found, status, started = None, Status.NO_ANSWER, time.perf_counter()
+    segments_L, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
         pieces, started = _pieces(token_bytes, ids), time.perf_counter()  # decoding is no search, unless it fails
-        found = segment_tokens(pieces, finder, own)
+        segments_L = segment_tokens(pieces, finder, own)
     except SearchFailed as error:
         _warn_once(str(error))
         status = Status.SEARCH_FAILED
     lost.count(time.perf_counter() - started, status)
-    if found is None:
+    if segments_L is None:
         return nothing, status
-    if not (found == Segment.REASONING).any():
+    if not (segments_L == Segment.REASONING).any():
         return nothing, Status.NO_REASONING
-    if (found == Segment.ANSWER).sum() > max_answer_tokens:
+    if (segments_L == Segment.ANSWER).sum() > max_answer_tokens:
         return nothing, Status.ANSWER_TOO_LONG
-    return found, Status.SCORED
+    return segments_L, Status.SCORED
 
 
 def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
@@ -130,5 +124,5 @@ def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
 
 @functools.cache
 def _warn_once(error: str) -> None:
-    """With the traceback of the error that is being handled, if one is."""
+    """Warns, with the traceback if an error is being handled."""
     logger.warning("%s; such responses keep plain GRPO (search_failed)", error, exc_info=sys.exc_info()[0] is not None)

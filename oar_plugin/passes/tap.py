@@ -1,11 +1,11 @@
-"""What one forward of one micro-batch is for. Hooks serve it on a HuggingFace model (`taps`) and on Megatron's chunks.
+"""A tap: what one forward of one micro-batch is for. `taps` and `megatron_taps` are the hooks that act on it.
 
 A forward under a `Tap`
-* makes the input embeddings the only leaf of the graph, if somebody wants their gradient (`receive`);
-* gives the vocabulary projection *detached* hidden states, so that the `[T, V]` logits carry no graph;
-* hands the rows of hidden states that matter, with a graph, and the projection itself to `probe`, which returns the scalar.
+* makes the input embeddings the only leaf of the graph, if their gradient is wanted (`receive`);
+* gives the vocabulary projection *detached* hidden states, so that the `[T, V]` logits have no graph;
+* calls `probe` with the projection and with some rows of hidden states, which have a graph; `probe` returns the scalar.
 
-The gradient is delivered by the leaf itself the moment it exists: nothing is kept for micro-batches whose backward is over.
+The leaf delivers its gradient as soon as the gradient exists, and nothing of a micro-batch is kept after its backward.
 """
 
 from collections.abc import Callable
@@ -24,23 +24,23 @@ from oar_plugin.passes.rows import Project
 class Tap:
     """One forward."""
 
-    row_position_N: Tensor  # int64 `[N]`, rows of this rank's flattened hidden states that `probe` gets; may be empty
-    # given the projection to the vocabulary and those rows `[N, H]`, returns the scalar to differentiate, or None
-    # where there is none. The projection's weights may be gone when it returns: no graph through them can be left.
+    row_position_N: Tensor  # int64 `[N]`, the rows of this rank's flattened hidden states for `probe`; may be empty
+    # takes the projection to the vocabulary and those rows `[N, H]`; returns the scalar to differentiate, or None. The
+    # projection's weights may be gone when it returns: no graph through them may remain.
     probe: Callable[[Project, Tensor], Tensor | None]
-    rows_only: bool = True  # project nothing else; the model's own logits then mean nothing
-    # called with gradient and embedding, of the embeddings' shape, in the backward. None: no gradient is wanted.
+    rows_only: bool = True  # project no other rows; the model's own logits are then meaningless
+    # called in the backward with gradient and embedding, both of the embeddings' shape. None: no gradient is wanted.
     receive: Callable[[Tensor, Tensor], None] | None = None
-    # given the embeddings, what to add to them after the leaf, of the same shape; None: nothing
+    # takes the embeddings and returns noise of their shape, which is added after the leaf; None: no noise
     noise: Callable[[Tensor], Tensor] | None = None
-    # of the vocabulary projection on this rank; what is beyond them is padding of the weight: outcomes that do not
-    # exist. None: all.
+    # the number of columns of the vocabulary projection on this rank that are tokens; the others are padding of the weight.
+    # None: all.
     columns: int | None = None
     scalar: Tensor | None = field(default=None, init=False)  # set by the forward
     embedded: bool = field(default=False, init=False)  # the leaf is in place; a model may embed more than once
 
     def leaf(self, embedding: Tensor) -> Tensor | None:
-        """What stands in for the embeddings; None: nothing."""
+        """The tensor that replaces the embeddings; None if they stay."""
         receive, self.embedded = self.receive, True
         if receive is None:
             return None if self.noise is None else embedding + self.noise(embedding).to(embedding.dtype)
@@ -59,20 +59,20 @@ class Tap:
 
 
 class UnsupportedModelError(ValueError):
-    """The model is built in a way that importance cannot be read from; the message says which."""
+    """Importance cannot be computed with this model; the message says why."""
 
 
 class Taps(ExitStack):
-    """Context manager under which forwards serve `tap`; in the end it takes back all that it changed on a host's modules.
+    """Context manager in which forwards run under `tap`. Its end undoes all changes of the host's modules.
 
     Attributes:
-        tap: what the next forward is for; set anew for each. None: nothing, the hooks let it pass.
+        tap: the tap of the next forward, set before each. None: the hooks do nothing.
     """
 
     tap: Tap | None = None
 
     def install(self) -> None:
-        """Put the hooks in place, each with a callback that takes it back."""
+        """Install the hooks, each with a callback that removes it."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -85,18 +85,21 @@ class Taps(ExitStack):
         return self
 
     def freeze(self, module: nn.Module) -> None:
-        """Let no parameter ask for a gradient."""
+        """Switch off `requires_grad` of every parameter."""
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 self.callback(parameter.requires_grad_, True)
 
     def put_into_train_mode(self, module: nn.Module) -> None:
-        """This module alone, where hosts look for it to recompute activations: its children, dropout among them, stay."""
-        self.change(module, "training", True)  # not .train(), which takes the children along
+        """Put this module alone into train mode, for hosts that recompute activations in train mode only.
+
+        Its children, dropout among them, keep their mode.
+        """
+        self.change(module, "training", True)  # not .train(), which changes the children too
 
     def change(self, module: nn.Module, name: str, value: Any) -> None:
-        """Give a module's attribute another value, or a module an attribute of its own where its class has it."""
+        """Set an attribute of a module; an attribute of its class is hidden by one of the module."""
         if name in vars(module):
             self.callback(setattr, module, name, vars(module)[name])
         else:

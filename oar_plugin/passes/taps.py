@@ -1,9 +1,8 @@
-"""Hooks on a HuggingFace causal LM that serve a `Tap`.
+"""Hooks on a HuggingFace causal LM that act on a `Tap`.
 
-Every parameter is frozen meanwhile, so a backward computes no weight gradient and touches no `.grad`. Works on plain modules
-and on modules wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. The scalar rides on the
-model's own output, so that FSDP sees a differentiable output and gathers the root's weights again for the backward, exactly
-as in training.
+All parameters are frozen meanwhile, so a backward computes no weight gradient and touches no `.grad`. The model may be plain or
+wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. The scalar is attached to the model's own
+output, so that FSDP sees a differentiable output and gathers the root's weights again for the backward, as in training.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oar_plugin.passes.tap import Taps, UnsupportedModelError
 
-# Models that change the logits after the vocabulary projection; the second projection would miss that.
-# (Gemma 2/3, Granite, Cohere, Falcon-H1.) A value of None, 0 or 1 means that the model does not use it.
+# Settings of models that change their logits after the vocabulary projection, which a projection of our own would miss
+# (Gemma 2/3, Granite, Cohere, Falcon-H1). A model with None, 0 or 1 does not use the setting.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_scaling",
@@ -34,11 +33,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def check_model(module: nn.Module) -> None:
-    """Refuse models that `ModelTaps` would read wrongly.
+    """Refuse models that `ModelTaps` cannot read correctly.
 
     Raises:
-        UnsupportedModelError: no input or output embeddings to hook, logits that are transformed after them, or tokens that
-            PEFT puts in front (prompt and prefix tuning): rows of hidden states are then others than those of the tokens.
+        UnsupportedModelError: the model has no input or output embeddings to hook, changes its logits after them, or has
+            virtual tokens before its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
     """
     model = unwrapped(module)
     for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -48,7 +47,7 @@ def check_model(module: nn.Module) -> None:
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
             raise UnsupportedModelError(
-                f"{type(adapter).__name__} puts tokens in front of the model's own; OAR serves LoRA and other adapters "
+                f"{type(adapter).__name__} puts tokens in front of the model's own; OAR supports LoRA and other adapters "
                 "without virtual tokens."
             )
     check_logits(getattr(model, "config", None))
@@ -66,7 +65,7 @@ def check_logits(config: Any) -> None:
         if value not in (None, 0, 0.0, 1, 1.0):
             raise UnsupportedModelError(
                 f"the model changes its logits after the vocabulary projection ({name}={value}); "
-                "OAR does not serve that."
+                "OAR does not support that."
             )
 
 
@@ -80,7 +79,7 @@ class ModelTaps(Taps):
 
     Args:
         module: causal LM with `get_input_embeddings` and `get_output_embeddings`; may be wrapped by FSDP.
-        checkpoint_activations: recompute the model's layers in the backward instead of keeping what they compute.
+        checkpoint_activations: recompute the layers' activations in the backward instead of keeping them.
 
     Raises:
         UnsupportedModelError: see `check_model`.
@@ -98,7 +97,7 @@ class ModelTaps(Taps):
         if any(p.grad is not None for p in self.module.parameters()):
             raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
         if isinstance(self.module, FSDPModule):
-            # At its first forward FSDP2 reads the dtypes of gradients off the parameters that want some: here none would.
+            # At its first forward FSDP2 reads the gradients' dtypes from parameters with requires_grad: frozen, none has it.
             self.module._get_fsdp_state()._lazy_init()
         self.freeze(self.module)
         if self.checkpoint_activations:
@@ -108,12 +107,12 @@ class ModelTaps(Taps):
                 elif getattr(module, "gradient_checkpointing", False):  # a model that checkpoints its layers by itself
                     self.put_into_train_mode(module)
         model: Any = unwrapped(self.module)
-        # Inside FSDP1's wrapper and before FSDP2's hooks: where the head is sharded by itself, its weights are there only so
-        # long, and a call of the wrapper would gather them, which ranks with other numbers of rows do not.
+        # Hooks inside FSDP1's wrapper and before FSDP2's: a head that is sharded by itself has its weights only there, and a
+        # call of the wrapper would gather them, in which ranks with other numbers of rows would not take part.
         head = unwrapped(model.get_output_embeddings())
         hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
             (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
-            # ZeRO-3 expects a backward of the head before one of its input, and this pass makes none of the head.
+            # ZeRO-3 expects a backward of the head before one of the head's input; this pass has no backward of the head.
             (head.register_forward_pre_hook, self._detach_hidden, {"prepend": hasattr(head, "ds_id")}),
             (head.register_forward_hook, self._probe_rows, {"prepend": True}),
             # FSDP must see the scalar as an output of the model, to gather its weights again for the backward.
@@ -124,8 +123,10 @@ class ModelTaps(Taps):
         self.callback(setattr, self, "_hidden", None)
 
     def _recompute(self, layer: GradientCheckpointingLayer) -> None:
-        """transformers checkpoints in train mode only, and a layer must not compute in it: dropout would act, and so would what
-        hosts put into layers for training (verl's activation offload, which switches checkpointing off for one of its own).
+        """Let a layer checkpoint, which transformers does in train mode only, but compute in eval mode.
+
+        In train mode dropout would act, and so would a host's additions for training (verl's activation offload, which replaces
+        the layer's checkpointing).
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
@@ -150,7 +151,7 @@ class ModelTaps(Taps):
             return None
         self._hidden = args[0]
         if self.tap.rows_only:
-            return (args[0].flatten(0, -2)[:1][None].detach(), *args[1:])  # something has to be projected
+            return (args[0].flatten(0, -2)[:1][None].detach(), *args[1:])  # the model has to project at least one row
         return (args[0].detach(), *args[1:])
 
     def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The bytes that each token of a response contributes to its text.
 
-The answer is searched in the text, the scores live on tokens, and what links them is the number of bytes of each token.
+The answer is searched in the text and scores are per token; the number of bytes of each token links the two.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MOST_WAITING = 8
-"""Tokens that wait for their text. A character has at most four; to wait without end would take quadratic time."""
+"""Maximum number of tokens that wait for their text. A character has at most four; without a limit, time is quadratic."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Invert GPT-2's table of stand-ins: printable Latin-1 stands for itself, the rest is counted from 256."""
+    """Invert GPT-2's table from bytes to characters: printable Latin-1 is itself, the other bytes are counted from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -34,18 +34,18 @@ class TokenBytes:
     """Turns the token ids of a response into the bytes of each token.
 
     ``b"".join(token_bytes.pieces(ids))`` is the text that ``tokenizer.decode(ids, skip_special_tokens=True,
-    clean_up_tokenization_spaces=False)`` returns, in UTF-8. One difference is meant: bytes that are not valid UTF-8 (a
-    character cut in half) stay what they are, where ``decode`` puts replacement characters.
+    clean_up_tokenization_spaces=False)`` returns, in UTF-8. One difference is intended: ``pieces`` keeps bytes that are not
+    valid UTF-8 (a character cut in half), for which ``decode`` returns replacement characters.
 
     How a token becomes bytes is read from the tokenizer's decoder:
 
-    - byte-level BPE (GPT-2, Qwen, Llama 3): by GPT-2's table of stand-ins;
-    - SentencePiece in the ``tokenizers`` format (Llama 2, Gemma, T5): ``▁`` is a space, ``<0x0A>`` a byte, and where
-      ``decode`` drops the space before the first word, so does ``pieces``;
-    - anything else (WordPiece, tokenizers in pure Python): by decoding each token behind its predecessor, which is
-      slower. A character made of several tokens goes wholly to its last one there, as does white space that ``decode``
-      shows only before other text; of more than eight tokens of it in a row some is lost. ``decode`` is matched as far
-      as a token's text depends on nothing but its neighbours.
+    - byte-level BPE (GPT-2, Qwen, Llama 3): by GPT-2's table;
+    - SentencePiece in the ``tokenizers`` format (Llama 2, Gemma, T5): ``▁`` is a space, ``<0x0A>`` a byte, and ``pieces``
+      drops the space before the first word if ``decode`` does;
+    - anything else (WordPiece, tokenizers in pure Python): by decoding each token after its predecessor, which is
+      slower. A character made of several tokens belongs wholly to its last token, and so does white space that ``decode``
+      shows only before other text; if more than eight tokens of it follow each other, some is lost. The text equals
+      ``decode``'s as far as a token's text depends on its neighbours only.
 
     Special tokens and ids outside the vocabulary (padded embeddings, ignore indices) have no bytes.
     """
@@ -69,7 +69,7 @@ class TokenBytes:
         self._by_table = self._byte_level or sentence_piece
 
     def pieces(self, ids: Sequence[int] | torch.Tensor) -> list[bytes]:
-        """Give the bytes of each token of one response.
+        """The bytes of each token of one response.
 
         Args:
             ids: token ids, ``[T]``.
@@ -89,18 +89,18 @@ class TokenBytes:
         return pieces
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token of one response for people: half a character as ``\\xe2``, a special token by its name."""
+        """Each token of one response as readable text: half a character is ``\\xe2``, a special token its name."""
         texts = [piece.decode("utf-8", errors="backslashreplace") for piece in self.pieces(ids)]
         names = self._tokenizer.convert_ids_to_tokens(list(ids))
         return [text or str(name) for text, name in zip(texts, names, strict=True)]
 
     def _token(self, token_id: int) -> str | None:
-        """The vocabulary entry of a token that shows in the text; None for the others."""
+        """The vocabulary entry of a token that has text; None for other tokens."""
         if token_id in self._special or token_id < 0:
             return None
         try:
             return self._tokenizer.convert_ids_to_tokens(token_id)
-        except LookupError:  # what tokenizers in pure Python do with ids outside their vocabulary
+        except LookupError:  # from tokenizers in pure Python, for ids outside their vocabulary
             return None
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -108,10 +108,9 @@ class TokenBytes:
         if token is None:
             return b""
         if self._byte_level:
-            stand_ins = [_BYTE_LEVEL.get(character) for character in token]
-            # An added token may hold other characters ("<答案>"); `decode` then shows it as it is.
-            known = [byte for byte in stand_ins if byte is not None]
-            return bytes(known) if len(known) == len(stand_ins) else token.encode()
+            known = [_BYTE_LEVEL[character] for character in token if character in _BYTE_LEVEL]
+            # An added token may have other characters ("<答案>"); `decode` then returns it unchanged.
+            return bytes(known) if len(known) == len(token) else token.encode()
         if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte.group(1), 16)])
         return token.replace("▁", " ").encode()
@@ -129,13 +128,14 @@ class TokenBytes:
     def _decoded_in_context(self, ids: list[int]) -> list[bytes]:
         pieces = [b""] * len(ids)
         shown = [position for position, token_id in enumerate(ids) if self._token(token_id) is not None]
-        # Tokens whose text is known, decoded again for what they change in the next ones; and those that came since.
+        # `context`: tokens with known text, which is `before`; they are decoded again because they may change the text of
+        # the next ones. `waiting`: the tokens since then.
         context, before, waiting = list[int](), "", list[int]()
         for position in shown:
             waiting.append(position)
             after = self._decode(context + [ids[one] for one in waiting])
-            # A character may still lack tokens, and white space may show only before what follows it: such tokens' text goes to
-            # the one that completes it.
+            # A character may be incomplete, and white space may show only before other text: the text of such tokens belongs
+            # to the token that completes it.
             if (after == before or after.endswith("\N{REPLACEMENT CHARACTER}")) and position != shown[-1]:
                 if len(waiting) < _MOST_WAITING:
                     continue
@@ -159,14 +159,14 @@ class TokenBytes:
 
 
 def _flat_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a decoder in the ``tokenizers`` format, nested sequences opened."""
+    """The steps of a decoder in the ``tokenizers`` format, with nested sequences flattened."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for inner in decoder["decoders"] for step in _flat_steps(inner)]
 
 
 def _is_replace_chain(steps: list[dict[str, Any]]) -> bool:
-    """Whether these are the steps that Llama 2 and Gemma have: Replace, [ByteFallback,] Fuse[, Strip]."""
+    """Whether these are the steps of Llama 2 and Gemma: Replace, [ByteFallback,] Fuse[, Strip]."""
     kinds = [step["type"] for step in steps if step["type"] != "ByteFallback"]
     if kinds not in (["Replace", "Fuse"], ["Replace", "Fuse", "Strip"]):
         return False

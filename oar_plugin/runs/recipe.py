@@ -23,11 +23,11 @@ VARIANTS = ("oar", "grpo")
 
 
 class RecipeError(ValueError):
-    """A recipe that is not there, does not compose or cannot be run. The message says what to do."""
+    """A recipe does not exist, does not compose or cannot run. The message says what to do."""
 
 
 def recipes_folder() -> Path:
-    """Where the recipes are: in the installed package, or beside it in a checkout."""
+    """Return the folder of the recipes: in the installed package, or beside it in a checkout."""
     package = Path(oar_plugin.__file__).parent
     return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
 
@@ -37,22 +37,22 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """The folder of a recipe: `name_or_path` where it is a folder, else the recipe of that name that comes with OAR."""
-    given = Path(name_or_path)
+    """Return the folder of a recipe: `name_or_path` where it is a folder, else OAR's own recipe of that name."""
+    given, known = Path(name_or_path), recipe_names()
     if given.is_dir():
         return given.resolve()
-    if str(name_or_path) in recipe_names():
+    if str(name_or_path) in known:
         return recipes_folder() / name_or_path
-    known = recipe_names()
     hint = did_you_mean(str(name_or_path), known)
     raise RecipeError(f"{name_or_path}: neither a folder nor a recipe; recipes: {', '.join(known)}{hint}")
 
 
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
-    """The configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
+    """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
     RecipeError: there is no such recipe, its yaml is broken, or it or an override has a key that verl does not know.
     """
+    import verl  # noqa: F401  its plugins add config groups, here as in training
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -68,35 +68,24 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     if fault := misspelt(overrides):
         raise RecipeError(fault)
 
-    def composed(words: Sequence[str]) -> DictConfig:
+    try:
         with (
-            command_line([*entry_point(folder, variant), *words]),
+            command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            return compose(config_name=variant, overrides=list(words))
-
-    try:
-        config = composed(overrides)
-        faults = list(keys.unknown_in_files(folder, variant, str(config.model_engine)))
+            config = compose(config_name=variant, overrides=list(overrides))
+        faults = keys.unknown_in_files(folder, variant, str(config.model_engine))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        fault = (
-            f"{folder.name}/{variant}.yaml does not compose: {str(error).partition('Config search path:')[0].rstrip()}"
-        )
-        of_keys = [word for word, _ in keys.of_keys(overrides)]
-        try:
-            without = composed([word for word in overrides if word not in of_keys])
-        except (HydraException, OmegaConfBaseException, YAMLError):
-            raise RecipeError(fault) from error
-        faults = list(keys.unknown_in_overrides(overrides, without))
-        if not faults:
-            raise RecipeError(fault) from error
+        reason = str(error).partition("Config search path:")[0].rstrip()
+        faults = keys.unknown_in_overrides(overrides)
+        raise RecipeError("\n".join(faults) or f"{folder.name}/{variant}.yaml does not compose: {reason}") from error
     if faults:
         raise RecipeError("\n".join(faults))
     return config
 
 
-def gpus_needed(config: DictConfig, gpus_of_a_node: int | None = None) -> tuple[int, int, int]:
-    """Nodes, GPUs of each and GPUs in all that verl's training pool and the pools kept apart from it use."""
+def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
+    """Return nodes, GPUs per node and GPUs in all of verl's training pool and of the pools apart from it."""
     from omegaconf import OmegaConf
 
     keys = ["trainer"]
@@ -104,25 +93,19 @@ def gpus_needed(config: DictConfig, gpus_of_a_node: int | None = None) -> tuple[
         keys.append("actor_rollout_ref.rollout")
     if OmegaConf.select(config, "reward.reward_model.enable_resource_pool"):
         keys.append("reward.reward_model")
-    gpus = {key: int(OmegaConf.select(config, f"{key}.n_gpus_per_node") or 0) for key in keys}
-    nodes = {key: int(OmegaConf.select(config, f"{key}.nnodes") or 0) for key in keys}
     # verl wants the GPUs of each node of a pool on one machine.
-    parts = sorted((gpus[key] for key in keys for _ in range(nodes[key])), reverse=True)
-    total, largest = sum(parts), max(keys, key=lambda key: gpus[key])
-    if gpus_of_a_node is None:  # pools of one node share one, where eight GPUs are enough
-        gpus_of_a_node = total if max(nodes.values()) == 1 and total <= 8 else gpus[largest]
-    if gpus[largest] > gpus_of_a_node:
-        raise RecipeError(
-            f"--gpus-per-node {gpus_of_a_node}: {largest}.n_gpus_per_node={gpus[largest]} does not fit on a node; allowed: "
-            f"at least {gpus[largest]}, or fewer GPUs a node and more nodes in the recipe"
-        )
+    nodes = [int(OmegaConf.select(config, f"{key}.nnodes") or 0) for key in keys]
+    gpus = [int(OmegaConf.select(config, f"{key}.n_gpus_per_node") or 0) for key in keys]
+    parts = sorted((size for size, count in zip(gpus, nodes, strict=True) for _ in range(count)), reverse=True)
+    total = sum(parts)
+    gpus_per_node = total if max(nodes) == 1 and total <= 8 else max(gpus)  # pools of one node share one where they fit
     free: list[int] = []
     for part in parts:
         place = next((index for index, left in enumerate(free) if left >= part), len(free))
         if place == len(free):
-            free.append(gpus_of_a_node)
+            free.append(gpus_per_node)
         free[place] -= part
-    return len(free), gpus_of_a_node, total
+    return len(free), gpus_per_node, total
 
 
 def check_config(config: DictConfig) -> None:
@@ -134,7 +117,7 @@ def check_config(config: DictConfig) -> None:
     from oar_plugin.hosts.verl import settings
 
     try:
-        # verl says that all is well, and that there is no critic: standard output is for what would be run.
+        # verl prints that all is well; standard output is for the command or script.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             validate_config(config, need_reference_policy(config), need_critic(config))
@@ -142,15 +125,15 @@ def check_config(config: DictConfig) -> None:
             settings.resolve(config)
     except OarConfigError as error:
         raise RecipeError(f"this configuration cannot work\n{error}") from error
-    except Exception as error:  # verl asserts, and raises whatever its parts raise
+    except Exception as error:  # verl asserts, and its parts raise errors of many types
         raise RecipeError(f"verl refuses this configuration: {error or type(error).__name__}") from error
 
 
 def entry_point(folder: Path, variant: str = "oar") -> list[str]:
-    """What names a recipe to `python -m verl.trainer.main_ppo`."""
+    """Return the options that name a recipe to `python -m verl.trainer.main_ppo`."""
     return ["--config-path", str(folder.resolve()), "--config-name", variant]
 
 
 def command(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> list[str]:
-    """The command that runs a recipe, for a Python that has verl and this plugin."""
+    """Return the command that runs a recipe, for a Python that has verl and this plugin."""
     return ["python", "-m", "verl.trainer.main_ppo", *entry_point(folder, variant), *overrides]

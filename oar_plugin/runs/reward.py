@@ -1,11 +1,11 @@
-r"""The recipes' reward: 1 when a response's final answer equals the ground truth according to math-verify, else 0.
+r"""The recipes' reward: 1 if math-verify finds a response's final answer equal to the ground truth, else 0.
 
-For verl's `reward.custom_reward_function` (`path=pkg://oar_plugin.runs.reward`, `name=compute_score`), which calls it
-in a thread, once for each response. A comparison that hangs or takes all memory is killed and pays 0. The response's answer is
-the last `\boxed{...}`, or else the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
+verl's `reward.custom_reward_function` (`path=pkg://oar_plugin.runs.reward`, `name=compute_score`) calls it once per response,
+in a thread. A comparison that hangs or takes all memory is killed and pays 0. The answer of a response is its last
+`\boxed{...}`, else the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
 
-Settings, under `reward.custom_reward_function.reward_kwargs`: `timeout_s` (10) of one comparison, and `processes` (2) that
-compare, for each of verl's `reward.num_workers` reward workers. The first call of a process fixes both.
+`reward.custom_reward_function.reward_kwargs` sets `timeout_s` (10), seconds of one comparison, and `processes` (2), which
+compare for each of verl's `reward.num_workers`. The first call of a process fixes both.
 """
 
 import atexit
@@ -27,8 +27,8 @@ from oar_plugin.runs.math.pool import GuardedPool, TaskCrashed, TaskTimedOut  # 
 
 logger = logging.getLogger(__name__)
 
-# No sensible final answer is longer, and parsing takes more than linear time.
 LONGEST_ANSWER = 500
+"""Characters. No sensible answer is longer, and parsing takes more than linear time."""
 
 _pool: GuardedPool | None = None
 _lock = threading.Lock()
@@ -48,9 +48,8 @@ def compute_score(
     """Grade one response; the ground truth is plain (`72`) or LaTeX.
 
     Returns:
-        `score` and `acc`, 1.0 or 0.0. And, each 1.0 or 0.0, why a response got nothing although its answer was not compared:
-        `no_answer`, `unparsed` (nothing that math-verify can read), `failed` (the comparison timed out or crashed). Every
-        row has all keys: verl makes a column of each, and validation metrics.
+        `score` and `acc`, 1.0 or 0.0; and why an answer was not compared, each 1.0 or 0.0: `no_answer`, `unparsed` (math-verify
+        cannot read it), `failed` (the comparison timed out or crashed). verl makes a column of each key, so all are there.
     """
     answer = final_answer(solution_str)
     if answer is None:
@@ -77,7 +76,7 @@ def _squeezed(text: str) -> str:
 
 
 def start_pool(processes: int, timeout_s: float) -> GuardedPool:
-    """The pool that compares, as the first call of this process wants it."""
+    """Return the pool that compares, which the first call of this process creates with its settings."""
     global _pool
     with _lock:
         if _pool is None:
@@ -90,5 +89,5 @@ def _count(kind: str, error: Exception, answer: str) -> None:
     with _lock:
         _failures[kind] += 1
         count = _failures[kind]
-    if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: a model that found such an answer writes it again and again
+    if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: a model repeats such an answer
         logger.warning("comparison %d that failed: %s (answer: %.200s); it pays 0", count, error, answer)

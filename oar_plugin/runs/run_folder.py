@@ -1,7 +1,7 @@
-"""The folder of a run: checkpoints, logs, dumps, and in `run.yaml` the settings that it was started with.
+"""The folder of a run: checkpoints, logs, dumps, and `run.yaml` with the settings that the run was started with.
 
-The driver opens it before Ray starts (`KeepRun`), so that this holds wherever a run starts: after a requeue, on
-Kubernetes, from verl's own command line. `oar launch` looks into it earlier, where it can see it.
+The driver opens it before Ray starts (`KeepRun`), wherever a run starts: after a requeue, on Kubernetes, from verl's own
+command line. `oar launch` checks it earlier, where it can see it.
 """
 
 import errno
@@ -13,11 +13,10 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 from unittest import mock
 
 import yaml
@@ -27,15 +26,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.output import no_link, say, write_whole
+from oar_plugin.runs.plugin import with_new_names
 
 START = "OAR_START"
-"""The environment variable that says how to start: `resume`, or `fresh`, or `fresh:ID`, which is fresh once however often the
-driver is started, or nothing."""
+"""The environment variable that says how to start: `resume`, `fresh` or nothing. `fresh:ID` is fresh at its first start only,
+however often a scheduler starts the driver."""
 RECORD, LOCK = "run.yaml", "run.lock"
 TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's: names the last complete checkpoint."""
+"""verl's file that names the last complete checkpoint."""
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
-"""Where files lie on a machine says nothing about what is in them."""
+"""Environment variables with folders of one machine; settings are compared without their values."""
 SHOWN = 12
 IGNORED = (
     # Where a run writes, and what it reports.
@@ -46,35 +46,36 @@ IGNORED = (
     *("trainer.max_*_ckpt_to_keep", "trainer.checkpoint_*", "actor_rollout_ref.actor.checkpoint.*"),
     # Which processes work for it.
     *("ray_kwargs*", "transfer_queue*", "*.num_workers", "*.dataloader_num_workers", "actor_rollout_ref.nccl_timeout"),
-    # The recipes' own, for paths.
+    # The recipes' own keys for paths.
     *("oar_data", "smoke"),
 )
-"""Keys that neither name a run nor keep it from being resumed, because nothing that is learned or measured depends on them."""
+"""Keys on which nothing that is learned or measured depends: they neither name a run nor keep it from being resumed."""
 
-State = Literal["not started", "unfinished", "failed", "finished"]
-
-
+_ADVICE = (
+    f"--resume (or {START}=resume) goes on from its last checkpoint with the new settings; --fresh (or {START}=fresh) "
+    "moves the folder aside and begins again; another trainer.experiment_name is another run"
+)
 _locks: dict[Path, IO[str]] = {}
-"""Open files of the folders that this process trains in: they are locked for as long as it lives."""
+"""The open lock files of the folders that this process trains in; it holds them until it ends."""
 
 
 class RunRefused(ValueError):
-    """The folder holds a run with other settings, or one that is training. The message says what to do."""
+    """The folder holds a run with other settings, or another process trains in it. The message says what to do."""
 
 
 def counts(key: str) -> bool:
-    """Whether what a run learns, how it is computed, or what is measured of it depends on this key."""
+    """Return whether anything that a run learns, computes or measures depends on this key."""
     return not any(fnmatch(key, pattern) for pattern in IGNORED)
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
-    """`a.b.c -> value` of what a run learns and measures, as it is on every machine."""
+    """Return `a.b.c -> value` of the keys that count, the same on every machine and with today's module names."""
     run = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
         plain = OmegaConf.to_container(run, resolve=True)
     assert isinstance(plain, dict)
     kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in _flat(plain) if counts(key)}))
-    return kept
+    return {key: with_new_names(value) for key, value in kept.items()}
 
 
 def _flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -86,46 +87,43 @@ def _flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def check(config: DictConfig, start: str = "") -> None:
-    """RunRefused: this run would go on in a folder of one with other settings, or with settings that nothing says."""
+    """RunRefused: this run would go on in a folder whose run had other settings, or unknown ones."""
     folder, record = _folder(config), _record(_folder(config))
     if start == "resume" or _is_first_start_of_fresh(record, start):
         return
-    advice = (
-        f"--resume (or {START}=resume) goes on from its last checkpoint with the new settings; --fresh (or {START}=fresh) "
-        "moves the folder aside and begins again; another trainer.experiment_name is another run"
-    )
     if not record:
         if config.trainer.resume_mode == "auto" and (folder / TRACKER).is_file():
-            raise RunRefused(
-                f"{folder} holds checkpoints, and no {RECORD} says with which settings they were made:\n{advice}"
-            )
+            reason = f"{folder} holds checkpoints, and no {RECORD} says with which settings they were made:"
+            raise RunRefused(f"{reason}\n{_ADVICE}")
         return
     old, new = record["settings"], settings_of(config)
-    if unmatched := _unmatched(record, new):
-        names = ", ".join(unmatched[:SHOWN]) + (f" and {len(unmatched) - SHOWN} more" if len(unmatched) > SHOWN else "")
+    differing, unmatched = _compared(record, new)
+    if unmatched:
         versions = f"{record['versions'] or 'other versions'}, now {_versions()}"
-        say(
-            f"oar: {folder}: started with {versions}; not compared, as one of them has no such key: {names}", sys.stderr
-        )
-    if not (keys := _differing(record, new)):
-        return
-    lines = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in keys[:SHOWN]]
-    more = [f"  and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
-    raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *lines, *more, advice]))
+        keys = ", ".join(_first(unmatched))
+        say(f"oar: {folder}: started with {versions}; not compared, as one of them has no such key: {keys}", sys.stderr)
+    if differing:
+        values = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in differing]
+        raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *_first(values), _ADVICE]))
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
-    """Open the folder of a run that starts, and lock it for the life of this process; None where the run has finished already.
+    """Open the folder of a run that starts, and lock it until this process ends.
 
-    RunRefused: it holds a run with other settings, or another process trains there. With `fresh` what is there is moved aside;
-    with `resume` its record is kept under another name.
+    With `fresh` an old folder is moved aside; with `resume` the old record is kept under another name.
+
+    Returns:
+        The folder; None where the run has finished already.
+
+    Raises:
+        RunRefused: the folder holds a run with other settings, or another process trains there.
     """
     check(config, start)
-    folder = _folder(config)
-    record, settings = _record(folder), settings_of(config)
-    moves = folder.exists() and _is_first_start_of_fresh(record, start)
-    if not moves and _has_finished(record, settings, config):
+    if has_finished(config, start):
         return None
+    folder, settings = _folder(config), settings_of(config)
+    record = _record(folder)
+    moves = folder.exists() and _is_first_start_of_fresh(record, start)
     if start == "resume" and not is_begun(folder):
         say(f"oar: {folder}: {START}=resume, but no run is there; it begins at step 0", sys.stderr)
     _lock(folder)
@@ -141,23 +139,30 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether there is a run to go on with."""
+    """Return whether the folder holds a run to go on with."""
     return any((folder / name).is_file() for name in (RECORD, TRACKER))
 
 
 def has_finished(config: DictConfig, start: str = "") -> bool:
-    """Whether nothing is left to do of this run."""
+    """Return whether nothing is left to do for this run."""
     record = _record(_folder(config))
-    return not _is_first_start_of_fresh(record, start) and _has_finished(record, settings_of(config), config)
+    if record.get("state") != "finished" or _is_first_start_of_fresh(record, start):
+        return False
+    return bool(config.trainer.resume_mode == "auto" and not _compared(record, settings_of(config))[0])
 
 
-def end(folder: Path, state: State) -> None:
-    """Note how a run ended. One that was cut off stays unfinished."""
+def end(folder: Path, state: str) -> None:
+    """Record how a run ended: `finished` or `failed`. A run that was cut off stays `unfinished`."""
     _write(folder, _record(folder) | {"state": state})
 
 
+def state(folder: Path) -> str:
+    """Return `not started`, `unfinished`, `failed` or `finished`."""
+    return str(_record(folder).get("state", "not started"))
+
+
 def variables(folder: Path) -> dict[str, str]:
-    """Where verl's loggers write. Each start has a file of its own, because verl writes it anew."""
+    """Return the environment variables that put verl's loggers into the folder, with a new metrics file for each start."""
     files = folder / "metrics"
     files.mkdir(parents=True, exist_ok=True)
     place = {
@@ -167,41 +172,10 @@ def variables(folder: Path) -> dict[str, str]:
     return {name: value for name, value in place.items() if name not in os.environ}
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: `accuracy` is the mean over the validation sets, by step."""
-
-    state: State
-    step: int
-    accuracy: dict[int, float]
-
-
-def progress(folder: Path) -> Progress:
-    """As its folder says; `not started` where there is none."""
-    record = _record(folder)
-    steps: dict[int, dict[str, Any]] = {}
-    for file in sorted((folder / "metrics").glob("start*.jsonl"), key=lambda file: (len(file.name), file.name)):
-        rows = list(_rows(file))
-        # A start goes on from a checkpoint: what an earlier one did after it is done again.
-        steps = {step: data for step, data in steps.items() if not rows or step <= rows[0]["step"]}
-        for row in rows:
-            steps[row["step"]] = steps.get(row["step"], {}) | row["data"]
-    validated = {step: accuracy for step, data in steps.items() if (accuracy := mean_accuracy(data)) is not None}
-    return Progress(record.get("state", "not started"), max(steps, default=0), validated)
-
-
 def mean_accuracy(metrics: Mapping[str, Any]) -> float | None:
-    """Of a step's validation, over its sets: verl's `val-core/SET/acc/mean@K` (or `reward`). None where it had none."""
-    found = [float(value) for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
-    return sum(found) / len(found) if found else None
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:  # the run was cut off, or is writing it
-            return
+    """Return the mean over the validation sets of verl's `val-core/SET/acc/mean@K` (or `reward`); None without validation."""
+    sets = [float(value) for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
+    return sum(sets) / len(sets) if sets else None
 
 
 def _folder(config: DictConfig) -> Path:
@@ -209,12 +183,13 @@ def _folder(config: DictConfig) -> Path:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Empty where no run was started."""
+    """Return the content of `run.yaml`, empty where no run was started."""
     file = folder / RECORD
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
-        texts = {name: str(record[name]) for name in ("state", "start")}
-        return {**texts, "versions": str(record.get("versions", "")), "settings": dict(record["settings"])}
+        settings = {key: with_new_names(value) for key, value in dict(record["settings"]).items()}
+        texts = {"state": str(record["state"]), "start": str(record["start"])}
+        return {**texts, "versions": str(record.get("versions", "")), "settings": settings}
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
@@ -226,11 +201,15 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _lock(folder: Path) -> None:
-    """Keep other processes out, on other machines too where the file system has such locks; RunRefused: one is in there."""
+    """Keep other processes out, on other machines too where the file system has such locks.
+
+    Raises:
+        RunRefused: another process holds the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _locks:
         _locks.pop(folder).close()
-    file = open(folder / LOCK, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115  open, and locked, as long as this process
+    file = open(folder / LOCK, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115  stays open until the process ends
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -247,56 +226,51 @@ def _lock(folder: Path) -> None:
 
 
 def _versions() -> str:
-    """Of what gives a configuration its keys."""
+    """Return the versions of the packages that give a configuration its keys."""
     try:
         ours = importlib.metadata.version("oar_plugin")
     except importlib.metadata.PackageNotFoundError:
-        ours = "not installed"  # found by PYTHONPATH
+        ours = "not installed"  # imported through PYTHONPATH
     return f"verl {host_version()}, oar_plugin {ours}"
 
 
-def _differing(record: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Keys whose values are not those of the record; of other versions only keys that both have."""
+def _compared(record: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the keys whose values differ, and those not compared because another version has added or removed them."""
     old = record["settings"]
-    keys = (old.keys() | settings.keys()) - set(_unmatched(record, settings))
-    return sorted(key for key in keys if old.get(key) != settings.get(key))
+    unmatched = [] if record["versions"] == _versions() else sorted(old.keys() ^ new.keys())
+    keys = (old.keys() | new.keys()) - set(unmatched)
+    return sorted(key for key in keys if old.get(key) != new.get(key)), unmatched
 
 
-def _unmatched(record: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Keys that another version has added or taken away."""
-    return [] if record["versions"] == _versions() else sorted(record["settings"].keys() ^ settings.keys())
+def _first(lines: Sequence[str]) -> list[str]:
+    return [*lines[:SHOWN], *([f"  and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
 
 
 def _is_first_start_of_fresh(record: Mapping[str, Any], start: str) -> bool:
     return start.startswith("fresh") and (start == "fresh" or record.get("start") != start)
 
 
-def _has_finished(record: Mapping[str, Any], settings: Mapping[str, Any], config: DictConfig) -> bool:
-    resumes = config.trainer.resume_mode == "auto"
-    return resumes and record.get("state") == "finished" and not _differing(record, settings)
-
-
 def unused(path: Path) -> Path:
-    """`path`, or with the first number that makes it one that is not there: `folder.1`, `file.1.suffix`."""
+    """Return `path`, or where it exists `folder.N` or `file.N.suffix` with the first free number."""
     stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     numbered = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
 class KeepRun(Callback):
-    """Opens the folder of a recipe's run, `trainer.default_local_dir`, and puts verl's loggers there.
+    """Hydra's callback of the recipes: opens `trainer.default_local_dir` and puts verl's loggers there.
 
-    Refuses to go on there with other settings than the run was started with.
+    It refuses to go on there with other settings than those the run was started with.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """See `Callback`. Exits with status 2 where it refuses, with 0 where nothing is left to do."""
+        """Open the folder. Exits with status 2 where that is refused, with 0 where the run has finished already."""
         try:
             opened = begin(config, os.environ.get(START, ""))
         except (RunRefused, OSError) as error:
             say(f"oar: {error}", sys.stderr)
             sys.exit(2)
-        except Exception:  # Hydra would go on without it
+        except Exception:  # Hydra would log it and go on without the folder
             traceback.print_exc()
             sys.exit(1)
         if opened is None:
@@ -307,6 +281,5 @@ class KeepRun(Callback):
         OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds a variable there itself
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """See `Callback`. A run that is cut off does not get here."""
-        state: State = "finished" if job_return.status is JobStatus.COMPLETED else "failed"
-        end(Path(str(config.trainer.default_local_dir)).absolute(), state)
+        """Record how the run ended. A run that is cut off does not get here."""
+        end(_folder(config), "finished" if job_return.status is JobStatus.COMPLETED else "failed")

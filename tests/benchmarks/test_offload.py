@@ -1,6 +1,9 @@
 """The candidates of masked copies compute the same; scaled figures, the page and the command."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pandas as pd
 import psutil
@@ -129,6 +132,24 @@ def test_nothing_is_reported_where_candidates_disagree(tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
+def command(process):
+    """Its command line; empty where it has ended, even if nobody has waited for it yet."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def test_a_process_that_ended_and_was_not_waited_for_has_no_command():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(child.pid)
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert command(process) == ""
+    child.wait()
+    assert command(process) == ""
+
+
 @pytest.mark.slow
 def test_whole_study_on_an_engine(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
@@ -142,8 +163,8 @@ def test_whole_study_on_an_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "score", score)
     before = set(psutil.Process().children(recursive=True))
     assert main([*SMALL, "--rounds", "2", "--copies-at-most", "6", "--out", str(tmp_path)]) == 0
-    left = [p for p in psutil.Process().children(recursive=True) if p not in before and p.is_running()]
-    assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
+    left = [command(p) for p in psutil.Process().children(recursive=True) if p not in before]
+    assert not [words for words in left if words and "resource_tracker" not in words]
 
     content = json.loads((tmp_path / "perturbation_cpu_1m_40.json").read_text())
     runs = content["runs"]["runs"]

@@ -1,8 +1,10 @@
 """`oar launch`: from the command line to what is run."""
 
 import copy
+import json
 import os
 import shlex
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -14,7 +16,7 @@ from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
 from oar_plugin.runs import recipe, run_folder
-from oar_plugin.runs.launch import runs
+from oar_plugin.runs.launch import job, runs
 from oar_plugin.runs.launch.job import for_nodes
 from verl_cpu.launch import cpu_environment
 
@@ -48,9 +50,11 @@ def environment(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", [["--on", "slurm"], ["--on", "ray", "--hosts", "a,b,c,d"]])
 def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environment, tmp_path):
     environment["PATH"] = "/bin"
-    assert main(["launch", FOUR, *where, "--dry-run", "trainer.experiment_name='a b'", "--env", "A=it's"]) == 0
+    assert (
+        main(["launch", FOUR, *where, "--dry-run", "trainer.experiment_name='a b'", "--env", "A=it's", "--fresh"]) == 0
+    )
     said = capsys.readouterr()
-    parts = ("export A='it'\"'\"'s'", "--nodes 4 --gpus 32 --timeout 900", "bin/activate")
+    parts = ("export A='it'\"'\"'s'", "--nodes 4 --gpus 32 --timeout 900", "bin/activate", "export OAR_START=fresh:")
     assert [part for part in parts if part not in said.out] == []
     assert "4 nodes with 8 GPUs, checkpoints in /shared/c/oar/a b" in said.err
     assert not list(tmp_path.iterdir())
@@ -58,51 +62,81 @@ def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environme
 
 def test_a_dry_run_on_kubernetes_prints_a_manifest_with_folders_on_the_volume(capsys, environment):
     environment |= {"OAR_DATA": "/home/me/data", "WANDB_API_KEY": "of mine"}
-    assert (
-        main(["launch", FOUR, *PODS.split(), "--mount", "/disk", "--dry-run", "--recipe-on-nodes", "/workspace/r"]) == 0
-    )
+    where = [*PODS.split(), "--mount", "/disk", "--recipe-on-nodes", "/workspace/r"]
+    assert main(["launch", FOUR, *where, "--dry-run", "--resume"]) == 0
     said = capsys.readouterr()
     head = yaml.safe_load(said.out)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     variables = {entry["name"]: entry["value"] for entry in head["env"]}
-    assert (variables["OAR_DATA"], variables["OAR_CHECKPOINTS"]) == ("/disk/data/oar", "/disk/checkpoints")
+    wanted = {"OAR_DATA": "/disk/data/oar", "OAR_CHECKPOINTS": "/disk/checkpoints", "OAR_START": "resume"}
+    assert wanted.items() <= variables.items()
     assert "--config-path /workspace/r" in variables["OAR_LAUNCH_SCRIPT"]
     assert "bin/activate" not in variables["OAR_LAUNCH_SCRIPT"]
     assert "of mine" not in said.out
     assert "--secret NAME" in said.err
 
 
-def test_files_of_this_machine_are_not_looked_for_in_a_container(capsys):
-    assert main(["launch", FOUR, "--on", "slurm", "--srun=--container-image=i.sqsh", "--dry-run"]) == 0
-    said = capsys.readouterr().err
-    assert "data: not checked" in said
-    assert "memory: not checked" not in said
+def levels(said):
+    """Subject and level of the findings on standard error."""
+    lines = [line.split(": ") for line in said.splitlines() if line.startswith("oar launch: ")]
+    return {(words[1], words[2]) for words in lines if len(words) > 3}
 
 
-def test_a_template_of_ones_own(capsys, tmp_path):
-    (tmp_path / "mine.j2").write_text("{{ nodes }} nodes\n")
-    assert main(["launch", FOUR, *PODS.split(), "--template", "mine.j2", "--dry-run"]) == 0
-    assert capsys.readouterr().out == "4 nodes\n"
-
-
-def test_on_this_machine_it_becomes_the_training_process(monkeypatch, capsys):
+def test_what_is_missing_stops_a_run_and_not_a_dry_one(capsys, monkeypatch):
     became = []
 
-    def execvp(*arguments):
-        became.extend([*arguments, os.environ["NCCL_DEBUG"]])
+    def execvp(program, words):
+        became.append((program, words, os.environ["NCCL_DEBUG"]))
         raise SystemExit  # it does not return
 
     monkeypatch.setattr(os, "execvp", execvp)
-    arguments = ["launch", ONE, "--variant", "grpo", "--env", "NCCL_DEBUG=INFO", "trainer.total_epochs=1", "--no-check"]
+    arguments = ["launch", ONE, "--variant", "grpo", "--env", "NCCL_DEBUG=INFO", "trainer.total_epochs=1"]
+    assert main([*arguments, "--gpu", "H100", "--gpu-memory", "20"]) == 1
+    said = capsys.readouterr()
+    assert {("memory", "missing"), ("data", "missing")} <= levels(said.err)
+    assert "GPUs of 20 GiB" in said.err
+    assert "oar data gsm8k math math500" in said.err
+    assert "--no-check" in said.err.splitlines()[-1]
+    assert (said.out, became) == ("", [])
     with pytest.raises(SystemExit):
-        main(arguments)
-    program, words, variable = became
+        main([*arguments, "--no-check"])
+    ((program, words, variable),) = became
     assert words[:3] == [program, "-m", "verl.trainer.main_ppo"]
-    assert words[6] == "grpo"
-    assert words[7].startswith("trainer.save_freq=")
-    assert words[-2:] == ["trainer.total_epochs=1", f"trainer.experiment_name={ONE}-grpo-s1"]
+    assert words[6:] == ["grpo", "trainer.total_epochs=1", f"trainer.experiment_name={ONE}-grpo-s1"]
     assert variable == "INFO"
+    capsys.readouterr()
     assert main([*arguments, "--dry-run"]) == 0
-    assert shlex.split(capsys.readouterr().out) == ["env", "NCCL_DEBUG=INFO", "OAR_CHECKPOINTS=/shared/c", *words]
+    said = capsys.readouterr()
+    assert ("data", "missing") in levels(said.err)
+    assert shlex.split(said.out) == ["env", "NCCL_DEBUG=INFO", "OAR_CHECKPOINTS=/shared/c", *words]
+
+
+def test_a_job_asks_for_the_time_that_is_given_and_files_of_a_container_are_not_looked_for(capsys):
+    words = ["--max-time", "7", "--sbatch=--time=1", "--srun=--container-image=i.sqsh"]
+    assert main(["launch", FOUR, "--on", "slurm", "--dry-run", *words]) == 0
+    said = capsys.readouterr()
+    times = [line for line in said.out.splitlines() if line.startswith("#SBATCH --time=")]
+    assert times == ["#SBATCH --time=7:00:00", "#SBATCH --time=1"]
+    assert "GPU-hours on 32 GPUs" in said.err
+    assert {subject for subject, level in levels(said.err) if level == "not checked"} == {"data", "model", "reward"}
+
+
+def test_pods_run_their_own_copy_of_a_recipe_or_one_that_is_named(capsys, tmp_path):
+    patch = tmp_path / "patch.yaml"
+    patch.write_text("rayjob: {metadata: {labels: {queue: gpus}}}")
+    assert main(["launch", FOUR, *PODS.split(), "--dry-run", "--patch", str(patch)]) == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out)["metadata"]["labels"] == {"queue": "gpus"}
+    assert '--config-path "$$recipe"' in said.out
+    assert str(recipe.find_recipe(FOUR)) not in said.out
+    shutil.copytree(recipe.find_recipe(FOUR), tmp_path / "mine")
+    assert main(["launch", str(tmp_path / "mine"), *PODS.split(), "--dry-run"]) == 2
+    assert f"{tmp_path}/mine: a folder of this machine" in capsys.readouterr().err
+
+
+def test_a_template_of_ones_own(capsys, tmp_path):
+    (tmp_path / "mine.j2").write_text("{{ nodes }} nodes\npython -m oar_plugin.launch.wait\n")
+    assert main(["launch", FOUR, *PODS.split(), "--template", "mine.j2", "--dry-run"]) == 0
+    assert capsys.readouterr().out == "4 nodes\npython -m oar_plugin.runs.launch.wait\n"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +178,6 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
             f"{FOUR} {PODS} --env OAR_CHECKPOINTS=/sharedx",
             "/sharedx/oar/qwen2_5_32b_megatron-oar-s1: not on the volume",
         ),
-        (f"{FOUR} --on slurm --gpus-per-node 4", "trainer.n_gpus_per_node=8 does not fit on a node"),
         (f"{FOUR} --on slurm --env OAR_CHECKPOINTS=c", "set OAR_CHECKPOINTS to a folder on shared storage"),
         (f"{FOUR} --on slurm --template no.j2", "no.j2"),
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
@@ -159,6 +192,9 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{ONE} --env NOPE", "--env NOPE: not set here"),
         (f"{ONE} --env HF_TOKEN", "--env HF_TOKEN: a secret"),
         (f"{ONE} --env 'a b=1'", "--env a b=1: not a name"),
+        (f"{ONE} --gpu H1", "--gpu H1"),
+        (f"{ONE} --gpu-memory -1", "--gpu-memory -1"),
+        (f"{ONE} --max-time 9", "--max-time belongs to --on slurm"),
     ],
 )
 def test_what_cannot_work_is_one_sentence_and_status_2(words, message, capsys, monkeypatch):
@@ -225,13 +261,6 @@ def test_a_run_that_ran_out_of_memory_is_found_and_what_was_never_started_not_re
     assert "no run there; name it with trainer.experiment_name=..." in said
 
 
-@pytest.mark.parametrize("on", ["slurm", "ray", "kubernetes"])
-def test_how_to_start_reaches_the_driver_everywhere(on, capsys):
-    where = {"slurm": "--on slurm", "ray": "--on ray --hosts a,b,c,d", "kubernetes": f"{PODS} --mount /shared"}[on]
-    assert main(["launch", FOUR, *where.split(), "--fresh", "--dry-run"]) == 0
-    assert "OAR_START" in capsys.readouterr().out
-
-
 @pytest.fixture
 def child(monkeypatch, environment, tmp_path):
     """What runs in place of verl: a line of Python, which sees the run's overrides."""
@@ -241,26 +270,32 @@ def child(monkeypatch, environment, tmp_path):
         code = (
             f"import sys, time, signal; name = [w for w in sys.argv if 'experiment_name' in w][0].split('=')[1]; {code}"
         )
-        monkeypatch.setattr(recipe, "command", lambda folder, variant, words: ["python", "-c", code, *words])
+        monkeypatch.setattr(job, "command", lambda folder, variant, words: ["python", "-c", code, *words])
 
     return make
 
 
 def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd, tmp_path):
     (done,) = runs.plan_runs(recipe.find_recipe(ONE), ["oar"], [2])
-    run_folder.end(run_folder.begin(done.config), "finished")
+    folder = run_folder.begin(done.config)
+    run_folder.end(folder, "finished")
+    (folder / "metrics").mkdir()
+    for name, steps in (("start", {10: 0.4, 20: 0.6, 30: 0.9}), ("start.1", {21: 0.1, 30: 0.5})):  # from step 20
+        lines = [{"step": n, "data": {"loss": 1, "val-core/a/acc/mean@4": value}} for n, value in steps.items()]
+        (folder / "metrics" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     child("print(name); sys.exit(3 if name.endswith('s1') else 0)")
     assert main(["launch", ONE, "--seeds", "3", "--no-check", "trainer.total_training_steps=9"]) == 2, "others"
     assert main(["launch", ONE, "--seeds", "3", "--no-check"]) == 1
     said = capfd.readouterr()
     assert [line for line in said.out.splitlines() if line.startswith(ONE)] == [f"{ONE}-oar-s1", f"{ONE}-oar-s3"]
     assert f"{ONE}-oar-s1: failed, exit status 3" in said.err
-    rows = [line.split()[:3] for line in said.out.splitlines() if line.startswith(" ") and ONE in line]
-    assert rows == [
+    rows = [line.split() for line in said.out.splitlines() if line.startswith(" ") and ONE in line]
+    assert [row[:3] for row in rows] == [
         [f"{ONE}-oar-s1", "not", "started"],
-        [f"{ONE}-oar-s2", "finished", "0"],
+        [f"{ONE}-oar-s2", "finished", "30"],
         [f"{ONE}-oar-s3", "not", "started"],
     ]
+    assert " ".join(rows[1][5:]) == "0.500 (step 30) 0.600 (step 20)"
     assert main(["launch", ONE, "--seeds", "3", "--status"]) == 0
     assert "finished" in capfd.readouterr().out
 

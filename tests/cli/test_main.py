@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from oar_plugin.cli.main import COMMANDS, IN_THE_CHECKOUT, main
+from oar_plugin.cli.main import COMMANDS, main
 from oar_plugin.runs.recipe import find_recipe, recipe_names
 
 RECIPE = "qwen2_5_7b_math"
@@ -18,7 +18,6 @@ WRONG = [("--partitoin", "gpu"), ("--wait", "0"), ("--ssh", "'")]
         *(([command, "--help"], 0, f"usage: oar {command}", "") for command in COMMANDS),
         (["--version"], 0, f"oar_plugin {version('oar_plugin')}\n", ""),
         (["trian"], 2, "", "doctor"),
-        *(([command], 2, "", there) for command, there in IN_THE_CHECKOUT.items()),
         (["plan", RECIPE, "--gpu", "H100-80", "--color"], 2, "", "--color"),
         # A wrong option is not taken for an override.
         *((["launch", RECIPE, "--dry-run", *words], 2, "", words[0]) for words in WRONG),

@@ -35,8 +35,7 @@ AT_ONCE = [  # words, what is said
     ("launch X --on ray --hosts=", "--hosts: '': a list"),
     ("inspect DIR --steps", "--steps: expected one argument"),
     ("inspect --steps 1,x DIR", "--steps: invalid"),
-    ("data gsm8k --limit 0", "--limit: 0: at least 1"),
-    ("data gsm8k --out --limit 3", "--out: expected one argument"),
+    ("data gsm8k --out --list", "--out: expected one argument"),
     *((f"{command} X --colour", "--colour") for command in ("plan", "launch", "inspect", "recipes copy Y", "doctor")),
 ]
 
@@ -72,7 +71,8 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "step_000003.jsonl").write_text("\n".join(lines), encoding="utf-8")
         (tmp_path / name / "step_last.jsonl").write_text(DUMP[1], encoding="utf-8")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/train.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
     return tmp_path
 
 
@@ -85,7 +85,7 @@ def folder(tmp_path, monkeypatch):
         *((f"{command} list", 2, "list/oar.yaml does not compose") for command in ("plan", "launch --dry-run")),
         (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
         (f"recipes copy {RECIPE} dump", 2, "dump exists"),
-        ("data aime24 --from rows.jsonl --out file/data", 1, "choose another place with --out"),
+        ("data aime24 --from rows --out file/data", 1, "choose another place with --out"),
         ("inspect dump", 0, "4 of 5 lines skipped"),
         ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),
@@ -131,11 +131,12 @@ def test_no_cell_is_cut_off_in_a_narrow_terminal_and_a_row_is_a_line_in_a_pipe(w
 def test_a_locale_without_the_letters_changes_nothing_but_how_they_look(tmp_path):
     (tmp_path / "step_3.jsonl").write_text("\n".join(DUMP), encoding="utf-8")
     code = """
-from oar_plugin.cli.doctor import _print_table
 from oar_plugin.cli.main import main
-from oar_plugin.runs.launch.finding import Finding
+from oar_plugin.cli.tables import console, table
 assert main(["inspect", "."]) == main(["inspect", ".", "--format", "text"]) == main(["recipes"]) == 0
-_print_table([Finding("Schl\\xfcssel \\u2192 \\u9375", "missing", "\\xd7")])
+shown = table("Schl\\xfcssel \\u2192 \\u9375")
+shown.add_row("\\xd7")
+console().print(shown)
 print("\\u2192")
 """
     locale = {

@@ -23,7 +23,7 @@ from oar_plugin.hosts.verl import agent_loop
 from oar_plugin.hosts.verl.agent_loop import Group
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
-from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
 from oar_plugin.passes.segments import LostTime
 from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
@@ -162,7 +162,8 @@ def run(monkeypatch):
 
 def status_of(fields):
     record = OffloadRecord.from_row(fields[OFFLOAD])
-    assert fields[ENGINE_FIELDS[REPORT]][0] == record.status
+    assert fields[ENGINE_FIELDS[STATUS]].dtype == torch.int64
+    assert fields[ENGINE_FIELDS[STATUS]].tolist() == [record.status]
     return Status(record.status)
 
 

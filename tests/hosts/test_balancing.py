@@ -9,7 +9,6 @@ from tensordict import TensorDict
 
 pytest.importorskip("verl")
 
-import verl.workers.engine  # noqa: F401  else its hook and ours import each other
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
@@ -80,13 +79,13 @@ def test_a_rank_fills_up_with_its_shortest_rows_and_leaves_the_others_where_they
 
 
 class Engine(ImportancePass):
-    """An engine whose ranks' largest count is given."""
+    """An engine whose maximum over ranks is given."""
 
     def __init__(self, largest, most=8, divisor=1):
         self.largest, self.divisor = largest, divisor
         self.engine_config = SimpleNamespace(micro_batch_size_per_gpu=most, max_token_len_per_gpu=100)
 
-    def largest_count(self, count):
+    def max_over_ranks(self, count):
         assert count <= self.largest
         return self.largest
 

@@ -1,14 +1,10 @@
-"""What the plugin touches of verl: the list is whole, what is missing is found and named, and only that is refused."""
+"""What is said of a verl: its version, what it lacks, and that a run which asks for that is told while others are not."""
 
-import ast
 import importlib
-import inspect
 import logging
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -16,152 +12,28 @@ pytest.importorskip("verl")
 
 import verl
 
-import oar_plugin.hosts.verl
 from oar_plugin.config import OarConfigError
+from oar_plugin.hosts.required_api import requirements
 from oar_plugin.hosts.verl import capabilities, hydra_conf, plugin
-from oar_plugin.hosts.verl.capabilities import FEATURES, TRAINERS, Use, accepted, missing, unchecked, version_note
+from oar_plugin.hosts.verl.capabilities import accepted, missing, unchecked, version_note
 from oar_plugin.hosts.verl.settings import resolve_here
 from tests.hosts.test_settings import OFFLOAD, config
 from tests.limits import PROCESS_S
 
-FOLDER = Path(oar_plugin.hosts.verl.__file__).parent
-# Our modules, and the features that they make.
-MODULES = {
-    "trainer": tuple(TRAINERS),
-    "balancing": (*TRAINERS, "fsdp", "megatron"),
-    "importance_pass": ("fsdp", "megatron"),
-    "fsdp": ("fsdp",),
-    "engine_copies": ("fsdp",),
-    "megatron": ("megatron",),
-    "agent_loop": ("offload",),
-    "rollout_server": ("offload",),
-    "rollout_worker": ("offload",),
-}
-NEEDS = {"megatron": "megatron.core", "offload": "vllm"}  # to be imported at all
 
-features = pytest.mark.parametrize(
-    "feature",
-    [
-        pytest.param(feature, marks=pytest.mark.skipif(find_spec(need.split(".")[0]) is None, reason=f"without {need}"))
-        if (need := NEEDS.get(feature))
-        else feature
-        for feature in FEATURES
-    ],
-)
+def test_a_module_that_cannot_be_imported_here_was_not_checked_and_is_not_missing(monkeypatch):
+    def fail(module):
+        raise OSError("libcuda.so.1: cannot open shared object file")
 
-
-@features
-def test_this_verl_has_all_of_it_and_all_of_it_was_looked_at(feature):
-    assert missing(feature) == unchecked(feature) == []
-
-
-def imported(module):
-    """What a module of ours imports from verl: pairs of module and name."""
-    for node in ast.walk(ast.parse((FOLDER / f"{module}.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "verl":
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
-def test_every_module_of_ours_that_imports_verl_is_looked_at_here():
-    light = {"recipe", "best_checkpoint"}  # verl's own check of a configuration; named only where verl can have it
-    found = {file.stem for file in FOLDER.glob("*.py") if any(imported(file.stem))}
-    assert found - light == set(MODULES)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_import_is_listed(module):
-    for feature in MODULES[module]:
-        listed = {(use.module, use.name.split(".")[0]) for use in FEATURES[feature]}
-        modules = {use.module for use in FEATURES[feature]}
-        for place, name in imported(module):
-            assert (place, name) in listed or f"{place}.{name}" in modules, (feature, place, name)
-
-
-@features
-def test_our_own_methods_take_the_parameters_that_are_listed(feature):
-    """For each of verl's methods that we override: by the class that stands in verl's place."""
-    ours = [
-        value
-        for module, of in MODULES.items()
-        if feature in of
-        for value in vars(importlib.import_module(f"oar_plugin.hosts.verl.{module}")).values()
-        if isinstance(value, type) and value.__module__.startswith("oar_plugin")
-    ]
-    for use in FEATURES[feature]:
-        if use.override is None:
-            continue
-        methods = [vars(cls)[name] for cls in ours if (name := use.name.split(".")[-1]) in vars(cls)]
-        assert methods, use.name
-        parameters = list(inspect.signature(methods[0]).parameters.values())[1:]
-        assert tuple(map(capabilities._shown, parameters)) == use.override, use.name
-
-
-def places_of(use):
-    """What holds the thing that is listed, a class and bases of it say, and its name there; nothing where instances do."""
-    owner = importlib.import_module(use.module)
-    *path, name = use.name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    classes = getattr(owner, "__mro__", ())
-    if any(capabilities._sets(cls, name) for cls in classes):
-        return []
-    return [(holder, name) for holder in classes or (owner,) if name in vars(holder)]
-
-
-@features
-def test_whatever_is_taken_away_is_named(feature, monkeypatch):
-    taken = 0
-    for use in FEATURES[feature]:
-        with monkeypatch.context() as doctored:
-            for place in (places := places_of(use)):
-                doctored.delattr(*place)
-            taken += bool(places)
-            assert (f"{use.module}: {use.name} is not there" in missing(feature)) == bool(places), use
-    assert taken > len(FEATURES[feature]) / 2
-    assert missing(feature) == []
-
-
-@features
-def test_a_function_that_takes_other_arguments_is_found(feature, monkeypatch):
-    def other(self=None, *, renamed):
-        """Neither what we pass nor what we override."""
-
-    for use in FEATURES[feature]:
-        if use.call is None and use.override is None:
-            continue
-        with monkeypatch.context() as doctored:
-            doctored.setattr(*places_of(use)[0], other)
-            assert any(line.startswith(f"{use.module}: {use.name} takes (") for line in missing(feature)), use
-
-
-def test_a_renamed_parameter_and_one_more_are_found(monkeypatch):
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-    from verl.utils import tensordict_utils
-
-    monkeypatch.setattr(tensordict_utils, "pop", lambda data, name, default: None)
-    (line,) = missing("fsdp")
-    assert "pop takes (data, name, default); OAR calls it with (_, key=, default=)" in line
-    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics, step=0: None)
-    (line,) = missing("sync")
-    assert line.endswith("_compute_advantage takes (batch, metrics, step); OAR's own takes (batch, metrics)")
-
-
-def test_a_module_that_is_gone_is_missing_and_one_that_lacks_a_package_was_not_looked_at(monkeypatch):
-    gone, broken = Use("verl.no.such.module", "x"), Use("tests.hosts.verl_without_a_package", "x")
-    monkeypatch.setattr(capabilities, "FEATURES", {"gone": (gone,), "broken": (broken,)})
-    assert missing("gone") == ["verl.no.such.module is not there"]
-    assert unchecked("gone") == []
-
-    class Finder:
-        @staticmethod
-        def find_spec(name, path=None, target=None):
-            if name == broken.module:
-                raise ImportError("libcuda.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    assert missing("broken") == []
-    (line,) = unchecked("broken")
-    assert "libcuda.so.1" in line
+    assert unchecked("sync") == []
+    monkeypatch.setattr(importlib, "import_module", fail)
+    modules = requirements(capabilities.FEATURES["fsdp"]).modules
+    capabilities._unimportable.cache_clear()
+    lines = unchecked("fsdp")
+    capabilities._unimportable.cache_clear()
+    assert len(lines) == len(modules)
+    assert all("(OSError: libcuda.so.1" in line for line in lines)
+    assert missing("fsdp") == []
 
 
 def test_the_version_is_verls_own():

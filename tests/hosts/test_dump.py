@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,10 @@ from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.estimator import reshape
-from oar_plugin.hosts.verl.dump import Credited, siblings
-from oar_plugin.hosts.verl.viewer import Viewer
+from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
 from oar_plugin.page.dumps import choose
 from oar_plugin.page.record import parse_header, parse_response
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, SEGMENTS
+from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine.world import nested
 
 TOKENIZER = make_tokenizer(384)
@@ -41,13 +40,23 @@ SCORED, NOT_NEEDED, NO_ANSWER = Status.SCORED, Status.NOT_NEEDED, Status.NO_ANSW
     ],
 )
 def test_groups_with_both_outcomes_are_chosen_first(rewards, statuses, groups, chosen):
-    keys = [f"{uid}_x_{session}_0" for uid in "abc" for session in (0, 1)]
-    rewards, statuses = torch.tensor(rewards, dtype=torch.float), torch.tensor(statuses)
-    own = torch.ones(6).bool()
-    assert choose(siblings(keys, own).values(), rewards, statuses, groups) == chosen
-    turned = choose(siblings(keys[::-1], own).values(), rewards.flip(0), statuses.flip(0), groups)
-    assert all(a > b for a, b in turned), "siblings as they were sampled"
-    assert choose(siblings(keys, ~own).values(), rewards, statuses, groups) == [], "rows that fill up a batch"
+    rows = [
+        (f"{uid}_x_{session}_0", reward, status)
+        for uid, session, reward, status in zip("aabbcc", (0, 1) * 3, rewards, statuses, strict=True)
+    ]
+
+    def shown(rows, own=True):
+        """Numbers of the rows, as verl's batch has them."""
+        keys, rewards, statuses = zip(*rows, strict=True)
+        scores = {"rm_scores": nested([torch.tensor([0.0, reward]) for reward in rewards])}
+        reshaped = SimpleNamespace(status_B=torch.tensor(statuses))
+        own_B = torch.full((6,), own)
+        batch = QueuedBatch(keys, own_B, own_B, reshaped, lambda keys, select_fields: TensorDict(scores, 6))
+        return [[keys.index(one.uid) for one in group] for group in choose(batch.siblings(), groups)]
+
+    assert shown(rows) == chosen
+    assert all(a > b for a, b in shown(rows[::-1])), "siblings as they were sampled"
+    assert shown(rows, own=False) == [], "rows that fill up a batch"
 
 
 class World:
@@ -75,7 +84,8 @@ class World:
         self.restart()
 
     def restart(self):
-        self.viewer = Viewer(self.oar, TOKENIZER, str(self.folder.parent))
+        self.credit = TokenCredit(self.oar, TOKENIZER, home=self.folder.parent)
+        self.viewer = Viewer(self.credit)
 
     def read(self, keys, select_fields):
         self.asked.append((len(keys), tuple(select_fields)))
@@ -92,10 +102,9 @@ class World:
         segments[torch.arange(6), torch.tensor(self.lengths) - 1] = int(Segment.ANSWER)
         importance = torch.rand(6, 6, generator=generator) * mask
         advantage = torch.tensor([1.0, -1.0] * 3)[:, None] * mask
-        fields = {"advantages": advantage, IMPORTANCE: importance, SEGMENTS: segments, NEEDED: torch.ones(6, 1)}
-        done = reshape(advantage, importance, segments == Segment.REASONING, torch.zeros(6).long(), self.oar)
-        batch = Credited(step, self.keys, torch.ones(6).bool(), TensorDict(fields, 6), done, self.read)
-        return self.viewer.show(batch, dict(loggers))
+        reshaped = self.credit.reshape(step, advantage, importance, segments, torch.zeros(6).long())
+        every_B = torch.ones(6).bool()
+        return self.viewer.show(QueuedBatch(self.keys, every_B, every_B, reshaped, self.read), dict(loggers))
 
     def lines(self, step):
         first, *others = (self.folder / f"step_{step:06d}.jsonl").read_text().splitlines()
@@ -156,7 +165,8 @@ def test_steps_after_the_one_that_a_run_resumed_from_are_no_longer_its_newest(tm
     (world.folder / "step_of_mine.jsonl").write_text("")
     (world.folder / "step_000009.jsonl.discarded").write_text("older")
     world.restart()
-    metrics = [world.show(step)["oar/dump_failed"] for step in (5, 6, 12, 9)]
+    with caplog.at_level(logging.WARNING, "oar_plugin"):
+        metrics = [world.show(step)["oar/dump_failed"] for step in (5, 6, 12, 9)]
     names = [
         "step_000003.jsonl",
         "step_000006.jsonl",
@@ -203,7 +213,7 @@ def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monke
 
 @pytest.mark.parametrize(("given", "where"), [("dump", "dump"), ("{root}/own/one", "own/one")])
 def test_files_are_beside_the_checkpoints_unless_told_otherwise_and_the_log_says_where(tmp_path, capsys, given, where):
-    assert World(tmp_path, dir=given.format(root=tmp_path)).viewer.dumps.folder == tmp_path / where
+    assert World(tmp_path, dir=given.format(root=tmp_path)).credit.dumps.folder == tmp_path / where
     assert str(tmp_path / where) in capsys.readouterr().out
 
 

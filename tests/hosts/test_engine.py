@@ -10,7 +10,7 @@ import torch
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences, error, worst
 from tests.limits import PROCESS_S
@@ -176,7 +176,8 @@ def test_the_pass_is_deterministic(results, case):
 @pytest.mark.parametrize("case", ["single packed fisher", "single packed oar_p", "megatron pp2 fisher"])
 def test_status_and_segments(results, case):
     for result in results(case):
-        assert [Status(int(report[0])).name for report in result[REPORT]] == world.STATUS
+        assert {status.dtype for status in result[STATUS]} == {torch.int64}
+        assert [Status(int(status)).name for status in result[STATUS]] == world.STATUS
         for row, segments in enumerate(result[SEGMENTS]):
             if row in world.SCORED:
                 assert torch.equal(segments.long(), world.segments_of(world.ROWS[row][1]))
@@ -188,7 +189,7 @@ def test_status_and_segments(results, case):
 @pytest.mark.parametrize("layout", ["packed", "checkpointing", "bf16", "offload"])
 def test_without_memory_a_batch_is_plain_grpo_and_updates_are_those_of_a_fresh_engine(results, layout, where):
     (behind, without), starved = results("single out of memory")[f"{layout} {where}"]
-    names = [Status(int(report[0])).name for report in starved[REPORT]]
+    names = [Status(int(status)).name for status in starved[STATUS]]
     assert names == [name.replace("SCORED", "OUT_OF_MEMORY") for name in world.STATUS]
     assert all((importance == 0).all() for importance in starved[IMPORTANCE])
     assert starved["traces"] == []
@@ -206,7 +207,7 @@ def test_a_process_that_others_wait_for_and_one_without_a_way_back_say_what_to_l
 @pytest.mark.parametrize("case", [case for case in cases.named() if "fails" in case.split()])
 def test_a_search_that_fails_on_one_rank_falls_back_on_all_that_hold_the_response(results, case):
     for result in results(case):
-        assert int(result[REPORT][world.FAILS][0]) == Status.SEARCH_FAILED
+        assert int(result[STATUS][world.FAILS]) == Status.SEARCH_FAILED
         assert (result[SEGMENTS][world.FAILS] == Segment.OUTSIDE).all()
 
 

@@ -19,7 +19,7 @@ from oar_plugin.hosts.verl.offload import (
     merged,
     offload_metrics,
 )
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, SECONDS, SEGMENTS, STATUS
 from tests.hosts.engine.world import nested
 
 
@@ -57,7 +57,7 @@ def fields_of(names, values, segment, statuses, lengths):
     columns = (
         [torch.full((n,), value) for value, n in zip(values, lengths, strict=True)],
         [torch.full((n,), segment, dtype=torch.int8) for n in lengths],
-        [torch.tensor([float(status), 0.0]) for status in statuses],
+        [torch.tensor([int(status)]) for status in statuses],
     )
     return {name: nested(rows) for name, rows in zip(names, columns, strict=True)}
 
@@ -75,14 +75,16 @@ def test_the_actor_fills_what_the_engines_left_and_nothing_else(asked):
     fields |= fields_of(ENGINE_FIELDS.values(), [1.0, 2.0, 3.0, 1.0], 1, statuses, scored)
     assert actor_may_help(torch.tensor(statuses)).tolist() == [False, True, False, False]
     if asked:
-        fields |= fields_of(FIELDS, [-7.0] * 4, 2, [Status.SCORED] * 4, lengths)
+        fields |= fields_of(ENGINE_FIELDS, [-7.0] * 4, 2, [Status.SCORED] * 4, lengths)
+        fields[SECONDS] = nested([torch.tensor([0.5])] * 4)
     padded = TensorDict(fields, batch_size=4).to_padded_tensor()
     asked_B, padding_B = torch.tensor([False, asked, False, False]), torch.tensor([False, False, False, True])
     got = merged(padded, asked_B, padding_B, offloading("entropy"))
     score, segment, status = (-7.0, 2, Status.SCORED) if asked else (2.0, 1, Status.TIMED_OUT)
     assert got[IMPORTANCE].tolist() == [[1.0, 1, 1, 0], [score] * 4, [3.0, 3, 0, 0], [0.0] * 4]
     assert got[SEGMENTS].tolist() == [[1, 1, 1, 0], [segment] * 4, [1, 1, 0, 0], [0] * 4]
-    assert got[REPORT][:, 0].tolist() == [Status.SCORED, status, Status.NO_ANSWER, Status.NOT_NEEDED]
+    assert got[STATUS][:, 0].tolist() == [Status.SCORED, status, Status.NO_ANSWER, Status.NOT_NEEDED]
+    assert got[SECONDS][:, 0].tolist() == [0.0, 0.5 * asked, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -90,11 +92,11 @@ def test_a_fallback_without_a_scale_of_its_own_is_made_free_of_it(scale):
     """Nats of the engines stay what they are; a Fisher norm beside them does not change with the embeddings' scale."""
     fields = {"advantages": torch.ones(2, 3)}
     for names, importance in (
-        (FIELDS, torch.tensor([[9.0, 9, 9], [1.0, 2, 3]]) * scale),
+        (ENGINE_FIELDS, torch.tensor([[9.0, 9, 9], [1.0, 2, 3]]) * scale),
         (ENGINE_FIELDS.values(), torch.full((2, 3), 0.5)),
     ):
         reasoning = torch.full((2, 3), int(Segment.REASONING), dtype=torch.int8)
-        fields |= dict(zip(names, (importance, reasoning, torch.zeros(2, 2)), strict=True))
+        fields |= dict(zip(names, (importance, reasoning, torch.zeros(2, 1, dtype=torch.long)), strict=True))
     padded = TensorDict(fields, batch_size=2)
     got = merged(padded, torch.tensor([False, True]), torch.tensor([False, False]), offloading("fisher"))
     torch.testing.assert_close(got[IMPORTANCE], torch.tensor([[0.5, 0.5, 0.5], [0.5, 1.0, 1.5]]))

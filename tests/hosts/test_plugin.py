@@ -1,6 +1,5 @@
 """The entry point: what it registers, that it is inert, and that it is loud."""
 
-import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -13,10 +12,10 @@ pytest.importorskip("verl")
 import verl  # noqa: F401
 import wrapt
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.workers.engine.base import EngineRegistry
 
-from oar_plugin.hosts.verl import fsdp, plugin
+from oar_plugin.hosts.verl import fsdp, plugin, trainer
 from tests.hosts.test_settings import config
 from tests.limits import PROCESS_S
 
@@ -72,9 +71,9 @@ def test_importing_verl_does_not_import_the_trainers():
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_trainers_are_ours_for_oar_and_verls_own_for_everything_else(mode, monkeypatch):
-    ours = importlib.import_module("oar_plugin.hosts.verl.trainer").TRAINERS[mode]
+    ours = get_trainer_cls(mode)
     host = ours.host
-    assert get_trainer_cls(mode) is ours
+    assert ours.__name__.startswith("Oar")
     monkeypatch.setattr(host, "__init__", lambda self, config: None)
 
     def build(estimator):
@@ -109,5 +108,34 @@ def test_a_check_that_fails_leaves_verls_own_in_place(monkeypatch):
         raise OSError("a folder without a version file")
 
     monkeypatch.setattr(plugin.capabilities, "missing", fail)
-    monkeypatch.setattr(fsdp, "register", lambda: pytest.fail("registered all the same"))
+    monkeypatch.delitem(sys.modules, fsdp.__name__)
     plugin._register_engines(SimpleNamespace(__name__="verl.workers.engine"))
+    assert fsdp.__name__ not in sys.modules, "imported, and so registered, all the same"
+
+
+class Foreign:
+    """Another plugin's class, with nothing of verl's."""
+
+
+def registries():
+    """Each registry of verl's that we change, a key of ours in it, and what registers."""
+    engines = EngineRegistry._engines["language_model"]["fsdp2"]
+    (key,) = (key for key, engine in engines.items() if issubclass(engine, fsdp.OarFSDPMixin))
+    return [(trainer_base.TRAINER_REGISTRY, "sync", trainer.register), (engines, key, fsdp.register)]
+
+
+def test_trainers_and_engines_are_made_of_what_is_registered_unless_that_is_not_verls():
+    for registry, key, register in registries():
+        ours = registry[key]
+        try:
+            register()
+            assert registry[key] is ours, "a second time changes nothing"
+            registry[key] = theirs = type("Theirs", (ours.host,), {})
+            register()
+            assert registry[key].host is theirs
+            registry[key] = Foreign
+            with pytest.raises(RuntimeError, match=r"(sync|fsdp2).* already replaced by .*Foreign"):
+                register()
+            assert registry[key] is Foreign
+        finally:
+            registry[key] = ours

@@ -30,7 +30,7 @@ RECIPE_OF = {
     "colocate_async": "qwen2_5_7b_colocate_async",
     "separate_async": "qwen2_5_7b_separate_async",
 }
-WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "tests.hosts.cpu_alone"}
+WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "cpu"}  # the CPU stack alone
 WITH = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
 OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/")
 """Metrics of time and memory, which are never the same twice."""

@@ -15,6 +15,7 @@ pytest.importorskip("verl")
 
 import verl  # noqa: F401
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.v1 import get_trainer_cls
 
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig
@@ -26,7 +27,8 @@ from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
+from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
@@ -60,7 +62,7 @@ class World:
         tags = [{"seq_len": PROMPT + length} for length in self.lengths]
         self.batch = KVBatchMeta(keys=[*self.keys], partition_id="train", extra_info={}, tags=tags)
         algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
-        self.trainer = object.__new__(ours.TRAINERS[mode])
+        self.trainer = object.__new__(get_trainer_cls(mode))
         self.trainer.config = OmegaConf.create(
             {
                 "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},
@@ -75,7 +77,8 @@ class World:
         self.trainer._viewer = SimpleNamespace(show=lambda batch, loggers: {})
         self.trainer.logger = SimpleNamespace(logger={})
         self.trainer.use_critic = False
-        self.trainer.tokenizer = SimpleNamespace(eos_token_id=0, decode=str)
+        self.trainer.tokenizer = make_tokenizer(384)
+        self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
@@ -104,14 +107,16 @@ class World:
             row[-1] = Segment.ANSWER
         rows = [torch.rand(length, generator=generator) for length in self.lengths]
         rows = rows if importance is None else [torch.full_like(row, importance) for row in rows]
-        reports = [torch.tensor([float(status), 0.5]) for _ in rows]
-        self.fields |= {IMPORTANCE: nested(rows), SEGMENTS: nested(segments), REPORT: nested(reports)}
+        self.fields |= {IMPORTANCE: nested(rows), SEGMENTS: nested(segments)}
+        for name, value in ((STATUS, int(status)), (SECONDS, 0.5)):
+            self.fields[name] = nested([torch.tensor([value]) for _ in rows])
 
     def report_from_engines(self, statuses):
         """As the agent loop puts it into the queue with each response."""
         self.report_from_actor()
-        self.fields |= {ENGINE_FIELDS[name]: self.fields.pop(name) for name in FIELDS}
-        self.fields[ENGINE_FIELDS[REPORT]] = nested([torch.tensor([float(status), 0.0]) for status in statuses])
+        del self.fields[SECONDS]
+        self.fields |= {theirs: self.fields.pop(name) for name, theirs in ENGINE_FIELDS.items()}
+        self.fields[ENGINE_FIELDS[STATUS]] = nested([torch.tensor([int(status)]) for status in statuses])
         done = {"copies": 4, "tokens": 40, "generated_at": 1e9, "done_at": (1e9,) * 11}
         self.fields[OFFLOAD] = torch.stack([OffloadRecord(int(s), 1, **done).to_row() for s in statuses])
 
@@ -312,8 +317,7 @@ def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(wo
 
 def test_groups_are_dumped_with_the_advantage_before_reshaping(world, tmp_path):
     one = world(dump={"dir": "dump"})
-    one.trainer.tokenizer = make_tokenizer(384)
-    one.trainer._viewer = Viewer(one.trainer.oar, one.trainer.tokenizer, str(tmp_path))
+    one.trainer._viewer = Viewer(TokenCredit(one.trainer.oar, one.trainer.tokenizer, home=tmp_path))
     one.batch.tags[2]["is_padding"] = True
     one.report_from_actor()
     plain = one.host_advantage()

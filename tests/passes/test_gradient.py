@@ -11,7 +11,7 @@ from oar_plugin.credit.importance.base import squared_norm
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores, run_forwards
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.tap import Tap
@@ -105,11 +105,14 @@ def request_of(kind, **more):
     return Request(name, **{"temperature": TEMPERATURE, "sigma": 0.05, **more})
 
 
-def forward_and_backward(model, taps, batch, tap):
-    taps.tap = tap
-    model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-    if tap.scalar is not None:
-        tap.scalar.backward()
+def forward_and_backward(model, taps, batch, one):
+    """All forwards of a micro-batch's pass."""
+
+    def model_forward(forward, set_tap):
+        set_tap(one)
+        model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
+
+    run_forwards(taps, one.importance.forwards(one.request.num_draws, log_probs=False), model_forward)
 
 
 def measure(model, kind, batch=None, **more):
@@ -118,9 +121,7 @@ def measure(model, kind, batch=None, **more):
     packed, layout = packed_rows(*batch)
     one = MicroBatchPass(request, packed, layout)
     with ModelTaps(model) as taps:
-        for forward in one.importance.forwards(request.num_draws, log_probs=False):
-            with torch.set_grad_enabled(forward.backward is not None):
-                forward_and_backward(model, taps, batch, one.tap(forward))
+        forward_and_backward(model, taps, batch, one)
     return one.scores, packed
 
 
@@ -212,14 +213,33 @@ def test_each_backward_of_several_is_what_it_is_alone(model):
 
 def test_every_row_of_every_backward_and_draw_has_signs_of_its_own(model):
     batch = padded(rows_of())
-    one = MicroBatchPass(request_of(Signs), *packed_rows(*batch))
+    one = MicroBatchPass(request_of(Signs, num_draws=2), *packed_rows(*batch))
     Signs.drawn.clear()
     with ModelTaps(model) as taps:
-        for forward in one.importance.forwards(2):
-            forward_and_backward(model, taps, batch, one.tap(forward))
+        forward_and_backward(model, taps, batch, one)
     rows = torch.cat(Signs.drawn)
     correlation = (rows @ rows.T / rows.shape[1]).fill_diagonal_(0)
     assert correlation.abs().max() < 6 / rows.shape[1] ** 0.5
+
+
+def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_backward(model):
+    """What the noise-free forward measured reaches the perturbed ones; no tap is left behind."""
+    batch, seen = padded(rows_of()), []
+    one = MicroBatchPass(request_of("oar_g", num_draws=2), *packed_rows(*batch))
+    with ModelTaps(model) as taps:
+
+        def model_forward(forward, set_tap):
+            assert taps.tap is None
+            set_tap(one)
+            seen.append((forward.backward, torch.is_grad_enabled(), taps.tap))
+            model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
+
+        run_forwards(taps, one.importance.forwards(2), model_forward)
+        assert taps.tap is None
+    assert [(backward, graph) for backward, graph, _ in seen] == [(None, False), (0, True), (0, True)]
+    assert [tap.measured.noise_free_BV is not None for *_, tap in seen] == [True, False, False]
+    with pytest.raises(AssertionError, match="no tap"), ModelTaps(model) as taps:
+        run_forwards(taps, one.importance.forwards(1), lambda forward, set_tap: None)
 
 
 @pytest.mark.parametrize("kind", ["fisher", "oar_g", "decision", TWO, NoisySurprise])
@@ -243,9 +263,7 @@ def test_micro_batches_write_into_one_place(model):
         for chosen in ([3, 1], [0, 2]):
             batch = padded([rows[i] for i in chosen])
             place_T = torch.cat([torch.arange(*packed.offsets[i : i + 2].tolist()) for i in chosen])
-            one = MicroBatchPass(request, *packed_rows(*batch), scores, place_T)
-            for forward in one.importance.forwards(1):
-                forward_and_backward(model, taps, batch, one.tap(forward))
+            forward_and_backward(model, taps, batch, MicroBatchPass(request, *packed_rows(*batch), scores, place_T))
     assert_same_scores(scores, whole)
 
 
@@ -273,7 +291,9 @@ def test_a_rank_that_holds_a_part_adds_its_part(model, kind):
     local = [torch.where(mine_T, layout.local_T, -1) for mine_T in (first_T, ~first_T)]
     ones = [MicroBatchPass(request, packed, Layout(local_T, local_T, layout.num_embeddings)) for local_T in local]
     with ModelTaps(model) as taps:
-        forward_and_backward(model, taps, batch, joined(*(one.tap(one.importance.forwards(1)[0]) for one in ones)))
+        tap = taps.tap = joined(*(one.tap(one.importance.forwards(1)[0]) for one in ones))
+        model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
+        tap.scalar.backward()
     total = Scores(kind(), len(packed.token_T), CPU)
     for name in ("score_KT", "entropy_T", "log_prob_T"):
         parts = [getattr(one.scores, name) for one in ones]

@@ -176,7 +176,7 @@ def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, budge
     """Under FSDP: a process without responses idles through all rounds, and idling changes no number."""
     most, asked = 40, []
 
-    def in_step(forwards):
+    def max_over_ranks(forwards):
         asked.append(forwards)
         return most
 
@@ -184,7 +184,7 @@ def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, budge
     copies = copies_of(llama, 1, budget=budget)
     alone = copies.importance(wanted)
     calls.clear()
-    got = copies.importance(wanted, in_step)
+    got = copies.importance(wanted, max_over_ranks)
     assert len(asked) == rounds
     assert all(forwards < most for forwards in asked[1:])
     assert len(calls) == sum(max(most, forwards) for forwards in asked)

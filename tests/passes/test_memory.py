@@ -53,11 +53,13 @@ def counted(importance, probe, length):
     one = MicroBatchPass(Request(importance, probe), packed, Layout(where_T, where_T, total))
     hidden_TH, head = torch.randn(total, HIDDEN, requires_grad=True), torch.nn.Linear(HIDDEN, VOCABULARY)
     head.requires_grad_(False)
+    noise_free_BV = None
     with Counted() as memory:
         for forward in one.importance.forwards(1):
-            tap = one.tap(forward)
+            tap = one.tap(forward, noise_free_BV)
             with torch.set_grad_enabled(forward.backward is not None):
                 tap.scalar = tap.probe(head, hidden_TH[tap.row_position_N])
+            noise_free_BV = tap.measured.noise_free_BV
             if tap.scalar is not None:
                 tap.scalar.backward()
     assert hidden_TH.grad is not None

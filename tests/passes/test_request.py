@@ -47,6 +47,14 @@ def test_copies_go_to_the_actor_unless_the_rollout_engines_run_them_and_all_trav
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 
+def test_without_a_fallback_nothing_is_asked_of_the_actor():
+    perturbation = {"backend": "rollout", "fallback": "none"}
+    config = OarConfig.parse({"importance": "oar_p", "perturbation": perturbation})
+    assert config.actor_importance is None
+    with pytest.raises(AssertionError):
+        Request.from_config(config, 5, 100)
+
+
 def test_what_stands_in_for_a_token():
     padded, unpadded = SimpleNamespace(pad_token_id=0), SimpleNamespace(pad_token_id=None)
     copies = OarConfig(importance="oar_p")

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from oar_plugin.cli.recipes import summary
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.runs.plan import Plan, choose_gpu
+from oar_plugin.runs.plan.hardware import choose_gpu
+from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import VARIANTS, check_config, compose_recipe, gpus_needed
 from recipes.smoke import architecture_of, group_of
 
@@ -117,22 +118,20 @@ def test_stand_in_has_the_architecture_of_the_model():
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "reward", "gpus_of_a_node", "expected"),
+    ("trainer", "rollout", "reward", "expected"),
     [
-        ((4, 8), None, None, None, (4, 8, 32)),
-        ((2, 4), None, None, 8, (1, 8, 8)),  # two parts on one machine
-        ((1, 4), (1, 4), None, None, (1, 8, 8)),  # one machine, split
-        ((2, 8), (1, 8), None, None, (3, 8, 24)),
-        ((1, 8), (2, 4), None, None, (2, 8, 16)),
-        ((1, 4), (1, 4), (1, 2), None, (3, 4, 10)),
-        ((1, 4), (1, 4), (1, 2), 8, (2, 8, 10)),
+        ((4, 8), None, None, (4, 8, 32)),
+        ((1, 4), (1, 4), None, (1, 8, 8)),  # one machine, split
+        ((2, 8), (1, 8), None, (3, 8, 24)),
+        ((1, 8), (2, 4), None, (2, 8, 16)),  # two parts on one machine
+        ((1, 4), (1, 4), (1, 2), (3, 4, 10)),
     ],
 )
-def test_nodes_and_gpus_are_those_of_all_pools(trainer, rollout, reward, gpus_of_a_node, expected):
+def test_nodes_and_gpus_are_those_of_all_pools(trainer, rollout, reward, expected):
     nodes = [{"nnodes": n, "n_gpus_per_node": gpus} for n, gpus in (trainer, rollout or (0, 8), reward or (0, 8))]
     config = {
         "trainer": {**nodes[0], "v1": {"trainer_mode": "separate_async" if rollout else "sync"}},
         "actor_rollout_ref": {"rollout": nodes[1]},
         "reward": {"reward_model": {**nodes[2], "enable_resource_pool": reward is not None}},
     }
-    assert gpus_needed(OmegaConf.create(config), gpus_of_a_node) == expected
+    assert gpus_needed(OmegaConf.create(config)) == expected

@@ -1,5 +1,8 @@
 """Every recipe for two steps on a CPU: its own yaml, real verl, real Ray, real vLLM, a tiny model."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,9 @@ pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
 from oar_plugin.hosts.verl.settings import resolve
-from recipes.smoke import SmokeFailed, group_of
+from recipes.smoke import SmokeFailed, group_of, sizes
 from tests.hosts.whole_run import check, smoke, whole_run, with_a_signal
+from tests.limits import PROCESS_S
 from tests.recipes.test_recipes import FOLDER, RECIPES, composed, differing, flat
 
 pytestmark = whole_run
@@ -69,6 +73,14 @@ def test_a_recipe_without_a_run_of_its_own_is_the_same_run(name):
     one = flat(composed(recipe, "oar", "+cpu_smoke=dp"))
     same = flat(composed(other, "oar", "+cpu_smoke=dp", *THE_SAME_RUN[name]))
     assert differing(one, same) <= {"trainer.experiment_name", "trainer.total_epochs"}
+
+
+def test_on_a_machine_with_gpus_the_sizes_are_found_as_well():
+    """There the plugin verl_cpu adds no config groups."""
+    words = [sys.executable, "-m", "verl.trainer.main_ppo", *sizes(RECIPES[0], "oar", "tiny"), "--cfg", "job"]
+    environment = {**os.environ, "VERL_PLATFORM": "nvidia", "OAR_SMOKE": "/made/up"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
+    assert "path: ${smoke}/model" in done.stdout, done.stderr
 
 
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path):

@@ -13,7 +13,8 @@ from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.tracking import Tracking
 
-from oar_plugin.runs.launch.schedule import KEEP_BEST
+from oar_plugin.runs.recipe import find_recipe
+from tests.recipes.test_recipes import composed
 
 
 class Trainer:
@@ -25,7 +26,8 @@ class Trainer:
             "resume_mode": resume_mode,
             "resume_from_path": None,
             "max_actor_ckpt_to_keep": 2,
-            "checkpoint_callback_class": KEEP_BEST,
+            "save_freq": 10,
+            "checkpoint_callback_class": composed(find_recipe("qwen2_5_7b_math")).trainer.checkpoint_callback_class,
         }
         self.folder, self.callback = folder, build_checkpoint_callback(OmegaConf.create({"trainer": trainer}))
         self.logger = Tracking("oar", "test", "console")

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import subprocess
 import sys
 
@@ -20,8 +19,7 @@ from oar_plugin.runs.run_folder import (
     check,
     end,
     has_finished,
-    progress,
-    variables,
+    state,
 )
 
 
@@ -116,7 +114,7 @@ def test_a_run_that_has_finished_has_nothing_left_to_do(folder):
     assert begin(config(folder)) is None
     assert not has_finished(config(folder), "fresh:1")
     assert begin(config(folder, trainer__total_epochs=2), "resume") == folder
-    assert progress(folder).state == "unfinished"
+    assert state(folder) == "unfinished"
 
 
 def test_where_a_process_trains_no_other_one_enters_or_moves_the_folder(tmp_path, monkeypatch):
@@ -174,6 +172,24 @@ def test_a_key_that_another_version_has_added_is_noted_and_one_that_changed_refu
         check(config(folder, data__seed=2))
 
 
+REWARD = "reward__custom_reward_function__path"
+
+
+def test_a_run_that_was_begun_with_old_module_names_goes_on(tmp_path, capsys):
+    run, old, new = tmp_path / "run", "pkg://oar_plugin.hosts.verl.reward", "pkg://oar_plugin.runs.reward"
+    assert begin(config(run, **{REWARD: old})) == run
+    record = (run / RECORD).read_text().replace(new, old)  # as it was written
+    assert old in record
+    for path in (new, old):  # today's recipe, and a copy of an old one
+        (run / RECORD).write_text(record)
+        assert begin(config(run, **{REWARD: path})) == run
+    assert [path.name for path in run.glob("run*.yaml")] == [RECORD]
+    assert capsys.readouterr().err == ""
+    (run / RECORD).write_text(record)
+    with pytest.raises(RunRefused, match=r"reward\.custom_reward_function\.path: .* there, .*/mine\.py.* now"):
+        check(config(run, **{REWARD: "/mine.py"}))
+
+
 def test_a_record_that_is_none_is_refused(folder):
     (folder / RECORD).write_text("state: [")
     with pytest.raises(RunRefused, match="move it away"):
@@ -189,9 +205,9 @@ def test_the_driver_opens_the_folder_before_ray_starts_and_notes_how_the_run_end
     places = {"VERL_FILE_LOGGER_PATH": f"{folder}/metrics/start.jsonl", "TENSORBOARD_DIR": f"{folder}/tensorboard"}
     assert run.ray_kwargs.ray_init.runtime_env.env_vars == places
     run.ray_kwargs.ray_init.runtime_env["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"  # as verl 0.9.0 does
-    for status, state in ((JobStatus.FAILED, "failed"), (JobStatus.COMPLETED, "finished")):
+    for status, ended in ((JobStatus.FAILED, "failed"), (JobStatus.COMPLETED, "finished")):
         KeepRun().on_job_end(run, _ended(status))
-        assert progress(folder).state == state
+        assert state(folder) == ended
     for other, status in ((config(folder), 0), (config(folder, data__seed=2), 2)):
         with pytest.raises(SystemExit) as ended:
             KeepRun().on_run_start(other)
@@ -205,28 +221,3 @@ def _ended(status):
     made = JobReturn()
     made.status = status
     return made
-
-
-def test_progress_is_read_over_all_starts(folder, monkeypatch):
-    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-
-    def start(*rows, cut=""):
-        file = variables(folder)["VERL_FILE_LOGGER_PATH"]
-        lines = [json.dumps({"step": step, "data": data}) for step, data in rows]
-        with open(file, "w") as stream:
-            stream.write("\n".join([*lines, cut]))
-
-    def validated(one, other):
-        return {
-            "val-core/a/acc/mean@4": one,
-            "val-core/b/acc/mean@4": other,
-            "val-core/b/acc/best@4/mean": 1,
-            "loss": 1,
-        }
-
-    assert progress(folder.parent / "none").state == "not started"
-    start((0, validated(0, 0.2)), (20, validated(0.4, 0.6)), (30, validated(1, 1)))
-    start((20, validated(0.4, 0.6)), (21, {"loss": 1}), cut='{"step": 22, "da')  # from the checkpoint of step 20
-    end(folder, "failed")
-    made = progress(folder)
-    assert (made.state, made.step, made.accuracy) == ("failed", 21, pytest.approx({0: 0.1, 20: 0.5}))

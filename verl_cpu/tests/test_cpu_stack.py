@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import importlib.metadata
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.limits import PROCESS_S
 from verl_cpu import cpu_environment, cpu_overrides, distribution, vllm_worker
 from verl_cpu.session import ATTEMPTS, RAY_DID_NOT_START, TIMED_OUT, Session, run_verl, session
 
+ROOT = Path(__file__).parents[2]
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 
 
@@ -178,8 +180,8 @@ class TestInstall:
         script = """
 import sys, torch, verl
 import verl_cpu as cpu
-if not cpu.wanted(): sys.exit(77)
-cpu.install(); finders = len(sys.meta_path); cpu.install()
+assert cpu.wanted() and cpu._installed
+finders = len(sys.meta_path); cpu.install()
 assert len(sys.meta_path) == finders
 import verl_cpu.launch
 assert "verl.workers.engine.base" not in sys.modules, "install() imported what it should have waited for"
@@ -195,38 +197,20 @@ for kind in ("language_model", "value_model"):
     for backend in ("fsdp", "fsdp2"):
         assert issubclass(EngineRegistry.get_engine_cls(kind, backend), CpuFSDPMixin)
 """
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none"},  # this stack alone, without the rest of the plugin
-            capture_output=True,
-            text=True,
-            timeout=PROCESS_S,
-        )
-        if done.returncode == 77:
-            pytest.skip("this machine has an accelerator")
+        done = run_script(script, VERL_USE_EXTERNAL_PLUGINS="cpu")  # without oar_plugin
         assert done.returncode == 0, done.stderr
 
-    def test_before_verl_it_leaves_the_plugin_whole(self):
-        script = """
-import sys
-import verl_cpu as cpu
-if not cpu.wanted(): sys.exit(77)
-cpu.install()
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-assert "oar" in ADV_ESTIMATOR_REGISTRY
-"""
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PROCESS_S)
-        if done.returncode == 77:
-            pytest.skip("this machine has an accelerator")
+    def test_oar_is_registered_whichever_of_the_two_is_imported_first(self):
+        done = run_script("import verl_cpu as cpu\ncpu.install()" + OAR_IS_THERE)
         assert done.returncode == 0, done.stderr
         assert "failed to load" not in done.stderr
 
     def test_overrides_fit_the_configuration_of_verl(self):
         import hydra
 
-        from oar_plugin.hosts.verl import hydra_conf
+        from verl_cpu import conf
 
-        hydra_conf.register()
+        conf.register()
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
             config = hydra.compose("ppo_trainer", overrides=[*cpu_overrides(workers=2), "trainer.device=cpu"])
         assert config.trainer.n_gpus_per_node == config.ray_kwargs.ray_init.num_gpus == 2
@@ -239,6 +223,74 @@ assert "oar" in ADV_ESTIMATOR_REGISTRY
         for patch in cpu.PATCHES:
             where, _, name = patch.apply.partition(":")
             assert callable(getattr(importlib.import_module(where), name))
+
+
+OAR_IS_THERE = """
+import verl, hydra
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.trainer.ppo.v1 import get_trainer_cls
+from oar_plugin.hosts.verl.hydra_conf import command_line
+assert "oar" in ADV_ESTIMATOR_REGISTRY
+for mode in ("sync", "colocate_async", "separate_async"):
+    assert get_trainer_cls(mode).__module__ == "oar_plugin.hosts.verl.trainer"
+words = ["oar=published"]
+with command_line(words), hydra.initialize_config_module("verl.trainer.config", version_base=None):
+    assert hydra.compose("ppo_trainer", overrides=words).algorithm.oar.gate == "bi_level"
+"""
+
+
+def run_script(script: str, *path: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run it in a process with these folders in front of the search path, beside a CPU build of torch."""
+    if torch.version.cuda or torch.version.hip or torch.accelerator.is_available():
+        pytest.skip("this torch is built for an accelerator")
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(ROOT)])
+    words, folder = [sys.executable, "-c", script], path[0] if path else ROOT  # the first that Python looks in
+    return subprocess.run(
+        words, cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=PROCESS_S
+    )
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("file", "code", "reported"),
+    [
+        ("plugin.py", "import os; os.write(2, b'spoilt'); raise RuntimeError", False),  # verl hides it
+        ("__init__.py", "\ndef install(): raise RuntimeError('spoilt')", True),
+    ],
+)
+def test_a_fault_in_it_leaves_oar_registered_and_is_reported(file, code, reported, tmp_path):
+    shutil.copytree(ROOT / "verl_cpu", tmp_path / "verl_cpu", ignore=shutil.ignore_patterns("tests", "*.egg-info"))
+    with (tmp_path / "verl_cpu" / file).open("a") as source:
+        source.write(code)
+    done = run_script(OAR_IS_THERE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "spoilt" in done.stderr
+    assert ("verl_cpu failed to load" in done.stderr) == reported
+
+
+@needs_verl
+@pytest.mark.parametrize("asked", [{"VERL_PLATFORM": "nvidia"}, {}])
+def test_beside_a_gpu_and_where_it_is_refused_it_changes_nothing(asked):
+    """A GPU is made up: torch says that there is one."""
+    done = run_script(
+        f"""
+import importlib.metadata, sys, torch
+torch.cuda.is_available = lambda: not {bool(asked)}
+import verl, wrapt
+loaded = {{name for name in sys.modules if name.startswith("verl_cpu")}}
+assert loaded == {{"verl_cpu", "verl_cpu.launch", "verl_cpu.plugin"}}, loaded
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("verl_cpu")]
+from verl.plugin.platform import PlatformRegistry
+assert "cpu" not in PlatformRegistry.registered_names()
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+assert "CpuSearchPath" not in [each.__name__ for each in Plugins.instance().discover(SearchPathPlugin)]
+""",
+        **asked,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "verl_cpu" not in done.stderr
 
 
 SLEEP = "import time; time.sleep(600)"

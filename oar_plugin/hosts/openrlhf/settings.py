@@ -1,4 +1,4 @@
-"""A run's settings, and which of OpenRLHF's arguments OAR does not go with."""
+"""Reads a run's settings, and refuses the arguments of OpenRLHF that OAR does not support."""
 
 import json
 from operator import attrgetter
@@ -14,7 +14,10 @@ OPTION = "--algo.advantage.plugin_args"
 
 
 def settings_of(args: Any) -> OarConfig:
-    """The settings in OpenRLHF's arguments. OarConfigError: what cannot work, a line each: key, value, what is allowed."""
+    """Returns the settings in OpenRLHF's arguments.
+
+    OarConfigError: a setting or an argument that cannot work; a line for each, with key, value and what is allowed.
+    """
     try:
         settings = json.loads(given := args.algo.advantage.plugin_args)
     except json.JSONDecodeError:

@@ -1,7 +1,7 @@
-"""verl's agent loop with scoring: after a response is finished and rewarded, before it enters the replay queue.
+"""verl's agent loop with scoring, which follows the reward of a response and precedes the replay queue.
 
 The engines hold the current weights until the batch is complete, so the copies of early responses run while late ones are
-still being generated. A response is scored once it is known that it can matter: as soon as two rewards of its group differ.
+still being generated. A response is scored as soon as two rewards of its group differ: only then can its weights matter.
 A group whose rewards are all equal costs nothing.
 """
 
@@ -10,11 +10,12 @@ import logging
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -27,13 +28,16 @@ from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
-from oar_plugin.passes.request import IMPORTANCE, REPORT, SEGMENTS, replacement_token
+from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS, replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
+if TYPE_CHECKING:
+    from verl.workers.rollout.llm_server import LLMServerClient
+
 logger = logging.getLogger("oar_plugin")
 
-PRIORITY = 2**30  # of the copies: behind anything that is generated (vLLM serves small numbers first)
+PRIORITY = 2**30  # of the copies: after everything that is generated (vLLM runs small numbers first)
 ATTEMPTS = 2  # to score a response
 STATUS_OF_FAULT = {
     None: Status.SCORED,
@@ -44,16 +48,16 @@ STATUS_OF_FAULT = {
     "failed": Status.ENGINE_FAILED,
 }
 
-# Advantages of these are zero for every response of a group whose rewards are equal. Others normalise over the batch.
+# With these estimators, equal rewards in a group make all of its advantages zero. Others normalise over the batch.
 ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
 
 
 class Group:
-    """The responses to one prompt: says, as early as it is known, whether their rewards differ.
+    """The responses to one prompt. It tells, as early as possible, whether their rewards differ.
 
     Args:
         size: responses that are to come.
-        decides: False where equal rewards do not mean that nothing is to be learnt; then every response matters at once.
+        decides: whether equal rewards make all advantages zero; if not, every response matters at once.
     """
 
     def __init__(self, size: int, decides: bool) -> None:
@@ -64,14 +68,14 @@ class Group:
         self._settle()
 
     def report(self, reward: float | None) -> None:
-        """A response is finished; None when it failed, or has no reward yet (then every other one may matter)."""
+        """A response is finished. The reward is None when it failed or has no reward yet."""
         self._missing -= 1
         if reward is not None:
             self._rewards.add(reward)
         self._settle()
 
     def reward_comes_later(self) -> None:
-        """Rewards are computed after this loop: all responses may matter."""
+        """Rewards are computed after this loop, so all responses may matter."""
         self._differ = True
         self._settle()
 
@@ -121,6 +125,14 @@ _session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's worker, which runs agent loops, with scoring."""
+
+    # What the host's worker provides.
+    config: DictConfig
+    tokenizer: Any
+    model_config: Any
+    llm_client: "LLMServerClient"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._oar = resolve(self.config)
@@ -152,7 +164,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         finally:
             _session.reset(token)
-            if not session.reported:  # it failed, or had nothing to say: the others must not wait for it
+            if not session.reported:  # it failed: the other responses must not wait for its reward
                 session.report(None)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -167,7 +179,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         session = _session.get()
         if session is None:
             return
-        reward = outputs[-1].reward_score
+        last: AgentLoopOutput = outputs[-1]
+        reward = last.reward_score
         if reward is None:
             session.group.reward_comes_later()
         session.report(reward)
@@ -176,7 +189,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             output.oar_fields = await self._fields(output, session)
 
     async def _fields(self, output: AgentLoopOutput, session: _Session) -> dict[str, Tensor]:
-        """Importance, segments and reports of one output; a fault of ours never stops a run."""
+        """Importance, segments, status and record of one output; a fault of ours never stops a run."""
         length = len(output.response_ids)
         importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
         record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
@@ -199,12 +212,12 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return {
             ENGINE_FIELDS[IMPORTANCE]: torch.from_numpy(importance),
             ENGINE_FIELDS[SEGMENTS]: torch.from_numpy(segments),
-            ENGINE_FIELDS[REPORT]: torch.tensor([float(record.status), 0.0]),
+            ENGINE_FIELDS[STATUS]: torch.tensor([int(record.status)]),
             OFFLOAD: record.to_row(),
         }
 
     def _lost(self, step: int) -> LostTime:
-        """Of the newest step that responses came from."""
+        """The time lost in the newest step that responses came from."""
         if step > self._lost_time[0]:
             self._lost_time = step, LostTime()
         return self._lost_time[1]
@@ -255,14 +268,14 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         )
 
     async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
-        """One call to one engine; whatever goes wrong comes back as a fault.
+        """One call to one engine; every error is returned as a fault.
 
         `after_exchange`: first wait until the engine admits requests again, which takes as long as the trainer takes.
         """
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
         server_id, call = None, None
         try:
-            # With what the server is chosen by, where verl's router asks for it.
+            # Some versions of verl's router choose the server by the prompt.
             acquire = self.llm_client._acquire_server
             server_id, server = await acquire(request_id, **accepted(acquire, prompt_ids=task.token_ids))
             if after_exchange:
@@ -284,6 +297,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 class OarAgentLoopManager(AgentLoopManagerTQ):
     """verl's agent-loop manager with our workers."""
+
+    agent_loop_workers_class: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

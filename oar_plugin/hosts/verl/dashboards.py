@@ -19,29 +19,24 @@ QUANTILES = (1, 10, 50, 90, 99)
 
 @dataclass(frozen=True)
 class Picture:
-    """What dashboards show of one step.
+    """What dashboards show of one step."""
 
-    Attributes:
-        step: training step.
-        weights: of the reasoning tokens of all scored responses, `[T]`.
-        importance: of the same tokens, `[T]`.
-        responses: one group; empty where no response mattered.
-        header: of the run.
-    """
-
-    step: int
-    weights: np.ndarray
-    importance: np.ndarray
-    responses: Sequence[Response]
-    header: Header
+    step: int  # training step
+    weights: np.ndarray  # of the reasoning tokens of all scored responses, `[T]`
+    importance: np.ndarray  # of the same tokens, `[T]`
+    responses: Sequence[Response]  # one group; empty where no response mattered
+    header: Header  # of the run
 
     @property
     def histograms(self) -> dict[str, np.ndarray]:
-        """What there is to count, by its name; importance, which spans powers of ten, as its logarithm."""
+        """The values to count, by name; of importance, which spans powers of ten, the logarithm."""
         positive = self.importance[self.importance > 0]
         # numpy has no 64 bins between float32 numbers that are almost the same.
-        found = {"oar/weights": self.weights.astype(float), "oar/importance_log10": np.log10(positive.astype(float))}
-        return {name: values for name, values in found.items() if len(values)}
+        values_of = {
+            "oar/weights": self.weights.astype(float),
+            "oar/importance_log10": np.log10(positive.astype(float)),
+        }
+        return {name: values for name, values in values_of.items() if len(values)}
 
     @cached_property
     def page(self) -> str:
@@ -72,7 +67,7 @@ def tensorboard(logger: Any, picture: Picture) -> None:
 
 
 def code_block(responses: Sequence[Response]) -> str:
-    """Responses as a block of code in Markdown: TensorBoard renders nothing else that keeps hostile text as it is."""
+    """Responses as a code block in Markdown, the only form in which TensorBoard keeps hostile text as it is."""
     from rich.console import Console
     from rich.table import Table
 
@@ -88,8 +83,8 @@ def mlflow(logger: Any, picture: Picture) -> None:
     from mlflow import log_metrics, log_text
 
     values = {
-        f"{name}/p{share}": float(np.percentile(found, share))
-        for name, found in picture.histograms.items()
+        f"{name}/p{share}": float(np.percentile(counted, share))
+        for name, counted in picture.histograms.items()
         for share in QUANTILES
     }
     if values:

@@ -1,47 +1,54 @@
 """verl's FSDP and FSDP2 engines with importance: one forward for log-probs, entropy and importance.
 
-`importance_pass.py` chooses the rows and makes the result's fields; this runs the forwards of `passes.gradient`, micro-batch by
-micro-batch, through verl's own `forward_step`, which knows inputs, autocast and outputs. verl makes a forward's inputs inside
-of that, so what a forward is for is a function that makes its `Tap` once they are known: the engine's one attribute.
+`importance_pass.py` chooses the rows and makes the fields of the result. This file runs `passes.gradient` micro-batch by
+micro-batch through verl's own `forward_step`, and masked copies. verl makes a forward's inputs inside `forward_step`, so the
+engine holds a function that sets the forward's tap once the inputs are known: its one attribute.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, distributed, nn
+from transformers import DynamicCache
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engine, score_fields
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engines, score_fields
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, run_forwards
+from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.tap import Tap, UnsupportedModelError
 from oar_plugin.passes.taps import ModelTaps, check_model, unwrapped
+
+OnInputs = Callable[[TensorDict, Tensor], None]
+"""Called with verl's micro-batch on the device and with this rank's input ids, right before the model runs."""
 
 
 class OarFSDPMixin(ImportancePass):
     """Importance for a verl FSDP engine. Put it before the engine in the list of bases."""
 
-    # What the host's engine provides.
+    # Attributes of the host's engine.
     module: nn.Module
     use_remove_padding: bool
     use_ulysses_sp: bool
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: Any
 
-    # The forward under way: the hooks, and what makes its tap once verl has the micro-batch on the device and its inputs.
-    _tapped: tuple[ModelTaps, Callable[[TensorDict, Tensor], Tap]] | None = None
+    # During a forward of ours: the hooks, and the function that sets their tap.
+    _tapped: tuple[ModelTaps, OnInputs] | None = None
 
     # ---- the scoring pass
 
     def _score(self, data: TensorDict, request: Request) -> Any:
-        """Forward with a graph and backward to the embeddings, micro-batch by micro-batch."""
         self._limit_micro_batches(data)
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
@@ -53,81 +60,109 @@ class OarFSDPMixin(ImportancePass):
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _score_micro_batch(self, micro_batch: TensorDict, request: Request, taps: ModelTaps) -> dict[str, Any]:
-        """Scores and, unless only importance was asked for, log-probs and entropy of one micro-batch."""
+        """Scores of one micro-batch, and its log-probs and entropy unless the request is for importance only."""
         started, host_seconds = time.perf_counter(), 0.0
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
-        one: MicroBatchPass | None = None
+        scored: MicroBatchPass | None = None
 
-        for forward in request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only):
+        def model_forward(forward: Forward, set_tap: SetTap) -> None:
+            nonlocal output, host_seconds
 
-            def make(micro_batch: TensorDict, local_input_ids: Tensor, forward: Forward = forward) -> Tap:
-                nonlocal one
-                one = one or self._micro_batch_pass(request, micro_batch, local_input_ids)
-                return one.tap(forward)
+            def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
+                nonlocal scored
+                scored = scored or self._micro_batch_pass(request, micro_batch, local_input_ids)
+                set_tap(scored)
 
-            with torch.set_grad_enabled(forward.backward is not None), self._tapping(taps, make):
-                _, output_of_forward = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
+            with self._tapping(taps, on_inputs):
+                _, of_forward = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
             if forward.log_probs:
-                output, host_seconds = output_of_forward, elapsed(started)
-            if taps.tap is not None and taps.tap.scalar is not None:
-                taps.tap.scalar.backward()
-            taps.tap = None
-        assert one is not None
-        one.scores.total(self._sum_over_sharing_ranks)
-        # The forward for log-probs would have been made anyway; the rest is what importance costs.
-        output["model_output"].update(score_fields(request, one.packed, one.scores, elapsed(started) - host_seconds))
+                output, host_seconds = of_forward, elapsed(started)
+
+        forwards = request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only)
+        run_forwards(taps, forwards, model_forward)
+        assert scored is not None
+        scored.scores.total(self._sum_over_sharing_ranks)
+        # The host makes the forward for log-probs anyway; importance costs the rest.
+        seconds = elapsed(started) - host_seconds
+        output["model_output"].update(score_fields(request, scored.packed, scored.scores, seconds))
         return output
 
-    @contextmanager
-    def _tapping(self, taps: ModelTaps, make: Callable[[TensorDict, Tensor], Tap]) -> Iterator[None]:
-        self._tapped = taps, make
+    @contextlib.contextmanager
+    def _tapping(self, taps: ModelTaps, on_inputs: OnInputs) -> Iterator[None]:
+        self._tapped = taps, on_inputs
         try:
             yield
         finally:
             self._tapped = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """verl's inputs; in a pass, also the tap that they are run under."""
+        """verl's inputs; in a pass it also sets the tap of their forward."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
-            taps, make = self._tapped
-            taps.tap = make(micro_batch, inputs["input_ids"])
+            self._tapped[1](micro_batch, inputs["input_ids"])
         return inputs, arguments
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
-        """verl's log-probs and entropy; nothing when only the answer's rows were projected."""
+        """verl's log-probs and entropy; nothing if the tap projects only some rows."""
         if self._tapped is not None and (tap := self._tapped[0].tap) is not None and tap.rows_only:
             return {}
         return super().prepare_model_outputs(  # type: ignore[misc]
             output, output_args, micro_batch, logits_processor_func
         )
 
-    def answer_logits_of(self, micro_batch: TensorDict, row_N: Tensor) -> Tensor:
+    def _reset_after_abort(self) -> Callable[[], object] | None:
+        return getattr(self.module, "reset_iter_state", None)  # FSDP2's, since torch 2.13; FSDP1 has none
+
+    # ---- masked copies
+
+    def _copies_importance(
+        self,
+        data: TensorDict,
+        request: Request,
+        segments: Sequence[Tensor],
+        status_B: Tensor,
+        gradient: Sequence[Tensor],
+    ) -> list[Tensor]:
+        # The token budget of verl's log-prob pass.
+        if self._is_dynamic(data):
+            most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)
+        else:
+            most = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
+        copies = MaskedCopies(self.module, request, most)
+        if self.use_ulysses_sp:
+            copies = _SequenceParallelCopies(self, data, request, most)
+        input_ids = data["input_ids"].unbind()
+        rows = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
+        wanted = {row: (input_ids[row].to(get_device_id()), segments[row], gradient[row]) for row in rows}
+        # verl's `forward_step` runs the model in this autocast.
+        dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
+        with torch.autocast(get_device_name(), dtype) if dtype != torch.float32 else contextlib.nullcontext():
+            scored = copies.importance(wanted, self.max_over_ranks)
+        return [scored.get(row, torch.zeros(len(segment))) for row, segment in enumerate(segments)]
+
+    def logits_of_rows(self, micro_batch: TensorDict, row_N: Tensor) -> Tensor:
         """Logits of some packed positions of a micro-batch, `[N, V]`, on every rank that shares its sequences.
 
-        One forward through verl's own `forward_step`, without a graph.
+        Runs one forward through verl's own `forward_step`, without a graph.
         """
-        read: list[Tensor] = []
+        logits: list[Tensor] = []
         here_N = row_N
 
-        def make(micro_batch: TensorDict, local_input_ids: Tensor) -> Tap:
+        def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
             nonlocal here_N
             local_N = self._local_positions(micro_batch, local_input_ids)[row_N]
             here_N = local_N >= 0
-            return Tap(local_N[here_N], lambda project, hidden_NH: read.append(project(hidden_NH)))
+            taps.tap = Tap(local_N[here_N], lambda project, hidden_NH: logits.append(project(hidden_NH)))
 
-        with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, make):
+        with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, on_inputs):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-        logits_NV = read[0].new_zeros(len(row_N), read[0].shape[-1])
-        logits_NV[here_N] = read[0]
+        logits_NV = logits[0].new_zeros(len(row_N), logits[0].shape[-1])
+        logits_NV[here_N] = logits[0]
         return self._sum_over_sharing_ranks(logits_NV)
 
-    def _way_back(self) -> Callable[[], object] | None:
-        return getattr(self.module, "reset_iter_state", None)  # FSDP2's, of torch 2.13; FSDP1 has none
-
-    # ---- where things are
+    # ---- positions, ranks, refusals
 
     def _micro_batch_pass(self, request: Request, micro_batch: TensorDict, local_input_ids: Tensor) -> MicroBatchPass:
         local_T, input_ids = self._local_positions(micro_batch, local_input_ids), micro_batch["input_ids"]
@@ -136,7 +171,7 @@ class OarFSDPMixin(ImportancePass):
         return MicroBatchPass(request, packed, layout)
 
     def _local_positions(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Tensor:
-        """Where each packed token is on this rank, int64 `[T]` into the flattened inputs; -1 where another rank has it."""
+        """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token."""
         input_ids = micro_batch["input_ids"]
         offsets = input_ids.offsets()
         packed_T = torch.arange(input_ids.values().shape[0], device=input_ids.device)
@@ -149,29 +184,51 @@ class OarFSDPMixin(ImportancePass):
         response_T = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
         return response_T * width + packed_T - offsets[response_T]
 
-    # ---- what this engine is
-
     def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
         if self.use_ulysses_sp:
             distributed.all_reduce(tensor, group=self.ulysses_parallel_group)
         return tensor
 
-    def _check_served(self, request: Request) -> None:
-        if request.importance_object.copies is not None and hasattr(unwrapped(self.module).config, "vision_config"):
+    def _check_supported(self, request: Request) -> None:
+        check_model(self.module)
+        if not hasattr(unwrapped(self.module).config, "vision_config"):
+            return
+        if request.importance_object.copies is not None:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no "
                 f"images; allowed: {without_copies()}"
             )
-        if self.token_bytes is not None:
-            return
-        check_model(self.module)
-        if self.use_ulysses_sp and hasattr(unwrapped(self.module).config, "vision_config"):
+        if self.use_ulysses_sp:
             raise UnsupportedModelError(
                 "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size > 1 with a vision-language model: "
                 "verl slices its inputs after the embeddings, where OAR cannot follow; allowed: 1"
             )
 
 
+class _SequenceParallelCopies(MaskedCopies):
+    """Masked copies through verl's own forward, which divides each sequence among the ranks of a Ulysses group.
+
+    A prefix cannot be shared: verl's attention exchanges heads for positions over the whole pack.
+    """
+
+    def __init__(self, engine: OarFSDPMixin, data: TensorDict, *arguments: Any) -> None:
+        super().__init__(engine.module, *arguments)
+        self._shares_prefix = False
+        self.engine = engine
+        # verl's other fields and flags. Those of any row will do, because the forward projects some rows only.
+        self.template = tu.index_select_tensor_dict(data, torch.tensor([0]))
+
+    def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
+        self.tokens += token_KT.numel()
+        copies, length = token_KT.shape
+        micro_batch = tu.index_select_tensor_dict(self.template, torch.zeros(copies, dtype=torch.long))
+        offsets = torch.arange(copies + 1, device=token_KT.device) * length
+        position_T = torch.arange(length, device=token_KT.device).repeat(copies)
+        for name, values_T in (("input_ids", token_KT.flatten()), ("position_ids", position_T)):
+            micro_batch[name] = torch.nested.nested_tensor_from_jagged(values_T, offsets)
+        return self.engine.logits_of_rows(micro_batch, row_N.to(token_KT.device))
+
+
 def register() -> None:
-    """Called once verl's FSDP engines are imported, and so in its registry."""
-    register_engine(OarFSDPMixin, "fsdp", "fsdp2")
+    """Replace verl's FSDP engines in its registry."""
+    register_engines(OarFSDPMixin, FSDPEngineWithLMHead, "fsdp", "fsdp2")

@@ -1,9 +1,9 @@
-"""Does every node have the driver's plugin? Asked once, before the first step.
+"""Checks once, before the first step, that every node has the driver's plugin.
 
-With the plugin on some of the actor's processes only, these would make collective calls that the others do not: an abort, or a
-hang. On none of them, a run would be plain GRPO for ever. Two versions may score differently.
+If only some of the actor's processes had the plugin, these would make collective calls that the others do not: an abort or a
+hang. If none had it, the run would be plain GRPO. Two versions may score differently.
 
-The question travels to a process by value and imports the plugin where it arrives: a node may have none.
+The question is sent to a process by value and imports the plugin there: a node may have none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 TIME_LIMIT_S = 300.0
-"""For all answers together. A process answers at once, but for one that is still busy with something else."""
+"""For all answers together. A process answers at once unless it is busy with something else."""
 
 
 class NodesDifferError(RuntimeError):
@@ -49,7 +49,7 @@ def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str) -> 
 
 
 def _unlike(here: Mapping[str, str], reference: Any, answered: bool) -> tuple[str, str]:
-    """The node of an answer, and how it differs from the driver: empty where it does not."""
+    """The node of an answer, and how it differs from the driver; the latter is empty where it does not."""
     if not answered:
         return "a node that is not known", f"no answer within {TIME_LIMIT_S:.0f} s"
     try:
@@ -63,10 +63,10 @@ def _unlike(here: Mapping[str, str], reference: Any, answered: bool) -> tuple[st
 
 
 def make_question() -> Callable[[Any, str | None], dict[str, str]]:
-    """The question, as a function that is sent by value: nested, and without anything of this module."""
+    """The question: a nested function that uses nothing of this module, so that it can be sent by value."""
 
     def ask(process: Any, feature: str | None) -> dict[str, str]:
-        """What a process has: `node`, `plugin`, `sources`, `verl`, and `fault`, why it cannot serve OAR, or empty."""
+        """`node`, `plugin`, `sources`, `verl` of a process, and `fault`: why it cannot run OAR, or empty."""
         import hashlib
         import importlib.metadata
         import os

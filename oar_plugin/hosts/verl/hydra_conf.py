@@ -51,7 +51,7 @@ def mentions_oar(arguments: Sequence[str]) -> bool:
 
 
 def misspelt(arguments: Sequence[str]) -> str | None:
-    """What is wrong with how a command line chooses a preset or names OAR's keys, and what to write."""
+    """The fault in how a command line chooses a preset or names OAR's keys, and what to write; None: there is none."""
     for word in arguments:
         if word.startswith("+oar="):
             return f"{word}: presets are chosen without the plus sign; write {word[1:]}"
@@ -65,7 +65,7 @@ class OarSearchPath(SearchPathPlugin):
     """Adds the presets; puts the extended primary config in front when the command line asks for OAR."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """See `SearchPathPlugin`. Exits with a misspelt preset or key: Hydra's own message would not help."""
+        """Hydra's hook. Exits at a misspelt preset or key: Hydra's own message would not help."""
         arguments = sys.argv[1:] if _arguments.get() is None else _arguments.get()
         assert arguments is not None
         if fault := misspelt(arguments):
@@ -78,10 +78,10 @@ class OarSearchPath(SearchPathPlugin):
 
 
 class CheckAtStart(Callback):
-    """Stops a run whose OAR settings cannot work, with the reason on one screen and nothing started yet."""
+    """Stops a run whose OAR settings cannot work, before anything is started."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """See `Callback`. Exits with status 2; Hydra would swallow an exception."""
+        """Hydra's hook. Exits where the configuration cannot work; Hydra would swallow an exception."""
         if not switched_on(config):
             return
         try:
@@ -95,7 +95,7 @@ class CheckAtStart(Callback):
 
 @contextmanager
 def _unchanged_environment() -> Iterator[None]:
-    """Importing vLLM sets variables (compile threads, for one), which the workers of a Ray started here would inherit."""
+    """Restore the environment: importing vLLM sets variables that the workers of a Ray started here would inherit."""
     before = dict(os.environ)
     try:
         yield
@@ -112,7 +112,7 @@ def register() -> None:
 
 @contextmanager
 def command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Let Hydra compose, in here, as if the process had been started with these arguments."""
+    """Within it, Hydra composes as if the process had been started with these arguments."""
     register()
     before = _arguments.set(arguments)
     try:

@@ -1,19 +1,19 @@
 """verl's Megatron engine with importance: log-probs, entropy and importance from one run of the pipeline schedule.
 
-`importance_pass.py` chooses the rows and makes the result's fields; this runs the forwards of `passes.gradient`. Megatron's
-schedules run forward and backward of all micro-batches in an order of their own, so each `Forward` of an importance is one
-whole schedule. A clean forward and a noisy one cannot share a schedule: the gradient of the noisy one needs the clean
-distribution, which exists on the last stage only when that micro-batch has gone through the whole pipeline.
+`importance_pass.py` chooses the rows and makes the fields of the result. This file runs the forwards of `passes.gradient`.
+Megatron's schedules run forward and backward of all micro-batches in an order of their own, so each `Forward` of an importance
+is one whole schedule. A noise-free and a perturbed forward cannot share a schedule: the perturbed forward's gradient needs the
+noise-free distribution, which the last stage has only when the micro-batch has gone through the whole pipeline.
 
-Two of verl's methods are overridden, and act only during such a pass: `forward_step`, to say what a forward is for and to
-hand the schedule the tap's scalar for a loss, and `_lm_head_logits_processor`, to skip log-probs that nobody asked for.
+Two overridden methods of verl's act during such a pass only: `forward_step` sets the tap and gives the schedule its scalar for
+a loss; `_lm_head_logits_processor` skips log-probs that are not wanted.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -25,41 +25,60 @@ from torch import Tensor, distributed, nn
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from oar_plugin.credit.importance import Forward, of_engines, without_copies
+from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engine, score_fields
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engines, score_fields
 from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
+from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.tap import Tap, UnsupportedModelError
 from oar_plugin.passes.taps import check_logits
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
+
+
+# What is refused of Megatron's transformer config, besides `MEGATRON_REFUSED`: only a built model shows it.
+MODEL_REFUSED = {
+    "num_moe_experts": "mixture-of-experts layers were not tested; use another model",
+    "fp4": "leave override_transformer_config.fp4 out",
+    "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
+    "cuda_graph_impl": "hooks do not run inside captured graphs; set it to none",
+    "hybrid_context_parallel": "its schedule replaces the forward that OAR hooks; set it to False",
+    "defer_embedding_wgrad_compute": "it keeps activations of every forward; set it to False",
+    "use_mup": "it scales the logits after the projection that OAR hooks; set it to False",
+    "experimental_attention_variant": "its context-parallel layout was not tested; use another model",
+}
+_UNSET = (None, False, 0, "none")
 
 
 @dataclass
 class _Schedules:
-    """The schedules of one importance pass: what outlives their micro-batches."""
+    """The schedules of one importance pass."""
 
     request: Request
     taps: MegatronTaps
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
     scores: Scores  # of the batch, as far as this rank has computed them
-    forward: Forward  # what the schedule under way is for
-    forward_seconds: float = 0.0  # spent in forwards that gave log-probs, where that can be told (see `_score`)
-    # By their rows; they outlive a schedule, for what a clean forward leaves to a noisy one.
+    forward: Forward  # the forward that the current schedule runs
+    forward_seconds: float = 0.0  # spent in forwards for log-probs, if they can be told from importance (see `_score`)
+    # By the rows of a micro-batch, for all schedules: its pass, and what its noise-free forward measured.
     micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
+    noise_free: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
 
 class OarMegatronMixin(ImportancePass):
     """Importance for verl's Megatron engine. Put it before the engine in the list of bases."""
 
-    # What the host's engine provides.
+    # Attributes of the host's engine.
     module: list[nn.Module]
-    tf_config: Any
-    peft_cls: Any
+    tf_config: "TransformerConfig"
     forward_backward_batch: Callable[..., dict[str, Any]]
 
     _schedules: _Schedules | None = None
@@ -67,8 +86,8 @@ class OarMegatronMixin(ImportancePass):
     def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
         """Scores of every row on every rank; log-probs and entropy on the ranks where verl has them.
 
-        The seconds are what importance adds to the forward that log-probs need anyway. In a pipeline, where stages wait for
-        one another, a fused forward cannot be told from its backward: there they are an upper bound, the whole schedule.
+        The seconds are the time that importance adds to the forward for log-probs. In a pipeline stages wait for one another,
+        and a forward cannot be told from its backward: there the seconds are an upper bound, the whole schedule.
         """
         self._limit_micro_batches(data)
         data[_ROW] = torch.arange(len(data))
@@ -107,7 +126,7 @@ class OarMegatronMixin(ImportancePass):
         logits_processor_func: Any,
         postprocess_micro_batch_func: Any,
     ) -> Any:
-        """verl's forward of one micro-batch; in a pass, with taps and with the tap's scalar for a loss."""
+        """verl's forward of one micro-batch; in a pass it runs under a tap, whose scalar is the loss."""
         step = partial(
             super().forward_step,  # type: ignore[misc]
             model=model,
@@ -121,16 +140,18 @@ class OarMegatronMixin(ImportancePass):
         micro_batch = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
         micro_batch = micro_batch.to(get_device_id())
-        tap = self._micro_batch_pass(rows, micro_batch, schedules).tap(schedules.forward)
-        schedules.taps.tap = tap
+        one = self._micro_batch_pass(rows, micro_batch, schedules)
+        tap = schedules.taps.tap = one.tap(schedules.forward, schedules.noise_free.get(rows))
         try:
             output, _ = step(iter([micro_batch]))
         finally:
             schedules.taps.tap = None
+        if tap.measured.noise_free_BV is not None:
+            schedules.noise_free[rows] = tap.measured.noise_free_BV
         return output, partial(self._finish, schedules, tap, micro_batch, started)
 
     def _lm_head_logits_processor(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """verl's log-probs and entropy; nothing when only the answer's rows were projected."""
+        """verl's log-probs and entropy; nothing if the tap projects only some rows."""
         if self._schedules is not None and not self._schedules.forward.log_probs:
             return {}
         return super()._lm_head_logits_processor(*args, **kwargs)  # type: ignore[misc]
@@ -139,7 +160,7 @@ class OarMegatronMixin(ImportancePass):
     def _finish(
         schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: float, output: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """What the schedule calls on the last stage after a forward: the scalar to differentiate, and verl's outputs."""
+        """The scalar to differentiate and verl's outputs. The schedule calls this on the last stage after a forward."""
         scalar = tap.scalar
         if scalar is None:  # a forward without a backward
             scalar = torch.zeros((), device=get_device_id())
@@ -147,11 +168,11 @@ class OarMegatronMixin(ImportancePass):
             schedules.forward_seconds += elapsed(started)
         # The schedule multiplies a loss by the context-parallel size and divides it by the number of micro-batches.
         scale = micro_batch["num_micro_batch"] / parallel_state.get_context_parallel_world_size()
-        # 1.0: verl's, where there is no loss
         detached = {name: value.detach() for name, value in output.items()}
+        # 1.0 is verl's loss where there is none.
         return scalar * scale, {"loss": 1.0, "metrics": {}, "model_output": detached}
 
-    # ---- where things are
+    # ---- positions and ranks
 
     def _micro_batch_pass(
         self, rows: tuple[int, ...], micro_batch: TensorDict, schedules: _Schedules
@@ -168,17 +189,19 @@ class OarMegatronMixin(ImportancePass):
     def _layout(self, micro_batch: TensorDict) -> Layout:
         local_T, size = self._local_positions(micro_batch)
         embedding_T = local_T
-        if get_model_config(self.module[0]).sequence_parallel:
+        config: TransformerConfig = get_model_config(self.module[0])
+        if config.sequence_parallel:
             size //= parallel_state.get_tensor_model_parallel_world_size()
             embedding_T = local_T - parallel_state.get_tensor_model_parallel_rank() * size
             held_T = (local_T >= 0) & (embedding_T >= 0) & (embedding_T < size)
             embedding_T = torch.where(held_T, embedding_T, -1)
         group = parallel_state.get_tensor_model_parallel_group()
         vocabulary = VocabularyShard()
-        last = next((chunk for chunk in map(unwrapped, self.module) if chunk.post_process), None)
+        last: GPTModel | None = next((chunk for chunk in map(unwrapped, self.module) if chunk.post_process), None)
         if group.size() > 1 and last is not None:
+            projection: ColumnParallelLinear = last.output_layer
             vocabulary = VocabularyShard(
-                start=group.rank() * last.output_layer.output_size_per_partition,
+                start=group.rank() * projection.output_size_per_partition,
                 total=partial(_all_reduced, group),
                 largest=partial(_all_reduced, group, op=distributed.ReduceOp.MAX),
             )
@@ -192,9 +215,9 @@ class OarMegatronMixin(ImportancePass):
         )
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
-        """Where each packed token is in this rank's flattened hidden states `[s * b]` (before sequence parallelism).
+        """Each packed token's position in this rank's flattened hidden states `[s * b]` (before sequence parallelism).
 
-        verl's own packing says so: it is given the numbers 1 .. T for token ids, and 0 is its padding.
+        It comes from verl's own packing of the numbers 1 .. T in place of token ids; 0 is verl's padding.
 
         Returns:
             int64 `[T]`, -1 where another context-parallel rank holds the token; and s * b.
@@ -214,10 +237,10 @@ class OarMegatronMixin(ImportancePass):
         return local_T, len(flat)
 
     def _total_scores(self, scores: Scores) -> None:
-        """Scores of all ranks that share the batch, on each of them."""
+        """Sum the scores over all ranks that share the batch."""
         if parallel_state.get_tensor_model_parallel_rank() > 0:
-            # Each tensor-parallel rank of the last stage has read all of its rows, and without sequence parallelism each
-            # has all embeddings.
+            # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
+            # embeddings: only the first rank's values count.
             scores.reads_NT.zero_()
             if not get_model_config(self.module[0]).sequence_parallel:
                 scores.score_KT.zero_()
@@ -227,76 +250,48 @@ class OarMegatronMixin(ImportancePass):
         over_context = _all_reduced(parallel_state.get_context_parallel_group(), tensor)
         return _all_reduced(parallel_state.get_model_parallel_group(), over_context)
 
-    # ---- what this engine is
-
     def _micro_batches_divided_by(self) -> int:
         if (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) == 1:
             return 1
         return self.tf_config.microbatch_group_size_per_vp_stage
 
-    def _check_served(self, request: Request) -> None:
+    def _check_supported(self, request: Request) -> None:
         if request.importance_object.copies is not None:
-            raise UnsupportedModelError(
-                f"algorithm.oar.importance={request.importance} in a Megatron actor: masked copies were not built for it; "
-                f"allowed: {without_copies()}, or {of_engines()} with algorithm.oar.perturbation.backend=rollout"
-            )
-        if self.token_bytes is not None:
-            return
-        if self.peft_cls is not None:
-            raise UnsupportedModelError(
-                "actor_rollout_ref.model.lora with Megatron: not served by OAR; allowed: actor_rollout_ref.model.lora.rank=0"
-            )
+            raise UnsupportedModelError(copies_under_megatron(request.importance))
         check_chunks(self.module)
         check_logits(self.model_config.hf_config)
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
-    """Refuse models that `MegatronTaps` would read wrongly.
+    """Refuse models that `MegatronTaps` cannot read correctly.
 
     Raises:
-        UnsupportedModelError: names what is not served, and what to change.
+        UnsupportedModelError: names what is refused, and what to change.
     """
     for chunk in chunks:
         model = unwrapped(chunk)
         if type(model) is not GPTModel:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: under Megatron, OAR serves megatron.core's GPTModel only (no vision-language, "
+                f"{type(model).__name__}: under Megatron, OAR supports megatron.core's GPTModel only (no vision-language, "
                 "Mamba or otherwise derived models); use actor_rollout_ref.actor.strategy=fsdp2"
             )
         config: Any = get_model_config(model)
-        refused = {
-            "num_moe_experts": "mixture-of-experts layers were not tested; use another model",
-            "mtp_num_layers": "set actor_rollout_ref.model.mtp.enable=False",
-            "fp8": "a backward in fp8 moves its scaling history; leave override_transformer_config.fp8 out",
-            "fp4": "leave override_transformer_config.fp4 out",
-            "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
-            "hybrid_context_parallel": "its schedule replaces the forward that OAR hooks; set it to False",
-            "defer_embedding_wgrad_compute": "it keeps activations of every forward; set it to False",
-            "use_mup": "it scales the logits after the projection that OAR hooks; set it to False",
-            "experimental_attention_variant": "its context-parallel layout was not tested; use another model",
-        }
-        for name, advice in refused.items():
-            value = getattr(config, name, None)
-            if value not in (None, False, 0):
-                raise UnsupportedModelError(
-                    f"{name}={value} in Megatron's transformer config: not served by OAR; {advice}"
-                )
-        graphs = getattr(config, "cuda_graph_impl", "none")
-        if graphs != "none":
-            raise UnsupportedModelError(
-                f"cuda_graph_impl={graphs} in Megatron's transformer config: hooks do not run inside captured graphs; "
-                "set it to none"
-            )
+        for name, advice in MODEL_REFUSED.items():
+            if (value := getattr(config, name, None)) not in _UNSET:
+                raise UnsupportedModelError(f"{name}={value} in Megatron's transformer config: {advice}")
+        for refused in MEGATRON_REFUSED:
+            name = refused.in_model or ""
+            if (value := getattr(config, name, None)) not in _UNSET:
+                raise UnsupportedModelError(refused.fault(value, name))
         if model.position_embedding_type == "learned_absolute":
             raise UnsupportedModelError(
                 "position_embedding_type=learned_absolute: Megatron adds it inside the embedding that OAR differentiates; "
                 "use a model with rotary positions"
             )
-        if model.post_process and (
-            type(model.output_layer) is not ColumnParallelLinear or model.output_layer.bias is not None
-        ):
+        projection: ColumnParallelLinear | None = model.output_layer if model.post_process else None
+        if projection is not None and (type(projection) is not ColumnParallelLinear or projection.bias is not None):
             raise UnsupportedModelError(
-                f"{type(model.output_layer).__name__} as vocabulary projection: OAR serves megatron.core's plain "
+                f"{type(projection).__name__} as vocabulary projection: OAR supports megatron.core's plain "
                 "ColumnParallelLinear without bias; use a model without adapters or transforms there"
             )
 
@@ -308,6 +303,6 @@ def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM)
 
 
 def register() -> None:
-    """Called once verl's Megatron engine is imported, and so in its registry."""
-    if get_device_name() != "npu":  # verl's engine there is another class, MindSpeed's
-        register_engine(OarMegatronMixin, "megatron")
+    """Replace verl's Megatron engine in its registry, except on NPUs, where verl's engine is MindSpeed's."""
+    if get_device_name() != "npu":
+        register_engines(OarMegatronMixin, MegatronEngineWithLMHead, "megatron")

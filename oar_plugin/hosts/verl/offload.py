@@ -1,7 +1,7 @@
-"""OAR-P on the rollout engines, as the driver sees it: is it possible here, switch it on, read what came back.
+"""OAR-P on the rollout engines, the driver's part: whether it is possible, switching it on, merging the engines' results.
 
 The engines' scores have fields of their own beside the actor's, because the actor writes its fields for all rows when it is
-asked for any. A further field, `oar_offload`, holds what each response's scoring was like.
+asked for any. A further field, `oar_offload`, holds how the scoring of each response went.
 """
 
 import logging
@@ -22,13 +22,13 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gate import relative
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, REPORT, SEGMENTS
+from oar_plugin.passes.request import IMPORTANCE, SECONDS, SEGMENTS, STATUS
 
 logger = logging.getLogger("oar_plugin")
 
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 OFFLOAD = "oar_offload"
-ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS}
+ENGINE_FIELDS = {name: f"{name}_of_engines" for name in (IMPORTANCE, SEGMENTS, STATUS)}
 
 ACTOR_MAY_HELP = (
     Status.NOT_NEEDED,  # rewards are equal, and yet the advantage is not zero: the base normalises over the batch
@@ -39,7 +39,7 @@ ACTOR_MAY_HELP = (
     Status.ABORTED,
     Status.ENGINE_FAILED,
 )
-"""What the engines say of a response that the actor can still score (`perturbation.fallback`)."""
+"""Statuses from the engines after which the actor can still score a response (`perturbation.fallback`)."""
 
 _DECILES = 11
 _LOCAL = "or algorithm.oar.perturbation.backend=actor"
@@ -76,8 +76,8 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
     """Set what the offload needs in verl's configuration, and register servers that can score.
 
     * the agent-loop manager, verl's extension point;
-    * vLLM's priority scheduling, so that copies come behind generation. Requests of equal priority, which generation's
-      are, keep the order of their arrival.
+    * vLLM's priority scheduling, so that copies run after generation. Requests for generation all have the same priority and
+      keep the order of their arrival.
     """
     from oar_plugin.hosts.verl import rollout_server
 
@@ -93,12 +93,12 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
 
 
 def actor_may_help(status_B: Tensor) -> Tensor:
-    """bool `[B]`: rows that the engines did not score and the actor still can, by the engines' `Status`."""
+    """Rows that the engines did not score and the actor still can, bool `[B]`, by the engines' `Status`."""
     return torch.isin(status_B, torch.tensor(ACTOR_MAY_HELP))
 
 
 def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfig) -> dict[str, Tensor]:
-    """Importance, segments and report of each row: the actor's where it was asked, the engines' elsewhere.
+    """Importance, segments, status and seconds of each row: the actor's where it was asked, the engines' elsewhere.
 
     The engines' scores are nats. Those of a fallback whose scale is arbitrary become multiples of their response's mean, as
     the gate would have them if the whole run had that importance.
@@ -110,13 +110,14 @@ def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfi
         oar: the settings.
     """
     length = padded["advantages"].shape[-1]
-    fields = {}
+    seconds_B1 = padded.get(SECONDS, torch.zeros(len(asked_B), 1))
+    fields = {SECONDS: torch.where(asked_B[:, None], seconds_B1, 0.0)}
     for name, of_engines in ENGINE_FIELDS.items():
-        width = 2 if name == REPORT else length
+        width = 1 if name == STATUS else length
         theirs = _to_width(padded[of_engines], width)
         fields[name] = torch.where(asked_B[:, None], _to_width(padded.get(name, theirs), width), theirs)
         fields[name][padding_B] = 0
-    fields[REPORT][padding_B, 0] = float(Status.NOT_NEEDED)
+    fields[STATUS][padding_B] = int(Status.NOT_NEEDED)
     if asked_B.any() and importance_of(oar.perturbation.fallback).arbitrary_scale:
         importance, reasoning = fields[IMPORTANCE], fields[SEGMENTS] == Segment.REASONING
         fields[IMPORTANCE] = torch.where(asked_B[:, None], relative(importance, reasoning).float(), importance)
@@ -129,14 +130,14 @@ def _to_width(values: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OffloadRecord:
-    """What one response's scoring on the rollout engines was like."""
+    """How the scoring of one response on the rollout engines went."""
 
     status: int  # of `Status`; SCORED when the engines delivered
     attempts: int = 0  # calls to an engine
     copies: int = 0  # that were run
-    retried: int = 0  # requests that had to be made a second time
+    retried: int = 0  # requests that were made a second time
     tokens: int = 0  # prompt tokens of all requests
-    cached_tokens: int = 0  # those of them that came from the prefix cache
+    cached_tokens: int = 0  # how many of these came from the prefix cache
     generated_at: float = 0.0  # wall clock, seconds, when the response was finished
     done_at: tuple[float, ...] = (0.0,) * _DECILES  # wall clock of the first finished copy, each tenth and the last
 
@@ -151,7 +152,7 @@ class OffloadRecord:
         return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
 
     def done_by(self, moment: float) -> float:
-        """Copies that were finished at a moment of the wall clock, interpolated."""
+        """Number of copies that were finished at a moment of the wall clock, interpolated."""
         return self.copies * float(np.interp(moment, self.done_at, np.linspace(0, 1, _DECILES)))
 
 

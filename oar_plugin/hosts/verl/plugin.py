@@ -1,17 +1,19 @@
 """The `verl.plugins` entry point: loaded by `import verl` in the driver and in every Ray worker.
 
-Registers, each when verl imports the module that holds the registry and not before (start-up time is paid by every
-process of a cluster):
-* the three v1 trainers, replaced by subclasses that build verl's own class unless the estimator is `oar`;
-* the FSDP and Megatron engines, replaced by subclasses that act only on a batch that carries a request;
-* an estimator named `oar`, which explains itself where no trainer of ours is at work.
+It registers:
+* subclasses of the three v1 trainers, which build verl's own class unless the estimator is `oar`;
+* subclasses of the FSDP and Megatron engines, which act only on a batch that carries a request;
+* an estimator named `oar`, which raises an explanation if no trainer of ours runs.
 
-Where verl lacks something that a feature touches (`capabilities`), its own class stays in place, and quietly so: these hooks
-run in every process of every run, with OAR or without. A run with OAR is told by its driver (`settings.resolve_here`, and
-`oar` below).
+Every process of a cluster pays for start-up time, so nothing of this happens before verl imports the module with the registry.
+A hook on that module imports ours, and a hook on ours calls its `register`. So it does not matter which is imported first.
 
-verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr; so that it gets
-there, it imports nothing but the standard library at its top.
+If verl lacks something that a feature touches (`capabilities`), its own class stays in place without a message, because these
+hooks run in every process of every run, with OAR or without. The driver of a run with OAR reports it (`settings.resolve_here`,
+and `oar` below).
+
+verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr. It imports only the
+standard library at its top, so that it can.
 """
 
 import logging
@@ -27,10 +29,10 @@ logger = logging.getLogger("oar_plugin")
 
 
 class _WhereRootIsSilent(logging.StreamHandler[Any]):
-    """Writes our warnings to stderr where no handler of the root logger would.
+    """Writes our warnings to stderr if no handler of the root logger does.
 
     vLLM's API server imports model_hosting_container_standards, which raises the level of the root logger and of its
-    handlers to ERROR, in every process that verl's rollout is imported in.
+    handlers to ERROR, in every process that imports verl's rollout.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -47,33 +49,33 @@ def _be_heard() -> None:
 def _fits(feature: str) -> bool:
     try:
         faults = capabilities.missing(feature)
-    except Exception as error:  # of a verl that is built in a way nobody thought of: its runs go on without OAR
+    except Exception as error:  # an unforeseen verl: its runs go on without OAR
         faults = [f"{type(error).__name__}: {error}"]
     if faults:
         logger.info("oar_plugin leaves verl's own %s in place: %s", feature, "; ".join(faults))
     return not faults
 
 
-def _register_trainers(module: ModuleType) -> None:
-    # Importing it registers them: whoever imports it first, a test say, triggers this hook half-way through.
+def _register_trainers(package: ModuleType) -> None:
     if any([_fits(mode) for mode in capabilities.TRAINERS]):
         import oar_plugin.hosts.verl.trainer  # noqa: F401
 
 
 def _register_engines(package: ModuleType) -> None:
-    # Called when the whole package is imported, and so behind hooks on its modules: another plugin may register an engine
-    # for its device in one of those, and ours is made of that.
+    # A hook on the whole package runs after hooks on its modules. In one of those another plugin may register an engine for
+    # its device, and ours is a subclass of that.
     if _fits("fsdp"):
-        from oar_plugin.hosts.verl import fsdp
-
-        fsdp.register()
+        import oar_plugin.hosts.verl.fsdp
     if f"{package.__name__}.megatron.transformer_impl" in sys.modules and _fits("megatron"):
         try:
-            from oar_plugin.hosts.verl import megatron
+            import oar_plugin.hosts.verl.megatron  # noqa: F401
         except ImportError as error:  # verl would take it for its own package's, and start without any engine
             logger.warning("oar_plugin does not fit this megatron-core; strategy=megatron works without OAR: %s", error)
-            return
-        megatron.register()
+
+
+def _register_ours(module: ModuleType) -> None:
+    if hasattr(module, "register"):  # not if a program imports it before verl, and this hook runs half-way through
+        module.register()
 
 
 def _register_estimator(core_algos: Any) -> None:
@@ -91,6 +93,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "verl.trainer.ppo.v1": _register_trainers,
     "verl.workers.engine": _register_engines,
     "verl.trainer.ppo.core_algos": _register_estimator,
+    **{f"oar_plugin.hosts.verl.{name}": _register_ours for name in ("trainer", "fsdp", "megatron")},
 }
 
 

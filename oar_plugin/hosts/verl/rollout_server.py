@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
+from typing_extensions import override
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -19,8 +20,11 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 SUBMISSION_S = 60.0
-"""That an exchange of weights waits for copies on their way into the engine, as verl does for generation."""
+"""How long an exchange of weights waits for copies on their way into the engine; verl waits as long for generation."""
 WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
 
 
@@ -29,10 +33,16 @@ class Closed(RuntimeError):
 
 
 class OarVLLMHttpServer(vLLMHttpServer):
-    """Generates as verl's server does, and scores responses with what generation leaves over."""
+    """Generates as verl's server does, and scores responses while the engine has room beside generation."""
 
-    max_in_flight: int
-    share_while_generating: float
+    max_in_flight: ClassVar[int]
+    share_while_generating: ClassVar[float]
+
+    # What the host's server provides.
+    config: Any
+    engine: "AsyncLLM"
+    global_steps: int
+    lora_as_adapter: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,16 +53,17 @@ class OarVLLMHttpServer(vLLMHttpServer):
         self._leaving = False
         self._submitting = 0
 
+    @override
     def _get_worker_extension_cls(self) -> str:
         return WORKER_EXTENSION
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's own; the throttle knows that something is being generated."""
+        """verl's `generate`, which the throttle is told of."""
         with self._throttle.generating():
             return await super().generate(*args, **kwargs)
 
     async def oar_score(self, task: ScoringTask, timeout_s: float) -> ScoringResult:
-        """Score one response; see `ResponseScorer.score`. Weights that change meanwhile make it `aborted`."""
+        """Score one response (`ResponseScorer.score`). The fault is `aborted` if the weights change meanwhile."""
         if self._scorer is None:
             self._scorer = ResponseScorer(
                 self.engine, self._throttle, self.config.max_model_len, self._admit, self._lora_request
@@ -66,7 +77,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
     async def oar_wait_open(self) -> None:
         """Return when copies are admitted again after an exchange of weights, however long that takes.
 
-        At once where this server leaves verl's rotation, and nobody knows when it comes back.
+        Return at once where this server leaves verl's rotation: nobody knows when it comes back.
         """
         if not self._leaving:
             await self._open.wait()
@@ -74,7 +85,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
     # ---- a gate for copies; verl's own gate, for generation, differs between its versions
 
     async def abort_all_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's own, with which an exchange of weights begins: it finds all copies in the engine, and none may follow."""
+        """verl's method, which begins an exchange of weights. All copies are in the engine by then, and none may follow."""
         self._open.clear()
         self._leaving = kwargs.get("reject_request", False)
         deadline = time.monotonic() + SUBMISSION_S
@@ -83,19 +94,21 @@ class OarVLLMHttpServer(vLLMHttpServer):
         return await super().abort_all_requests(*args, **kwargs)
 
     async def resume_generation(self) -> None:
-        """verl's own, with which an exchange of weights ends."""
+        """verl's method, which ends an exchange of weights."""
         await super().resume_generation()
         self._open.set()
 
-    async def open_submission_gate(self) -> None:
-        """verl's own, with which an exchange of weights ends where verl has a gate."""
-        await super().open_submission_gate()
-        self._open.set()
+    if hasattr(vLLMHttpServer, "open_submission_gate"):
+
+        async def open_submission_gate(self) -> None:
+            """verl's method, which ends an exchange of weights where verl has a gate."""
+            await super().open_submission_gate()
+            self._open.set()
 
     @asynccontextmanager
     async def _admit(self) -> AsyncIterator[None]:
-        """Around handing a copy to the engine. At a closed gate generation waits; a copy does not: it would be scored with
-        other weights than its siblings.
+        """Held while a copy is handed to the engine. At a closed gate generation waits and a copy is refused: it would be
+        scored with other weights than the other copies of its response.
         """
         if not self._open.is_set():
             raise Closed("weights are being exchanged")
@@ -106,7 +119,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
             self._submitting -= 1
 
     async def _lora_request(self) -> Any:
-        """The adapter that generation uses, when there is one."""
+        """The adapter that generation uses; None: there is none."""
         if not self.lora_as_adapter or VLLM_LORA_INT_ID not in await self.engine.list_loras():
             return None
         from vllm.lora.request import LoRARequest
@@ -115,13 +128,17 @@ class OarVLLMHttpServer(vLLMHttpServer):
 
 
 def register(max_in_flight: int, share_while_generating: float) -> None:
-    """Make the servers that this driver starts ones that can score; the arguments are those of `Throttle`."""
+    """Let this driver start servers that can score. The arguments are those of `Throttle`."""
     settings = {"max_in_flight": max_in_flight, "share_while_generating": share_while_generating}
-    # verl decides what a server's constructor gets; what ours needs to know travels with its class.
+    # verl chooses the arguments of a server's constructor, so our settings travel with its class.
     server = ray.remote(type("ScoringServer", (OarVLLMHttpServer,), settings))
 
     class OarVLLMReplica(vLLMReplica):
         """verl's replica with our server; verl's own server for anything but the policy."""
+
+        server_class: Any
+        is_reward_model: bool
+        is_teacher_model: bool
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

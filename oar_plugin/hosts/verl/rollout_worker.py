@@ -1,4 +1,4 @@
-"""The vLLM worker's side of the offload: verl's worker extension, and ours beside it."""
+"""The worker extension of vLLM for the offload: verl's and ours in one class."""
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
@@ -6,9 +6,9 @@ from oar_plugin.hosts.vllm.extension import OutcomeExtension
 
 
 class OarColocateWorkerExtension(OutcomeExtension, vLLMColocateWorkerExtension):
-    """verl's own extension; vLLM takes only one, and verl calls `monkey_patch_model` once on every worker."""
+    """Both extensions: vLLM takes only one, and verl calls `monkey_patch_model` once on every worker."""
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
-        """verl's, and the hook that reads outcomes."""
+        """verl's method; it also installs the hook that reads outcomes."""
         super().monkey_patch_model(vocab_size=vocab_size, banned_token_ids=banned_token_ids)
         self.oar_install()

@@ -1,4 +1,4 @@
-"""Which responses of a verl batch to score, and which of their tokens are what."""
+"""Segments of the responses of a verl batch, whose fields are nested tensors."""
 
 from collections.abc import Collection, Sequence
 
@@ -17,7 +17,7 @@ SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one a token of prompt + re
 def segment_batch(
     data: TensorDict, request: Request, token_bytes: TokenBytes, eos_ids: Collection[int]
 ) -> tuple[list[Tensor], Tensor]:
-    """`segment_rows` of every row; `data` has the nested fields `responses`, `response_mask` and `oar_needed`."""
+    """Returns what `segment_rows` returns, for the nested fields `responses`, `response_mask` and `oar_needed` of `data`."""
     fields = (data[name].unbind() for name in ("responses", "response_mask", NEEDED))
     rows = (
         (ids.tolist(), own.cpu().numpy().astype(bool), bool(needed.any()))
@@ -27,7 +27,7 @@ def segment_batch(
 
 
 def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
-    """Extend segments of responses to whole sequences (prompt tokens are OUTSIDE), nested int64 like `input_ids`."""
+    """Returns the segments of whole sequences, nested int64 like `input_ids`; prompt tokens are OUTSIDE."""
     lengths = [len(row) for row in input_ids.unbind()]
     rows = [
         torch.nn.functional.pad(segment.long(), (length - len(segment), 0), value=int(Segment.OUTSIDE))

@@ -1,8 +1,8 @@
-"""Is OAR switched on in this verl configuration, and can it work? Decided once, at the start of a run."""
+"""Whether a verl configuration switches OAR on, and whether OAR supports it. Checked once, at the start of a run."""
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,52 +12,69 @@ from oar_plugin.hosts.verl import capabilities
 
 ESTIMATOR = "oar"
 TRAINER_MODES = tuple(capabilities.TRAINERS)
-STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}  # and what of `capabilities` each needs
+# Values of the actor's strategy, and the feature in `capabilities` that each needs.
+STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 
-# What the Megatron engine does not serve: key, the values that are allowed, and why the others are not.
-MEGATRON_ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (
-        "actor_rollout_ref.actor.megatron.dynamic_context_parallel",
-        (False, None),
-        "its groups change with every micro-batch, and scores would be summed over the wrong ranks",
-    ),
-    (
-        "actor_rollout_ref.actor.megatron.router_replay.mode",
-        ("disabled", None),
-        "routes are recorded in a forward without a backward, which OAR's log-prob pass is not",
-    ),
-    (
-        "actor_rollout_ref.actor.megatron.use_megatron_fsdp",
-        (False, None),
-        "its sharded weights were not tested with a backward that freezes them",
-    ),
-    (
-        "actor_rollout_ref.actor.megatron.override_transformer_config.fp8",
-        (None, False),
-        "a backward in fp8 moves its scaling history, which belongs to training",
-    ),
-    (
-        "actor_rollout_ref.actor.megatron.dtype",
-        ("bfloat16", "float32", None),
-        "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know",
-    ),
-    ("actor_rollout_ref.actor.megatron.qat.enable", (False, None), "quantised layers were not tested"),
-    (
-        "actor_rollout_ref.model.mtp.enable",
-        (False, None),
-        "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
-    ),
-    ("actor_rollout_ref.model.lora.rank", (0, None), "adapters under Megatron were not tested"),
-)
+
+class Refused(NamedTuple):
+    """A setting of verl's with values that OAR does not support."""
+
+    key: str
+    allowed: tuple[Any, ...]  # None: not set
+    reason: str
+    in_model: str | None = None  # the attribute of a built Megatron model's transformer config that shows the setting
+
+    def fault(self, value: Any, key: str | None = None) -> str:
+        """Key, value, reason and what is allowed; `key`: where the value was found, if not in verl's configuration."""
+        allowed = ", ".join(str(one) for one in self.allowed if one is not None)
+        return f"{key or self.key}={value}: {self.reason}; allowed: {f'{self.key}=' if key else ''}{allowed}"
+
+
+REFUSED = (
+    Refused("critic.enable", (False, None), "OAR reshapes group-relative advantages and uses no critic"),
+    Refused("trainer.use_v1", (True, None), "the legacy trainer has no place for token credit"),
+    Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),
+    Refused("actor_rollout_ref.actor.strategy", tuple(STRATEGIES), "not supported by OAR"),
+    Refused("actor_rollout_ref.model.use_fused_kernels", (False, None),
+            "the fused kernels never form the answer's logits, which the probe reads"),
+)  # fmt: skip
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+MEGATRON_REFUSED = (
+    Refused(f"{_ACTOR}.megatron.dynamic_context_parallel", (False, None),
+            "its groups change with every micro-batch, and scores would be summed over the wrong ranks"),
+    Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
+            "routes are recorded in a forward without a backward, and OAR's log-prob pass has a backward"),
+    Refused(f"{_ACTOR}.megatron.use_megatron_fsdp", (False, None),
+            "its sharded weights were not tested with a backward that freezes them"),
+    Refused(f"{_ACTOR}.megatron.override_transformer_config.fp8", (None, False),
+            "a backward in fp8 moves its scaling history, which belongs to training", in_model="fp8"),
+    Refused(f"{_ACTOR}.megatron.dtype", ("bfloat16", "float32", None),
+            "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know"),
+    Refused(f"{_ACTOR}.megatron.qat.enable", (False, None), "quantised layers were not tested"),
+    Refused(f"{_MODEL}.mtp.enable", (False, None),
+            "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
+            in_model="mtp_num_layers"),
+    Refused(f"{_MODEL}.lora.rank", (0, None), "adapters under Megatron were not tested"),
+)  # fmt: skip
+
+
+def copies_under_megatron(importance: str) -> str:
+    """Why an importance with masked copies is refused in a Megatron actor."""
+    return (
+        f"algorithm.oar.importance={importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
+        f"built for its actor; allowed: {without_copies()}, or {of_engines()} with "
+        "algorithm.oar.perturbation.backend=rollout"
+    )
 
 
 def switched_on(config: DictConfig) -> bool:
-    """Whether the run asked for `algorithm.adv_estimator=oar`."""
+    """Whether the configuration has `algorithm.adv_estimator=oar`."""
     return str(OmegaConf.select(config, "algorithm.adv_estimator")) == ESTIMATOR
 
 
 def resolve(config: DictConfig) -> OarConfig:
-    """Read and check everything that OAR depends on in verl's whole configuration.
+    """OAR's settings, after a check of everything in verl's configuration that OAR depends on.
 
     OarConfigError: names each key at fault, its value and what is allowed.
     """
@@ -77,9 +94,9 @@ def resolve(config: DictConfig) -> OarConfig:
 
 
 def resolve_here(config: DictConfig) -> OarConfig:
-    """`resolve`, and check that the verl of this process has what the configuration asks for. For drivers: it imports a lot.
+    """`resolve`, after a check that the installed verl has what the configuration needs. For drivers: it imports a lot.
 
-    OarConfigError: also names what was expected of verl, and what was found.
+    OarConfigError: also names what OAR expects of verl, and what verl has.
     """
     oar = resolve(config)
     if faults := list(_unfit(config, oar)):
@@ -89,7 +106,7 @@ def resolve_here(config: DictConfig) -> OarConfig:
 
 def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     mode, strategy = config.trainer.v1.trainer_mode, config.actor_rollout_ref.actor.strategy
-    # Key, its value, and what each value that it may have needs.
+    # A key, its value, and the feature that each of its possible values needs.
     choices: list[tuple[str, str, Mapping[str, str]]] = [
         ("trainer.v1.trainer_mode", mode, {mode: mode for mode in TRAINER_MODES}),
         ("actor_rollout_ref.actor.strategy", strategy, STRATEGIES),
@@ -107,56 +124,32 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 
 def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
-    def value(key: str) -> Any:
-        return OmegaConf.select(config, key)
-
-    if value("critic.enable"):
-        yield "critic.enable=True: OAR reshapes group-relative advantages and uses no critic; allowed: null or False"
-    if value("trainer.use_v1") is False:
-        yield "trainer.use_v1=False: the legacy trainer has no place for token credit; allowed: True (verl's default)"
-    mode = value("trainer.v1.trainer_mode")
-    if mode not in TRAINER_MODES:
-        yield f"trainer.v1.trainer_mode={mode}: not served by OAR; allowed: {', '.join(TRAINER_MODES)}"
-    strategy = value("actor_rollout_ref.actor.strategy")
-    if strategy not in STRATEGIES:
-        yield f"actor_rollout_ref.actor.strategy={strategy}: not served by OAR; allowed: {', '.join(STRATEGIES)}"
-    if strategy == "megatron":
-        yield from _megatron_faults(config, oar)
-    if value("actor_rollout_ref.actor.policy_loss.loss_mode") == "geo_mean":
+    megatron = OmegaConf.select(config, f"{_ACTOR}.strategy") == "megatron"
+    for refused in REFUSED + (MEGATRON_REFUSED if megatron else ()):
+        value = OmegaConf.select(config, refused.key)
+        if value not in refused.allowed:
+            yield refused.fault(value)
+    if megatron:
+        yield from _virtual_pipeline_faults(config)
+        if oar.copies is not None and not oar.offloads:
+            yield copies_under_megatron(oar.importance)
+    if OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") == "geo_mean":
         yield (
-            "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which "
-            "weights leave as it is; allowed: verl's other losses"
-        )
-    if value("actor_rollout_ref.model.use_fused_kernels"):
-        yield (
-            "actor_rollout_ref.model.use_fused_kernels=True: the fused kernels never form the answer's logits, which "
-            "the probe reads; allowed: False"
-        )
-
-
-def _megatron_faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
-    for key, allowed, reason in MEGATRON_ALLOWED:
-        value = OmegaConf.select(config, key)
-        if value not in allowed:
-            yield f"{key}={value}: not served by OAR under Megatron ({reason}); allowed: {allowed[0]}"
-    yield from _virtual_pipeline_faults(config)
-    if oar.copies is not None and not oar.offloads:
-        yield (
-            f"algorithm.oar.importance={oar.importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
-            f"built for its actor; allowed: {without_copies()}, or {of_engines()} with "
-            "algorithm.oar.perturbation.backend=rollout"
+            f"{_ACTOR}.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which weights do not "
+            "change; allowed: verl's other losses"
         )
 
 
 def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
-    """An interleaved schedule takes micro-batches in groups. verl makes as many of one pass; OAR splits the rows of a rank into
-    those with an advantage and the others, and needs rows for whole groups in both parts."""
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    """Batches that cannot be split for an interleaved schedule, which takes micro-batches in groups.
+
+    OAR splits the rows of a rank into rows with an advantage and other rows, and both parts need rows for whole groups.
+    """
+    rollout, megatron = "actor_rollout_ref.rollout", f"{_ACTOR}.megatron"
 
     def number(key: str) -> int:
         return int(OmegaConf.select(config, key) or 1)
 
-    megatron = f"{actor}.megatron"
     stages = number(f"{megatron}.pipeline_model_parallel_size")
     if number(f"{megatron}.virtual_pipeline_model_parallel_size") == 1:
         return
@@ -164,12 +157,12 @@ def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
     group = int(OmegaConf.select(config, group_key) or stages)
     model = stages * number(f"{megatron}.tensor_model_parallel_size") * number(f"{megatron}.context_parallel_size")
     ranks = max(1, number("trainer.nnodes") * number("trainer.n_gpus_per_node") // model)
-    # verl fills batches up to whole mini-batches.
-    prompts, responses = number(f"{actor}.ppo_mini_batch_size"), number(f"{rollout}.n")
+    # verl pads batches to whole mini-batches.
+    prompts, responses = number(f"{_ACTOR}.ppo_mini_batch_size"), number(f"{rollout}.n")
     if prompts * responses % (ranks * group):
         step = math.lcm(ranks * group, responses) // responses
         yield (
-            f"{actor}.ppo_mini_batch_size={prompts}, times {rollout}.n={responses}, on {ranks} data-parallel ranks: under a "
-            f"virtual pipeline OAR needs a multiple of {group} rows a rank ({group_key}, by default the number of pipeline "
-            f"stages); allowed: {actor}.ppo_mini_batch_size a multiple of {step}"
+            f"{_ACTOR}.ppo_mini_batch_size={prompts}, times {rollout}.n={responses}, on {ranks} data-parallel ranks: under a "
+            f"virtual pipeline OAR needs a multiple of {group} rows per rank ({group_key}, by default the number of pipeline "
+            f"stages); allowed: {_ACTOR}.ppo_mini_batch_size a multiple of {step}"
         )

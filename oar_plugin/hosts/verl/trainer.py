@@ -1,8 +1,8 @@
-"""verl's v1 trainers with token credit: a thin subclass of each of its own three that fits.
+"""verl's v1 trainers with token credit: a thin subclass of each of the three that has what OAR needs.
 
-At the start a subclass asks whether every node has the plugin. To a step it adds: mark the rows that matter and deal them out
-evenly, send the request along with the log-prob pass, multiply the host's advantage with the gate's weights. Everything else is
-the host's. The classes replace verl's in its registry, and build verl's own class unless the estimator is `oar`, so that no
+At the start a subclass asks whether every node has the plugin. In each step it marks the rows that matter and deals them out
+evenly, sends the request along with the log-prob pass, and multiplies the host's advantage with the gate's weights. Everything
+else is the host's. The classes replace verl's in its registry. They build verl's own class unless the estimator is `oar`: no
 other run goes through this file.
 """
 
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,16 +25,21 @@ from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.utils.padding import response_to_nested
 
-from oar_plugin.credit.answer import Segment
-from oar_plugin.estimator import reshape
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.balancing import balanced_partitions
-from oar_plugin.hosts.verl.dump import Credited
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
+from oar_plugin.hosts.verl.registration import subclass
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
-from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REPORT, REQUEST, SEGMENTS, Request, replacement_token
+from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
+from oar_plugin.token_credit import TokenCredit
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.base import RayWorkerGroup
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
 
 logger = logging.getLogger("oar_plugin")
 
@@ -42,17 +47,17 @@ logger = logging.getLogger("oar_plugin")
 class OarTrainerMixin:
     """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
 
-    host: type
+    host: ClassVar[type]
     """The trainer itself, which a run with another estimator gets."""
 
+    # What the host's trainer provides.
     config: DictConfig
     global_steps: int
     timing_raw: dict[str, float]
-    actor_rollout_wg: Any
+    actor_rollout_wg: "RayWorkerGroup | ActorRolloutRefWorker"  # verl gives the group the methods of its workers
+    llm_server_manager: "LLMServerManager"
     tokenizer: Any
     logger: Any
-
-    _replacement: int | None = None
 
     def __new__(cls, config: DictConfig) -> Any:
         return super().__new__(cls) if switched_on(config) else cls.host(config)
@@ -66,29 +71,36 @@ class OarTrainerMixin:
 
     def on_init_end(self) -> None:
         strategy = self.config.actor_rollout_ref.actor.strategy
-        managers = (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager"))
-        replicas = [replica for manager in managers if manager is not None for replica in manager.get_replicas()]
-        servers = [server for replica in replicas for server in replica.servers]
+        servers: list[Any] = []
+        manager: LLMServerManager | None
+        replica: RolloutReplica
+        for manager in (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager")):
+            for replica in manager.get_replicas() if manager is not None else ():
+                servers += replica.servers
         check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[strategy])
         super().on_init_end()  # type: ignore[misc]
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
-        self._replacement = replacement_token(self.oar, self.tokenizer)
-        self._viewer = Viewer(self.oar, self.tokenizer, self.config.trainer.default_local_dir)
+        # Ray runs the trainer on any node, in a folder of its own.
+        home = self.config.trainer.default_local_dir
+        self._credit = TokenCredit(self.oar, self.tokenizer, home=home, offloads=True)
+        self._viewer = Viewer(self._credit)
 
     # ---- the rows that matter, dealt out evenly
 
-    def _balance_batch(self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any) -> Any:
-        """verl's own, which also fills up the batch; then its rows are dealt out anew where only some are to be scored."""
-        stood = {key: place for place, key in enumerate(batch.keys)}
+    def _balance_batch(
+        self, batch: tq.KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any
+    ) -> Any:
+        """Lets verl balance and fill up the batch, then deals out its rows anew if only some of them are to be scored."""
+        sampled_at = {key: place for place, key in enumerate(batch.keys)}
         metrics["oar/lost_responses"] = lost_responses(batch.keys, self.config.actor_rollout_ref.rollout.n)
         batch = super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw):
             needed = dict(zip(batch.keys, self._mark_needed_rows(batch, metrics).tolist(), strict=True))
             if any(needed.values()) and not all(needed.values()):
-                # A rank's mini-batches are consecutive rows. As in verl these stand as they were sampled, fillers behind them.
-                batch.reorder(sorted(range(len(batch)), key=lambda row: stood.get(batch.keys[row], len(batch))))
+                # A rank's mini-batches are consecutive rows: in the order of sampling, as in verl, then those that verl added.
+                batch.reorder(sorted(range(len(batch)), key=lambda row: sampled_at.get(batch.keys[row], len(batch))))
                 lengths = [tag["seq_len"] for tag in batch.tags]
                 partitions = balanced_partitions(lengths, [needed[key] for key in batch.keys], self._ranks())
                 batch.reorder([row for partition in partitions for row in partition])
@@ -96,7 +108,7 @@ class OarTrainerMixin:
         return batch
 
     def _ranks(self) -> int:
-        """Data-parallel ranks of the actor."""
+        """Returns the number of the actor's data-parallel ranks."""
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
     # ---- importance, with the log-prob pass
@@ -110,7 +122,7 @@ class OarTrainerMixin:
             result.extra_info.pop(REQUEST, None)
             return result
 
-        # Old log-probs are the rollout's: no pass to ride on, so importance has its own.
+        # Old log-probs are the rollout's, so no pass computes them: importance has its own.
         batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw), self._requesting(batch, importance_only=True):
             batch.extra_info.update(
@@ -126,15 +138,9 @@ class OarTrainerMixin:
         return bool(correction and correction.get("bypass_mode", False))
 
     @contextmanager
-    def _requesting(self, batch: Any, importance_only: bool) -> Iterator[None]:
-        request = Request.from_config(
-            self.oar,
-            self.global_steps,
-            self.config.data.max_response_length,
-            importance_only,
-            self._replacement,
-            self.config.actor_rollout_ref.rollout.temperature,
-        )
+    def _requesting(self, batch: tq.KVBatchMeta, importance_only: bool) -> Iterator[None]:
+        longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
+        request = self._credit.request(self.global_steps, longest, temperature, importance_only)
         batch.extra_info[REQUEST] = request.to_dict()
         try:
             yield
@@ -143,18 +149,18 @@ class OarTrainerMixin:
             batch.extra_info.pop(REQUEST, None)
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
-        """Write `oar_needed`, the rows that the actor is to score, and return it, bool `[B]`.
+        """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
 
-        Rows whose advantage is exactly zero learn nothing from any weight. The advantage is the host's own, on rewards
-        alone, before log-probs exist. With KL in the reward it is not known yet, and every row is scored. Rows that the
-        rollout engines have scored are done.
+        A row whose advantage is exactly zero learns nothing from any weight. The advantage is the host's own, from rewards
+        alone, before log-probs exist. With KL in the reward it is not known yet, and every row is scored. Rows that the rollout
+        engines have scored are not scored again.
         """
         needed_B = self._rows_with_an_advantage(batch)
         if self.oar.offloads:
-            data = _read(batch, ENGINE_FIELDS[REPORT], OFFLOAD)
+            data = _read(batch, ENGINE_FIELDS[STATUS], OFFLOAD)
             own_B = ~_padding_rows(batch)
-            status_B = torch.stack(data[ENGINE_FIELDS[REPORT]].unbind())[:, 0].round().long()
-            needed_B &= own_B & actor_may_help(status_B) & (self.oar.perturbation.fallback != "none")
+            status_B = torch.cat(data[ENGINE_FIELDS[STATUS]].unbind())
+            needed_B &= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
             rows = [row for row, own in zip(data[OFFLOAD].unbind(), own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
         _write(batch, NEEDED, torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged))
@@ -197,21 +203,16 @@ class OarTrainerMixin:
                 )
             if self.oar.offloads:
                 padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
-            report_B2 = padded[REPORT]
-            reshaped = reshape(
-                padded["advantages"],
-                padded[IMPORTANCE],
-                padded[SEGMENTS] == Segment.REASONING,
-                report_B2[:, 0].round().long(),
-                self.oar,
-            )
+            status_B = padded[STATUS][:, 0]
+            advantage_BL, importance_BL, segments_BL = (padded[name] for name in ("advantages", IMPORTANCE, SEGMENTS))
+            reshaped = self._credit.reshape(self.global_steps, advantage_BL, importance_BL, segments_BL, status_B)
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
         if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
-            self.timing_raw["oar"] += report_B2[:, 1].sum().item() / self._ranks()
+            self.timing_raw["oar"] += padded[SECONDS].sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        credited = Credited(self.global_steps, batch.keys, ~_padding_rows(batch), padded, reshaped, read)
-        metrics.update(self._viewer.show(credited, self.logger.logger))
+        queued = QueuedBatch(batch.keys, ~_padding_rows(batch), asked_B, reshaped, read)
+        metrics.update(self._viewer.show(queued, self.logger.logger))
         return batch
 
     @contextmanager
@@ -225,16 +226,16 @@ class OarTrainerMixin:
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:
-    """Share of the responses that are not there, of `each` to every prompt; keys are `prompt_response_trajectory`.
+    """Returns the share of responses that are missing, where every prompt has `each`; keys are `prompt_response_trajectory`.
 
-    verl 0.9.1 goes on with what a group has when a reward raises, or when requests are lost on their way, and says nothing.
+    Where a reward raises or a request is lost, verl 0.9.1 goes on with the rest of the group, and says nothing.
     """
     responses = {key.rsplit("_", 1)[0] for key in keys}
     prompts = {response.rsplit("_", 1)[0] for response in responses}
     return max(0.0, 1 - len(responses) / (each * len(prompts)))
 
 
-def _read(batch: Any, *fields: str) -> TensorDict:
+def _read(batch: tq.KVBatchMeta, *fields: str) -> TensorDict:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
 
 
@@ -248,29 +249,12 @@ def _padding_rows(batch: Any) -> torch.Tensor:
     return torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
 
 
-def _subclass(mode: str) -> type[OarTrainerMixin]:
-    module, name = capabilities.TRAINERS[mode]
-    host = getattr(importlib.import_module(module), name)
-    return type(name.replace("PPO", "Oar"), (OarTrainerMixin, host), {"host": host, "__module__": __name__})
-
-
-TRAINERS = {mode: _subclass(mode) for mode in capabilities.TRAINERS if not capabilities.missing(mode)}
-
-
 def register() -> None:
-    """Put the subclasses in the places of verl's own.
+    """Replace verl's trainers in its registry.
 
-    `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write, so the
-    registry's entries are replaced.
-
-    Raises:
-        RuntimeError: another plugin has already replaced a trainer; the two cannot both be first.
+    `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write.
     """
-    for name, ours in TRAINERS.items():
-        current = trainer_base.TRAINER_REGISTRY.get(name)
-        if current not in (ours.host, ours):
-            raise RuntimeError(f"verl's trainer '{name}' was already replaced by {current}; OAR cannot replace it too.")
-        trainer_base.TRAINER_REGISTRY[name] = ours
-
-
-register()
+    for mode, (module, name) in capabilities.TRAINERS.items():
+        if not capabilities.missing(mode):
+            host, registry = getattr(importlib.import_module(module), name), trainer_base.TRAINER_REGISTRY
+            registry[mode] = subclass(OarTrainerMixin, registry[mode], host, f"trainer '{mode}'")

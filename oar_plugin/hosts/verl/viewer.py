@@ -1,76 +1,137 @@
 """What `algorithm.oar.dump` asks for, at the steps that it names: a file for `oar inspect`, and pictures on dashboards.
 
-It may never cost the run: what fails is counted in a metric, logged once, and training goes on.
+No fault in it stops the run: a metric counts it, and the log says it once.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from oar_plugin.config import OarConfig
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.importance import importance_of
+from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.hosts.verl.dashboards import DASHBOARDS, Picture
-from oar_plugin.hosts.verl.dump import Credited, Reader
-from oar_plugin.page.dumps import DUMP_FAILED, Dumps
-from oar_plugin.page.record import Response
-from oar_plugin.passes.request import IMPORTANCE, SEGMENTS
+from oar_plugin.page.dumps import DUMP_FAILED, Sibling, choose
+from oar_plugin.page.record import Response, header_for
+from oar_plugin.token_credit import ReshapedBatch, TokenCredit
 
 DASHBOARD_FAILED = "oar/dashboard_failed"
+QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "reward_model", "data_source"]
+"""Fields that are read for the chosen responses only. There is no entropy where old log-probs are the rollout's."""
+
+
+@dataclass(frozen=True)
+class QueuedBatch:
+    """A batch of verl's after reshaping, and a way to its other fields."""
+
+    keys: Sequence[str]  # of the rows, verl's `{uid of the prompt}_{session}_{index}`
+    own_B: Tensor  # bool, false for rows that verl added to fill up the batch
+    by_actor_B: (
+        Tensor  # bool, rows that the actor was asked to score; the rollout engines, where they score, do the others
+    )
+    reshaped: ReshapedBatch
+    read: Callable[
+        ..., TensorDict
+    ]  # fields of some rows, `read(keys=..., select_fields=...)`, as far as they were written
+
+    def siblings(self) -> Iterator[Sibling]:
+        """The responses, a group's in the order of sampling, without the rows that verl added."""
+        scores = self.read(keys=list(self.keys), select_fields=["rm_scores"])["rm_scores"]
+        reward_B = torch.stack([row.sum() for row in scores.unbind()])
+        places, first_row = list[tuple[int, int, int, int, str]](), dict[str, int]()
+        for row in self.own_B.nonzero()[:, 0].tolist():
+            uid, session, index = self.keys[row].rsplit("_", 2)
+            places.append((first_row.setdefault(uid, row), int(session), int(index), row, uid))
+        for *_, row, uid in sorted(places):
+            yield Sibling(uid, self.keys[row], reward_B[row].item(), int(self.reshaped.status_B[row]))
 
 
 class Viewer:
-    """Shows some groups of a run.
+    """Shows some groups of a run."""
 
-    Args:
-        oar: the settings.
-        tokenizer: the model's.
-        home: a relative `algorithm.oar.dump.dir` is below it. Ray runs the trainer on any node, in a folder of its own.
-
-    Raises:
-        OarConfigError: `algorithm.oar.dump.dir` cannot be made.
-    """
-
-    def __init__(self, oar: OarConfig, tokenizer: Any, home: str) -> None:
-        self._groups, self._reader = oar.dump.groups, Reader(oar, tokenizer)
-        self._header = self._reader.header()
+    def __init__(self, credit: TokenCredit) -> None:
+        self.credit, oar = credit, credit.config
+        fallback = oar.actor_importance or oar.importance
+        # The engines' importance where they score, and the actor's.
+        self._names = importance_of(oar.importance).name, importance_of(fallback).name
+        # A fallback's importance is on the scale of the one that it replaces.
+        arbitrary = dict.fromkeys(self._names, oar.importance_object.arbitrary_scale)
+        self._header = header_for(oar, arbitrary, verl=host_version())
         self._step, self._responses = 0, list[Response]()
-        self.dumps = Dumps(oar.dump, home)
 
-    def show(self, batch: Credited, loggers: Mapping[str, Any]) -> dict[str, float]:
-        """Show some groups of a batch if it is time to.
+    def show(self, batch: QueuedBatch, loggers: Mapping[str, Any]) -> dict[str, float]:
+        """Shows some groups of a batch if it is time to.
 
         Args:
-            batch: each of a step's several ones may add groups to its file; dashboards get the first one's.
+            batch: a step may have several; each may add groups to the step's file, and dashboards get the first one's.
             loggers: verl's, by name.
 
         Returns:
-            Metrics: what failed, 1 or 0, and where something was shown the seconds that took.
+            Metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
         """
+        dumps, reshaped = self.credit.dumps, batch.reshaped
         boards = [name for name in DASHBOARDS if name in loggers]
-        metrics = {DUMP_FAILED: 0.0} if self.dumps.folder else {}
+        metrics = {DUMP_FAILED: 0.0} if dumps.folder else {}
         metrics |= {DASHBOARD_FAILED: 0.0} if boards else {}
-        if not metrics or not self.dumps.due(batch.step):
+        if not metrics or not dumps.due(reshaped.step):
             return metrics
-        start, first = time.perf_counter(), batch.step != self._step
+        start, first = time.perf_counter(), reshaped.step != self._step
         if first:
-            self._step, self._responses = batch.step, []
-        counted = partial(self.dumps.counted, batch.step, metrics)
+            self._step, self._responses = reshaped.step, []
+        counted = partial(dumps.counted, reshaped.step, metrics)
         with counted("reading responses", *metrics):
-            left = self._groups - len({response.group for response in self._responses})
-            groups = self._reader.groups(batch, left)
+            groups = self._groups(batch)
             self._responses += [response for group in groups for response in group]
-            if self.dumps.folder is not None:
-                with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):
-                    self.dumps.write(self._header, batch.step, self._responses)
+            if dumps.folder is not None:
+                with counted(f"writing into {dumps.folder}", DUMP_FAILED):
+                    dumps.write(self._header, reshaped.step, self._responses)
             for name in boards if first else ():
                 with counted(name, DASHBOARD_FAILED):
-                    DASHBOARDS[name](loggers[name], self._picture(batch, groups))
+                    DASHBOARDS[name](loggers[name], self._picture(reshaped, groups))
         return metrics | {"timing_s/oar_dump": time.perf_counter() - start}
 
-    def _picture(self, batch: Credited, groups: list[list[Response]]) -> Picture:
-        scored_B1 = (batch.reshaped.status_B == Status.SCORED)[:, None]
-        paid_BL = (batch.padded[SEGMENTS] == Segment.REASONING) & scored_B1
-        weights, importance = batch.reshaped.weight_BL[paid_BL], batch.padded[IMPORTANCE][paid_BL]
-        return Picture(batch.step, weights.numpy(), importance.numpy(), groups[0] if groups else [], self._header)
+    def _groups(self, batch: QueuedBatch) -> list[list[Response]]:
+        """The groups that there is still room for in this step. Of a row that is not chosen only the reward is read."""
+        room = self.credit.config.dump.groups - len({response.group for response in self._responses})
+        chosen = choose(batch.siblings(), room)
+        keys = [sibling.uid for group in chosen for sibling in group]
+        if not keys:
+            return []
+        queued = batch.read(keys=keys, select_fields=QUEUED)
+        columns = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in queued.items()}
+        fields = {key: {name: column[at] for name, column in columns.items()} for at, key in enumerate(keys)}
+        return [[self._response(batch, sibling, fields[sibling.uid]) for sibling in group] for group in chosen]
+
+    def _response(self, batch: QueuedBatch, sibling: Sibling, fields: Mapping[str, Any]) -> Response:
+        ids, row = fields["responses"].tolist(), batch.keys.index(sibling.uid)
+        by_actor = not self.credit.config.offloads or bool(batch.by_actor_B[row])
+        asked = fields.get("reward_model")
+        return self.credit.record(
+            batch.reshaped,
+            row,
+            slice(len(ids)),
+            ids,
+            importance=self._names[by_actor],
+            group=sibling.group,
+            uid=sibling.uid,
+            reward=sibling.reward,
+            source=str(fields.get("data_source", "")),
+            prompt=self.credit.tokenizer.decode(fields["prompts"]),
+            truth=asked.get("ground_truth") if isinstance(asked, Mapping) else None,
+            log_probs=fields.get("old_log_probs"),
+            entropies=fields.get("entropy"),
+            mask=fields.get("response_mask"),
+        )
+
+    def _picture(self, reshaped: ReshapedBatch, groups: list[list[Response]]) -> Picture:
+        scored_B1 = (reshaped.status_B == Status.SCORED)[:, None]
+        paid_BL = (reshaped.segments_BL == Segment.REASONING) & scored_B1
+        weights, importance = reshaped.weight_BL[paid_BL], reshaped.importance_BL[paid_BL]
+        return Picture(reshaped.step, weights.numpy(), importance.numpy(), groups[0] if groups else [], self._header)

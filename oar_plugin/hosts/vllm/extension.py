@@ -1,16 +1,22 @@
-"""What runs inside vLLM's workers: tagged requests come back with outcomes in place of prompt log-probabilities.
+"""The extension of vLLM's workers: tagged requests return outcomes in place of prompt log-probabilities.
 
 A request is tagged by `SamplingParams.extra_args["oar"]` (a spec of `outcomes`) and asks for `prompt_logprobs=0`, which is what
 makes vLLM hand rows back with it. Row `i` of what it gets is number `i` of `OutcomeRecorder.step` as the log-probability of
-token 0. Untagged requests are vLLM's own business throughout.
+token 0. Untagged requests are left to vLLM.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from oar_plugin.hosts.vllm import runner_v1, runner_v2
 from oar_plugin.hosts.vllm.outcomes import OutcomeRecorder
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
 
 
 class OutcomeExtension:
@@ -19,7 +25,7 @@ class OutcomeExtension:
     model_runner: Any
 
     def oar_install(self) -> None:
-        """Serve tagged requests from now on. A second call changes nothing.
+        """Answer tagged requests from now on. A second call changes nothing.
 
         Raises:
             RuntimeError: the worker has a model runner whose prompt rows cannot be reached.
@@ -33,11 +39,12 @@ class OutcomeExtension:
                 f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}, which has "
                 f"neither {runner_v1.HOOKED} nor {runner_v2.HOOKED}: set algorithm.oar.perturbation.backend=actor"
             )
-        model = runner.get_model()
+        stock: FirstRunner | SecondRunner = runner
+        model = stock.get_model()
 
         def project(hidden_RD: Tensor) -> Tensor | None:
-            # The class's function: hosts replace the instance's by one that masks tokens which must not be sampled,
-            # and these belong to the distribution as the actor computes it.
+            # The class's function: verl replaces the instance's by one that masks tokens that must not be sampled, and
+            # the actor's distribution has these tokens.
             return type(model).compute_logits(model, hidden_RD)
 
         recorder = OutcomeRecorder(project)

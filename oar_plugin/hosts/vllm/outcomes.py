@@ -1,6 +1,6 @@
 """Answer distributions of tagged requests, computed where the hidden states are: in the worker of an inference engine.
 
-Knows torch and the probes, and nothing of the engine. For every step of the engine it is told which positions of which
+It knows torch and the probes, and nothing of the engine. For every step of the engine it is told which positions of which
 request the step computed; it projects only the rows that the probe reads, and hands back a few numbers when a request's
 prompt ends. The distributions themselves, a vocabulary long, never leave the worker.
 
@@ -26,7 +26,7 @@ from oar_plugin.credit.probe import PROBES, Probe
 Role = Literal["reference", "copy"]
 
 NO_REFERENCE = -1.0
-"""Stands in place of the number of rows where the reference is not, or no longer, known."""
+"""Replaces the number of rows where the reference is not known, or no longer."""
 
 MAX_REFERENCES = 32
 """References kept; a float64 vocabulary each, 1.2 MB at 152k tokens. Nobody says when one is of no more use: that would take a
@@ -39,7 +39,7 @@ _DRAWN_ROWS = 16
 
 @dataclass(frozen=True)
 class OutcomeSpec:
-    """A request that is there for its answer's distribution. Travels beside it as plain values."""
+    """A request for its answer's distribution. The spec travels beside the request as plain values."""
 
     key: str  # names the reference
     role: Role  # `reference` is kept under its key, `copy` is compared with it
@@ -62,7 +62,7 @@ class OutcomeSpec:
 
 @dataclass(frozen=True)
 class DrawSpec:
-    """A request that is there for replacements: a token for each of some positions, from the model's prediction there."""
+    """A request for replacements: a token for each of some positions, drawn from the model's prediction there."""
 
     at: tuple[int, ...]  # the positions, ascending; the prompt may end right before the last of them
     avoid: tuple[int, ...]  # the tokens that stand there
@@ -85,7 +85,7 @@ Spec: TypeAlias = OutcomeSpec | DrawSpec
 
 
 def read_spec(values: dict[str, Any]) -> Spec:
-    """The inverse of `to_dict`. ValueError, TypeError: it is none."""
+    """The inverse of `to_dict`. ValueError, TypeError: the values are no spec."""
     if "at" in values:
         return DrawSpec(**{name: tuple(numbers) for name, numbers in values.items()})
     return OutcomeSpec(**values)
@@ -93,7 +93,7 @@ def read_spec(values: dict[str, Any]) -> Spec:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What one step of the engine computes of one tagged request."""
+    """The part of one tagged request that one step of the engine computes."""
 
     request: str  # its id
     spec: Spec | None  # None: its tag makes no sense
@@ -206,7 +206,7 @@ class OutcomeRecorder:
         self._tallies = {request: tally for request, tally in self._tallies.items() if request in requests}
 
     def counts(self) -> dict[str, int]:
-        """How many references are kept, and how many requests are half read."""
+        """How many references are kept, and of how many requests some rows are read."""
         return {"references": len(self._references), "requests": len(self._tallies)}
 
     def _read(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> None:
@@ -232,7 +232,7 @@ class OutcomeRecorder:
                 chunk[low][0].add([position for _, position in chunk[low:high]], logits_RV[low:high])
 
     def _numbers(self, tally: _Tally | None, device: torch.device) -> Tensor:
-        """What `step` returns for a request that has ended; None: of one whose tag made no sense."""
+        """What `step` returns for a request that has ended. `tally` is None where its tag made no sense."""
         nan = torch.full((1,), math.nan, device=device)
         unknown = torch.full((1,), NO_REFERENCE, device=device)
         if tally is None:
@@ -253,6 +253,6 @@ class OutcomeRecorder:
 
 
 def _on(device: torch.device, numbers: Iterable[int]) -> Tensor:
-    """int64; a copy from memory that is not pinned would wait for all that the device has still to do."""
+    """int64 on the device. A copy from memory that is not pinned would wait for all work of the device."""
     values = torch.tensor(list(numbers), dtype=torch.int64)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

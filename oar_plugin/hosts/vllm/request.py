@@ -1,4 +1,4 @@
-"""One tagged request to a vLLM engine, and the numbers that its worker put into the answer."""
+"""Makes one tagged request to a vLLM engine and reads the worker's numbers from its output."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def was_aborted(output: RequestOutput) -> bool:
 
 
 def numbers_of(output: RequestOutput) -> list[float]:
-    """What `OutcomeRecorder.step` found for the request; empty where the engine lost it."""
+    """What `OutcomeRecorder.step` returned for the request; empty where the engine lost it."""
     # The first token of a prompt has no row that predicts it: vLLM puts None there.
     rows = (output.prompt_logprobs or [])[1:]
     return [next(iter(row.values())).logprob for row in rows if row]

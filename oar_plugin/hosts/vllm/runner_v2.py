@@ -1,39 +1,50 @@
-"""The hook into vLLM's second model runner (`vllm.v1.worker.gpu.model_runner`), its default on GPUs for more and more models.
+"""The hook into vLLM's second model runner, its default on GPUs for more and more models.
 
-It copies its results to the host behind the step's back, so nothing here may wait for the device either.
+The runner copies its results to the CPU asynchronously, so nothing here may wait for the device either.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from oar_plugin.hosts.vllm.outcomes import OutcomeRecorder, Scheduled, Spec
 from oar_plugin.hosts.vllm.tags import as_rows, spec_of, tag_of
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+    from vllm.v1.worker.gpu.states import RequestState
+
 HOOKED = "prompt_logprobs_worker"
+"""The runner has it."""
 
 
-def install(runner: Any, recorder: OutcomeRecorder) -> None:
-    """Take tagged requests out of vLLM's hands where it makes prompt log-probabilities."""
-    worker = runner.prompt_logprobs_worker
+def install(runner: GPUModelRunner, recorder: OutcomeRecorder) -> None:
+    """Answer tagged requests in place of vLLM where it makes prompt log-probabilities."""
+    worker: PromptLogprobsWorker = runner.prompt_logprobs_worker
+    states: RequestState = runner.req_states
     stock_add, stock_rows = runner.add_requests, worker.compute_prompt_logprobs
-    pending: dict[
-        str, tuple[Spec | None, list[int]]
-    ] = {}  # tagged requests whose prompt has not ended, with their prompts
+    # Tagged requests whose prompt has not ended, with their prompts.
+    pending: dict[str, tuple[Spec | None, list[int]]] = {}
 
-    def add_requests(scheduler_output: Any, *others: Any) -> None:
+    def add_requests(scheduler_output: SchedulerOutput, *others: Any) -> None:
         stock_add(scheduler_output, *others)
+        new: NewRequestData
         for new in scheduler_output.scheduled_new_reqs:  # resumed ones after a preemption, too
             pending.pop(new.req_id, None)
             if (tag := tag_of(new.sampling_params)) is not None:
                 pending[new.req_id] = (spec_of(new.req_id, tag), new.prompt_token_ids)
-                worker.uses_prompt_logprobs[runner.req_states.req_id_to_index[new.req_id]] = False
+                worker.uses_prompt_logprobs[states.req_id_to_index[new.req_id]] = False
 
     def compute_prompt_logprobs(
-        logits_fn: Any, hidden_states: Tensor, input_batch: Any, *others: Any
+        logits_fn: Any, hidden_states: Tensor, input_batch: InputBatch, *others: Any
     ) -> dict[str, Any]:
         rows: dict[str, Any] = stock_rows(logits_fn, hidden_states, input_batch, *others)
-        known = runner.req_states.req_id_to_index
+        known = states.req_id_to_index
         recorder.retain(known)
         for gone in pending.keys() - known.keys():
             del pending[gone]

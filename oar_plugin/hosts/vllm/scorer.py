@@ -1,4 +1,4 @@
-"""Scores one response on a vLLM engine: its reference, its masked copies, and what to do when one does not come back.
+"""Scores one response on a vLLM engine: its reference, its masked copies, and second attempts.
 
 **Prefix cache.** Copies share everything before the token that they replace, so they read the cache; that saves half of their
 tokens. vLLM turns this off for requests that ask for prompt log-probabilities, and for a reason: of a position that it finds
@@ -31,12 +31,13 @@ from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, tagged_req
 from oar_plugin.hosts.vllm.throttle import Throttle
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Fault = Literal["timed_out", "too_long", "aborted", "non_finite", "failed"]
 """Out of time; does not fit into the engine with one more token; the engine or its gate turned a request away; a score is not
-a finite number; an error, or an outcome that could not be had twice."""
+a finite number; an error, or two attempts without an outcome."""
 
 RESPONSES_AT_ONCE = 16
 """Responses whose copies may be under way together: each keeps a reference in the worker and its prefix in the cache."""
@@ -74,7 +75,7 @@ class ScoringTask:
 
 @dataclass
 class ScoringResult:
-    """What came of a `ScoringTask`."""
+    """The result of a `ScoringTask`."""
 
     importance: NDArray[np.float32] | None = None  # `[response_length]`, nats, 0 outside of the units
     fault: Fault | None = None  # why there is no importance
@@ -168,7 +169,7 @@ class _Run:
         return importance_L
 
     async def _reference(self) -> None:
-        """Find the replacement of every token, and keep the response's own outcome in the worker."""
+        """Get the replacement of every token, and keep the response's own outcome in the worker."""
         task = self.task
         at = sorted({task.prompt_length + t for unit in task.units for t in unit})
         if task.replacement_token is not None:
@@ -211,14 +212,14 @@ class _Run:
         return drawn if isinstance(spec, DrawSpec) else [score]
 
     async def _attempt(self, token_ids: Sequence[int], spec: Spec, salt: str, use_cache: bool) -> list[float] | None:
-        """What the worker found, see `OutcomeRecorder.step`; None where that is not complete, or was lost on its way."""
+        """The worker's numbers (`OutcomeRecorder.step`); None where they are incomplete or were lost."""
         scorer = self.scorer
         async with scorer.throttle.slot():
             try:
                 request = tagged_request(
                     scorer.engine, token_ids, spec, salt, use_cache, self.task.priority, self._lora, scorer.admit
                 )
-                output = await asyncio.wait_for(request, self.timeout_s)
+                output: RequestOutput = await asyncio.wait_for(request, self.timeout_s)
             except asyncio.TimeoutError:
                 raise _Failure("timed_out") from None
             except Refused as refused:
@@ -232,7 +233,7 @@ class _Run:
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list[float]:
-    """Results of all; where one raises or this is cancelled, the others are cancelled and have ended."""
+    """Results of all. Where one raises or this is cancelled, the others are cancelled, and have ended on return."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

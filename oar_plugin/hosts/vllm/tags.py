@@ -1,4 +1,4 @@
-"""How a request says what it is for, and how the worker's numbers go back with it."""
+"""The tag of a request, which says what it is for, and the rows by which the worker's numbers are returned."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
 
 TAG = "oar"
-"""The key in `SamplingParams.extra_args` of what `to_dict` of a spec gives."""
+"""The key in `SamplingParams.extra_args` under which a spec's `to_dict` stands."""
 
 logger = logging.getLogger(__name__)
 
 
 def tag_of(sampling_params: Any) -> dict[str, Any] | None:
-    """The tag of a request; None: it has none. Pooling requests have no sampling parameters."""
+    """The tag of a request, or None. Pooling requests have no sampling parameters."""
     extra_args = sampling_params.extra_args if sampling_params is not None else None
     return extra_args.get(TAG) if extra_args else None
 

@@ -1,4 +1,4 @@
-"""When a masked copy may run, so that generation keeps the engine."""
+"""Admits masked copies to an engine so that generation keeps it."""
 
 import asyncio
 import time

@@ -1,1 +1,1 @@
-"""From checkpoints to a table: `generate` writes responses, `grade` judges them, `statistics` says what they show."""
+"""From checkpoints to a table: `generate` writes responses, `grade` judges them, `statistics` estimates, `table` prints."""

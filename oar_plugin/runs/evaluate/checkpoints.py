@@ -1,4 +1,4 @@
-"""Which model a CHECKPOINT of the command line is, as a folder in HuggingFace's format or a name on the hub."""
+"""Finds the model of a CHECKPOINT of the command line: a folder in HuggingFace's format, or a name on the hub."""
 
 import hashlib
 import json
@@ -14,15 +14,13 @@ from pathlib import Path
 from oar_plugin.runs.evaluate.problems import EvaluationError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-SETTINGS = ("*.json", "*.jinja")
-"""Of its architecture, tokenizer, chat template and end of text."""
-MERGED = "merged"
-"""The folder beside a verl checkpoint's shards that holds its merged weights."""
+SETTINGS = ("*.json", "*.jinja")  # of architecture, tokenizer, chat template and end of text
+MERGED = "merged"  # folder beside a verl checkpoint's shards, with its merged weights
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def parse(words: Sequence[str]) -> dict[str, list[str]]:
-    """Of `[NAME=]PATH[,PATH...]` each, the paths by name; a name is made up where none is given. Raises ValueError."""
+    """Return name -> paths of words `[NAME=]PATH[,PATH...]`. ValueError: a path is missing, or two names are equal."""
     rows: dict[str, list[str]] = {}
     for word in words:
         name, equals, rest = word.partition("=")
@@ -39,19 +37,19 @@ def parse(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def find(text: str, best: bool, say: Callable[[str], None]) -> str:
-    """The model of a checkpoint, merged if it must be, once.
+    """Return the model of a checkpoint; shards are merged, once.
 
     Args:
         text: a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
             checkpoints (the last one is taken), or a name on the hub.
         best: take `best` in a folder of checkpoints.
-        say: told before a merge, which takes minutes for a large model.
+        say: called before a merge, which takes minutes for a large model.
 
-    Raises EvaluationError.
+    EvaluationError: there is no model, or the merge failed.
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():
-        # Where there is a folder of the first part's name, the second may be mistyped.
+        # Where a folder has the name's first part, the second part may be mistyped.
         if _HUB_NAME.fullmatch(text) and (not folder.parent.is_dir() or _on_hub(text)):
             return text
         raise EvaluationError(f"{text}: neither a folder nor a name on the hub (organisation/model)")
@@ -73,7 +71,7 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
 
 
 def fingerprint(model: str) -> str:
-    """Changes when a folder's weights, tokenizer or settings do; of a model on the hub it is the name."""
+    """Return a hash of a folder's weights (name, size, time), tokenizer and settings; of a model on the hub its name."""
     folder = Path(model)
     if not folder.is_dir():
         return model
@@ -95,13 +93,13 @@ def _on_hub(name: str) -> bool:
 
     try:
         hf_hub_download(name, "config.json")
-    except (OSError, ValueError):  # of the network too; without it, what was loaded before is found
+    except (OSError, ValueError):  # also of the network; without network, an earlier download counts
         return False
     return True
 
 
 def _step_of(folder: Path, best: bool) -> Path:
-    """The checkpoint in a folder of checkpoints, such as a run's; other folders as they are."""
+    """Return the checkpoint in a folder of checkpoints, for example a run's; another folder is returned unchanged."""
     place = folder / "best" if best else folder
     steps = {step.name: step for step in place.glob("global_step_*") if step.name[12:].isdigit()}
     if not steps and best:
@@ -110,7 +108,7 @@ def _step_of(folder: Path, best: bool) -> Path:
         )
     if not steps:
         return folder
-    # verl writes it when a checkpoint is complete; the step that it names may have been deleted or not copied.
+    # verl writes this file when a checkpoint is complete; the step that it names may be deleted or not copied.
     complete = place / "latest_checkpointed_iteration.txt"
     named = f"global_step_{complete.read_text(encoding='utf-8').strip()}" if complete.is_file() else ""
     return steps.get(named) or steps[max(steps, key=lambda name: int(name[12:]))]
@@ -122,15 +120,14 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
     say(f"merging {actor} into {target} with verl.model_merger, once{unpickled}")
     words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir"]
     try:
-        with tempfile.TemporaryDirectory(
-            prefix=f"{MERGED}.", dir=actor
-        ) as place:  # another evaluation may merge it too
+        # In a folder of its own until it is complete: another evaluation may merge the same checkpoint.
+        with tempfile.TemporaryDirectory(prefix=f"{MERGED}.", dir=actor) as place:
             partial = Path(place) / MERGED
             partial.mkdir()
-            # A process of its own: it imports verl, and gives back the memory of all shards.
+            # A process of its own: it imports verl, and frees the memory of all shards when it ends.
             done = subprocess.run(
                 [sys.executable, "-m", "verl.model_merger", *words, str(partial)],
-                # verl would unpickle whatever shards hold.
+                # Without these, verl would unpickle any object in the shards.
                 env={**os.environ, "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"},
                 capture_output=True,
             )
@@ -142,7 +139,7 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
             try:
                 partial.rename(target)
             except OSError:
-                if not _is_model(target):  # else the other one was first
+                if not _is_model(target):  # the other evaluation was not first: a real fault
                     raise
     except OSError as error:
         raise EvaluationError(
@@ -153,7 +150,7 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
 
 
 def _fold_in_adapter(folder: Path) -> None:
-    """verl's merger leaves a LoRA adapter beside the base model's weights."""
+    """Add a LoRA adapter to the base model's weights; verl's merger leaves it beside them."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Responses of one model to several problem sets: vLLM, one engine a GPU, every response on disk as soon as it is there."""
+"""Responses of one model to several problem sets by vLLM: one engine per GPU; each response is written when it is ready."""
 
 import errno
 import fcntl
@@ -21,10 +21,12 @@ from oar_plugin.output import no_link
 from oar_plugin.runs.evaluate.checkpoints import fingerprint
 from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet, reason
 
-IN_FLIGHT = 1024
-"""Requests that an engine holds at a time: more than it runs at once, so that it never waits for the next."""
 _LOOK_AGAIN_S = 1.0
 _GRACE_S = 15.0
+_VLLM_DEFAULTS = {
+    **{"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"},
+    **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -37,28 +39,28 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Response:
-    problem: int  # its place in the set
+class GeneratedResponse:
+    problem: int  # index in the set
     sample: int
     text: str
-    cut: bool  # it reached the most tokens that were allowed
+    cut: bool  # it has `max_tokens` tokens
 
 
 class ResponseFile:
-    """The responses of one model to one problem set under one sampling, a line each behind a header.
+    """The responses of one model to one problem set under one sampling: a header, then one JSON line per response.
 
-    Other weights, sampling or problems have another file; the number of samples may grow in the same. Within `with` the file
-    is this process's; `responses` stays.
+    Other weights, sampling or problems have another file; the number of samples may grow in the same file. Within `with` only
+    this process may write it; `responses` stays after it.
     """
 
     def __init__(self, folder: Path, model: str, sampling: Sampling, problems: ProblemSet) -> None:
         self.header = {"model": model, "weights": fingerprint(model), **asdict(sampling), "data": problems.digest}
         key = hashlib.sha256(json.dumps(self.header).encode()).hexdigest()[:12]
         self.path = folder / f"{problems.name}-{key}.jsonl"
-        self.responses: dict[tuple[int, int], Response] = {}
+        self.responses: dict[tuple[int, int], GeneratedResponse] = {}
 
     def __enter__(self) -> "ResponseFile":
-        """Read what is there; a last line that was cut off is taken away. Raises EvaluationError."""
+        """Read the file, and remove a last line that was cut off. EvaluationError: it is locked, or of something else."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b", opener=no_link)
         try:
@@ -68,7 +70,7 @@ class ResponseFile:
                 f"{self.path}: another oar eval writes it; wait for it, or choose another --out"
             ) from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:  # some file systems of clusters have none
+            if error.errno not in _NO_LOCKS:  # some file systems of clusters have no locks
                 raise
         self._file.seek(0)
         good = 0
@@ -78,7 +80,7 @@ class ResponseFile:
             try:
                 row = json.loads(line)
                 if number > 1:
-                    self.responses[row["problem"], row["sample"]] = Response(**row)
+                    self.responses[row["problem"], row["sample"]] = GeneratedResponse(**row)
                 elif row != self.header:
                     raise ValueError("another header")
             except (ValueError, TypeError, KeyError) as error:
@@ -91,7 +93,7 @@ class ResponseFile:
             self._write(self.header)
         return self
 
-    def add(self, response: Response) -> None:
+    def add(self, response: GeneratedResponse) -> None:
         self.responses[response.problem, response.sample] = response
         self._write(asdict(response))
 
@@ -103,10 +105,10 @@ class ResponseFile:
         self._file.flush()
 
 
-class Request(NamedTuple):
+class SampleRequest(NamedTuple):
     """One sample of one problem of a set."""
 
-    of: int
+    data_set: int
     problem: int
     sample: int
     seed: int
@@ -114,13 +116,12 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What every engine is told."""
+    """The same for every engine."""
 
     model: str  # a folder or a name on the hub
     sampling: Sampling
-    prompts: list[list[list[int]]]  # ids of each set's problems
+    prompts: list[list[list[int]]]  # token ids by data set and problem
     context: int  # tokens of a prompt with its response
-    at_a_time: int  # requests that an engine holds
 
 
 def generate(
@@ -133,23 +134,23 @@ def generate(
     progress: Callable[[int, int], None],
     say: Callable[[str], None],
 ) -> None:
-    """Bring each file, one for each of `sets`, to `samples` responses a problem; what is there already is not made again.
+    """Add responses to each file, one per set, until every problem has `samples` of them.
 
     Args:
-        tensor_parallel: GPUs of an engine. All visible GPUs are used; where there is none, one engine on the CPU.
-        progress: called with responses that are there, and those that there shall be.
-        say: told when the model's context is too short for the longest prompt and `max_tokens`.
+        tensor_parallel: GPUs per engine. All visible GPUs are used; where there is none, one engine on the CPU.
+        progress: called with the number of responses that are there, and with their number at the end.
+        say: called where the model's context is too short for the longest prompt and `max_tokens`.
 
-    Raises EvaluationError.
+    EvaluationError: the model cannot be loaded or prompted, a file is locked or broken, or an engine died.
     """
     with ExitStack() as stack:
         for file in files:
             stack.enter_context(file)
         missing = [
-            Request(of, problem, sample, _seed_of(sampling.seed, sets[of].problems[problem], sample))
-            for of, file in enumerate(files)
+            SampleRequest(index, problem, sample, _seed_of(sampling.seed, sets[index].problems[problem], sample))
+            for index, file in enumerate(files)
             for sample in range(samples)
-            for problem in range(len(sets[of].problems))
+            for problem in range(len(sets[index].problems))
             if (problem, sample) not in file.responses
         ]
         total = samples * sum(len(each.problems) for each in sets)
@@ -157,25 +158,25 @@ def generate(
         if not missing:
             return
         groups = _gpu_groups(tensor_parallel)[: len(missing)]
-        at_a_time = min(IN_FLIGHT, -(-len(missing) // len(groups)))  # no engine takes the others' share
-        job = Job(model, sampling, *_prompts(model, sets, sampling.max_tokens, say), at_a_time)
+        job = Job(model, sampling, *_prompts(model, sets, sampling.max_tokens, say))
         with closing(_answered(job, groups, missing)) as answered:
-            for done, (of, response) in enumerate(answered, start=1):
-                files[of].add(response)
+            for done, (index, response) in enumerate(answered, start=1):
+                files[index].add(response)
                 progress(total - len(missing) + done, total)
 
 
 def _seed_of(seed: int, problem: Problem, sample: int) -> int:
-    """A response's own: the same in whatever order and on whichever engine it is made."""
+    """Return a seed per response, which depends neither on the order nor on the engine."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem.prompt} {sample}".encode()).digest()[:4], "big")
 
 
 def _prompts(
     model: str, sets: Sequence[ProblemSet], max_tokens: int, say: Callable[[str], None]
 ) -> tuple[list[list[list[int]]], int]:
-    """Ids of each set's problems, and the tokens that the longest takes with its response: no more than the model's context.
+    """Return token ids by set and problem, and the tokens of the longest prompt with its response, limited by the context.
 
-    As verl makes prompts: the tokenizer's chat template, asked for a response. Raises EvaluationError.
+    Prompts are made as in verl: the tokenizer's chat template, with the generation prompt. EvaluationError: the tokenizer or
+    template fails, or a prompt fills the context.
     """
     from jinja2 import TemplateError
     from transformers import AutoConfig, AutoTokenizer
@@ -183,30 +184,32 @@ def _prompts(
     try:
         context = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "max_position_embeddings", None)
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        make = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
-        prompts = [[make(problem.prompt) for problem in each.problems] for each in sets]
+        encode = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
+        prompts = [[encode(problem.prompt) for problem in each.problems] for each in sets]
     except (OSError, ValueError, TypeError, TemplateError) as error:
         raise EvaluationError(
             f"{model}: its configuration or tokenizer cannot be loaded, or it has no chat template that takes these prompts: "
             f"{reason(error)}"
         ) from error
-    longest = max(len(ids) for of in prompts for ids in of)
-    if context is None or longest + max_tokens <= context:
-        return prompts, longest + max_tokens
-    for each, of in zip(sets, prompts, strict=True):
-        for number, ids in enumerate(of, start=1):
-            if len(ids) >= context:
-                raise EvaluationError(
-                    f"{model}: problem {number} of {each.name} has {len(ids)} tokens, which leaves none of the model's context "
-                    f"({context}) to a response; take the problem or the set out of --data"
-                )
-    left = context - longest
+    length, data_set, number = max(
+        (len(ids), each.name, number)
+        for each, of_set in zip(sets, prompts, strict=True)
+        for number, ids in enumerate(of_set, start=1)
+    )
+    if context is None or length + max_tokens <= context:
+        return prompts, length + max_tokens
+    left = context - length
+    if left <= 0:
+        raise EvaluationError(
+            f"{model}: problem {number} of {data_set} has {length} tokens, which leaves none of the model's context "
+            f"({context}) to a response; take the problem or the set out of --data"
+        )
     say(f"{model}: its context of {context} tokens leaves {left} to a response of the longest prompt, not {max_tokens}")
     return prompts, context
 
 
 def _gpu_groups(tensor_parallel: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each engine; one empty text where there is no GPU."""
+    """Return CUDA_VISIBLE_DEVICES of each engine; one empty text where there is no GPU."""
     import torch
 
     count = torch.cuda.device_count()  # does not open them
@@ -215,20 +218,21 @@ def _gpu_groups(tensor_parallel: int) -> list[str]:
     if count < tensor_parallel:
         raise EvaluationError(f"--tp={tensor_parallel}: {count} GPUs are visible; at most {count}")
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
-    return [
-        ",".join(visible[at : at + tensor_parallel]) for at in range(0, count - tensor_parallel + 1, tensor_parallel)
-    ]
+    starts = range(0, count - tensor_parallel + 1, tensor_parallel)
+    return [",".join(visible[start : start + tensor_parallel]) for start in starts]
 
 
 def _answered(
-    job: Job, groups: Sequence[str], requests: Sequence[Request]
-) -> Generator[tuple[int, Response], None, None]:
-    """Every request's response with its set, as they are ready. The engines are gone at the end in every case."""
+    job: Job, groups: Sequence[str], requests: Sequence[SampleRequest]
+) -> Generator[tuple[int, GeneratedResponse], None, None]:
+    """Yield each request's set and response when it is ready; each engine serves an equal share of the requests.
+
+    The engines are ended in every case. EvaluationError: one of them died.
+    """
     context = multiprocessing.get_context("spawn")
-    work, results = context.Queue(), context.Queue()
-    engines = [context.Process(target=_serve, args=(job, gpus, work, results)) for gpus in groups]
-    for request in (*requests, *[None] * len(engines)):
-        work.put(request)
+    results = context.Queue()
+    shares = [requests[place :: len(groups)] for place in range(len(groups))]
+    engines = [context.Process(target=_serve, args=(job, *each, results)) for each in zip(groups, shares, strict=True)]
     try:
         for engine in engines:
             engine.start()
@@ -237,50 +241,41 @@ def _answered(
         for engine in engines:
             engine.join(_GRACE_S)
     finally:
-        work.cancel_join_thread()
-        for engine in engines:
-            if engine.pid is not None:
-                engine.terminate()
-        for engine in engines:
-            if engine.pid is not None:
-                engine.join(_GRACE_S)
-                engine.kill()  # does nothing to one that has ended
+        started = [engine for engine in engines if engine.pid is not None]
+        for engine in started:
+            engine.terminate()
+        for engine in started:
+            engine.join(_GRACE_S)
+            engine.kill()  # no effect on one that has ended
 
 
-def _next(model: str, engines: Sequence[Any], results: Any) -> tuple[int, Response]:
+def _next(model: str, engines: Sequence[Any], results: Any) -> Any:
     while True:
         with suppress(queue.Empty):
-            of, response = results.get(timeout=_LOOK_AGAIN_S)
-            return of, response
-        for engine in engines:
-            if engine.exitcode not in (None, 0):
-                raise EvaluationError(
-                    f"{model}: an engine ended with status {engine.exitcode}; its messages stand above. What was generated "
-                    "is kept: the same command goes on"
-                )
+            return results.get(timeout=_LOOK_AGAIN_S)
+        if dead := [engine.exitcode for engine in engines if engine.exitcode not in (None, 0)]:
+            raise EvaluationError(
+                f"{model}: an engine ended with status {dead[0]}; its messages stand above. What was generated is kept: the "
+                "same command goes on"
+            )
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed ends nobody, and an engine holds a whole GPU."""
+    """End this process when its parent does: the parent may be killed, and an engine holds a whole GPU."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _serve(job: Job, gpus: str, work: Any, results: Any) -> None:
-    """The process of an engine: takes requests until it meets None."""
+def _serve(job: Job, gpus: str, requests: Sequence[SampleRequest], results: Any) -> None:
+    """Run an engine in this process until all requests are answered."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches this process too; its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; its parent ends it
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process, and ends with it
-    for name, value in (
-        ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("VLLM_NO_USAGE_STATS", "1"),
-        ("VLLM_CPU_KVCACHE_SPACE", "1"),
-        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-    ):
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, and ends with it
+    for name, value in _VLLM_DEFAULTS.items():
         os.environ.setdefault(name, value)
 
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -296,28 +291,18 @@ def _serve(job: Job, gpus: str, work: Any, results: Any) -> None:
         enforce_eager=not gpus,  # compiling for a CPU takes longer than it saves
         use_tqdm_on_load=False,  # there is one progress bar already
     )
-    # By this vLLM chooses how many sequences run at a time: as many as for offline use.
+    # From the context vLLM chooses how many sequences run at a time: as many as for offline use.
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-    under_way: dict[str, Request] = {}
-    more = True
-    while more or under_way:
-        while more and len(under_way) < job.at_a_time:
-            request = work.get()
-            if request is None:
-                more = False
-                break
-            parameters = SamplingParams(
-                temperature=job.sampling.temperature,
-                top_p=job.sampling.top_p,
-                max_tokens=job.sampling.max_tokens,
-                seed=request.seed if job.sampling.temperature > 0 else None,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            key = f"{request.of}-{request.problem}-{request.sample}"
-            engine.add_request(key, TokensPrompt(prompt_token_ids=job.prompts[request.of][request.problem]), parameters)
-            under_way[key] = request
-        for output in engine.step() if under_way else ():
-            request, made = under_way.pop(output.request_id), output.outputs[0]
-            response = Response(request.problem, request.sample, made.text, made.finish_reason == "length")
-            results.put((request.of, response))
+    sampling = asdict(job.sampling)
+    by_key = {str(number): request for number, request in enumerate(requests)}
+    for key, request in by_key.items():
+        sampling["seed"] = request.seed if job.sampling.temperature > 0 else None
+        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = TokensPrompt(prompt_token_ids=job.prompts[request.data_set][request.problem])
+        engine.add_request(key, prompt, parameters)
+    while by_key:
+        for output in engine.step():
+            request, made = by_key.pop(output.request_id), output.outputs[0]
+            response = GeneratedResponse(request.problem, request.sample, made.text, made.finish_reason == "length")
+            results.put((request.data_set, response))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM's libraries print warnings when they end

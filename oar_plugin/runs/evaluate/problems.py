@@ -10,11 +10,11 @@ COLUMNS = ("prompt", "reward_model")
 
 
 class EvaluationError(Exception):
-    """What keeps an evaluation from going on. The message says what to do."""
+    """An evaluation cannot go on. The message says what to do."""
 
 
 def reason(error: Exception) -> str:
-    """The first line of its message, or its name where it has none."""
+    """Return the first line of an exception's message, or its type's name where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
@@ -31,15 +31,15 @@ class ProblemSet:
 
     @property
     def digest(self) -> str:
-        """The same for the same problems in the same order."""
+        """A hash of the problems and their order."""
         text = json.dumps([(problem.prompt, problem.ground_truth) for problem in self.problems], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read(name: str, folder: Path, limit: int | None) -> ProblemSet:
-    """A data set by name, from `folder/NAME/test.parquet`, or a parquet file in verl's columns; equal prompts once.
+    """Return a data set by name, from `folder/NAME/test.parquet`, or of a parquet file in verl's columns.
 
-    Raises EvaluationError.
+    Equal prompts are kept once; `limit` keeps the first problems. EvaluationError: the file is missing, broken or empty.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -51,16 +51,13 @@ def read(name: str, folder: Path, limit: int | None) -> ProblemSet:
         raise EvaluationError(f"--data={name}: {hint}")
     try:
         rows: list[dict[str, Any]] = pq.read_table(path, columns=list(COLUMNS)).to_pylist()
-        found = {
-            json.dumps(row["prompt"]): Problem(row["prompt"], str(row["reward_model"]["ground_truth"])) for row in rows
-        }
+        by_prompt = {json.dumps(row["prompt"]): (row["prompt"], row["reward_model"]["ground_truth"]) for row in rows}
     except (pa.ArrowException, OSError, KeyError, TypeError) as error:
         raise EvaluationError(
             f"--data={name}: cannot read {path}: {reason(error)}; it must be a parquet file in verl's columns "
             f"{' and '.join(COLUMNS)} (with ground_truth), as oar data writes them"
         ) from error
-    problems = list(found.values())[:limit]
+    problems = [Problem(prompt, str(truth)) for prompt, truth in by_prompt.values()][:limit]
     if not problems:
         raise EvaluationError(f"--data={name}: {path} holds no row")
-    # verl's own name for a set is the column data_source; a file is called as it is called.
     return ProblemSet(path.stem if is_file and path.stem != "test" else path.parent.name, problems)

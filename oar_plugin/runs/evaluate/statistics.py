@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k of each problem, and their means with standard errors.
+"""avg@k, pass@k and maj@k of each problem, and their means with standard errors and 95 % intervals.
 
 Shapes: P problems, K responses of each, S seeds (training runs of one method).
 """
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from oar_plugin.runs.intervals import half_95
+from scipy import stats
 
 Values = NDArray[np.float64]
 
@@ -31,16 +30,28 @@ class Estimate:
         return self.se > 0 and (self.low > 0 or self.high < 0)
 
 
+def half_95(parts: Sequence[tuple[float, float]]) -> float:
+    """Return half the 95 % interval of a mean or of a difference of means, by Student's t (Welch and Satterthwaite).
+
+    Args:
+        parts: the summands of the mean's variance, each with its degrees of freedom; 0 degrees: not estimated.
+    """
+    variance = sum(part for part, _ in parts)
+    spread = sum(part**2 / freedom for part, freedom in parts if freedom > 0)
+    freedom = variance**2 / spread if spread > 0 else math.inf
+    return float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
+
+
 def average(correct_PK: NDArray[np.bool_]) -> Values:
-    """avg@K of each problem: the share of its responses that are right."""
+    """Return avg@K of each problem: the share of its responses that are right."""
     means: Values = correct_PK.mean(axis=1)
     return means
 
 
 def pass_at(k: int, correct_PK: NDArray[np.bool_]) -> Values:
-    """pass@k of each problem: the chance that k of its responses, drawn without replacement, hold a right one.
+    """Return pass@k of each problem: the chance that k of its responses, drawn without replacement, hold a right one.
 
-    Unbiased (Chen et al. 2021, arXiv 2107.03374). At k = K it is whether any is right.
+    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). At k = K it is whether any response is right.
     """
     samples = correct_PK.shape[1]
     none_right = [math.comb(samples - right, k) / math.comb(samples, k) for right in correct_PK.sum(axis=1).tolist()]
@@ -48,44 +59,44 @@ def pass_at(k: int, correct_PK: NDArray[np.bool_]) -> Values:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """maj@K of one problem: whether the answer that most responses give is right.
+    """Return maj@K of one problem: whether the most frequent answer is right.
 
-    Responses without an answer do not vote. Of answers with equally many votes each counts in part. All responses with one
-    answer are taken to be as right as they are on average: two spellings that were graded unlike can fall together.
+    Responses without an answer (None) do not vote. Equally frequent answers each count in part. All responses with one answer
+    count with their average grade, because two spellings with different grades can have the same name.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
     most = max(votes.values())
-    first = {answer for answer, count in votes.items() if count == most}
-    return float(np.mean([right for answer, right in zip(answers, correct, strict=True) if answer in first]))
+    chosen = {answer for answer, count in votes.items() if count == most}
+    return float(np.mean([right for answer, right in zip(answers, correct, strict=True) if answer in chosen]))
 
 
 def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) -> Estimate:
-    """The mean over problems, and over data sets if there are several, each counting the same.
+    """Return the mean over problems; several data sets count the same.
 
     Args:
-        values: for each data set, (S, P).
-        minus: of the baseline, whose problems are the same: the result is then the mean of paired differences.
+        values: an array (S, P) per data set.
+        minus: arrays of the baseline on the same problems: the result is the mean of paired differences.
 
-    The standard error has two parts. Over problems: the spread of the problems' values, in which the sampling of responses and
-    of problems both show. Over seeds, where a method has several: the spread of its runs' means beyond what their problems and
-    responses explain. With one seed that part is unknown and left out.
+    The standard error has two parts. Over problems: the spread of the problems' values, which contains the sampling of
+    problems and of responses. Over seeds, if there are several: the spread of the runs' means beyond what problems and
+    responses explain. With one seed this part is unknown and left out.
     """
     base = minus if minus is not None else [np.zeros_like(block[:1]) for block in values]
-    sets = len(values)
-    of_problems = [block.mean(axis=0) - other.mean(axis=0) for block, other in zip(values, base, strict=True)]
-    mean = float(np.mean([difference.mean() for difference in of_problems]))
-    parts = [(_variance(each) / len(each) / sets**2, len(each) - 1) for each in of_problems]
+    differences = [block.mean(axis=0) - other.mean(axis=0) for block, other in zip(values, base, strict=True)]
+    mean = float(np.mean([each.mean() for each in differences]))
+    parts = [(_variance(each) / len(each) / len(values) ** 2, len(each) - 1) for each in differences]
     parts += [(_between_seeds(blocks), len(blocks[0]) - 1) for blocks in (values, base)]
     half = half_95(parts)
     return Estimate(mean, math.sqrt(sum(part for part, _ in parts)), mean - half, mean + half)
 
 
 def _between_seeds(blocks: Sequence[Values]) -> float:
-    """The variance of the mean that comes from seeds alone, 0 where there is one seed.
+    """Return the variance of the mean that comes from seeds alone; 0 with one seed.
 
-    The runs' means differ also because each has its own responses; that is in the problems' part, and taken off here.
+    The runs' means differ also because each run has its own responses. The problems' part contains this variance, so it is
+    subtracted here.
     """
     seeds = len(blocks[0])
     if seeds == 1:

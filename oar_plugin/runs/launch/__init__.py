@@ -1,1 +1,1 @@
-"""Running a recipe where the GPUs are: `job` fills the templates of `recipes/cluster`, `wait` runs on the head node first."""
+"""Runs a recipe where the GPUs are: names of runs, checks before the start, the templates of `recipes/cluster`."""

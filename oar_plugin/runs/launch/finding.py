@@ -1,14 +1,24 @@
-"""What a check has to say: a line of `oar doctor` and of `oar launch`."""
+"""One result of a check, a line of `oar doctor` and of `oar launch`; and the check of a run's loggers.
 
+`oar doctor` imports this module on machines where much is missing: it imports only the standard library.
+"""
+
+import netrc
+import os
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 Level = Literal["ok", "note", "not checked", "missing"]
-"""In place; worth knowing; could not be seen from here; a run would not start."""
+"""In place; worth knowing; cannot be seen from here; a run would not start."""
+
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "tracking": "wandb"}
+"""verl's logger -> the package it needs, as `oar doctor` lists it."""
+_BUILT_IN = ("console", "file", "rl_insight")
 
 
 class Finding(NamedTuple):
-    """What was looked at, how it stands, what was found and what to do."""
+    """The result of one check."""
 
     subject: str
     level: Level
@@ -17,7 +27,7 @@ class Finding(NamedTuple):
 
 
 def cause(error: BaseException) -> str:
-    """The first line of what an error was raised from in the end: verl wraps those of a reward, say."""
+    """Return the first line of the innermost cause: verl wraps the errors of a reward."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -28,4 +38,24 @@ def importable(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
+        return False
+
+
+def examine_loggers(names: Sequence[str]) -> Iterator[Finding]:
+    """Yield a finding for each of `trainer.logger` that would end the run at its first metric."""
+    for name in names:
+        package = LOGGERS.get(name, name)
+        if name not in _BUILT_IN and not importable(package):
+            yield Finding("trainer.logger", "missing", f"{name} is not installed", f"pip install {package}")
+        elif package == "wandb" and not _wandb_would_start():
+            advice = "export WANDB_API_KEY, or `wandb login`, or WANDB_MODE=offline"
+            yield Finding("trainer.logger", "missing", "wandb has no API key, and would end the run", advice)
+
+
+def _wandb_would_start() -> bool:
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled") or "WANDB_API_KEY" in os.environ:
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
         return False

@@ -1,4 +1,4 @@
-"""What a plan takes for granted: figures of GPUs from datasheets, and every assumption that the planner makes."""
+"""Figures of GPUs from datasheets, and every assumption of the planner."""
 
 from dataclasses import dataclass, replace
 
@@ -7,14 +7,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU and its links, as the vendor's datasheet has them: nothing here was measured."""
+    """One GPU and its links, from the vendor's datasheet; nothing here was measured."""
 
     name: str
-    memory_gib: float  # what CUDA reports as the total, a little less than the label says
-    tflops: float  # dense bf16, 1e12 a second
-    bandwidth: float  # of its memory, 1e9 bytes a second
-    link: float  # between GPUs of a node, 1e9 bytes a second in one direction
-    network: float  # between nodes, the same, with one adapter a GPU
+    memory_gib: float  # total as CUDA reports it, a little less than on the label
+    tflops: float  # dense bf16, 1e12 per second
+    bandwidth: float  # of its memory, 1e9 bytes per second
+    link: float  # between GPUs of a node, 1e9 bytes per second in one direction
+    network: float  # between nodes, the same unit, with one adapter per GPU
 
     @property
     def memory(self) -> float:
@@ -33,7 +33,7 @@ GPUS = {
 
 
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
-    """A GPU of the table (`h100` names it too), with another memory where one is given. ValueError: there is none."""
+    """Return a GPU of the table (also by `h100`), with another memory if given. ValueError: it is unknown, or has no memory."""
     matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
         raise ValueError(f"--gpu {name}: not known; allowed: {', '.join(GPUS)}, with --gpu-memory for another memory")
@@ -44,33 +44,32 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a datasheet's figures a run gets. Assumed, from what large runs report."""
+    """Share of the datasheet's figures that a run reaches; assumed, from reports of large runs."""
 
-    # Of the arithmetic, recomputation counted as work: 40-55 % in arXiv 2104.04473 and 2205.05198 on A100s.
-    training: float = 0.40
+    training: float = 0.40  # of the arithmetic with recomputation; 40-55 % in arXiv 2104.04473, 2205.05198 on A100s
     inference: float = 0.50  # of the arithmetic in forwards without a graph, prefill among them
     decoding: float = 0.60  # of the memory's bandwidth
     link: float = 0.70  # of links within a node and of the network
-    decode_overhead_s: float = 2e-3  # of a decoding step beside its reading: launches, sampling, scheduling
-    all_reduce_s: float = 1.5e-5  # latency in a node; a decoding step has two a layer under tensor parallelism
+    decode_overhead_s: float = 2e-3  # per decoding step beside its reading: launches, sampling, scheduling
+    all_reduce_s: float = 1.5e-5  # latency in a node; under tensor parallelism two per layer and decoding step
 
 
 EXPECTED = Efficiency()
-# The range of the hours: a run that nobody has tuned, and a very good one.
+# The range of the hours: an untuned run, and a very good one.
 POOR, GOOD = Efficiency(0.25, 0.30, 0.35, 0.40, 6e-3, 3e-5), Efficiency(0.55, 0.65, 0.75, 0.85, 1e-3, 1e-5)
 
-MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # shares of the longest allowed
+MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # shares of the maximum length
 SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
 ANSWER = 8  # tokens of an answer
-# Measured, not assumed: the gate on one core (AMD EPYC), padding included. verl's driver runs it alone.
+# Measured on one core (AMD EPYC), with padding: verl's driver alone runs the gate.
 GATE_SECONDS_PER_TOKEN = 7e-8
 
-CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and what NCCL takes
+CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL's buffers
 TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and libraries' workspaces while the trainer works
 ENGINE_OVERHEAD = 1.0 * GIB  # CUDA graphs and workspaces inside vLLM's share
-TIGHT = 0.10  # a peak that leaves a smaller share of the memory may not survive fragmentation
+TIGHT = 0.10  # with a smaller share of free memory, fragmentation may end the run
 
-# Rows of the files that `oar data` makes, as the hub has them; a file that is there is counted instead.
+# Rows on the hub of the files that `oar data` makes; a file that exists is counted instead.
 ROWS = {
     **{"gsm8k/train": 7473, "gsm8k/test": 1319, "math/train": 7500, "math500/test": 500, "deepmath/train": 103022},
     **{"aime24/test": 30, "aime25/test": 30, "amc23/test": 40},

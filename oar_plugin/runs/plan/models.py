@@ -1,6 +1,6 @@
-"""A model as the planner sees it: parameters counted on the meta device, FLOPs as verl counts them.
+"""Parameters of a model, counted on the meta device, and its FLOPs, counted as verl does.
 
-The dimensions of common models are built in, so that nothing waits for a network.
+The dimensions of common models are built in, so that no network is needed.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-# Hidden size, MLP, layers, heads, key-value heads, vocabulary, positions, tied embeddings, as config.json on the hub has them.
+# Hidden size, MLP, layers, heads, key-value heads, vocabulary, positions, tied embeddings: from config.json on the hub.
 _DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, True),
     "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, True),
@@ -41,16 +41,16 @@ _EXTRA = {
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
-# Words in a name that leave the dimensions as they are, and the positions that such a variant of Qwen or Yi reads.
+# Words in a name that do not change the dimensions, and the maximum positions of such a variant of Qwen or Yi.
 _VARIANTS = {"Math": 4096, "Instruct": 32768, "Base": 32768, "16K": 16384, "32K": 32768, "Chat": None}
 
 
 class PlanError(ValueError):
-    """A model that is not known, or a configuration that cannot run: one line a fault, with what is allowed."""
+    """The model is unknown, or the configuration cannot run: one line per fault, with what is allowed."""
 
 
 class Model:
-    """What a HuggingFace config describes, in elements; no weight is allocated. PlanError: it is of an unknown family."""
+    """Sizes of a HuggingFace config, in elements; no weight is allocated. PlanError: its family is unknown."""
 
     def __init__(self, config: Any, name: str = "") -> None:
         from transformers import AutoModelForCausalLM
@@ -65,7 +65,7 @@ class Model:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.layer = max(sum(p.numel() for p in layer.parameters()) for layer in layers)  # of the largest layer
         self.experts = sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)  # of all layers
-        # LoRA adapters of rank one on every linear layer but the vocabulary projection.
+        # Of LoRA adapters of rank one on every linear layer except the vocabulary projection.
         self.adapters = sum(m.in_features + m.out_features for m in linear)
         self.visits: int = config.num_experts_per_tok if self.experts else 0  # experts of a layer that a token visits
         # Width of the MLP, or of all experts that a token visits.
@@ -76,30 +76,30 @@ class Model:
         self.embedding: int = self.vocab * self.hidden
 
     def training_flops(self, length: float) -> float:
-        """Forward and backward of one sequence by verl's counter, less the input embedding, which it counts as a product."""
+        """Return forward and backward of one sequence, by verl's counter without the input embedding, which is no product."""
         from verl.utils.flops_counter import FlopsCounter
 
         counted: float = FlopsCounter(self.config).estimate_flops([length], 1.0)[0] * 1e12
         return counted - 6.0 * self.embedding * length
 
     def head_flops(self, rows: float) -> float:
-        """The vocabulary projection of some rows."""
+        """Return the vocabulary projection of `rows` tokens."""
         return 2.0 * self.embedding * rows
 
     def layers_flops(self, length: float, start: float = 0.0) -> float:
-        """Forward of the layers on the tokens from `start` to `length` of one sequence."""
+        """Return the forward of the layers on the tokens from `start` to `length` of one sequence."""
         whole = self.training_flops(length) / 3 - self.head_flops(length)
         return whole - self.layers_flops(start) if start else whole
 
     def backward_flops(self, length: float) -> float:
-        """Backward of the layers to the input embeddings: matrix products once, attention twice, as verl counts it."""
+        """Return the backward of the layers to the input embeddings: matrix products once, attention twice, as verl counts."""
         attention = (self.training_flops(2 * length) - 2 * self.training_flops(length)) / 6
         return self.layers_flops(length) + attention
 
 
 @cache
 def load_model(name: str) -> Model:
-    """Of a folder with a `config.json`, or of a name whose dimensions are built in. PlanError: neither."""
+    """Return the model of a folder with `config.json`, or of a built-in name. PlanError: it is neither."""
     from transformers import AutoConfig
 
     if Path(name).is_dir():

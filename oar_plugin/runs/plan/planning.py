@@ -1,4 +1,4 @@
-"""A plan of a run, and what to change where it does not fit."""
+"""A plan of a run, and changes that make it fit."""
 
 import math
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from oar_plugin.runs.plan.models import PlanError
 from oar_plugin.runs.plan.seconds import GENERATION, OAR, generation_seconds, step_flops, step_seconds
 from oar_plugin.runs.plan.setup import ACTOR, ROLLOUT, Expected, Setup, with_overrides
 
-Change = tuple[dict[str, Any], str]  # overrides for verl's command line, and what they do
+Change = tuple[dict[str, Any], str]  # overrides for verl's command line, and their effect
 BUDGETS = (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu")
 
 
 class Plan:
-    """What a run of a composed configuration would take: projections. PlanError: it cannot run, or its model is not known."""
+    """Projections for a composed configuration. PlanError: it cannot run, or its model is unknown."""
 
     def __init__(self, config: DictConfig, gpu: Gpu | None = None, expected: Expected | None = None) -> None:
         self.setup = s = Setup(config, expected)
         self.gpu = card = gpu or choose_gpu()
-        self.memory = step_memory(s, card)  # bytes of one GPU by phase, and by what takes them
+        self.memory = step_memory(s, card)  # bytes of one GPU by phase and part
         self.peak = max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
         self.headroom = card.memory - sum(self.memory[self.peak].values())  # bytes; negative where it does not fit
         longest = s.rollout.max_model_len or s.max_length
@@ -32,15 +32,15 @@ class Plan:
         tight = self.headroom < TIGHT * card.memory
         self.verdict = "does not fit" if not self.fits else "fits tightly" if tight else "fits"
 
-        self.flops = step_flops(s)  # of a step over all GPUs, by phase
-        self.seconds = step_seconds(s, card, EXPECTED)  # of a step, by phase
+        self.flops = step_flops(s)  # by phase, of a step over all GPUs
+        self.seconds = step_seconds(s, card, EXPECTED)  # by phase, of a step
         self.step = _step(s, self.seconds)
         self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
         self.to_grpo = self.step / _step(s, {phase: t for phase, t in self.seconds.items() if phase not in OAR})
 
     @property
     def hours(self) -> list[float] | None:
-        """Of the run with its validations: expected, least, most. None where its steps are not known."""
+        """Hours of the run with its validations: expected, least, most. None where the number of steps is unknown."""
         s, hours = self.setup, []
         for efficiency in (EXPECTED, GOOD, POOR):
             validation = generation_seconds(s, self.gpu, efficiency, s.validated) if s.validated else 0.0
@@ -54,7 +54,7 @@ class Plan:
 
 
 def _step(s: Setup, seconds: dict[str, float]) -> float:
-    """Seconds of generation and training, one after the other or side by side (`separate_async`)."""
+    """Return the seconds of a step: generation and training in sequence, or at the same time (`separate_async`)."""
     generation = seconds[GENERATION]
     training = sum(seconds.values()) - generation
     return max(generation, training) if s.dedicated else generation + training
@@ -67,11 +67,10 @@ class Suggestion(NamedTuple):
 
 
 def suggest(current: Plan, replan: Callable[[DictConfig], Plan]) -> list[Suggestion]:
-    """Changes that make a run fit, or relieve one that fits tightly; `replan` has planned each.
+    """Return changes that make a run fit, or give more room to one that fits tightly; `replan` has planned each.
 
-    Returns:
-        Of each kind of change the mildest that suffices, cheapest kind first; where no cheap one does, some together. Empty
-        where there is room enough, or nothing helps.
+    Each kind of change gives its mildest sufficient one, the cheapest kind first. Where no cheap change suffices, several are
+    combined. The list is empty where there is enough room, or nothing helps.
     """
     if current.verdict == "fits":
         return []
@@ -90,7 +89,7 @@ def suggest(current: Plan, replan: Callable[[DictConfig], Plan]) -> list[Suggest
         return [made for made in firsts if made is not None]
 
     def together(kinds: list[list[Change]]) -> list[Suggestion]:
-        """Of each kind what helps most, until it fits; then what has turned out not to be needed goes."""
+        """Add the best change of each kind until the run fits; then drop the changes that are not needed."""
         taken: list[Change] = []
         best = Suggestion({}, "", current)
         for kind in kinds:
@@ -105,19 +104,19 @@ def suggest(current: Plan, replan: Callable[[DictConfig], Plan]) -> list[Suggest
         return [best] if best.plan.fits else []
 
     cheap, costly = _cheap(current.setup), _costly(current.setup)
-    found = single(cheap) or ([] if current.fits else together(cheap))
-    found += single(costly)
-    return found or ([] if current.fits else together(cheap + costly))
+    suggestions = single(cheap) or ([] if current.fits else together(cheap))
+    suggestions += single(costly)
+    return suggestions or ([] if current.fits else together(cheap + costly))
 
 
 def _missing(made: Plan) -> float:
-    """Bytes over all phases, so that a change to a phase below the peak counts too."""
+    """Return the missing bytes, summed over the phases so that phases below the peak count too."""
     over = (sum(parts.values()) - made.gpu.memory for parts in made.memory.values())
     return sum(max(0.0, missing) for missing in over) + max(0.0, 1 - made.cached) * GIB
 
 
 def _cheap(s: Setup) -> list[list[Change]]:
-    """Kinds of changes within the layout, in order of what they cost a run, each from mild to strong."""
+    """Return kinds of changes within the layout, the cheapest kind first, each kind from mild to strong."""
     engine = f"{ACTOR}.megatron" if s.megatron else f"{ACTOR}.fsdp_config"
     chunks = {f"{ACTOR}.entropy_from_logits_with_chunking": True}
     share, tp = s.rollout.gpu_memory_utilization, s.rollout.tensor_model_parallel_size
@@ -138,12 +137,12 @@ def _cheap(s: Setup) -> list[list[Change]]:
 
 
 def _costly(s: Setup) -> list[list[Change]]:
-    """Other layouts, a slow update, more GPUs."""
+    """Return other layouts, a slow update, and more GPUs."""
     nodes = [({"trainer.nnodes": s.config.trainer.nnodes * n}, f"{s.gpus * n} GPUs") for n in (2, 4, 8)]
     if s.megatron:
         ranks = {"tensor": s.tp, "pipeline": s.pp}.items()
         key = f"{ACTOR}.megatron.{{}}_model_parallel_size"
-        return [[({key.format(what): 2 * size}, "the model on more GPUs") for what, size in ranks], nodes]
+        return [[({key.format(kind): 2 * size}, "the model on more GPUs") for kind, size in ranks], nodes]
     budget = max(math.ceil(s.max_length / s.sequence_ranks / 2), int(s.micro_batch(True) / 2))
     split = {**dict.fromkeys(BUDGETS, budget), f"{ACTOR}.ulysses_sequence_parallel_size": s.ulysses * 2}
     host = {f"{ACTOR}.strategy": "fsdp2", f"{ACTOR}.fsdp_config.offload_policy": True}

@@ -1,4 +1,4 @@
-"""FLOPs and seconds of a step by phase: a roofline over arithmetic, memory and links, at assumed efficiencies."""
+"""FLOPs and seconds of a step by phase: a roofline of arithmetic, memory and links, at assumed efficiencies."""
 
 import math
 
@@ -11,7 +11,7 @@ IMPORTANCE, COPIES, GATE = OAR = ("OAR: importance", "OAR: masked copies", "OAR:
 
 
 def step_flops(s: Setup) -> dict[str, float]:
-    """By phase, over all GPUs: verl's counter for what the host does, parts of its forward for what OAR adds."""
+    """Return FLOPs by phase over all GPUs: verl's counter for the host, parts of its forward for OAR."""
     model, length = s.model, s.mean_length
     trained = model.training_flops(length)
     forward = trained / 3
@@ -50,12 +50,12 @@ def step_flops(s: Setup) -> dict[str, float]:
 
 
 def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]:
-    """By phase."""
+    """Return seconds by phase."""
     flops, oar = step_flops(s), s.oar
     generation = generation_seconds(s, gpu, efficiency, s.sequences)
 
     def trainer(phase: str, rate: float, share: float, forwards: float, backwards: float) -> float:
-        """What FSDP and the optimizer send overlaps with arithmetic, other communication is waited for."""
+        """Return a phase's seconds. Communication of FSDP and the optimizer overlaps with arithmetic; other does not."""
         tokens = s.sequences * s.mean_length * share / s.dp / s.sequence_ranks
         steps = s.updates if phase == UPDATE else 1
         micro_batches = max(1, steps * math.ceil(tokens / steps / s.micro_batch(phase == UPDATE)))
@@ -78,7 +78,7 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
             seconds[COPIES] = max(0.0, flops[COPIES] / rate - hidden)
         seconds[GATE] = GATE_SECONDS_PER_TOKEN * s.sequences * s.max_response
     seconds[UPDATE] = trainer(UPDATE, efficiency.training, s.actor.ppo_epochs, 1, 1)
-    # Every trainer rank gathers the whole model; engines on GPUs of their own get it over the network.
+    # Every trainer rank gathers the whole model; engines on other GPUs get it over the network.
     moved, ranks = s.model.adapters * s.lora_rank or s.model.parameters, s.tp * s.pp if s.megatron else s.shards
     seconds[SYNC] = _link(s, gpu, efficiency, s.weight_bytes * moved * _ring(ranks), ranks)
     if s.dedicated:
@@ -87,7 +87,7 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
 
 
 def _link(s: Setup, gpu: Gpu, efficiency: Efficiency, sent: float, group: int) -> float:
-    """Seconds of what a GPU sends: within a node over its links, in a larger group at the speed of the network."""
+    """Return the seconds to send bytes: over the links within a node, in a larger group at the network's speed."""
     return sent / ((gpu.link if group <= s.config.trainer.n_gpus_per_node else gpu.network) * 1e9 * efficiency.link)
 
 
@@ -96,7 +96,7 @@ def _ring(ranks: int) -> float:
 
 
 def _sent(s: Setup, tokens: float, count: int, forwards: float, backwards: float, trains: bool) -> tuple[float, float]:
-    """Bytes that a GPU sends in `count` micro-batches: those that overlap with arithmetic, and those that are waited for."""
+    """Return the bytes that a GPU sends in `count` micro-batches: overlapped with arithmetic, and not overlapped."""
     model, e = s.model, s.element
     passes = forwards + backwards * (2 if s.recompute else 1)
     if s.megatron:  # gradients and weights of the optimizer; the residual stream, twice a layer and direction
@@ -112,10 +112,10 @@ def _sent(s: Setup, tokens: float, count: int, forwards: float, backwards: float
 
 
 def generation_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency, sequences: float) -> float:
-    """Until the longest of so many responses is done.
+    """Return the seconds until the longest of `sequences` responses is done.
 
-    Decoding reads the weights and the cache of every running sequence once a token (arXiv 2211.05102, section 2.1). Sequences
-    run together as far as the cache allows; after the mean length they leave evenly until the longest has ended.
+    Decoding reads the weights, and the cache of every running sequence, once per token (arXiv 2211.05102, section 2.1). The
+    cache limits how many sequences run together; after the mean length they end evenly until the longest has ended.
     """
     model, tp, engines = s.model, s.rollout.tensor_model_parallel_size, s.rollout_gpus // s.replica
     together = max(1.0, min(sequences / engines, s.rollout.max_num_seqs, cached_tokens(s, gpu) / s.mean_length))

@@ -1,4 +1,4 @@
-"""What a composed verl configuration says about work and layout, and what of it cannot run."""
+"""Work and layout of a composed verl configuration, and the parts of it that cannot run."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16"
 
 @dataclass(frozen=True)
 class Expected:
-    """What no configuration says. Lengths are means in tokens; None: a share of the longest."""
+    """Values that no configuration has. Lengths are means in tokens; None: a share of the maximum length."""
 
     response_length: float | None = None
     prompt_length: float | None = None
@@ -27,7 +27,7 @@ class Expected:
 
 
 def training_steps(config: DictConfig) -> int | None:
-    """Of the whole run; None where the number of training rows is not known."""
+    """Return the steps of the whole run; None where the number of training rows is unknown."""
     if config.trainer.total_training_steps is not None:
         return int(config.trainer.total_training_steps)
     rows = _rows(config.data.train_files)
@@ -35,11 +35,9 @@ def training_steps(config: DictConfig) -> int | None:
 
 
 class Setup:
-    """What takes some reading; the rest is taken from the configuration where it is used.
+    """Values derived from a configuration that verl and OAR accept (`oar_plugin.runs.recipe.check_config`).
 
-    Args:
-        config: one that verl and OAR accept (`oar_plugin.runs.recipe.check_config`).
-        expected: what it does not say.
+    PlanError: the configuration cannot run, or an expected value is out of range.
     """
 
     def __init__(self, config: DictConfig, expected: Expected | None = None) -> None:
@@ -70,7 +68,7 @@ class Setup:
         self.mean_length = self.mean_prompt + self.mean_response
         self.scored_share = expected.scored_share
         self.answer_rows = 1 if self.oar is not None and self.oar.probe == "last" else ANSWER  # that the probe reads
-        # ---- the run: steps, None where the number of training rows is not known, and responses of all validations
+        # ---- the run: steps (None: unknown), and responses of all validations
         self.steps = training_steps(config)
         validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         validations += trainer.val_before_train
@@ -85,13 +83,13 @@ class Setup:
             # verl copies the first to the second, which the engine reads.
             self.ulysses = max(self.actor.ulysses_sequence_parallel_size, self.engine.ulysses_sequence_parallel_size)
             size = self.engine.fsdp_size
-            self.shards = size if 1 <= size <= self.gpus else self.gpus  # that share one copy of the weights
-        # GPUs that share the tokens of a micro-batch: verl multiplies the token budget of one GPU with it.
+            self.shards = size if 1 <= size <= self.gpus else self.gpus  # GPUs that share one copy of the weights
+        # GPUs that share the tokens of a micro-batch: verl multiplies the token budget of one GPU by it.
         self.sequence_ranks: int = self.cp * self.ulysses
         self.dp: int = self.gpus // (self.tp * self.pp * self.sequence_ranks)
-        # By how much sequence parallelism divides what tensor parallelism leaves whole.
+        # The divisor by sequence parallelism of tensors that tensor parallelism does not divide.
         self.outer: int = self.tp if self.megatron and self.engine.sequence_parallel else 1
-        # Of a stored weight; under FSDP also of its gradient and of each of Adam's moments.
+        # Of a stored weight; under FSDP also of its gradient and each of Adam's moments.
         self.weight_bytes = BYTES[self.engine.dtype if self.megatron else self.engine.model_dtype]
         self.element = BYTES[self.engine.dtype]  # bytes of an activation
         self.recompute: bool = host.model.enable_gradient_checkpointing  # activations, layer by layer
@@ -108,19 +106,19 @@ class Setup:
             raise PlanError("\n".join(faults))
 
     def micro_batch(self, update: bool) -> float:
-        """Most tokens of a micro-batch on one GPU, of the update or of the log-prob pass."""
+        """Return the maximum tokens of a micro-batch on one GPU, of the update or of the log-prob pass."""
         rows = self.actor.ppo_micro_batch_size_per_gpu if update else self.rollout.log_prob_micro_batch_size_per_gpu
         length = self.max_length / self.sequence_ranks
         if not self.actor.use_dynamic_bsz:
             return float(rows * length)
         budget = self.actor.ppo_max_token_len_per_gpu if update else self.rollout.log_prob_max_token_len_per_gpu
         steps = self.updates / self.actor.ppo_epochs if update else 1
-        # A rank cannot have more in one micro-batch than it has in all.
+        # One micro-batch cannot have more tokens than the rank has in all.
         return float(min(budget, math.ceil(self.sequences / steps / self.dp) * length))
 
 
 def with_overrides(config: DictConfig, overrides: dict[str, Any]) -> DictConfig:
-    """A copy with some keys changed, interpolations included."""
+    """Return a copy with other values for some keys, also where these are interpolations."""
     changed = config.copy()
     OmegaConf.set_struct(changed, False)
     for key, value in overrides.items():
@@ -129,7 +127,7 @@ def with_overrides(config: DictConfig, overrides: dict[str, Any]) -> DictConfig:
 
 
 def on_gpus(config: DictConfig, gpus: int) -> DictConfig:
-    """The configuration on another number of GPUs, nodes as large as they are. PlanError: they do not fill whole nodes."""
+    """Return the configuration on another number of GPUs. PlanError: they do not fill nodes of the same size."""
     per_node = min(int(config.trainer.n_gpus_per_node), gpus)
     if gpus < 1 or gpus % per_node:
         raise PlanError(f"--gpus {gpus}: must be a multiple of {config.trainer.n_gpus_per_node}, the GPUs of a node")
@@ -137,21 +135,21 @@ def on_gpus(config: DictConfig, gpus: int) -> DictConfig:
 
 
 def _rows(files: Any) -> int | None:
-    """Rows of parquet files: counted where they are there, else as the hub has them; None with an unknown or broken file."""
+    """Return the rows of parquet files, counted, or as on the hub where a file is missing; None: unknown or broken file."""
     paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
     if paths and all(path.is_file() for path in paths):
         import pyarrow.parquet
 
         try:
             return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
-        except (OSError, ValueError):  # half a download, say: `oar launch` and `oar doctor` name it
+        except (OSError, ValueError):  # for example half a download: `oar launch` and `oar doctor` name it
             return None
     known = [ROWS.get(f"{path.parent.name}/{path.stem}") for path in paths]
     return None if None in known else sum(rows or 0 for rows in known)
 
 
 def _faults(s: Setup) -> Iterator[str]:
-    """What cannot run: key, value, what is allowed."""
+    """Yield a line per fault: key, value, rule, and allowed values."""
     model, mini, n = s.model, s.actor.ppo_mini_batch_size, s.rollout.n
     group = f"{ACTOR}.megatron" if s.megatron else f"{ACTOR}.fsdp_config"
 

@@ -1,8 +1,7 @@
-"""What went wrong in a run, and when, as its metrics show it."""
+"""Faults of a run, and their steps, from its metrics."""
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,11 +11,12 @@ from oar_plugin.runs.report.logs import RunLog
 REWARD = ("critic/score/mean", "critic/rewards/mean")
 ENTROPY = ("actor/entropy", "actor/entropy_loss")
 
-START = 5  # steps that say where a run began
-GRADIENT_SPIKE, BEFORE = 10, 20  # times the median of so many steps before: Adam's second moment keeps it for long
-ENTROPY_LEFT = 0.1  # of the start's: what is sampled then hardly differs, and groups have no signal
-REWARD_LEFT, SMOOTH = 0.5, 10  # of the best mean of so many steps, counted from the lowest reward that a response got
-REWARD_SEEN = 0.1  # of the range of rewards: below it a mean is made by few responses
+START = 5  # steps that define a metric's start
+GRADIENT_SPIKE, BEFORE = 10, 20  # times the median of that many earlier steps: Adam's second moment keeps it for long
+ENTROPY_LEFT = 0.1  # of the start's: samples then hardly differ, and groups have no signal
+REWARD_LEFT, SMOOTH = 0.5, 10  # of the best mean of that many steps, above the lowest reward of any response
+REWARD_SEEN = 0.1  # of the range of rewards: a smaller mean comes from few responses
+# Metric, its healthy range, and the meaning of other values.
 BOUNDS = (
     # OAR then changes fewer than four responses of five.
     ("oar/fallback/any", 0.0, 0.2, "responses that stayed plain GRPO"),
@@ -26,63 +26,58 @@ BOUNDS = (
     ("oar/lost_responses", 0.0, 0.0, "responses that a group lacks; did a reward raise, or an engine die?"),
     ("oar/dump_failed", 0.0, 0.0, "responses that could not be dumped; is the disk full?"),
     ("oar/dashboard_failed", 0.0, 0.0, "a dashboard did not take weights and responses; the run's output says why"),
-    # Responses that are cut off have no answer and so no reward: the model then learns to write less, not to be right.
+    # A cut response has no answer and no reward: the model then learns to write less, not to be right.
     ("response_length/clip_ratio", 0.0, 0.2, "responses at data.max_response_length"),
 )
-"""Metric, what is fine of it, and what it says."""
+Finding = tuple[int, int, int, str]  # first step, last step, number of steps, what went wrong
 
 
 def findings(run: RunLog) -> list[list[str]]:
-    """A row each, in the order of their first steps: its steps, what it was."""
-    found = [(steps, what) for steps, what in _found(run) if steps.number]
-    return [[str(steps), what] for steps, what in sorted(found, key=lambda finding: finding[0].first)]
+    """Return steps and description of each finding, by first step."""
+    ordered = sorted(_by_metric(run), key=lambda finding: finding[0])
+    return [
+        [f"{first} to {last}, {number} steps" if number > 1 else str(first), text]
+        for first, last, number, text in ordered
+    ]
 
 
-class Steps(NamedTuple):
-    """Of a finding."""
+def _by_metric(run: RunLog) -> Iterator[Finding]:
+    def where(bad: pd.Series, text: str) -> Iterator[Finding]:
+        if steps := bad.index[bad].tolist():
+            yield steps[0], steps[-1], len(steps), text
 
-    first: int
-    last: int
-    number: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.first} to {self.last}, {self.number} steps" if self.number > 1 else str(self.first)
-
-
-def _where(bad: pd.Series) -> Steps:
-    steps = bad.index[bad].tolist()
-    return Steps(steps[0], steps[-1], len(steps)) if steps else Steps(0, 0, 0)
-
-
-def _found(run: RunLog) -> Iterator[tuple[Steps, str]]:
     for name, column in run.metrics.items():
-        yield _where(np.isinf(column)), f"{name} is not finite"
-    for name, least, most, what in BOUNDS:
+        yield from where(np.isinf(column), f"{name} is not finite")
+    for name, least, most, text in BOUNDS:
         column = run.column(name)
         beyond = (column - column.clip(least, most)).abs()
         worst = column[beyond.idxmax()] if len(column) else 0.0
-        yield _where(beyond > 0), f"{name} at {worst:.3g} (fine: {least:g} to {most:g}): {what}"
+        yield from where(beyond > 0, f"{name} at {worst:.3g} (fine: {least:g} to {most:g}): {text}")
     norm = run.column("actor/grad_norm")
     usual = norm.rolling(BEFORE, min_periods=START).median().shift()
-    yield _where(norm > GRADIENT_SPIKE * usual), f"actor/grad_norm: over {GRADIENT_SPIKE} times its median before"
+    yield from where(norm > GRADIENT_SPIKE * usual, f"actor/grad_norm: over {GRADIENT_SPIKE} times its median before")
     entropy = run.column(*ENTROPY)
     start = entropy.iloc[:START].mean()
-    yield _where(entropy < ENTROPY_LEFT * start), f"actor/entropy: below {ENTROPY_LEFT:.0%} of its start ({start:.3g})"
-    lowest, highest = run.column("critic/score/min").min(), run.column("critic/score/max").max()
-    lowest, highest = np.nan_to_num(lowest), np.nan_to_num(highest, nan=1.0)
+    text = f"actor/entropy: below {ENTROPY_LEFT:.0%} of its start ({start:.3g})"
+    yield from where(entropy < ENTROPY_LEFT * start, text)
+    lowest = np.nan_to_num(run.column("critic/score/min").min())
+    highest = np.nan_to_num(run.column("critic/score/max").max(), nan=1.0)
     reward = run.column(*REWARD).rolling(SMOOTH).mean() - lowest
     best = reward.cummax()
     collapsed = (reward < REWARD_LEFT * best) & (best > REWARD_SEEN * (highest - lowest))
-    yield _where(collapsed), f"reward: below {REWARD_LEFT:.0%} of its best, in means of {SMOOTH} steps"
+    yield from where(collapsed, f"reward: below {REWARD_LEFT:.0%} of its best, in means of {SMOOTH} steps")
+    yield from _by_step(run)
+
+
+def _by_step(run: RunLog) -> Iterator[Finding]:
+    """Yield restarts, gaps and an early end."""
     for step, again in run.resumed.items():
-        yield Steps(step, step), f"started again here, from a checkpoint: {again} logged steps were done again"
-    trained = run.column(*REWARD).index
-    gaps = [range(before + 1, after) for before, after in pairwise(trained) if after > before + 1]
-    if gaps:  # a broken line may name any step: nothing is made of each
-        yield Steps(gaps[0][0], gaps[-1][-1], sum(gap.stop - gap.start for gap in gaps)), "not in the log"
-    total = run.whole("trainer.total_training_steps")
-    last = int(run.metrics.index[-1])
+        yield step, step, 1, f"started again here, from a checkpoint: {again} logged steps were done again"
+    gaps = [(before + 1, after - 1) for before, after in pairwise(run.column(*REWARD).index) if after > before + 1]
+    if gaps:  # only counted: a broken line may name any step
+        yield gaps[0][0], gaps[-1][1], sum(last - first + 1 for first, last in gaps), "not in the log"
+    total, last = run.whole("trainer.total_training_steps"), int(run.metrics.index[-1])
     if total and last < total:
-        yield Steps(last, last), f"ended before its last step, {total}"
+        yield last, last, 1, f"ended before its last step, {total}"
     elif run.state not in ("", "finished"):
-        yield Steps(last, last), f"the last step in the log; run.yaml calls the run {run.state}"
+        yield last, last, 1, f"the last step in the log; run.yaml calls the run {run.state}"

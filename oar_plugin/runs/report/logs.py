@@ -1,4 +1,4 @@
-"""A run's metrics by step, from what verl's own loggers wrote: `file`, `tensorboard`, `wandb` (offline)."""
+"""Reads a run's metrics by step from the files of verl's own loggers: `file`, `tensorboard`, `wandb` (offline)."""
 
 import json
 import math
@@ -14,26 +14,25 @@ import pandas as pd
 
 from oar_plugin.output import printable
 
-Row = tuple[int, dict[str, float]]
+Row = tuple[int, dict[str, float]]  # step and metrics
 
 SECONDS = "timing_s/step"
 
 
 class NoLogs(ValueError):
-    """Nothing that a logger of verl wrote. The message says what was looked for."""
+    """There is no file of a logger of verl. The message says what was looked for."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run. Its metrics are a row a step, the later of one that was done twice, and a column a metric: nan is what was not
-    logged, inf what was logged and is not finite."""
+    """One run. `metrics` has a row per step and a column per metric: nan was not logged, inf was logged and is not finite."""
 
     name: str  # of its folder or file
     kind: str  # of the logger
     starts: int
     metrics: pd.DataFrame
-    resumed: dict[int, int]  # step at which a later start went back -> how many steps were done again
-    settings: Mapping[str, Any]  # `a.b.c -> value`; empty where nothing says
+    resumed: dict[int, int]  # first step of a later start -> how many logged steps it did again
+    settings: Mapping[str, Any]  # `a.b.c` -> value; empty where no file has them
     state: str = ""  # of run.yaml
 
     @property
@@ -41,27 +40,27 @@ class RunLog:
         return self.whole("data.seed")
 
     def whole(self, name: str) -> int | None:
-        """A setting that is a whole number; None: it is not known, or is none."""
+        """Return a setting that is a whole number; None where it is unknown, or is no number."""
         try:
             return int(self.settings[name])
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
     def column(self, *names: str) -> pd.Series:
-        """The finite values of the first of these metrics that was logged, by step."""
+        """Return by step the finite values of the first of these metrics that was logged."""
         known = next((name for name in names if name in self.metrics), None)
         column = pd.Series(dtype=float) if known is None else self.metrics[known]
         return column[np.isfinite(column)]
 
     def seconds(self) -> pd.Series:
-        """Seconds of each step; nan: not logged."""
+        """Return the seconds of each step; nan where they were not logged."""
         return self.column(SECONDS).reindex(self.metrics.index)
 
 
 def read_run(path: Path) -> RunLog:
-    """The log of a run's folder, or what a logger wrote: a JSONL file, a TensorBoard folder, an offline run of wandb.
+    """Return the log of a run's folder, a JSONL file, a TensorBoard folder, or an offline run of wandb.
 
-    Raises NoLogs; OSError; ModuleNotFoundError, of the logger's package or PyYAML.
+    NoLogs: there is none, or run.yaml is of something else. ModuleNotFoundError: the logger's package or PyYAML is missing.
     """
     path = path.absolute()
     kind, files = _logs(path)
@@ -83,20 +82,20 @@ def read_run(path: Path) -> RunLog:
 
 
 def _logs(path: Path) -> tuple[str, list[Path]]:
-    """Which logger's, and a file a start, the first start first."""
+    """Return the logger, and its files: one per start, the first start first."""
     path.stat()
     if path.is_file():
         return ("tensorboard" if "tfevents" in path.name else "wandb" if path.suffix == ".wandb" else "file"), [path]
     for kind, patterns in PLACES.items():
         if files := [file for pattern in patterns for file in path.glob(pattern)]:
-            # Loggers number their files, or write the time into the name.
+            # Loggers number their files, or put the time into the name.
             return kind, sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", str(file))])
     places = ", ".join(pattern for patterns in PLACES.values() for pattern in patterns)
     raise NoLogs(f"{path}: no logs of verl, looked for {places}; trainer.logger=[console,file] writes some")
 
 
 def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
-    """A start goes on from a checkpoint: what an earlier one did from its first step on is done again."""
+    """Return the metrics by step, and `resumed`. A later start replaces all earlier steps from its first step on."""
     steps: dict[int, dict[str, float]] = {}
     resumed: dict[int, int] = {}
     for rows in starts:
@@ -107,7 +106,7 @@ def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]
                 begun, known = True, len(steps)
                 steps = {before: row for before, row in steps.items() if before < step}
                 resumed |= {step: known - len(steps)} if known > len(steps) else {}
-            # Half a character is none to pandas.
+            # pandas refuses half of a surrogate pair, which printable escapes.
             steps[step] = steps.get(step, {}) | {printable(name): value for name, value in metrics.items()}
     return steps, resumed
 
@@ -116,9 +115,9 @@ def _of_file(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-            yield int(record["step"]), _metrics(record["data"].items())
+            yield int(record["step"]), _metrics(record["data"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue  # half-written: the run was cut off, or writes it now
+            continue  # incomplete: the run was cut off, or is writing the line
 
 
 def _of_tensorboard(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
@@ -129,7 +128,7 @@ def _of_tensorboard(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
     for tag in events.Tags()["scalars"]:
         for event in events.Scalars(tag):
             steps.setdefault(event.step, {})[tag] = event.value
-    yield from ((step, _metrics(row.items())) for step, row in sorted(steps.items()))
+    yield from ((step, _metrics(row)) for step, row in sorted(steps.items()))
 
 
 def _of_wandb(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
@@ -140,21 +139,23 @@ def _of_wandb(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
         try:
             record = Record.FromString(written)
             config, items = (
-                {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in of}
-                for of in (record.run.config.update, record.history.item)
+                {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in part}
+                for part in (record.run.config.update, record.history.item)
             )
             step = int(items.pop("_step", record.history.step.num))
         except (DecodeError, ValueError, TypeError, OverflowError, RecursionError):
-            return  # what follows garbage is garbage
+            return  # nothing after a broken record can be trusted
         for name, value in config.items():
             settings.update(_flat(name, value))
         if items:
-            yield step, _metrics(items.items())
+            yield step, _metrics(items)
 
 
 def _wandb_records(written: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file, up to the last whole one. LevelDB's log format behind a header of 7 bytes: pieces of a
-    record, none of which crosses the end of a block. wandb had a reader in Python, and has none since 0.31."""
+    """Yield the records of a .wandb file, up to the last whole one; wandb has no reader in Python since 0.31.
+
+    The format is LevelDB's log format after a header of 7 bytes: pieces of records, none of which crosses the end of a block.
+    """
     block, head, whole_or_last = 32768, struct.Struct("<IHB"), (1, 4)
     at, record = 7 if written.startswith(b":W&B") else len(written), b""
     while at + head.size <= len(written):
@@ -171,16 +172,19 @@ def _wandb_records(written: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def _metrics(items: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    named = ((name, value) for name, value in items if not name.startswith("_"))
-    return {name: _number(value) for name, value in named if isinstance(value, int | float | None)}
+def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: _number(value)
+        for name, value in row.items()
+        if not name.startswith("_") and isinstance(value, int | float | None)
+    }
 
 
 def _number(value: float | None) -> float:
-    """inf for what is not finite. JSON's null is what verl's file logger makes of nan and inf."""
+    """Return inf for a value that is not finite; verl's file logger writes nan and inf as JSON's null."""
     try:
         number = math.nan if value is None else float(value)
-    except OverflowError:  # whole numbers have no bound
+    except OverflowError:  # a whole number of Python has no bound
         return math.inf
     return math.inf if math.isnan(number) else number
 
@@ -194,9 +198,9 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 READERS = {"file": _of_file, "tensorboard": _of_tensorboard, "wandb": _of_wandb}
+# In a run's folder, or in the folder that a logger wrote.
 PLACES = {
     "file": ("metrics/start*.jsonl", "metrics.jsonl"),
     "tensorboard": ("tensorboard/events.out.tfevents.*", "events.out.tfevents.*"),
     "wandb": ("wandb/*run-*/run-*.wandb", "run-*.wandb"),
 }
-"""In a run's folder, or in the folder that a logger wrote."""

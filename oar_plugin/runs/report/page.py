@@ -1,4 +1,4 @@
-"""A page about runs: their curves against steps and seconds, what two sides differ in, and what went wrong."""
+"""A page about runs: their curves against steps and seconds, differences of two sides, and faults."""
 
 import io
 import math
@@ -14,7 +14,7 @@ import pandas as pd
 
 from oar_plugin.output import write_whole
 from oar_plugin.page.templates import TEMPLATES
-from oar_plugin.runs.intervals import half_95
+from oar_plugin.runs.evaluate.statistics import half_95
 from oar_plugin.runs.report.findings import ENTROPY, REWARD, findings
 from oar_plugin.runs.report.logs import SECONDS, RunLog
 
@@ -40,39 +40,38 @@ STACKS = (
         "Of a step; verl's v1 trainers validate (testing) and dump rollouts after it.",
     ),
 )
-BESIDE = ["timing_s/testing", "timing_s/dump_rollout_generations"]
-"""Phases that are not part of `SECONDS`."""
+OUTSIDE = ["timing_s/testing", "timing_s/dump_rollout_generations"]  # phases that `SECONDS` does not contain
+# The palette of Okabe and Ito: styles of the sides' lines, colours of stacked parts.
 STYLES = (("#0072B2", "-"), ("#D55E00", "--"))
 PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-"""Okabe and Ito's palette: of the sides' lines, and of what is stacked."""
-INK = "#010203"  # in a picture; in the page its text colour takes its place
+INK = "#010203"  # in a picture; the page replaces it by its text colour
 LOOK: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     **{"svg.fonttype": "none", "font.size": 9, "grid.alpha": 0.3, "legend.frameon": False, "axes.grid": True},
     **{"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False},
 }
-REST = 0.01  # of a whole that is shown as "other"; below it is rounding
-LONGEST_STEM = 60  # letters of a picture's name, of at most four bytes; a file system takes 255 bytes
-POINTS = 150  # of a line, at most: each is the mean of some steps in a row; the table beside it has every so many
+REST = 0.01  # the smallest share of a whole that is shown as "other"; less is rounding
+LONGEST_STEM = 60  # letters of a picture's name, each of at most four bytes: a file system takes 255 bytes
+POINTS = 150  # of a line at most, each the mean of consecutive steps; the table shows every n-th step
 
 Table = list[list[str]]  # titles first
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Runs that differ in their seeds only. The name is printable: half a character is none to pandas."""
+    """Runs that differ in their seeds only. The name is printable, because pandas refuses half of a surrogate pair."""
 
     name: str
     runs: Sequence[RunLog]
 
     def seconds(self) -> pd.Series:
-        """Seconds since the start, by step; a step counts the mean over the runs that have it, what was done twice once."""
+        """Return the seconds since the start by step; a step takes the mean over the runs that have it."""
         return pd.concat([run.seconds() for run in self.runs], axis=1).sort_index().mean(axis=1).fillna(0.0).cumsum()
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What a figure shows of each side, a row a step: the mean over its runs, the `lowest` and the `highest`; or parts."""
+    """A figure. A side's frame has a row per step: `mean`, `lowest` and `highest` of its runs, or the parts of a stack."""
 
     title: str
     note: str
@@ -89,12 +88,16 @@ class Panel:
 
 
 def panels(sides: Sequence[Side]) -> Iterator[Panel]:
-    """Panels with data."""
-    lines = [*LINES]
-    lines[1:1] = [(f"Accuracy: {name.removeprefix('val-core/')}", (name,), ACCURACY) for name in _accuracies(sides)]
-    found = [Panel(title, note, {s: _line(s, names) for s in sides}, False) for title, names, note in lines]
-    found += [Panel(title, note, {s: _parts(s, *of) for s in sides}, True) for title, *of, note in STACKS]
-    for panel in found:
+    """Yield the panels that have data."""
+    accuracies = [(f"Accuracy: {name.removeprefix('val-core/')}", (name,), ACCURACY) for name in _accuracies(sides)]
+    every = [
+        *(
+            Panel(title, note, {s: _line(s, names) for s in sides}, False)
+            for title, names, note in (LINES[0], *accuracies, *LINES[1:])
+        ),
+        *(Panel(title, note, {s: _parts(s, *of) for s in sides}, True) for title, *of, note in STACKS),
+    ]
+    for panel in every:
         if logged := {side: frame for side, frame in panel.frames.items() if frame.size}:
             yield Panel(panel.title, panel.note, logged, panel.stacked)
 
@@ -105,7 +108,7 @@ def _accuracies(sides: Sequence[Side]) -> list[str]:
 
 
 def _line(side: Side, names: Sequence[str]) -> pd.DataFrame:
-    """Mean over the runs, at steps that every run logged; runs without any of these metrics are left out."""
+    """Return the runs' mean and range at the steps that all logged; runs without any of these metrics are left out."""
     columns = [column for run in side.runs if len(column := run.column(*names))]
     rows = pd.concat(columns, axis=1, join="inner") if columns else pd.DataFrame()
     spread = {"lowest": rows.min(axis=1), "highest": rows.max(axis=1)} if len(columns) > 1 else {}
@@ -113,39 +116,42 @@ def _line(side: Side, names: Sequence[str]) -> pd.DataFrame:
 
 
 def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
-    """The largest metrics below a prefix and the rest of the whole, means over the runs."""
-    found = []
+    """Return the largest metrics with a prefix, and the rest of the whole, as means over the runs."""
+    frames = []
     for run in side.runs:
         total = run.column(whole)
-        # OAR's own seconds are inside of other phases.
+        # Other phases contain OAR's own seconds.
         parts = run.metrics.loc[total.index].filter(regex=f"^{prefix}(?!oar|any$|step$)[^/]+$")
         parts = parts.where(lambda x: x < math.inf).fillna(0.0)
-        inside = parts.drop(columns=BESIDE, errors="ignore").sum(axis=1)
-        found.append(parts.assign(other=(total - inside).clip(lower=0.0)))
-    mean = pd.concat(found).fillna(0.0).groupby(level=0).mean().rename(columns=lambda name: name.removeprefix(prefix))
+        inside = parts.drop(columns=OUTSIDE, errors="ignore").sum(axis=1)
+        frames.append(parts.assign(other=(total - inside).clip(lower=0.0)))
+    mean = pd.concat(frames).fillna(0.0).groupby(level=0).mean().rename(columns=lambda name: name.removeprefix(prefix))
     largest = mean.drop(columns="other").sum().nlargest(len(PARTS) - 1)
     kept = mean[largest[largest > 0].index]
     rest = mean.sum(axis=1) - kept.sum(axis=1)
     return kept.assign(other=rest) if rest.sum() > REST * kept.sum().sum() > 0 else kept
 
 
-# ---- what differs between the sides
+# ---- differences between the sides
 
 
 def comparison(sides: Sequence[Side]) -> Table:
-    """What, each side's mean over its runs and their range, and the difference of the first from the second.
+    """Return by quantity each side's mean over its runs and their range, and the first side minus the second.
 
-    Over the steps that all runs have reached. Final: mean of the last tenth of the steps; best: the highest mean of so many.
+    Only the steps that all runs have reached count. Final: mean of the last tenth of the steps; best: the highest mean of as
+    many consecutive steps.
     """
     until = min(run.metrics.index[-1] for side in sides for run in side.runs)
     measured = [("reward", REWARD), *((name.removeprefix("val-core/"), (name,)) for name in _accuracies(sides))]
-    asked = [(f"{what}, {how}", names, of) for what, names in measured for how, of in SUMMARIES.items()]
+    asked = [
+        (f"{quantity}, {how}", names, summary) for quantity, names in measured for how, summary in SUMMARIES.items()
+    ]
     table = [["", *(side.name for side in sides), *["difference, 95 % interval"] * (len(sides) > 1)]]
-    for what, names, of in [*asked, ("seconds a step, median", (SECONDS,), pd.Series.median)]:
+    for quantity, names, summary in [*asked, ("seconds a step, median", (SECONDS,), pd.Series.median)]:
         logged = [[(run.seed, run.column(*names).loc[:until]) for run in side.runs] for side in sides]
-        values = [[(seed, of(column)) for seed, column in runs if len(column)] for runs in logged]
+        values = [[(seed, summary(column)) for seed, column in runs if len(column)] for runs in logged]
         if any(values):
-            table.append([what, *map(_range, values), *([_difference(*values)] if len(sides) > 1 else [])])
+            table.append([quantity, *map(_range, values), *([_difference(*values)] if len(sides) > 1 else [])])
     return table
 
 
@@ -169,7 +175,7 @@ def _range(runs: Measured) -> str:
 
 
 def _difference(runs: Measured, baseline: Measured) -> str:
-    """Paired where both sides have the same seeds, each once; else Welch's, for samples of unlike variances."""
+    """Return the difference: paired where both sides have the same seeds, each once; else with Welch's interval."""
     ours, theirs = (pd.Series([value for _, value in side], [seed for seed, _ in side]) for side in (runs, baseline))
     mean = ours.mean() - theirs.mean()
     if min(len(ours), len(theirs)) < 2:
@@ -182,7 +188,7 @@ def _difference(runs: Measured, baseline: Measured) -> str:
 
 
 def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
-    """All runs; no two labels are the same, for folders may share a name."""
+    """Return all runs with unique labels; folders may share a name."""
     runs = [(f"{side.name}: {run.name}", run) for side in sides for run in side.runs]
     names = [name for name, _ in runs]
     return [
@@ -192,7 +198,7 @@ def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
 
 
 def config_differences(sides: Sequence[Side]) -> Table:
-    """Settings that are not the same in all runs that say theirs, without seeds."""
+    """Return the settings that differ between the runs with known settings, without seeds."""
     runs = [(label, run.settings) for label, run in labelled(sides) if run.settings]
     keys = sorted({key for _, settings in runs for key in settings if not key.endswith("seed")})
     rows = [[key, *(str(settings.get(key, "")) for _, settings in runs)] for key in keys]
@@ -203,7 +209,7 @@ def config_differences(sides: Sequence[Side]) -> Table:
 
 
 class Report(NamedTuple):
-    """What was written."""
+    """The page that was written, and two of its tables."""
 
     page: Path
     comparison: Table
@@ -213,7 +219,7 @@ class Report(NamedTuple):
 def write_report(
     sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> Report:
-    """`report.html`, which needs no other file, and two pictures a figure. ModuleNotFoundError: matplotlib."""
+    """Write `report.html`, which needs no other file, and two PNG files per figure. ModuleNotFoundError: matplotlib."""
     shown, figures = list(panels(sides)), []
     for place, panel in enumerate(shown):
         progress(panel.title, place, len(shown))
@@ -221,27 +227,23 @@ def write_report(
         stem = whole if len(whole) <= LONGEST_STEM else f"{whole[:LONGEST_STEM]}_{place}"  # others may begin alike
         figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
     runs = labelled(sides)
-    found = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
-    report = Report(folder / "report.html", comparison(sides), found)
-    page = (
-        TEMPLATES.overlay(loader=jinja2.FileSystemLoader(Path(__file__).parent))
-        .get_template("report.html.j2")
-        .render(
-            sides=sides,
-            runs=runs,
-            comparison=report.comparison,
-            findings=report.findings,
-            settings=config_differences(sides),
-            figures=figures,
-            points=POINTS,
-        )
+    wrong = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
+    report = Report(folder / "report.html", comparison(sides), wrong)
+    templates = TEMPLATES.overlay(loader=jinja2.FileSystemLoader(Path(__file__).parent))
+    page = templates.get_template("report.html.j2").render(
+        **report._asdict(),
+        sides=sides,
+        runs=runs,
+        settings=config_differences(sides),
+        figures=figures,
+        points=POINTS,
     )
     write_whole(report.page, page)
     return report
 
 
 def _picture(panel: Panel, against: str, file: Path) -> str:
-    """Writes a PNG; returns the same as SVG."""
+    """Write a figure as PNG, and return it as SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 

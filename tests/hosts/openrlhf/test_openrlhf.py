@@ -121,7 +121,7 @@ def test_one_forward_gives_log_probs_and_the_front_doors_credit(plain, patched, 
     want, _ = experiences_of(plain, folder, packing=packing)
     got, made = experiences_of(patched, folder, *plugin_words(**settings), packing=packing, step=4)
     scores = [row for output in made.plugin_outputs for row in output]
-    status = made.advantage_plugin._batch.status_B.tolist()
+    status = made.advantage_plugin._status_B.tolist()
     unscored = batch.UNSCORED | ({3: "no_answer"} if "answer_patterns" in settings else {})
     for row, credit in enumerate(front_door(folder, got, step=5, **settings)):
         torch.testing.assert_close(rows(got, "action_log_probs")[row], rows(want, "action_log_probs")[row])
@@ -203,7 +203,7 @@ def test_with_unknown_advantages_every_response_is_scored(patched, folder):
             return [torch.tensor(batch.RIGHT[3 * at : 3 * at + 3]).float() for at in range(begin, end)]
 
     made = experiences_of(patched, folder, *plugin_words(), change=unrewarded, reward=batch.Group(Rewarder()))[1]
-    assert Status.NOT_NEEDED not in made.advantage_plugin._batch.status_B.tolist()
+    assert Status.NOT_NEEDED not in made.advantage_plugin._status_B.tolist()
 
 
 def test_kl_as_a_loss_leaves_advantages_as_they_are(patched, folder):
@@ -215,7 +215,7 @@ def test_kl_as_a_loss_leaves_advantages_as_they_are(patched, folder):
     want, _ = experiences_of(patched, folder, *plugin_words())
     got, made = experiences_of(patched, folder, *words, *plugin_words(), initial=batch.Group(Reference()))
     assert_same(want, got)
-    assert made.advantage_plugin._batch.status_B.tolist().count(Status.NOT_NEEDED) == 4
+    assert made.advantage_plugin._status_B.tolist().count(Status.NOT_NEEDED) == 4
 
 
 @pytest.mark.parametrize(("micro_batch", "most"), [("2", 1), ("12", 60), ("12", 1)])

@@ -3,12 +3,12 @@
 import errno
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 from oar_plugin.cli import patch
 from oar_plugin.cli.main import main
+from oar_plugin.output import write_whole
 from tests.hosts.openrlhf import host
 
 CHANGED = "openrlhf/trainer/ray/ppo_actor.py"
@@ -111,41 +111,41 @@ def test_what_is_not_as_released_is_left_alone(site, spoil, status, message, opt
     assert message in said
 
 
-def fails_once(function, error, call):
-    """`function`, but that call of it."""
-    calls = []
-
-    def instead(*arguments):
-        calls.append(arguments)
-        if len(calls) == call:
-            raise error
-        return function(*arguments)
-
-    return instead
-
-
-@pytest.mark.parametrize("option", ["apply", "revert"])
+@pytest.mark.parametrize("option", [[], ["--revert"]], ids=["apply", "revert"])
 @pytest.mark.parametrize(
-    ("where", "name", "error"),
-    [
-        (patch.os, "replace", PermissionError(errno.EACCES, "not yours", "third")),
-        (patch.os, "replace", KeyboardInterrupt()),
-        (Path, "write_bytes", OSError(errno.ENOSPC, "no room", "third")),
-    ],
-    ids=["move", "interrupted", "disk full"],
+    ("error", "status"),
+    [(OSError(errno.ENOSPC, "no room", "third"), 1), (KeyboardInterrupt(), 130)],
+    ids=["full", "^C"],
 )
-def test_when_one_file_cannot_be_written_none_is(site, monkeypatch, capsys, where, name, error, option):
-    for place, path in enumerate(sorted(site.rglob("*.py"))):
-        path.chmod((0o640, 0o755)[place % 2])
-    if option == "revert":
+def test_what_ends_half_way_says_to_reinstall_and_is_noticed_the_next_time(
+    site, monkeypatch, capsys, error, status, option
+):
+    if option:
         patch.patch("openrlhf", site)
-    before = files(site)
+    written = []
+
+    def write(file, content):
+        if len(written) == 2:
+            raise error
+        written.append(write_whole(file, content))
+
+    command = ["patch", "openrlhf", "--path", str(site), *option]
     with monkeypatch.context() as patched:
-        patched.setattr(where, name, fails_once(getattr(where, name), error, 3))
-        options = ["--revert"] if option == "revert" else []
-        assert main(["patch", "openrlhf", "--path", str(site), *options]) == (1 if error.args else 130)
-    assert files(site) == before
-    assert not error.args or "third" in capsys.readouterr().err
+        patched.setattr(patch, "write_whole", write)
+        assert main(command) == status
+    said = capsys.readouterr().err
+    assert status == 130 or ("third" in said and "reinstall openrlhf" in said)
+    assert main(command) == 1
+    assert "reinstall openrlhf==0.11.2" in capsys.readouterr().err
+
+
+def test_a_file_that_another_environment_shares_is_not_changed_there(site):
+    """Installers link files from their cache."""
+    shared = site.parent / "cache.py"
+    os.link(site / CHANGED, shared)
+    before = shared.read_bytes()
+    assert main(["patch", "openrlhf", "--path", str(site)]) == 0
+    assert shared.read_bytes() == before != (site / CHANGED).read_bytes()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

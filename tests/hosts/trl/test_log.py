@@ -6,7 +6,7 @@ import pytest
 
 from oar_plugin.cli.main import main
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.trl import OarGRPOTrainer, trainer
+from oar_plugin.hosts.trl import OarGRPOTrainer
 from oar_plugin.page.dumps import Dumps
 from oar_plugin.page.sources import read
 from tests.hosts.trl import tiny
@@ -65,12 +65,11 @@ def before(tmp_path_factory):
     return _trained(tmp_path_factory.mktemp("before"))[0]
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "fails"), [(Dumps, "write", full), (trainer, "Response", broken), (trainer, "choose", broken)]
-)
+@pytest.mark.parametrize(("where", "name", "fails"), [(Dumps, "write", full), (OarGRPOTrainer, "_known", broken)])
 def test_a_dump_that_fails_is_counted_and_said_once_and_training_goes_on(
     before, tmp_path, monkeypatch, caplog, where, name, fails
 ):
+    """Its other faults are in `tests/test_token_credit.py`."""
     monkeypatch.setattr(where, name, fails)
     after, made = _trained(tmp_path / "after")
     assert tiny.logged(made, "oar/dump_failed") == [1, 1]

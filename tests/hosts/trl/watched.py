@@ -12,6 +12,7 @@ import oar_plugin
 from oar_plugin.credit.importance import Parts
 from oar_plugin.hosts.trl import OarGRPOTrainer
 from oar_plugin.passes.request import Request
+from oar_plugin.token_credit import PaddedBatch, ReshapedBatch
 from tests.hosts.trl import tiny
 from tests.own_importance import Saliency
 
@@ -91,18 +92,17 @@ class Watched(OarGRPOTrainer):
         super().__init__(*arguments, **named)
         self.seen: list[Seen] = []
 
-    def _segments(self, output: dict[str, Any], request: Request) -> tuple[Tensor, Tensor]:
-        self._kept = {"plain_B": output["advantages"], "step": self.state.global_step + 1}
-        self._kept["segments_BL"], self._kept["status_B"] = found = super()._segments(output, request)
-        return found
-
-    def _importance(self, output: dict[str, Any], segments_BL: Tensor, request: Request) -> Tensor:
+    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         before, old = self._state(), tiny.weights(self)
-        self._kept["importance_BL"] = found = super()._importance(output, segments_BL, request)
+        found = super()._importance(batch, segments_BL, request)
         changed = [name for name, state in self._state().items() if state != before[name]]
         assert not changed, changed
         assert tiny.same_weights(tiny.weights(self), old)
         return found
+
+    def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
+        self._reshaped = reshaped
+        return super()._credit_metrics(reshaped)
 
     def _state(self) -> dict[str, Any]:
         """What a pass must leave as it found it, beside the weights."""
@@ -113,7 +113,9 @@ class Watched(OarGRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
-            seen = Seen(**self._kept, output=output)
+            done = self._reshaped
+            plain_B = done.host_advantage_BL[:, 0]
+            seen = Seen(done.step, output, plain_B, done.importance_BL, done.segments_BL, done.status_B)
             self.seen.append(seen)
             if self.compare is not None:
                 with self.accelerator.autocast():

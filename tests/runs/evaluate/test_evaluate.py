@@ -16,18 +16,12 @@ pytest.importorskip("math_verify")
 from oar_plugin.cli.main import main
 from oar_plugin.runs.evaluate import checkpoints
 from oar_plugin.runs.evaluate.checkpoints import find, fingerprint, parse
-from oar_plugin.runs.evaluate.generate import Response, ResponseFile, Sampling, generate
+from oar_plugin.runs.evaluate.generate import GeneratedResponse, ResponseFile, Sampling, generate
 from oar_plugin.runs.evaluate.grade import Graded, grade
-from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet, read
+from oar_plugin.runs.evaluate.problems import EvaluationError, read
 from oar_plugin.runs.evaluate.table import AVERAGE, as_markdown, lines_of, metrics
 from oar_plugin.runs.math.pool import TaskCrashed
-
-SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_tokens=8, seed=0)
-
-
-def problem_set(*truths, name="ours"):
-    return ProblemSet(name, [Problem([{"role": "user", "content": f"Say {truth}."}], truth) for truth in truths])
-
+from tests.runs.evaluate import SAMPLING, problem_set
 
 # ---- checkpoints
 
@@ -124,7 +118,7 @@ HOSTILE = ["", "\x00\n\\boxed{1}\x00", "\ud800 \u2028 \N{PILE OF POO}", '"}\n{"p
 def test_what_was_written_is_read_again_and_a_cut_last_line_is_made_anew(file, tmp_path):
     with file:
         for sample, text in enumerate(HOSTILE):
-            file.add(Response(1, sample, text, False))
+            file.add(GeneratedResponse(1, sample, text, False))
     whole = file.path.read_bytes()
     for cut in (1, 30):
         file.path.write_bytes(whole[:-cut])
@@ -132,7 +126,7 @@ def test_what_was_written_is_read_again_and_a_cut_last_line_is_made_anew(file, t
         with again:
             assert [again.responses[1, sample].text for sample in range(3)] == HOSTILE[:3]
             assert (1, 3) not in again.responses
-            again.add(Response(1, 3, HOSTILE[3], False))
+            again.add(GeneratedResponse(1, 3, HOSTILE[3], False))
         assert file.path.read_bytes() == whole
 
 
@@ -171,14 +165,14 @@ def test_a_file_system_without_locks_is_no_obstacle(file, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_lock)
     with file:
-        file.add(Response(0, 0, "", False))
+        file.add(GeneratedResponse(0, 0, "", False))
     assert file.path.read_bytes().count(b"\n") == 2
 
 
 def test_where_all_responses_are_there_no_model_is_needed(file):
     with file:
         for problem in range(2):
-            file.add(Response(problem, 0, "", False))
+            file.add(GeneratedResponse(problem, 0, "", False))
     seen = []
     generate("org/model", [problem_set("1", "2")], [file], SAMPLING, 1, 1, lambda *numbers: seen.append(numbers), print)
     assert seen == [(2, 2)]
@@ -192,7 +186,9 @@ def test_responses_are_graded_by_the_reward_and_equal_answers_vote_together():
         [r"\boxed{\frac12}", r"\boxed{1/2}", r"\boxed{3}", ""],  # two spellings of one answer
         [r"\boxed{3}", r"\boxed{3}", "\x00", r"\boxed{" + "9" * 600 + "}"],
     ]
-    responses = {(p, s): Response(p, s, text, s == 3) for p, row in enumerate(texts) for s, text in enumerate(row)}
+    responses = {
+        (p, s): GeneratedResponse(p, s, text, s == 3) for p, row in enumerate(texts) for s, text in enumerate(row)
+    }
     found = grade(problem_set(r"\frac{1}{2}", "4"), responses, 4, lambda done, total: None)
     assert found.correct_PK.tolist() == [[True, True, False, False], [False] * 4]
     assert found.majority_P.tolist() == [1.0, 0.0]
@@ -215,7 +211,7 @@ def test_comparisons_that_fail_are_counted_and_none_that_works_is_an_error(fails
 
     monkeypatch.setattr("oar_plugin.runs.evaluate.grade.start_pool", lambda *_: Pool())
     monkeypatch.setattr("oar_plugin.runs.evaluate.grade.compute_score", compare)
-    responses = {(0, s): Response(0, s, rf"\boxed{{{answer}}}", False) for s, answer in enumerate("1112")}
+    responses = {(0, s): GeneratedResponse(0, s, rf"\boxed{{{answer}}}", False) for s, answer in enumerate("1112")}
 
     def graded():
         return grade(problem_set("3"), responses, 4, lambda done, total: None)
@@ -239,10 +235,8 @@ def test_each_set_and_their_average_have_a_line_a_method_with_paired_differences
     better, worse = graded([1, 1], [1, 0], [0, 1]), graded([1, 1], [0, 0], [0, 1])
     results = {"grpo": {"a": [worse], "b": [worse]}, "oar": {"a": [better], "b": [worse]}}
     lines = lines_of(results, "grpo", 2)
-    assert [(line.data, line.method) for line in lines] == [
-        (name, method) for name in ("a", "b", AVERAGE) for method in results
-    ]
     of = {(line.data, line.method): line for line in lines}
+    assert list(of) == [(name, method) for name in ("a", "b", AVERAGE) for method in results]
     assert of["a", "oar"].minus_baseline["avg@2"].mean == pytest.approx(0.5 / 3)
     assert of["b", "oar"].minus_baseline["avg@2"].mean == of["b", "oar"].minus_baseline["avg@2"].se == 0
     assert of[AVERAGE, "oar"].minus_baseline["avg@2"].mean == pytest.approx(0.5 / 6)
@@ -316,7 +310,7 @@ def test_the_table_is_printed_and_results_of_other_settings_are_kept(tmp_path, m
     def respond(model, sets, files, *_):
         for file in files:
             with file:
-                file.add(Response(0, 0, r"\boxed{1}", False))
+                file.add(GeneratedResponse(0, 0, r"\boxed{1}", False))
 
     monkeypatch.setattr("oar_plugin.runs.evaluate.generate.generate", respond)
     touch(tmp_path / "model", *WEIGHTS)
@@ -324,22 +318,8 @@ def test_the_table_is_printed_and_results_of_other_settings_are_kept(tmp_path, m
     out = tmp_path / "out"
 
     def evaluate(*words):
-        assert (
-            main(
-                [
-                    "eval",
-                    f"{tmp_path}/model",
-                    "--data",
-                    f"{tmp_path}/ours.parquet",
-                    "--k",
-                    "1",
-                    "--out",
-                    str(out),
-                    *words,
-                ]
-            )
-            == 0
-        )
+        asked = f"eval {tmp_path}/model --data {tmp_path}/ours.parquet --k 1 --out {out}".split()
+        assert main([*asked, *words]) == 0
         assert capsys.readouterr().out.startswith((out / "table.md").read_text())
         return {path.name: path.read_text() for path in out.iterdir() if path.is_file()}
 

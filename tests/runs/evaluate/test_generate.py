@@ -12,10 +12,10 @@ import jinja2
 import pytest
 
 from oar_plugin.runs.evaluate import generate as engines
-from oar_plugin.runs.evaluate.generate import Job, Request, Response, ResponseFile, Sampling, generate
-from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet
+from oar_plugin.runs.evaluate.generate import GeneratedResponse, Job, ResponseFile, SampleRequest, generate
+from oar_plugin.runs.evaluate.problems import EvaluationError
+from tests.runs.evaluate import SAMPLING, problem_set
 
-SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_tokens=8, seed=0)
 DIE, SLEEP = 666, 777
 STUB = {
     "vllm/__init__.py": f"""
@@ -52,10 +52,8 @@ def stub(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)  # engines are spawned with this path
 
 
-def job_of(*prompts, at_a_time=2):
-    return Job(
-        "org/model", SAMPLING, [[[token] for token in each] for each in prompts], context=16, at_a_time=at_a_time
-    )
+def job_of(*prompts):
+    return Job("org/model", SAMPLING, [[[token] for token in each] for each in prompts], context=16)
 
 
 def engines_left():
@@ -64,10 +62,10 @@ def engines_left():
 
 
 def test_two_engines_answer_every_request_of_every_set_once(stub):
-    asked = [Request(of, problem, sample, 7) for of in range(2) for problem in range(3) for sample in range(2)]
+    asked = [SampleRequest(of, problem, sample, 7) for of in range(2) for problem in range(3) for sample in range(2)]
     found = sorted(engines._answered(job_of([1, 2, 3], [4, 5, 6]), ["", ""], asked), key=str)
     assert found == [
-        (of, Response(problem, sample, f"{3 * of + problem + 1} 7", (3 * of + problem + 1) % 2 == 1))
+        (of, GeneratedResponse(problem, sample, f"{3 * of + problem + 1} 7", (3 * of + problem + 1) % 2 == 1))
         for of, problem, sample, _ in asked
     ]
     assert not engines_left()
@@ -75,8 +73,7 @@ def test_two_engines_answer_every_request_of_every_set_once(stub):
 
 def test_an_engine_that_dies_ends_the_others_and_is_told(stub):
     with pytest.raises(EvaluationError, match="ended with status 3"):
-        # One takes the first and keeps at it; the second is left to the other.
-        list(engines._answered(job_of([SLEEP, DIE], at_a_time=1), ["", ""], [Request(0, 0, 0, 0), Request(0, 1, 0, 0)]))
+        list(engines._answered(job_of([SLEEP, DIE]), ["", ""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]))
     assert not engines_left()
 
 
@@ -84,9 +81,9 @@ def test_an_engine_ends_when_its_parent_is_killed(stub, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text("""
 import multiprocessing
-from tests.runs.evaluate.test_generate import SLEEP, Request, engines, job_of
+from tests.runs.evaluate.test_generate import SLEEP, SampleRequest, engines, job_of
 if __name__ == "__main__":
-    for _ in engines._answered(job_of([1, SLEEP]), [""], [Request(0, 0, 0, 0), Request(0, 1, 0, 0)]):
+    for _ in engines._answered(job_of([1, SLEEP]), [""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]):
         print(multiprocessing.active_children()[0].pid, flush=True)
 """)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
@@ -122,10 +119,6 @@ def test_gpus_are_dealt_out_to_engines(count, visible, tensor_parallel, groups, 
             engines._gpu_groups(count + 1)
 
 
-def problem_set(*truths):
-    return ProblemSet("ours", [Problem([{"role": "user", "content": f"Say {truth}."}], truth) for truth in truths])
-
-
 def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_nor_order(tmp_path, monkeypatch):
     def asked(folder, sets, samples):
         """(problem, sample) -> seed."""
@@ -134,7 +127,7 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
         def answered(job, groups, requests):
             for request in requests:
                 seeds[sets.problems[request.problem].ground_truth, request.sample] = request.seed
-                yield 0, Response(request.problem, request.sample, "", False)
+                yield 0, GeneratedResponse(request.problem, request.sample, "", False)
 
         monkeypatch.setattr(engines, "_answered", answered)
         file = ResponseFile(tmp_path / folder, "org/model", SAMPLING, sets)
@@ -165,10 +158,8 @@ def test_a_prompt_leaves_room_for_a_response_or_is_named(tokenizer):
 
     assert context("1", "2 3", max_tokens=3) == (6, [])
     assert context("1", max_tokens=3) == (5, [])
-    assert context("1", "2 3") == (
-        6,
-        ["org/model: its context of 6 tokens leaves 3 to a response of the longest prompt, not 8"],
-    )
+    told = ["org/model: its context of 6 tokens leaves 3 to a response of the longest prompt, not 8"]
+    assert context("1", "2 3") == (6, told)
     with pytest.raises(EvaluationError, match=r"problem 2 of ours has 6 tokens.*\(6\)"):
         context("1", "2 3 4 5 6")
 

@@ -26,10 +26,10 @@ ON_CLUSTER = "+ray_kwargs.ray_init.address=auto"
 def script(template, nodes=3, **changes):
     """A template, filled for a run on nodes with eight GPUs each."""
     trainer = {"nnodes": nodes, "n_gpus_per_node": 8, "default_local_dir": "/shared/checkpoints/x"}
-    values = facts(OmegaConf.create({"trainer": trainer}), Path("/shared/my recipes/seven"), "oar", [STRANGE], None)
+    values = facts(OmegaConf.create({"trainer": trainer}), Path("/shared/my recipes/seven"), "oar", [STRANGE])
     values |= {"environment": {"OAR_DATA": "/shared/my data", "NCCL_DEBUG": "it's $x"}, "setup": "", "wait_s": 60}
     values |= {"name": "seven-oar", "job_h": 9, "restarts": 2}
-    return fill(template, **values | changes)
+    return fill(template, values | changes)
 
 
 @pytest.fixture

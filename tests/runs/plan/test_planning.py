@@ -6,11 +6,12 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from oar_plugin.runs.plan import Expected, Plan, PlanError, choose_gpu, on_gpus, suggest
+from oar_plugin.runs.plan.hardware import choose_gpu
 from oar_plugin.runs.plan.memory import states
-from oar_plugin.runs.plan.models import Model, load_model
+from oar_plugin.runs.plan.models import Model, PlanError, load_model
+from oar_plugin.runs.plan.planning import Plan, suggest
 from oar_plugin.runs.plan.seconds import COPIES, GATE, GENERATION, IMPORTANCE, UPDATE, step_flops
-from oar_plugin.runs.plan.setup import Setup, with_overrides
+from oar_plugin.runs.plan.setup import Expected, Setup, on_gpus, with_overrides
 
 
 @pytest.fixture(params=["fsdp", "megatron"])

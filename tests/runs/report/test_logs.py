@@ -23,21 +23,15 @@ def logged(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("logs") / "run"
     rng = np.random.default_rng(0)
-    values = pd.DataFrame(
-        rng.normal(size=(STEPS, METRICS)), columns=[f"some/metric_{place}" for place in range(METRICS)]
-    )
+    names = [f"some/metric_{place}" for place in range(METRICS)]
+    values = pd.DataFrame(rng.normal(size=(STEPS, METRICS)), columns=names)
     values.loc[3, "actor/grad_norm"], values.loc[4, "actor/grad_norm"] = np.inf, 1.5
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            **variables(folder),
-            "WANDB_MODE": "offline",
-            "WANDB_DIR": str(folder),
-            "WANDB_SILENT": "1",
-        }.items():
+        offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "1"}
+        for name, value in {**variables(folder), **offline}.items():
             patch.setenv(name, value)
-        tracking = Tracking(
-            "p", "e", ["file", "tensorboard", "wandb"], {"data": {"seed": 3}, "trainer": {"logger": ["file"]}}
-        )
+        config = {"data": {"seed": 3}, "trainer": {"logger": ["file"]}}
+        tracking = Tracking("p", "e", ["file", "tensorboard", "wandb"], config)
         for step, row in values.iterrows():
             metrics = row.dropna().to_dict()
             if step == 3:
@@ -73,9 +67,7 @@ def test_what_each_logger_wrote_is_read_back(logged, place, kind):
 @pytest.mark.parametrize(
     ("place", "name"), [("metrics/start.jsonl", "cut.jsonl"), ("wandb/offline-run-*/*.wandb", "cut.wandb")]
 )
-def test_a_log_that_is_cut_off_or_broken_anywhere_is_read_up_to_its_last_whole_step(
-    logged, place, name, after, tmp_path
-):
+def test_a_log_that_is_cut_off_or_broken_is_read_up_to_its_last_whole_step(logged, place, name, after, tmp_path):
     folder, values = logged
     written = next(folder.glob(place)).read_bytes()
     read = []
@@ -83,9 +75,8 @@ def test_a_log_that_is_cut_off_or_broken_anywhere_is_read_up_to_its_last_whole_s
         (tmp_path / name).write_bytes(written[:length] + after)
         run = read_run(tmp_path / name)
         read.append(len(run.metrics))
-        pd.testing.assert_frame_equal(
-            run.metrics, values[: read[-1]].dropna(axis=1, how="all"), check_like=True, check_dtype=False
-        )
+        whole = values[: read[-1]].dropna(axis=1, how="all")
+        pd.testing.assert_frame_equal(run.metrics, whole, check_like=True, check_dtype=False)
     assert read == sorted(read)
     assert read[-1] > read[0] > 0
 
@@ -96,8 +87,13 @@ def test_the_end_of_a_block_of_wandbs_that_no_record_fits_into_is_skipped():
     assert list(_wandb_records(b":W&B\xe1\xbe\0" + full + b"\0" * 3 + after)) == [full[7:], b"b"]
 
 
-def lines(*rows):
-    return "".join(json.dumps({"step": step, "data": {"x": value}}) + "\n" for step, value in rows)
+def run_of(folder, starts):
+    """A run of starts, each with (step, metrics) pairs and a line that was cut off."""
+    (folder / "metrics").mkdir()
+    for place, rows in enumerate(starts):
+        text = "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in rows)
+        (folder / "metrics" / (f"start.{place}.jsonl" if place else "start.jsonl")).write_text(text + '{"step": 9')
+    return read_run(folder)
 
 
 @pytest.mark.parametrize(
@@ -107,30 +103,21 @@ def lines(*rows):
         ([[(1, 1), (2, 2), (3, 3)], [(2, 9)]], {1: 1, 2: 9}, {2: 2}),
         ([[(1, 1), (2, 2)], [(2, 9)]], {1: 1, 2: 9}, {2: 1}),
         ([[(0, 0), (1, 1), (2, 2), (3, 3)], [(1, 9), (2, 8)], [(2, 7)]], {0: 0, 1: 9, 2: 7}, {1: 3, 2: 1}),
-        (
-            [[(step, step)] for step in range(12)],
-            {step: step for step in range(12)},
-            {},
-        ),  # start.10 comes after start.9
+        # start.10 comes after start.9.
+        ([[(step, step)] for step in range(12)], {step: step for step in range(12)}, {}),
     ],
 )
 def test_of_a_step_that_was_done_twice_the_later_counts(starts, values, resumed, tmp_path):
-    (tmp_path / "metrics").mkdir()
-    for place, rows in enumerate(starts):
-        (tmp_path / "metrics" / (f"start.{place}.jsonl" if place else "start.jsonl")).write_text(
-            lines(*rows) + '{"step": 9'
-        )
-    run = read_run(tmp_path)
+    run = run_of(tmp_path, [[(step, {"x": value}) for step, value in rows] for rows in starts])
     assert (run.column("x").to_dict(), run.resumed, run.starts) == (values, resumed, len(starts))
 
 
 def test_a_step_that_was_done_again_keeps_nothing_and_one_that_is_only_validated_again_keeps_all(tmp_path):
-    (tmp_path / "metrics").mkdir()
-    starts = [(1, {"x": 1}), (2, {"x": 2, "y": 2}), (3, {"x": 3, "y": 3})], [(2, {"val-core/a": 0.5}), (3, {"x": 9})]
-    for place, rows in enumerate(starts):
-        text = "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in rows)
-        (tmp_path / "metrics" / f"start.{place}.jsonl").write_text(text)
-    run = read_run(tmp_path)
+    first, second = (
+        [(1, {"x": 1}), (2, {"x": 2, "y": 2}), (3, {"x": 3, "y": 3})],
+        [(2, {"val-core/a": 0.5}), (3, {"x": 9})],
+    )
+    run = run_of(tmp_path, [first, second])
     read = [row.dropna().to_dict() for _, row in run.metrics.iterrows()]
     assert read == [{"x": 1}, {"x": 2, "y": 2, "val-core/a": 0.5}, {"x": 9}]
     assert run.resumed == {3: 1}

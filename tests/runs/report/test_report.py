@@ -43,6 +43,9 @@ def at(name, changes):
     return {**FINE, name: column}
 
 
+COLLAPSED = at(REWARD, dict.fromkeys(range(20, 30), 0.0))
+
+
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
@@ -50,16 +53,10 @@ def at(name, changes):
         (run_of(at("actor/entropy", {4: math.inf})), [("5", "actor/entropy is not finite")]),
         (run_of(at("actor/grad_norm", {20: 9.0})), [("21", "actor/grad_norm: over 10 times")]),
         (run_of(at("actor/entropy", {28: 0.05, 29: 0.05})), [("29 to 30, 2 steps", "below 10% of its start")]),
-        (
-            run_of(at(REWARD, dict.fromkeys(range(20, 30), 0.0))),
-            [("26 to 30, 5 steps", "reward: below 50% of its best")],
-        ),
-        # Counted from the lowest reward, a response's -1, that is more than half.
-        (run_of({**at(REWARD, dict.fromkeys(range(20, 30), 0.0)), "critic/score/min": [-1] * 30}), []),
-        (
-            run_of(at("oar/fallback/any", {2: 0.3, 9: 0.4})),
-            [("3 to 10, 2 steps", "oar/fallback/any at 0.4 (fine: 0 to 0.2)")],
-        ),
+        (run_of(COLLAPSED), [("26 to 30, 5 steps", "reward: below 50% of its best")]),
+        # Above the lowest reward, a response's -1, that is more than half.
+        (run_of({**COLLAPSED, "critic/score/min": [-1] * 30}), []),
+        (run_of(at("oar/fallback/any", {2: 0.3, 9: 0.4})), [("3 to 10, 2 steps", "any at 0.4 (fine: 0 to 0.2)")]),
         (run_of(at("oar/answer_found", {0: 0.5})), [("1", "oar/answer_found at 0.5 (fine: 0.8 to 1)")]),
         (run_of(at("oar/ess_ratio", {0: 0.01})), [("1", "oar/ess_ratio at 0.01")]),
         (run_of(at("oar/dump_failed", {7: 1})), [("8", "is the disk full?")]),
@@ -91,15 +88,15 @@ def test_a_step_far_off_costs_no_memory():
     assert (steps, what) == (f"2 to {10**30 - 1}, {10**30 - 2} steps", "not in the log")
 
 
-# Student's t at 97.5 %: 12.706, 4.303 and 2.776 for 1, 2 and 4 degrees of freedom.
+# Student's t at 97.5 %: 12.7062, 4.3027 and 2.7764 for 1, 2 and 4 degrees of freedom.
 @pytest.mark.parametrize(
     ("ours", "seeds", "theirs", "their_seeds", "said"),
     [
-        ([0.5, 0.7], [1, 2], [0.3, 0.6], [2, 1], "+0.150 [-3.026, +3.326], paired"),  # of 0.5 - 0.6 and 0.7 - 0.3
+        ([0.5, 0.7], [1, 2], [0.3, 0.6], [2, 1], "+0.150 [-3.027, +3.327], paired"),  # of 0.5 - 0.6 and 0.7 - 0.3
         ([0.5, 0.7, 0.9], [1, 2, 3], [0.4, 0.6, 0.8], [4, 5, 6], "+0.100 [-0.353, +0.553], unpaired"),
-        ([0.5, 0.7], [None, None], [0.4, 0.6], [None, None], "+0.100 [-0.509, +0.709], unpaired"),
-        ([0.5, 0.7], [1, 1], [0.4, 0.6], [1, 1], "+0.100 [-0.509, +0.709], unpaired"),
-        ([0.5, 0.7], [[1], 2], [0.4, 0.6], [[1], 2], "+0.100 [-0.509, +0.709], unpaired"),
+        ([0.5, 0.7], [None, None], [0.4, 0.6], [None, None], "+0.100 [-0.508, +0.708], unpaired"),
+        ([0.5, 0.7], [1, 1], [0.4, 0.6], [1, 1], "+0.100 [-0.508, +0.708], unpaired"),
+        ([0.5, 0.7], [[1], 2], [0.4, 0.6], [[1], 2], "+0.100 [-0.508, +0.708], unpaired"),
         ([0.5], [1], [0.4], [1], "+0.100, one run: no interval"),
         ([0.5, 0.7], [1, 2], [0.4], [1], "+0.200, one run: no interval"),
     ],
@@ -112,9 +109,8 @@ def test_differences_are_paired_where_seeds_pair_up(ours, seeds, theirs, their_s
 
 def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where_all_of_a_side_have():
     short = run_of({REWARD: [0.0, 0.2], "timing_s/step": [5.0, 7.0], "timing_s/gen": [4, 5], "timing_s/oar": [1, 1]})
-    long = run_of(
-        {REWARD: [0.2, 0.4, 0.9], "timing_s/step": [1, 3, 1], "timing_s/gen": [1, 2, 0], "timing_s/testing": 2}
-    )
+    seconds = {"timing_s/step": [1, 3, 1], "timing_s/gen": [1, 2, 0], "timing_s/testing": 2}
+    long = run_of({REWARD: [0.2, 0.4, 0.9], **seconds})
     both = Side("a", [short, long])
     assert comparison([both])[1:] == [
         ["reward, final", "0.300 (0.200 to 0.400)"],
@@ -123,11 +119,8 @@ def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where
         ["seconds a step, median", "4.000 (2.000 to 6.000)"],
     ]
     shown = {panel.title: panel.frames[both] for panel in panels([both])}
-    assert shown["Reward"].to_dict("list") == {
-        "mean": [0.1, pytest.approx(0.3)],
-        "lowest": [0.0, 0.2],
-        "highest": [0.2, 0.4],
-    }
+    reward = {"mean": [0.1, pytest.approx(0.3)], "lowest": [0.0, 0.2], "highest": [0.2, 0.4]}
+    assert shown["Reward"].to_dict("list") == reward
     # Where a run has ended, what it took counts on.
     assert both.seconds().to_dict() == {1: 3.0, 2: 8.0, 3: 9.0}
     # Parts are a step's mean over the runs that have it, and make up the whole, which validation is outside of; OAR's seconds
@@ -148,9 +141,9 @@ def test_settings_of_runs_whose_folders_share_a_name_stand_beside_each_other():
 def report(tmp_path_factory):
     """Of two seeds a side, whose metrics are made up."""
     folder, rng = tmp_path_factory.mktemp("runs"), np.random.default_rng(0)
-    for method in ("oar", "grpo"):
-        for seed in (1, 2):
-            run = folder / f"{method}<b>{seed}$\\foo$"
+    runs = {method: [folder / f"{method}<b>{seed}$\\foo$" for seed in (1, 2)] for method in ("oar", "grpo")}
+    for method in runs:
+        for seed, run in enumerate(runs[method], start=1):
             (run / "metrics").mkdir(parents=True)
             settings = {"data.seed": seed, "algorithm.adv_estimator": f"{method}$\\foo$<script>alert(1)</script>"}
             (run / "run.yaml").write_text(yaml.safe_dump({"state": "finished", "settings": settings}))
@@ -162,10 +155,8 @@ def report(tmp_path_factory):
                 kept = {name: value for name, value in data.items() if method == "oar" or "oar" not in name}
                 rows.append(json.dumps({"step": step, "data": kept}))
             (run / "metrics" / "start.jsonl").write_text("\n".join(rows))
-    ours, theirs = (
-        " ".join(str(folder / f"{method}<b>{seed}$\\foo$") for seed in (1, 2)) for method in ("oar", "grpo")
-    )
-    assert main(f"report {ours} --baseline {theirs} --out {folder / 'out'}".split()) == 0
+    words = ["report", *runs["oar"], "--baseline", *runs["grpo"], "--out", folder / "out"]
+    assert main(list(map(str, words))) == 0
     return folder / "out"
 
 
@@ -186,9 +177,8 @@ def test_the_page_opens_alone_without_errors_and_fits(report, browser, width, sc
     assert {"Entropy", "ESS ratio", "Gradient norm", "Fallbacks", "Seconds by phase", "Answer found"} < {*titles}
     pictures = page.locator(".pair svg")
     assert pictures.count() == 2 * len(titles) == len(list(report.glob("*.png")))
-    assert pictures.first.evaluate("svg => getComputedStyle(svg.querySelector('text')).fill") == page.evaluate(
-        "getComputedStyle(document.body).color"
-    )
+    colour = page.evaluate("getComputedStyle(document.body).color")
+    assert pictures.first.evaluate("svg => getComputedStyle(svg.querySelector('text')).fill") == colour
     page.locator("summary").nth(1).click()
     row = page.locator("details").nth(1).locator("tbody tr").first.all_inner_texts()[0].split()
     assert row == ["10", *["0.25"] * 6]  # mean, lowest and highest of each side

@@ -1,0 +1,268 @@
+"""`oar doctor`: would a run start here, and if not, what to do. `questions` imports what may crash or hang."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from oar_plugin.cli import questions
+from oar_plugin.cli.questions import Answer, Machine, ask
+from oar_plugin.hosts.vllm import versions
+from oar_plugin.output import say
+from oar_plugin.runs.launch.finding import LOGGERS, Finding, Level, importable
+
+_HELP = """\
+Say whether a run with OAR would start on this machine, and what to do where it would not: packages, features that this verl and
+this vLLM support, GPUs, and what a recipe needs. Imports all that a run imports (half a minute); starts and changes nothing.
+
+  ok           in place
+  note         worth knowing: untested, or only other runs need it
+  not checked  cannot be seen from here: GPUs on a login node, say
+  missing      a run would not start
+"""
+_EXAMPLES = """\
+examples:
+  oar doctor                                           verl's defaults: FSDP, the synchronous trainer, vLLM
+  oar doctor --recipe mine trainer.n_gpus_per_node=4   a recipe (a name that `oar recipes` lists, or a folder), with overrides
+  oar doctor --json | jq -r '.findings[] | select(.level == "missing") | .subject'
+  srun --ntasks-per-node=1 oar doctor --recipe qwen2_5_32b_megatron        on each node of a job: environments differ
+"""
+STATUS = {"ready": 0, "not ready": 1, "not checked": 3}
+DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path("/dev/kfd"))
+DRIVER_ERROR = re.compile(r"libcuda|libnvidia|nvidia driver|cuda driver|no cuda|cuda is not available", re.IGNORECASE)
+
+
+class Package(NamedTuple):
+    """A package that verl or OAR may need."""
+
+    module: str  # its import shows that the package works
+    install: str
+    tested: str = ""  # versions; empty: a package for GPUs, untested
+
+
+_RECIPES = "pip install '.[recipes]' in a checkout, or see recipes/CLUSTERS.md for verl's image"
+_WHEEL = "the wheel for your torch and CUDA; verl's image has it"
+PACKAGES = {
+    "torch": Package("torch", "pip install torch", ">=2.11,<2.14"),
+    "ray": Package("ray", 'pip install "ray[default]"', ">=2.50,<2.61"),
+    "transformers": Package("transformers", 'pip install "transformers>=5.5.3,<5.11,!=5.6.0"', ">=5.5.3,<5.11"),
+    "TransferQueue": Package("transfer_queue", 'pip install "TransferQueue>=0.1.10"', "==0.1.11"),
+    "vllm": Package("vllm._C", "the vllm for your torch; without a GPU: bash recipes/cpu_demo/run.sh", ">=0.24,<0.32"),
+    "flash-attn": Package("flash_attn", _WHEEL),
+    "transformer-engine": Package("transformer_engine.pytorch", _WHEEL),
+    "megatron-core": Package("megatron.core", "see docs/megatron.md", ">=0.16.1,<0.19"),
+    "mbridge": Package("mbridge", "pip install --no-deps mbridge", ">=0.15,<0.16"),
+    "megatron-bridge": Package("megatron.bridge", "see docs/megatron.md", ">=0.5,<0.6"),
+    "tensorboard": Package("torch.utils.tensorboard", "pip install tensorboard", ">=2.20,<2.22"),
+    "wandb": Package("wandb", "pip install wandb", ">=0.27,<0.32"),
+    "math-verify": Package("math_verify", _RECIPES, ">=0.9,<0.10"),
+    "pebble": Package("pebble", _RECIPES, ">=5.1,<5.3"),
+    "datasets": Package("datasets", _RECIPES, ">=4,<6"),
+}
+PLAIN: dict[str, Any] = {
+    **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
+    **{"loggers": ["console", "wandb"], "offloads": False},
+}
+"""verl's defaults, where no recipe says otherwise."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = _HELP, _EXAMPLES
+    parser.add_argument("--recipe", metavar="RECIPE", help="check what this one needs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for the recipe")
+    parser.add_argument("--json", action="store_true", help="print verdict and findings as JSON, and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    from oar_plugin.runs.recipe import RecipeError, find_recipe
+
+    try:
+        if args.overrides and args.recipe is None:
+            raise RecipeError(f"{args.overrides[0]}: overrides need a recipe; name one with --recipe")
+        recipe = None if args.recipe is None else find_recipe(args.recipe)
+    except RecipeError as error:
+        say(f"oar doctor: {error}", sys.stderr)
+        return 2
+    findings = list(examine(recipe, args.overrides))
+    levels = {finding.level for finding in findings}
+    verdict = "not ready" if "missing" in levels else "not checked" if "not checked" in levels else "ready"
+    if args.json:
+        print(json.dumps({"verdict": verdict, "findings": [finding._asdict() for finding in findings]}, indent=1))
+        return STATUS[verdict]
+    for subject, level, text, advice in findings:
+        say(f"{level:12} {subject}: {text}{advice and f'  -> {advice}'}")
+    worst = "missing" if verdict == "not ready" else "not checked"
+    subjects = ", ".join(dict.fromkeys(finding.subject for finding in findings if finding.level == worst))
+    command = "add algorithm.adv_estimator=oar to your verl command."
+    if recipe is not None:
+        command = f"oar launch {shlex.join([args.recipe, *args.overrides])}"
+    say(f"{verdict.capitalize()}: {subjects or command}")
+    return STATUS[verdict]
+
+
+def examine(recipe: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield all findings for a recipe, given by its folder, or for a run with verl's defaults."""
+    if sys.stderr.isatty():
+        say("oar doctor: imports what a run imports, a moment ...", sys.stderr)
+    told, fault = ask(questions.devices)
+    machine = Machine(**told, fault=fault)
+    asked = Answer({}) if recipe is None else ask(questions.recipe, recipe, overrides, machine)
+    wanted = PLAIN | asked.told
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "packages": lambda: _packages(_needed(wanted, machine.on_cpu), machine),
+        "verl": lambda: _verl(ask(questions.features), wanted, machine),
+        "GPUs": lambda: _gpus(machine, asked.told.get("share")),
+        "recipe": lambda: [] if recipe is None else _recipe(asked, machine),
+    }
+    for subject, check in checks.items():
+        try:
+            yield from check()
+        except Exception as error:  # anything here may be broken in any way
+            yield Finding(subject, "not checked", f"the check itself failed: {type(error).__name__}: {error}")
+
+
+def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
+    """Packages without which the run cannot start."""
+    needed = {"torch", "ray", "transformers", "TransferQueue", "datasets"}
+    needed |= {LOGGERS[name] for name in wanted["loggers"] if name in LOGGERS}
+    if wanted["engine"] == "vllm":
+        needed.add("vllm")
+    if wanted["strategy"] == "megatron":
+        needed |= {"megatron-core", "mbridge" if wanted["vanilla_mbridge"] else "megatron-bridge"}
+        needed |= set() if on_cpu else {"transformer-engine"}
+    # Where `kernels` is installed, transformers downloads a kernel in place of this package.
+    elif wanted["attention"] == "flash_attention_2" and not on_cpu and not importable("kernels"):
+        needed.add("flash-attn")
+    return needed
+
+
+def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
+    modules = {name: package.module for name, package in PACKAGES.items()}
+    if machine.on_cpu:
+        modules["vllm"] = "vllm._custom_ops"  # it chooses the kernels that this processor has the instructions for
+    faults = import_faults(modules)
+    for name, (module, install, tested) in PACKAGES.items():
+        version, fault = version_of(name), faults[name]
+        level: Level = "missing" if name in needed else "note"
+        absent = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", fault or "")
+        if fault is None:
+            from packaging.specifiers import SpecifierSet
+
+            known = version is None or SpecifierSet(tested).contains(version, prereleases=True)
+            yield Finding(name, "ok" if known else "note", version or "", "" if known else f"tested with {tested}")
+        elif version is None and absent and f"{module}.".startswith(f"{absent[1]}."):
+            yield Finding(name, level, "not installed", install)
+        elif machine.without_gpus and DRIVER_ERROR.search(fault):
+            yield Finding(name, "not checked", f"needs a GPU's driver: {fault}", "run this on a node that has one")
+        else:
+            yield Finding(name, level, f"{version or ''} does not import: {fault}".strip(), f"again: {install}")
+
+
+def import_faults(modules: Mapping[str, str]) -> dict[str, str | None]:
+    """Return what is wrong with the import of each module, None where it works; another process goes on after a crash."""
+    faults: dict[str, str | None] = {}
+    while left := {name: module for name, module in modules.items() if name not in faults}:
+        told, fault = ask(questions.imports, left)
+        faults |= told
+        if len(told) < len(left):
+            faults[next(name for name in left if name not in told)] = fault
+    return faults
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package; None without one, or for a checkout on the search path."""
+    found = importlib.metadata.distributions(name=name)
+    return versions.installed() if name == "vllm" else next((each.version for each in found), None)
+
+
+def _verl(answer: Answer, wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
+    """verl itself, whether it loads the plugin, and which features fit."""
+    told, fault = answer
+    if "folder" in told:
+        note = told.get("note") or ""
+        yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note)
+    else:
+        yield Finding("verl", "missing", f"{told.get('verl', '')} {fault}".strip(), "pip install 'verl>=0.9.0'")
+    yield _plugin(answer)
+    engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
+    needed = {str(wanted["mode"]), engine, "offload" if wanted["offloads"] else ""}
+    unseen: Level = "not checked" if machine.without_gpus else "missing"  # a node with GPUs may import it
+    for key, value in told.items():
+        if key.startswith("feature "):
+            name, (lacking, unchecked) = key.removeprefix("feature "), value
+            faults = "; ".join([*lacking, *unchecked])
+            level: Level = "ok" if not faults else "note" if name not in needed else "missing" if lacking else unseen
+            advice = "perturbation.backend=actor computes the same importance" if faults and name == "offload" else ""
+            yield Finding(name, level, f"not supported: {faults}" if faults else "supported", advice)
+    if wanted["engine"] == "vllm" and told.get("rollout"):
+        yield Finding("rollout", unseen, f"verl's server for vLLM does not import: {told['rollout']}")
+
+
+def _plugin(answer: Answer) -> Finding:
+    """Whether verl loads oar_plugin."""
+    told, fault = answer
+    version = version_of("oar_plugin")
+    if reason := _left_out("oar"):
+        return Finding("oar_plugin", "missing", reason, "pip install --no-deps . in a checkout, on every node")
+    if told.get("loaded"):
+        return Finding("oar_plugin", "ok", f"{version}, loaded by verl")
+    if "verl" not in told:
+        return Finding("oar_plugin", "note", f"{version}, registered")
+    why = told.get("wrapt") or told.get("hydra_conf") or fault or "it knows no estimator named oar"
+    text = f"{version}: verl did not load it: {why}"
+    return Finding("oar_plugin", "missing", text, 'python -c "import verl" says more')
+
+
+def _left_out(name: str) -> str | None:
+    """Return why verl would not load the plugin with this entry point; None where it would."""
+    if not any(entry.name == name for entry in importlib.metadata.entry_points(group="verl.plugins")):
+        return "not installed here"
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    listed = policy == "auto" or name in [word.strip() for word in policy.split(",")]
+    return None if listed else f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves out {name}"
+
+
+def _gpus(machine: Machine, share: float | None) -> Iterator[Finding]:
+    """`share`: the part of a GPU's memory that the rollout engine takes when it starts."""
+    if machine.gpus:
+        names = ", ".join(sorted({gpu["name"] for gpu in machine.gpus}))
+        smallest = min(gpu["total"] for gpu in machine.gpus) / 2**30
+        yield Finding("GPUs", "ok", f"{len(machine.gpus)} x {names}, at least {smallest:.1f} GiB each")
+        if full := [gpu for gpu in machine.gpus if gpu["free"] < (share or 0.9) * gpu["total"]]:
+            text = f"only {full[0]['free'] / 2**30:.0f} GiB are free on {len(full)} of them"
+            advice = "nvidia-smi names the process that has the rest"
+            yield Finding("GPU memory", "missing" if share else "note", text, advice)
+    elif machine.fault or not machine.torch:
+        yield Finding("GPUs", "not checked", f"torch did not say: {machine.fault}")
+    elif machine.on_cpu and (reason := _left_out("cpu")):
+        text = f"none is used, and verl_cpu, which runs verl on the CPU, does not act: {reason}"
+        yield Finding("GPUs", "missing", text, "pip install ./verl_cpu in a checkout; for GPUs, a torch build for CUDA")
+    elif machine.on_cpu:
+        yield Finding("GPUs", "note", "none is used: verl_cpu runs verl on the CPU (demo and tests; small models only)")
+    else:
+        here = any(path.exists() for path in DRIVER_FILES)
+        text = f"torch {machine.torch} sees none ({machine.why_not}); packages compiled for them may not import"
+        advice = f"a driver for CUDA {machine.built_for} or newer, CUDA_VISIBLE_DEVICES, or the container's --gpus"
+        elsewhere = "run this on a node with GPUs; for the CPU stack: VERL_PLATFORM=cpu"
+        yield Finding("GPUs", "missing" if here else "not checked", text, advice if here else elsewhere)
+
+
+def _recipe(answer: Answer, machine: Machine) -> Iterator[Finding]:
+    """Nodes, configuration and the findings of `oar launch`."""
+    told, fault = answer
+    if "cluster" in told:
+        yield told["cluster"]
+    if refused := told.get("refused") or fault:
+        yield Finding("configuration", "missing", refused, "oar plan RECIPE shows the whole error")
+    else:
+        yield Finding("configuration", "ok", f"strategy={told.get('strategy')}, trainer_mode={told.get('mode')}")
+    for finding in told.get("findings", []):
+        unseen = finding.subject == "memory" and finding.level == "ok" and not machine.gpus
+        yield finding._replace(level="not checked") if unseen else finding

@@ -1,0 +1,1 @@
+"""Reports of runs: metrics read from logs, findings, the page."""

@@ -1,0 +1,273 @@
+"""What our modules use of a host is read from them, and what the host lacks of it is named: on the installed hosts, on the same
+with something changed, and on a host of two files."""
+
+import ast
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import oar_plugin
+from oar_plugin.hosts import required_api
+from oar_plugin.hosts.required_api import Feature, path_of, requirements, tree
+from oar_plugin.hosts.verl.capabilities import FEATURES
+from oar_plugin.hosts.vllm.versions import SCORING
+from tests.limits import PROCESS_S
+
+ALL = {**FEATURES, "scoring": SCORING}
+NEEDS = {"megatron": ("verl", "megatron"), "offload": ("verl", "vllm"), "scoring": ("vllm",)}
+features = pytest.mark.parametrize(
+    "feature",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(not all(map(find_spec, NEEDS.get(name, ("verl",)))), reason="without its hosts"),
+        )
+        for name in ALL
+    ],
+)
+
+
+@pytest.fixture
+def doctored(monkeypatch):
+    """Read a module of the host with a word in place of another; None: as if it were not there."""
+
+    def doctor(module, old, new):
+        text = path_of(module).read_text()
+        assert old in text
+        other = None if new is None else ast.parse(text.replace(old, new))
+        monkeypatch.setattr(required_api, "tree", lambda name: other if name == module else tree(name))
+        if new is None:
+            monkeypatch.setattr(required_api, "path_of", lambda name: None if name == module else path_of(name))
+        forget()
+
+    yield doctor
+    monkeypatch.undo()
+    forget()
+
+
+def forget():
+    for read in (required_api._names, required_api._members, requirements):
+        read.cache_clear()
+
+
+def faults(feature):
+    return requirements.__wrapped__(ALL[feature]).faults
+
+
+@features
+def test_the_installed_hosts_have_all_of_it(feature):
+    assert faults(feature) == []
+
+
+def test_every_module_of_ours_that_imports_a_host_makes_a_feature():
+    folder = Path(oar_plugin.__file__).parent
+    looked_at = {module for feature in ALL.values() for module in feature.modules}
+    for file in [*folder.glob("hosts/v*/*.py"), *folder.glob("passes/*.py")]:
+        module = ".".join(["oar_plugin", *file.relative_to(folder).with_suffix("").parts])
+        imports = [node for node in ast.walk(tree(module)) if isinstance(node, ast.ImportFrom)]
+        assert module in looked_at or not any(
+            (node.module or "").split(".")[0] in required_api.HOSTS for node in imports
+        )
+
+
+@features
+def test_whatever_is_taken_away_is_named(feature, monkeypatch):
+    """From a class and its bases, or from the module that defines it."""
+    read_names, read_members = required_api._names, required_api._members
+    uses = {(use.module, use.name): use for use in requirements(ALL[feature]).uses if use.name and use.node}
+    assert len(uses) > 15
+    for (module, name), use in uses.items():
+        last = name.split(".")[-1]
+
+        def names(wanted, module=module, last=last, member=bool(use.owner)):
+            return {n: node for n, node in read_names(wanted).items() if member or (wanted, n) != (module, last)}
+
+        def members(cls, last=last):
+            return {n: node for n, node in read_members(cls).items() if not cls.of_host or n != last}
+
+        monkeypatch.setattr(required_api, "_names", names)
+        monkeypatch.setattr(required_api, "_members", members)
+        if not hasattr(object, last):
+            assert any(last in fault and fault.endswith(" is not there") for fault in faults(feature)), (module, name)
+
+
+# Called with whatever the host passes, or handed on without a call.
+PASSED_ON = {
+    "megatron": {
+        "MegatronEngineWithLMHead._lm_head_logits_processor",
+        "DistributedDataParallel.enable_forward_pre_hook",
+    },
+    "offload": {
+        *(
+            "AgentLoopManagerTQ.__init__",
+            "AgentLoopWorkerTQ.__init__",
+            "vLLMHttpServer.__init__",
+            "vLLMReplica.__init__",
+        ),
+        *("vLLMHttpServer.abort_all_requests", "vLLMHttpServer.generate"),
+    },
+}
+
+
+@features
+def test_a_function_that_takes_other_arguments_is_named(feature, monkeypatch):
+    other = ast.parse("lambda self=None, *, renamed: None", mode="eval").body.args
+    unseen = set()
+    for use in set(requirements(ALL[feature]).uses):
+        if use.signature() is not None:
+            with monkeypatch.context() as changed:
+                changed.setattr(use.node, "args", other)
+                if not any(f"{use.module}: {use.name} takes (" in fault for fault in faults(feature)):
+                    unseen.add(use.name)
+    assert unseen == PASSED_ON.get(feature, set())
+
+
+V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.sample.prompt_logprob"
+HOOKED = "_get_prompt_logprobs_dict"
+
+
+@pytest.mark.parametrize(
+    ("feature", "module", "old", "new", "said"),
+    [
+        ("scoring", V1, f"def {HOOKED}(", "def elsewhere(", f"{V1}: GPUModelRunner.{HOOKED} is not there"),
+        ("scoring", V1, "hidden_states: torch.Tensor,\n        num_scheduled_tokens: dict", "num_scheduled_tokens: dict",
+         f"{HOOKED} takes (num_scheduled_tokens); OAR's own takes (hidden_states, num_scheduled_tokens, *)"),
+        ("scoring", V1, "self.query_start_loc", "self.starts", "GPUModelRunner.query_start_loc is not there"),
+        ("scoring", V1, "class GPUModelRunner", "class Runner", f"{V1}: GPUModelRunner is not there"),
+        ("scoring", "vllm.sampling_params", "skip_reading_prefix_cache", "skip", "SamplingParams.skip_reading_prefix_cache"),
+        ("scoring", "vllm.inputs.llm", "cache_salt", "salt", "TokensPrompt.cache_salt is not there"),
+        ("scoring", "vllm.v1.engine.async_llm", "priority: int", "rank: int", "unexpected keyword argument 'priority'"),
+        ("scoring", V2, "self.uses_prompt_logprobs", "self.uses", "PromptLogprobsWorker.uses_prompt_logprobs is not there"),
+        ("scoring", "vllm.v1.worker.gpu.states", "", None, "vllm.v1.worker.gpu.states is not there"),
+        ("fsdp", "verl.utils.tensordict_utils", "def pop(tensordict: TensorDict, key", "def pop(tensordict: TensorDict, name",
+         "pop takes (tensordict, name, default); OAR calls it with (_, key=, default=)"),
+        ("sync", "verl.trainer.ppo.v1.trainer_base", "def _compute_advantage(self, batch: KVBatchMeta, metrics: dict",
+         "def _compute_advantage(self, batch: KVBatchMeta, metrics: dict, step: int = 0",
+         "_compute_advantage takes (batch, metrics, step); OAR's own takes (batch, metrics)"),
+        ("offload", "verl.trainer.ppo.v1.agent_loop_tq", "@ray.remote\n", "",
+         "AgentLoopWorkerTQ.__ray_metadata__ is not there"),
+    ],
+)  # fmt: skip
+def test_what_was_changed_is_named_with_what_is_there(doctored, feature, module, old, new, said):
+    if not all(map(find_spec, NEEDS.get(feature, ("verl",)))):
+        pytest.skip("without its hosts")
+    doctored(module, old, new)
+    assert any(said in fault for fault in faults(feature)), faults(feature)
+
+
+HOST = {
+    "__init__": "from .machine import Machine, run as go\nfrom absent_package import other",
+    "machine": """
+class Base:
+    def __init__(self, size, *, kind=0):
+        self.parts = []
+        self.kind = kind
+class Machine(Base):
+    speed: int
+    @property
+    def heat(self): ...
+    @staticmethod
+    def of(name): ...
+    @classmethod
+    def made(cls, name): ...
+    def step(self, a, b=1): ...
+if True:
+    def run(machine, *items, fast=False, **more): ...
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "named"),
+    [
+        ("from host import Machine, go, other", None),
+        ("from host import Gone", "host: Gone is not there"),
+        ("from host.gone import X", "host.gone is not there"),
+        ("from absent_package import X", None),
+        ("import host\nhost.machine.Machine(1).parts", None),
+        ("import host\nhost.machine.Gone", "host.machine: Gone is not there"),
+        ("from host import Machine\ndef f(m: 'Machine | None'): m.parts; m.speed; m.heat.x; m.kind.y", None),
+        ("from host import Machine\ndef f(m: 'Machine | None'): m.gone", "host.machine: Machine.gone is not there"),
+        ("from host import Machine\ndef f(m: int): m.gone", None),
+        ("from host import Machine\ndef f(m: Machine):\n if hasattr(m, 'gone'): m.gone", None),
+        ("from host import Machine\ndef f(m: Machine): return getattr(m, 'gone', None)", None),
+        ("from host import Machine\ndef f(): return Machine(1, kind=2)", None),
+        ("from host import Machine\ndef f(): return Machine(1, sort=2)", "unexpected keyword argument 'sort'"),
+        ("from host import Machine\ndef f(): return Machine()", "missing a required argument: 'size'"),
+        ("from host import Machine\ndef f(*a, **k): return Machine(*a, **k), Machine(1, **k)", None),
+        (
+            "from host import Machine\ndef f(): m = Machine(1); step = m.step; step(1, 2); m.of('x'); Machine.made('x')",
+            None,
+        ),
+        (
+            "from host import Machine\ndef f(): m = Machine(1); step = m.step; step(1, 2, 3)",
+            "too many positional arguments",
+        ),
+        ("from host import Machine\ndef m() -> Machine: ...\ndef f(): m().gone", "Machine.gone is not there"),
+        ("from host import go\ngo(1, 2, 3, fast=True, other=1)", None),
+        ("from host import Machine\nclass Ours(Machine):\n def step(self, a, b=2): super().step(a, b)", None),
+        ("from host import Machine\nclass Ours(Machine):\n def step(self, *a, **k): super().step(*a, **k)", None),
+        (
+            "from host import Machine\nclass Ours(Machine):\n def step(self, b, a): super().step(a, b)",
+            "own takes (b, a)",
+        ),
+        (
+            "from host import Machine\nclass Ours(Machine):\n def stop(self): super().stop()",
+            "Machine.stop is not there",
+        ),
+        (
+            "from host import Machine\nclass Ours(Machine):\n @override\n def stop(self): ...",
+            "Machine.stop is not there",
+        ),
+        (
+            "from host import Machine\nclass Ours(Machine):\n def stop(self): return self.gone",
+            "Machine.gone is not there",
+        ),
+        ("from host import Machine\nclass Ours(Machine):\n def stop(self): self.ours = self.kind; self.ours", None),
+        (
+            "from host import Machine\nclass Ours(Machine):\n gone: int\n _ours: int\n x: ClassVar[int]",
+            "Machine.gone is",
+        ),
+        (
+            "class Mixin:\n speed: int\n gone: int\n def step(self, a, b): super().step(a, b)",
+            "Machine.gone is not there",
+        ),
+        ("class Mixin:\n def step(self, a): super().step(a)", "step takes (a, b); OAR's own takes (a)"),
+        ("class Other:\n gone: int\n def step(self, a): super().gone(a)", None),
+        ("from host import Machine\ndef f(m: Machine):\n def ours(a): ...\n m.step = ours", "OAR's own takes (a)"),
+        ("from host import Machine\ndef f(m: Machine):\n def ours(a, b): ...\n m.step = ours", None),
+        (
+            "from host import Machine\ndef f(m: Machine):\n def ours(a): ...\n m.stop = ours",
+            "Machine.stop is not there",
+        ),
+    ],
+)
+def test_each_kind_of_use_is_read(ours, named, monkeypatch, tmp_path):
+    for package, files in {"host": HOST, "ours": {"__init__": "", "module": ours}}.items():
+        (tmp_path / package).mkdir()
+        for name, text in files.items():
+            (tmp_path / package / f"{name}.py").write_text(text)
+    monkeypatch.setattr(
+        required_api, "folders", lambda package: (tmp_path / package,) if package in ("host", "ours") else ()
+    )
+    monkeypatch.setattr(required_api, "HOSTS", ("host", "absent_package"))
+    monkeypatch.setattr(required_api, "OURS", "ours")
+    for name in ("path_of", "tree", "_names", "_members", "requirements"):  # without what they remember
+        monkeypatch.setattr(required_api, name, getattr(required_api, name).__wrapped__)
+    of_mixin = ("host.machine.Machine", ("Mixin",)) if "Mixin" in ours else ()
+    told = required_api.requirements(Feature(("ours.module",), *of_mixin)).faults
+    assert (len(told) == 1 and named in told[0]) if named else told == [], told
+
+
+def test_no_host_is_imported():
+    """Drivers ask, and trainers import the package of vLLM's part, where no engine is."""
+    script = """
+import sys
+from oar_plugin.hosts.vllm import extension, request, scorer, tags, throttle, versions
+versions.unsupported(versions.installed())
+assert "vllm" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PROCESS_S)

@@ -1,0 +1,213 @@
+"""The seam, through the host that docs/your-own-host.md shows: its code runs, on two ranks too, with the front door's scores.
+
+`python -m tests.test_token_credit FOLDER` is one of two ranks: a sharded model, with half of each group on each rank.
+"""
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen2ForCausalLM
+
+import oar_plugin
+from oar_plugin import token_credit
+from oar_plugin.config import OarConfigError
+from oar_plugin.page.dumps import Dumps
+from oar_plugin.page.record import parse_header, parse_response
+from oar_plugin.token_credit import TokenCredit
+from tests.hosts.engine import world
+from tests.torchrun import torchrun
+
+DOCUMENT = (Path(__file__).parents[1] / "docs/your-own-host.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+SETTINGS = {"answer_patterns": ["hash"], "dump": {"dir": "credit", "every": 1}}
+TOOL = 2  # responses start with so many tokens that the model did not write, in the batch of a tool
+IMPORTANCES = ["fisher", "hybrid"]
+ROWS = range(len(world.ROWS))
+
+
+def shown():
+    """The functions of the document's code."""
+    names: dict[str, Any] = {}
+    exec("\n".join(BLOCKS), names)
+    return SimpleNamespace(**{name: names[name] for name in ("start", "credited")})
+
+
+def batch_of(rows=ROWS):
+    prompts, responses = zip(*(world.encode()[row] for row in rows), strict=True)
+    advantages = torch.tensor([0.5 * world.ROWS[row][2] for row in rows])[:, None]
+    return {
+        "prompts": pad_sequence(list(prompts), True, world.PAD, "left"),
+        "prompt_mask": pad_sequence([torch.ones(len(ids)).bool() for ids in prompts], True, False, "left"),
+        "responses": pad_sequence(list(responses), True, world.PAD),
+        "response_mask": (own := pad_sequence([torch.ones(len(ids)).bool() for ids in responses], True, False)),
+        "own": own,
+        "advantages": advantages.expand(own.shape),
+        "rewards": [float(row % 4 == 0) for row in rows],
+        "groups": ["aabbccdd"[row] for row in rows],
+        "ids": [f"response {row}" for row in rows],
+        "texts": [world.ROWS[row][0] for row in rows],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    world.make_model(path)
+    return path
+
+
+@pytest.fixture
+def model(folder):
+    return Qwen2ForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """The counts that a group of one process was asked to reduce."""
+    numbers, reduce = [], distributed.all_reduce
+    monkeypatch.setattr(distributed, "all_reduce", lambda x, op: (numbers.append(int(x)), reduce(x, op)))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield numbers
+    distributed.destroy_process_group()
+
+
+def reshaped(model, batch, home, step=1, **settings):
+    """Advantages and metrics of a step of the host."""
+    credit = shown().start(SETTINGS | settings, model, world.make_tokenizer(), home)
+    return shown().credited(credit, model, batch, step, world.MAX_RESPONSE_LENGTH)
+
+
+def read(home, step=1):
+    header, *lines = (home / f"credit/step_{step:06d}.jsonl").read_text().splitlines()
+    return parse_header(header), [parse_response(line) for line in lines]
+
+
+def test_the_example_is_short():
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 25
+
+
+@pytest.mark.parametrize("importance", IMPORTANCES)
+def test_its_weights_are_the_front_doors_and_each_response_keeps_its_total(
+    model, asked, monkeypatch, tmp_path, importance
+):
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)  # acts in train mode
+    batch = batch_of()
+    got, metrics = reshaped(model.train(), batch, tmp_path, importance=importance)
+    assert all(module.training for module in model.modules())
+    assert len(asked) == (1 if importance == "fisher" else 2)  # the gradient pass, then the copies
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    texts = {"prompts": [world.ROWS[n][0] for n in world.SCORED], "responses": [world.ROWS[n][1] for n in world.SCORED]}
+    want = oar_plugin.importance(
+        model.eval(), **texts, tokenizer=world.make_tokenizer(), importance=importance, answer_patterns=["hash"]
+    )
+    for place, row in enumerate(world.SCORED):
+        response = world.encode()[row][1]
+        whole = want.attention_mask[place].nonzero()[:, 0][-len(response) :]
+        torch.testing.assert_close(got[row, : len(response)], 0.5 * want.weights[place, whole], atol=1e-5, rtol=0)
+    others = [row for row in ROWS if row not in world.SCORED]
+    assert torch.equal(got[others], batch["advantages"][others])
+    torch.testing.assert_close((got * batch["own"]).sum(-1), (batch["advantages"] * batch["own"]).sum(-1))
+    assert metrics["oar/scored"] == len(world.SCORED) / len(world.ROWS)
+    assert metrics["oar/fallback/truncated"] == metrics["oar/fallback/no_reasoning"] == 1 / 7
+
+
+def test_its_dump_is_read_by_the_inspector_and_what_a_tool_wrote_is_not_scored(model, tmp_path):
+    batch = batch_of()
+    batch["own"] = batch["own"].clone()
+    batch["own"][:, :TOOL] = False
+    assert reshaped(model, batch, tmp_path)[1]["oar/dump_failed"] == 0
+    header, responses = read(tmp_path)
+    assert header.config["importance"] == "fisher"
+    assert [(one.group, one.uid, one.status.upper()) for one in responses] == [
+        (group, f"response {row}", world.STATUS[row]) for row, group in enumerate("aabbccdd") if group in "ac"
+    ]
+    assert {tuple(one.mask[: TOOL + 1]) for one in responses} == {(0, 0, 1)}
+    assert not any(any(one.importance["fisher"][:TOOL]) or set(one.weights[:TOOL]) != {1.0} for one in responses)
+    assert any(any(one.importance["fisher"][TOOL:]) for one in responses)
+
+
+def full(*_):
+    raise OSError("no space left")
+
+
+def broken(*_):
+    raise KeyError("a mistake of ours")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "fails"),
+    [
+        (Dumps, "write", full),
+        (token_credit, "choose", broken),
+        (TokenCredit, "record", broken),
+        (None, "rewards", None),
+    ],
+)
+def test_a_dump_that_fails_is_counted_and_leaves_no_file(model, tmp_path, monkeypatch, where, name, fails):
+    batch = batch_of()
+    if where is None:
+        batch[name] = fails
+    else:
+        monkeypatch.setattr(where, name, fails)
+    got, metrics = reshaped(model, batch, tmp_path)
+    assert metrics["oar/dump_failed"] == 1
+    assert not torch.equal(got, batch["advantages"])
+    assert not list((tmp_path / "credit").iterdir())
+
+
+def test_engines_that_score_masked_copies_are_refused_where_a_host_has_none():
+    with pytest.raises(OarConfigError, match=r"credit\.perturbation\.backend=rollout: .* allowed: actor"):
+        TokenCredit({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, world.make_tokenizer(), "credit")
+
+
+# ---- two ranks
+
+
+def steps(home):
+    """On a rank: at step 1 every other row of the batch, at step 2 nothing to score on the second rank, whose dump fails."""
+    distributed.init_process_group("gloo")
+    rank, results = distributed.get_rank(), {}
+    for importance in IMPORTANCES:
+        model = fully_shard(Qwen2ForCausalLM.from_pretrained(home / "model").eval())
+        for step in (1, 2):
+            batch = batch_of(ROWS[rank::2])
+            if rank and step == 2:
+                batch |= {"advantages": torch.zeros_like(batch["advantages"]), "texts": None}
+            results[importance, step] = reshaped(model, batch, home / importance, step, importance=importance)
+    torch.save(results, home / f"{rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_sharded_model_get_the_same_and_one_file(model, folder, tmp_path):
+    (tmp_path / "model").symlink_to(folder)
+    torchrun("tests.test_token_credit", [tmp_path])
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for importance in IMPORTANCES:
+        home = tmp_path / "one" / importance
+        want, second = (reshaped(model, batch_of(), home, step, importance=importance)[0] for step in (1, 2))
+        for rank in (0, 1):
+            got, metrics = ranks[rank][importance, 1]
+            torch.testing.assert_close(got, want[rank::2, : got.shape[1]], atol=1e-5, rtol=0)
+            assert metrics["oar/dump_failed"] == 0
+        (_, whole), (_, shared) = read(home), read(tmp_path / importance)
+        assert [one.uid for one in shared] == [one.uid for one in whole]
+        for one, two in zip(whole, shared, strict=True):
+            assert two.importance[importance] == pytest.approx(one.importance[importance], rel=1e-3, abs=1e-6)
+        got = ranks[0][importance, 2][0]
+        torch.testing.assert_close(got, second[::2, : got.shape[1]], atol=1e-5, rtol=0)
+        assert not ranks[1][importance, 2][0].any()
+        assert [ranks[rank][importance, 2][1]["oar/dump_failed"] for rank in (0, 1)] == [1, 1]
+        assert {one.uid for one in read(tmp_path / importance, 2)[1]} <= {f"response {row}" for row in ROWS[::2]}
+
+
+if __name__ == "__main__":
+    steps(Path(sys.argv[1]))
