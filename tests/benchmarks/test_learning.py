@@ -321,6 +321,7 @@ def quick(monkeypatch, tmp_path):
         monkeypatch.setattr(warm_start, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(warm_start, "warm_weights", warm_start.warm_weights.__wrapped__)  # nothing is remembered
+    monkeypatch.setattr(warm_start, "build_model", partial(build_model, hidden=32, layers=1))
     return lambda shares: monkeypatch.setattr(warm_start, "accuracy", lambda *_, greedy: shares.pop(0))
 
 

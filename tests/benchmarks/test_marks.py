@@ -51,9 +51,8 @@ def rollout(model):
     return roll_out(model, TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
 
 
-def slow(model, rollout, row, place, backwards=1):
-    """The scores of one token from the gradient of the gold contrast, with the model's own forward; each further backward adds
-    what a sweep adds."""
+def slow(model, rollout, row):
+    """Gradients `[L, H]` of the gold contrast after 1, 2, 4 and 8 backwards, and logits, with the model's own forward."""
     length = int(rollout.length_B[row])
     token_L, segments_L = rollout.token_BL[row, :length], rollout.segments_BL[row, :length]
     table_VH = model.get_input_embeddings().weight.detach()
@@ -68,33 +67,35 @@ def slow(model, rollout, row, place, backwards=1):
         mean = (others_V / others_V.sum() * logits_LV[at - 1]).sum()
         wrong = rollout.advantage_B[row] < 0
         scalar = scalar + logits_LV[at - 1, own] - (logits_LV[at - 1, gold] if wrong else mean)
-    (gradient_1LH,) = torch.autograd.grad(scalar, embedding_1LH, retain_graph=True)
-    for _ in range(backwards - 1):
-        # What the policy's mean embedding is worth at each reasoning token, as its distribution moves.
-        mean_LH = logits_LV[:-1].softmax(-1) @ table_VH
-        worth = (mean_LH * gradient_1LH[0, 1:])[segments_L[1:] == Segment.REASONING].sum()
+    gradients, worth = [], 0.0
+    for _ in range(8):
         (gradient_1LH,) = torch.autograd.grad(scalar + worth, embedding_1LH, retain_graph=True)
-    worth_V = table_VH @ gradient_1LH[0, place]
-    policy_V = logits_LV[place - 1].detach().softmax(-1)
-    mean = (policy_V * worth_V).sum()
-    variance = (policy_V * (worth_V - mean).square()).sum()
-    return {
-        "norm": gradient_1LH[0, place].square().sum(),
-        "signed": worth_V[token_L[place]] - mean,
-        "variance": variance,
-    }
+        gradients.append(gradient_1LH[0])
+        # The next sweep adds the value of the policy's mean embedding at each reasoning token, as its distribution moves.
+        mean_LH = logits_LV[:-1].softmax(-1) @ table_VH
+        worth = (mean_LH * gradients[-1][1:])[segments_L[1:] == Segment.REASONING].sum()
+    return {backwards: gradients[backwards - 1] for backwards in (1, 2, 4, 8)}, logits_LV.detach()
 
 
 def test_scores_are_their_formulas(model, rollout):
     """In a right and in a wrong response, at some of the reasoning tokens."""
-    got = scores(model, rollout, seed=0)
+    got, table_VH = scores(model, rollout, seed=0), model.get_input_embeddings().weight.detach()
     for row in (int(rollout.advantage_B.argmax()), int(rollout.advantage_B.argmin())):
+        gradients, logits_LV = slow(model, rollout, row)
         for place in rollout.reasoning_BL[row].nonzero()[:, 0].tolist()[1::11]:
-            for name, backwards in {"gold ": 1, "gold sweep 2 ": 2, "gold sweep 4 ": 4, "gold sweep 8 ": 8}.items():
-                for what, value in slow(model, rollout, row, place, backwards).items():
-                    if name + what in MARKS:
-                        score = got[name + what][row, place]
-                        torch.testing.assert_close(score, value.detach(), rtol=2e-3, atol=1e-6, msg=name + what)
+            for backwards, gradient_LH in gradients.items():
+                worth_V = table_VH @ gradient_LH[place]
+                policy_V = logits_LV[place - 1].softmax(-1)
+                mean = (policy_V * worth_V).sum()
+                by_hand = {
+                    "norm": gradient_LH[place].square().sum(),
+                    "signed": worth_V[rollout.token_BL[row, place]] - mean,
+                    "variance": (policy_V * (worth_V - mean).square()).sum(),
+                }
+                prefix = "gold " if backwards == 1 else f"gold sweep {backwards} "
+                for name in by_hand.keys() & {mark.removeprefix(prefix) for mark in MARKS if mark.startswith(prefix)}:
+                    score = got[prefix + name][row, place]
+                    torch.testing.assert_close(score, by_hand[name], rtol=2e-3, atol=1e-6, msg=prefix + name)
 
 
 def test_margin_variance_is_how_far_alternatives_move_the_margin(model, rollout):
