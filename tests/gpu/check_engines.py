@@ -60,7 +60,7 @@ def root(tmp_path_factory):
 
 
 def in_common(result, want):
-    """Of the fifth of tokens with the highest scores, the share that is the same: mean over responses."""
+    """The share of the highest-scored fifth of the tokens that both results agree on: mean over responses."""
     shares = []
     for place, row in enumerate(result["rows"]):
         if row in want:
@@ -72,7 +72,7 @@ def in_common(result, want):
 
 @pytest.mark.parametrize(("kind", "name", "processes"), LAYOUTS)
 def test_importance_equals_a_plain_models(root, log, figures, kind, name, processes):
-    # What stands in for flash-attention knows no cache, from which copies read their prefix.
+    # Masked copies read their prefix from a cache, which the stand-in for flash-attention lacks.
     asked = [words for words in ASKED[kind] if not (here.REHEARSAL and words == "oar_p" and "flash" in name)]
     every = ranks(WORKER, kind, name, root / kind, *asked, processes=processes, limit_s=LIMIT_S, log=log)
     half = {"bf16", "flash"} & {*name.split()} or (kind == "megatron" and not here.REHEARSAL)
@@ -96,7 +96,7 @@ LARGE |= {
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
 }
-# Of Qwen2.5-0.5B; on a CPU less, and a vocabulary that is still most of it.
+# The shape of Qwen2.5-0.5B; a smaller one on a CPU, in which the vocabulary is still the largest part.
 SMALL = {**SHAPE, "vocab_size": 4096, "max_position_embeddings": 4096}
 
 
@@ -119,9 +119,10 @@ def large(tmp_path_factory):
     ],
 )
 def test_importance_does_not_raise_the_peak_of_a_step(large, log, figures, name):
-    """Which is that of the update, or of verl's own log-prob pass; on top of weights and optimizer state, by CUDA's allocator.
+    """The update or verl's own log-prob pass has the peak, on top of weights and optimizer state.
 
-    A rehearsal counts storages, and is so short that weight gradients are most of the update's, as they are at full size.
+    CUDA's allocator counts it; a rehearsal counts storages. Its responses are so short that weight gradients are most of the
+    update's peak, as at full size.
     """
     tokens = 64 if here.REHEARSAL else 1024
     (peaks,) = ranks(WORKER, "fsdp", name, large, "memory", tokens, processes=1, limit_s=LIMIT_S, log=log)

@@ -32,7 +32,7 @@ def engine(name, settings, which, tolerance=FLOAT32, gpus=1):
 )
 def test_scores_equal_single_copies_of_a_plain_model(suite, figures, settings, which, tolerance):
     environment = {"OAR_TEST_ENGINE": json.dumps(settings), "OAR_TEST_TOLERANCE": str(tolerance)}
-    found = suite([FILE, "-k", which], LIMIT_S, VLLM_WORKER_MULTIPROC_METHOD="spawn", **environment)
-    for name, number in found.items():
+    count = suite([FILE, "-k", which], LIMIT_S, VLLM_WORKER_MULTIPROC_METHOD="spawn", **environment)
+    for name, number in count.items():
         figures(name, number)
-    assert found["tests"] > found["skipped"]
+    assert count["tests"] > count["skipped"]

@@ -24,7 +24,7 @@ OURS: dict[str, dict[str, Any]] = {
     "flash": {"param_dtype": "bf16", "model": {"override_config": {"attn_implementation": FLASH}}},
     "chunked": {"entropy_from_logits_with_chunking": True},
 }
-ROWS = 4  # two micro-batches: by the second, the update holds its gradients
+ROWS = 4  # two micro-batches: in the second one the update already holds gradients
 
 
 def engine_of(kind: str, folder: str, layout: str) -> Any:
