@@ -261,8 +261,8 @@ _KILLED: dict[str, Outcome] = {
     "storage controller": "waits for ever",
 }
 SOME_RESPONSES_FAIL = "load balancer"
-"""An engine still answers the requests that it has. verl 0.9.1 trains on those responses of a group that arrived, and ends where
-a group has none: the last step may have fewer responses."""
+"""An engine still answers the requests that it has. verl 0.9.1 trains on those responses of a group that arrived, and ends
+where a group has none: the last step may have fewer responses."""
 
 STOPPED_S = 30.0
 """Longer than anything of OAR's own waits; Ray gives a raylet or GCS that does not answer 60 s or more."""

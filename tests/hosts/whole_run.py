@@ -26,8 +26,8 @@ from oar_plugin.page.record import parse_response
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 LIMIT_S = 1200
-"""The limit for a run that hangs. A run takes two minutes, mostly imports in a dozen processes; on a busy machine one on two nodes
-took seven."""
+"""The limit for a run that hangs. A run takes two minutes, mostly imports in a dozen processes; on a busy machine one on two
+nodes took seven."""
 
 whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
 """`pytestmark` of a module whose tests each wait for one run."""
