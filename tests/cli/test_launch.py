@@ -275,7 +275,8 @@ def child(monkeypatch, environment, tmp_path):
     return make
 
 
-def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd, tmp_path):
+def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a library that another test imports may have set a narrow terminal
     (done,) = runs.plan_runs(recipe.find_recipe(ONE), ["oar"], [2])
     folder = run_folder.begin(done.config)
     run_folder.end(folder, "finished")
