@@ -1,7 +1,7 @@
-"""verl's replay buffers with a batch in the order of the data.
+"""verl's replay buffers with batches in the order of the data.
 
-verl names prompts at random and takes them by their names' hashes, so that a mini-batch holds other prompts in every run, and
-no two runs are the same bit for bit. Chosen by verl's own `trainer.v1.sampler.custom_sampler`.
+verl names prompts at random and orders them by hashes of their names: a mini-batch has other prompts in every run, and no two
+runs are equal bit for bit. verl's `trainer.v1.sampler.custom_sampler` selects these buffers.
 """
 
 from typing import Any

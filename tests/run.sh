@@ -27,15 +27,23 @@ if [ ! -x "$venv/audit/bin/pip-audit" ]; then
 fi
 AUDIT=$venv/audit/bin/pip-audit "$venv/bin/python" -m tests.audit
 # Each release of TRL lies beside the environment: wherever a trl is found, verl's patch of models imports from it what is no
-# longer there. One process a release: its imports take longer than its tests.
+# longer there. Both releases are tested at the same time, each by a process of its own.
+declare -A tested
 for trl in 1.16.0 1.15.0; do
   if [ ! -d "$venv/trl-$trl" ]; then
     rm -rf "$venv/trl-$trl.part" # of a run that was interrupted
     "$venv/bin/pip" install --quiet --no-deps --target "$venv/trl-$trl.part" "trl==$trl"
     mv "$venv/trl-$trl.part" "$venv/trl-$trl"
   fi
-  PYTHONPATH=$(realpath "$venv/trl-$trl") "$venv/bin/python" -m pytest -q tests/hosts/trl
+  PYTHONPATH=$(realpath "$venv/trl-$trl") "$venv/bin/python" -m pytest -q tests/hosts/trl > "$venv/trl-$trl.log" 2>&1 &
+  tested[$trl]=$!
 done
+status=0
+for trl in "${!tested[@]}"; do
+  wait "${tested[$trl]}" || status=$?
+  cat "$venv/trl-$trl.log"
+done
+[ "$status" = 0 ]
 # Two tests at a time: most of a whole run of verl is one process that waits for the imports of another.
 # Of two -m pytest takes the last one.
 exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly" "$@"

@@ -1,10 +1,9 @@
 """The seam, through the host that docs/your-own-host.md shows: its code runs, on two ranks too, with the front door's scores.
 
-`python -m tests.test_token_credit FOLDER` is one of two ranks: a sharded model, with half of each group on each rank.
+Started by `ranks` with a folder, it is one of two ranks: a sharded model, with half of each group on each rank.
 """
 
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from oar_plugin.page.dumps import Dumps
 from oar_plugin.page.record import parse_header, parse_response
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine import world
-from tests.torchrun import torchrun
+from tests.processes import ranks, worker
 
 DOCUMENT = (Path(__file__).parents[1] / "docs/your-own-host.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
@@ -174,6 +173,7 @@ def test_engines_that_score_masked_copies_are_refused_where_a_host_has_none():
 
 def steps(home):
     """On a rank: at step 1 every other row of the batch, at step 2 nothing to score on the second rank, whose dump fails."""
+    home = Path(home)
     distributed.init_process_group("gloo")
     rank, results = distributed.get_rank(), {}
     for importance in IMPORTANCES:
@@ -183,31 +183,30 @@ def steps(home):
             if rank and step == 2:
                 batch |= {"advantages": torch.zeros_like(batch["advantages"]), "texts": None}
             results[importance, step] = reshaped(model, batch, home / importance, step, importance=importance)
-    torch.save(results, home / f"{rank}.pt")
+    return results
 
 
 @pytest.mark.slow
 def test_two_ranks_with_a_sharded_model_get_the_same_and_one_file(model, folder, tmp_path):
     (tmp_path / "model").symlink_to(folder)
-    torchrun("tests.test_token_credit", [tmp_path])
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    results = ranks("tests.test_token_credit", tmp_path)
     for importance in IMPORTANCES:
         home = tmp_path / "one" / importance
         want, second = (reshaped(model, batch_of(), home, step, importance=importance)[0] for step in (1, 2))
         for rank in (0, 1):
-            got, metrics = ranks[rank][importance, 1]
+            got, metrics = results[rank][importance, 1]
             torch.testing.assert_close(got, want[rank::2, : got.shape[1]], atol=1e-5, rtol=0)
             assert metrics["oar/dump_failed"] == 0
         (_, whole), (_, shared) = read(home), read(tmp_path / importance)
         assert [one.uid for one in shared] == [one.uid for one in whole]
         for one, two in zip(whole, shared, strict=True):
             assert two.importance[importance] == pytest.approx(one.importance[importance], rel=1e-3, abs=1e-6)
-        got = ranks[0][importance, 2][0]
+        got = results[0][importance, 2][0]
         torch.testing.assert_close(got, second[::2, : got.shape[1]], atol=1e-5, rtol=0)
-        assert not ranks[1][importance, 2][0].any()
-        assert [ranks[rank][importance, 2][1]["oar/dump_failed"] for rank in (0, 1)] == [1, 1]
+        assert not results[1][importance, 2][0].any()
+        assert [results[rank][importance, 2][1]["oar/dump_failed"] for rank in (0, 1)] == [1, 1]
         assert {one.uid for one in read(tmp_path / importance, 2)[1]} <= {f"response {row}" for row in ROWS[::2]}
 
 
 if __name__ == "__main__":
-    steps(Path(sys.argv[1]))
+    worker(steps)

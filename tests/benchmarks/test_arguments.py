@@ -1,4 +1,4 @@
-"""What the command says, before it measures anything, where an argument cannot work."""
+"""Refused arguments: the option, its value and the reason are named, and nothing is measured."""
 
 import pytest
 
@@ -38,9 +38,11 @@ REFUSED = {
     "learning --plan nothing": "--plan nothing: there is no such file; or one of ... judged, ... look",
     "learning --workers 0": "--workers 0: must be at least 1",
     "learning --plan look --part choose": "--part choose: this plan has one learning rate",
+    "marks --tasks nothing": "--tasks nothing: allowed: parallel",
+    "marks --models 0": "--models 0: must be at least 1",
     "learning --finished": "learning_runs holds no training of this plan; leave --finished out",
 }
-"""By arguments what is said; where the message has dots, something else stands between its parts."""
+"""Arguments -> the message; ` ... ` stands for any text."""
 
 
 @pytest.mark.parametrize("arguments", REFUSED)

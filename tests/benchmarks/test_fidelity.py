@@ -1,4 +1,4 @@
-"""Estimators under one signature, what they compute, how they are judged, and what is said where an argument cannot work."""
+"""The fidelity study: its estimators, how they are judged, and what it refuses."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def small_model(seed=0):
 
 
 def response(length, seed=0, right=True):
-    """Four tokens of prompt, reasoning, a marker, two tokens of answer, one after."""
+    """Four prompt tokens, reasoning, a marker, two answer tokens and one token after the answer."""
     token_T = torch.randint(PAD, (length,), generator=torch.Generator().manual_seed(seed))
     segments_T = torch.tensor([0] * 4 + [1] * (length - 8) + [2, 3, 3, 4])
     return Response(token_T, segments_T, torch.isin(torch.arange(length), torch.tensor([6, 8])), right)
@@ -71,7 +71,7 @@ def batch_of(*lengths):
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_estimators():
-    """The rest are scored one by one."""
+    """One test scores every estimator; the report needs a few only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.fidelity.tables.package_estimators", lambda: dict(WORKING))
         yield
@@ -127,7 +127,7 @@ def test_work_counts_what_copies_compute_behind_their_prefix():
 
 @torch.no_grad()
 def test_attention_patching_sees_no_pad_in_the_answer():
-    """The PAD that it reads keys from may not change what it is compared with."""
+    """Its extra PAD token, whose key and value it uses, leaves all other logits as they were."""
     model, batch = small_model(), batch_of(16, 16)
     token, position, seen = with_pad(batch)
     beside = model(input_ids=token, position_ids=position, attention_mask=seen[:, None]).logits[:, :-1]
@@ -137,7 +137,7 @@ def test_attention_patching_sees_no_pad_in_the_answer():
 @given(st.integers(0, 1000), st.sampled_from([0.3, 3.0, 30.0]))
 @settings(max_examples=25, deadline=None)
 def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpness):
-    """Also where the softmax is saturated, which a gradient cannot see."""
+    """Where the softmax is saturated too, which a gradient cannot show."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value, gradient, other_key, other_value = torch.randn(6, 2, 7, 4, generator=generator)
     query = query * sharpness
@@ -156,7 +156,7 @@ def test_the_effect_is_what_happens_when_key_and_value_are_replaced(seed, sharpn
 
 
 def test_directions_of_the_answer_make_up_its_fisher_matrix():
-    """All of them together, and the last of them is the one with the largest eigenvalue."""
+    """All directions together are the matrix; the last one has its largest eigenvalue."""
     logits = torch.randn(1, 17, len(VOCABULARY), generator=torch.Generator().manual_seed(3)).requires_grad_()
     scalars = answer_scalars(logits, batch_of(16), directions=len(VOCABULARY))
     got = torch.stack([torch.autograd.grad(scalar, logits, retain_graph=True)[0].sum((0, 1)) for scalar in scalars])
@@ -220,7 +220,6 @@ def test_the_report_holds_every_estimator_and_single_figure(report):
     assert len(judged(report, dtype="bfloat16", estimator=BASELINE)) == 6
     assert all("reached" in row[-1] or "not judged" in row[-1] for row in report.tables[1].rows)
     assert [table.title.partition(", by ")[2] for table in report.tables[2:]] == ["task"] * 2 + ["answer"] * 2
-    assert "known to be causal" in page
     assert "http" not in page.replace("http-equiv", ""), "one file, no request"
 
 
@@ -264,7 +263,7 @@ def test_a_file_of_estimators_that_cannot_be_used_is_refused(tmp_path, text, com
 
 @pytest.mark.parametrize("faithful", [True, False])
 def test_a_source_is_what_a_faithful_model_wrote(faithful, monkeypatch):
-    """Demonstrations, half of their steps wrong, in place of samples; the unfaithful answer with a name, the one after it."""
+    """Demonstrations with wrong steps in place of samples; an unfaithful one answers with the name after the right one."""
     task, rng = TASKS["lookup"], random.Random(0)
 
     def demonstrations(model, prompt_BP, copies, longest, generator):
@@ -288,11 +287,10 @@ def test_a_source_is_what_a_faithful_model_wrote(faithful, monkeypatch):
         assert row.token_T[row.causal_T][-1] == row.token_T[row.segments_T == Segment.ANSWER]
 
 
-def test_the_command_writes_a_page(tmp_path, capsys, monkeypatch):
+def test_the_command_writes_a_page(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.fidelity.study.task_sources", lambda *_: [source()])
     assert main(["fidelity", "--rounds", "1", "--device", "cpu", "--dtypes", "float32", "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"fidelity_cpu.{x}" for x in ("md", "json", "html", "png")}
-    assert "exact OAR-P" in capsys.readouterr().out
 
 
 MARKED = [
@@ -310,18 +308,18 @@ def marked_file(tmp_path, *rows):
 
 @pytest.mark.parametrize("by_bytes", [True, False])
 def test_a_token_is_marked_where_it_shares_a_character_with_a_span(tmp_path, by_bytes):
-    """Words hold the space before them, and a letter outside of ASCII is more than one byte."""
+    """A word contains the space before it, and a letter outside ASCII has several bytes."""
     tokenizer = make_tokenizer(400, by_bytes)
-    found = read_marked(marked_file(tmp_path, *MARKED), tokenizer)
-    assert found.unusable == 1
-    right, wrong = found.responses
+    marked = read_marked(marked_file(tmp_path, *MARKED), tokenizer)
+    assert marked.unusable == 1
+    right, wrong = marked.responses
     assert (right.right, wrong.right) == (True, False)
     assert tokenizer.decode(right.token_T[right.causal_T]).split() == ["3", "14"] or by_bytes
     assert tokenizer.decode(right.token_T[right.causal_T]).replace(" ", "") == "314"
     assert right.wrong_T.sum() == 0
     assert tokenizer.decode(wrong.token_T[wrong.wrong_T]).strip() == "4"
     assert bool((wrong.causal_T & ~wrong.wrong_T).any())
-    for row in found.responses:
+    for row in marked.responses:
         assert row.reasoning_R[row.causal_T[row.reasoning_R]].tolist() == row.causal_T.nonzero()[:, 0].tolist()
 
 
@@ -341,8 +339,8 @@ def test_a_file_without_marked_responses_is_refused(tmp_path, row, complaint):
         read_marked(tmp_path / "missing", make_tokenizer(400))
 
 
-def test_the_command_judges_marked_responses(tmp_path, capsys):
-    """By estimators of the package that make no copies, and by one that knows the wrong token."""
+def test_the_command_judges_marked_responses(tmp_path):
+    """With the package's estimators that make no copies, and with one that knows the wrong token."""
     model, out, also = tmp_path / "model", tmp_path / "out", tmp_path / "also.py"
     build_model(0, hidden=16, heads=2, vocab=400).save_pretrained(model)
     make_tokenizer(400).save_pretrained(model)
@@ -353,7 +351,6 @@ def test_the_command_judges_marked_responses(tmp_path, capsys):
     )
     command = ["fidelity", "--marked", str(marked_file(tmp_path, *MARKED)), "--model", str(model), "--out", str(out)]
     assert main([*command, "--also", str(also), "--device", "cpu"]) == 0
-    assert "1 more without an answer" in " ".join(capsys.readouterr().out.split())
     runs = json.loads((out / "fidelity_marked_cpu.json").read_text(encoding="utf-8"))["runs"]["judged"]
     assert set(runs) == {*without_copies(), "knows"} >= {"fisher 1", "decision 1", "entropy"}
     assert runs["knows"] == {"causal recall": [0.0, 0.5], "causal AUC": [0.5, 0.75], "wrong AUC": [None, 1.0]}

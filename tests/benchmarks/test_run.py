@@ -1,4 +1,4 @@
-"""Whole runs: what may be compared, the figures, the assets, and one real run."""
+"""The study of whole runs: comparable steps, the figures, the assets, and one real run."""
 
 import json
 
@@ -17,14 +17,14 @@ GRPO = {"bench/oar": 0.0}
 
 
 def step(more: dict[str, float], seconds: float = 10.0, run: str = "run 1 of 1") -> dict:
-    """What is read of what verl's file logger has of a step."""
+    """The study's figures of a step that verl's file logger wrote."""
     timing = {"gen": 4.0, "old_log_prob": 2.0, "adv": 0.5, "update_actor": 2.5, "update_weights": 0.75, "step": seconds}
     timing = {f"timing_s/{name}": value for name, value in timing.items()}
     return study.parse_step({"step": 3, **timing, **WORK, **more}, run)
 
 
 def report(*pairs: tuple[float, float], control=(), **settings):
-    """Of pairs of (GRPO, OAR) in seconds; as in a run, who is first alternates."""
+    """The report of pairs (GRPO, OAR) in seconds; the first method alternates, as in a run."""
     steps = []
     for index, (grpo, oar) in enumerate(pairs):
         steps += [step(GRPO, grpo), step(OAR, oar)][:: 1 if index % 2 else -1]
@@ -34,8 +34,8 @@ def report(*pairs: tuple[float, float], control=(), **settings):
 def test_phases_add_up_to_the_step():
     grpo = [4.0, 2.0, 0.5, 2.5, 0.75, 0.25, 10.0, 0.0]
     for metrics, want in ((OAR, [4.0, 2.2, 0.5, 2.5, 0.75, 0.05, 10.0, 0.3]), (GRPO, grpo), ({}, grpo)):
-        found = step(metrics)  # without any of ours it is verl's own trainer
-        assert [found[phase] for phase in SHOWN] == pytest.approx(want)
+        seconds = step(metrics)  # without OAR's metrics the step is of verl's own trainer
+        assert [seconds[phase] for phase in SHOWN] == pytest.approx(want)
 
 
 @pytest.mark.parametrize(

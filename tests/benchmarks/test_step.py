@@ -1,4 +1,4 @@
-"""The passes do what they are said to do; memory, ratios, verdicts, the page and the command."""
+"""The study of a step: its passes, memory, ratios, verdicts, the page and the command."""
 
 import dataclasses
 import json
@@ -146,7 +146,7 @@ def test_peak_counts_saved_activations_but_not_what_was_there_before(grad, held)
 
 
 def fixed(settings=None, cpu=None, timed_on=None, **changed):
-    """The page of figures that are easy to check, and its ratios by formula."""
+    """The report of figures that are easy to check, and its ratios by formula."""
     once = {
         "a": [1.0, 2.0, 3.0],
         "b": [2.0, 4.0, 6.0],
@@ -200,7 +200,7 @@ def test_processor_seconds_have_ratios_of_their_own_and_extrapolation_is_said():
     assert tuple(report.tables[0].rows[3][:2]) == ("d: published OAR-G, as its code (extrapolated)", "24")
 
 
-def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
+def test_the_command_measures_and_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "PUBLISHED_SECONDS", 0.0)
     small = "--size=tiny --responses=4 --response-length=40 --prompt-length=8 --answer-length=2 --micro-batch=2"
     assert main(["step", *small.split(), "--rounds=2", "--out", str(tmp_path)]) == 0
@@ -213,6 +213,4 @@ def test_the_command_measures_and_writes(tmp_path, capsys, monkeypatch):
     assert max(peak["a"], peak["b*"], peak["c"]) < peak["b"]
     page = (tmp_path / "step_cpu_tiny.md").read_text()
     assert f"Made by `python -m benchmarks step {small} --rounds=2 --out {tmp_path}`." in page
-    assert "Load average" in page
-    assert "not judged: too few values" in page
-    assert "EXTRAPOLATED: d" in capsys.readouterr().out
+    assert "EXTRAPOLATED: d" in page

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.learning.tasks import TASKS as LEARNING_TASKS
 from benchmarks.tiny import warm_start
 from benchmarks.tiny.data import compute_score, write_problems
 from benchmarks.tiny.model import build_model, sample
@@ -20,19 +21,20 @@ from benchmarks.tiny.words import EOS, MARK, PAD, VOCABULARY, make_tokenizer, pi
 from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.tokens import TokenBytes
 
+EVERY_TASK = [*TASKS.values(), *LEARNING_TASKS.values()]
 names = st.sampled_from(sorted(TASKS))
 seeds = st.integers(0, 10**6)
 
 
-def drawn(name, seed, error_rate=0.0):
-    task, rng = TASKS[name], random.Random(seed)
+def drawn(task, seed, error_rate=0.0):
+    rng = random.Random(seed)
     problem = task.problem(rng)
-    return task, problem, task.demonstration(problem, rng, error_rate)
+    return problem, task.demonstration(problem, rng, error_rate)
 
 
-@given(name=names, seed=seeds)
-def test_perfect_demonstration_is_right(name, seed):
-    task, problem, response = drawn(name, seed)
+@given(task=st.sampled_from(EVERY_TASK), seed=seeds)
+def test_perfect_demonstration_is_right(task, seed):
+    problem, response = drawn(task, seed)
     reading = task.read(problem, response)
     assert len(problem.prompt) == task.prompt_length
     assert len(response) <= task.max_response_length
@@ -43,7 +45,8 @@ def test_perfect_demonstration_is_right(name, seed):
 
 @given(name=names, seed=seeds)
 def test_results_are_found_in_the_reasoning(name, seed):
-    task, problem, response = drawn(name, seed, TASKS[name].error_rate)
+    task = TASKS[name]
+    problem, response = drawn(task, seed, task.error_rate)
     reading, rng = task.read(problem, response), random.Random(seed)
     steps, _ = task.solution(task.problem(rng).content, rng, task.error_rate)
     assert text([response[place] for place in reading.causal]).split() == [
@@ -63,10 +66,10 @@ def test_answer_is_wrong_where_the_results_it_follows_from_are(name, seed):
     assert (answer != right_answer) == any(ours.results != right.results for ours, right in pairs)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_error_rate_leaves_a_third_right(name):
-    readings = (drawn(name, seed, TASKS[name].error_rate) for seed in range(400))
-    assert 0.3 < sum(task.read(problem, response).right for task, problem, response in readings) / 400 < 0.5
+@pytest.mark.parametrize("task", EVERY_TASK, ids=lambda task: task.name)
+def test_error_rate_leaves_a_third_right(task):
+    right = (task.read(*drawn(task, seed, task.error_rate)).right for seed in range(400))
+    assert 0.3 < sum(right) / 400 < 0.5
 
 
 def test_errors_propagate_in_a_chain():
@@ -76,7 +79,8 @@ def test_errors_propagate_in_a_chain():
 
 
 def test_response_that_never_ends_is_not_right():
-    task, problem, response = drawn("parallel", 0)
+    task = TASKS["parallel"]
+    problem, response = drawn(task, 0)
     assert not task.read(problem, response[:-1]).right
     assert task.read(problem, [*response, EOS, EOS]).length == len(response)
     assert not task.read(problem, [t for t in response if t != MARK]).right
@@ -85,14 +89,14 @@ def test_response_that_never_ends_is_not_right():
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 @pytest.mark.parametrize("size", [None, 400])
 def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, architecture, size):
-    """Also where AutoTokenizer takes it for Qwen's own."""
+    """AutoTokenizer loads it as Qwen's own class where the model is a Qwen."""
     model = build_model(0, architecture=architecture, vocab=size or len(VOCABULARY))
     model.save_pretrained(tmp_path)
     make_tokenizer(size).save_pretrained(tmp_path)
     tokenizer, loaded = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
     for name in TASKS:
-        _, problem, response = drawn(name, 0)
+        problem, response = drawn(TASKS[name], 0)
         messages = [{"role": "user", "content": text(problem.prompt)}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)["input_ids"]
         assert prompt == list(problem.prompt)
@@ -137,7 +141,7 @@ def test_reward_needs_no_heavy_import():
 
 def test_verl_gets_the_columns_it_reads(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
-    _, problem, response = drawn("tracking", 1)
+    problem, response = drawn(TASKS["tracking"], 1)
     write_problems(tmp_path / "file", [problem])
     (row,) = pq.read_table(tmp_path / "file").to_pylist()
     assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}

@@ -1,8 +1,9 @@
-"""Every fault that is tried in a whole run, and what is expected of it. Expectations were written down before the first
-try; where something else came, and it is the host's own, that is what is expected now.
+"""The faults of whole runs, and the expected outcomes.
 
-A fault waits for its moment by facts: `generating` is right behind a step's metrics, when the next responses are being written;
-`updating` is right behind a step's dump, when their advantages are known and the actor's update is running.
+Expectations were written down before the first try. They were changed where the host itself behaves differently.
+
+A fault waits for its moment: `generating` comes right after a step's metrics, when the next responses are generated;
+`updating` comes right after a step's dump, when advantages are known and the actor's update is running.
 """
 
 import os
@@ -27,7 +28,7 @@ Fault = Callable[[LiveRun], None]
 
 
 def none(run: LiveRun) -> None:
-    """The run has brought it along: its first step is under way."""
+    """Only wait for the first step: the run itself has the fault."""
     while "Training Progress" not in run.log() and not run.ended():
         time.sleep(0.2)
 
@@ -37,18 +38,17 @@ class Case:
     """A fault.
 
     Attributes:
-        expected: `ends` with an error, and goes on from its last checkpoint when it is started again; `goes on`; `waits for
-            ever`: the host has no limit of time there.
-        fault: what is done to the run that is under way.
-        repair: what is done before it is started again.
-        overrides: of the run that suffers it, and of no other.
-        around: a context around both runs, from their folder; what it gives are variables of the first one's environment.
-        same: whether all steps, those after a new start included, have the numbers of a run that nothing happened to; None for
-            either.
-        metric: is above 0 in some step.
+        expected: `ends` with an error, and a new start continues from the last checkpoint; `goes on`; `waits for ever`, since
+            the host has no time limit there.
+        fault: acts on the running run.
+        repair: acts before the new start.
+        overrides: of the run with the fault only.
+        around: makes a context around both runs from their folder; it yields variables of the first run's environment.
+        same: whether all steps, those after a new start included, have the numbers of an undisturbed run; None for either.
+        metric: a metric that is above 0 in some step.
         says: a part of the log.
-        leaves: processes of the run may outlive a driver that is killed.
-        alone: it gets a run of its own, from the first step on: it brings `overrides`, is `around`, or stays in the folder.
+        leaves: whether processes of the run may outlive a killed driver.
+        alone: whether the fault needs a run of its own: it has `overrides` or `around`, or it stays in the folder.
     """
 
     expected: Outcome
@@ -89,7 +89,7 @@ def signalled(kind: str, number: int, when: Fault) -> Fault:
 
 
 def killed_and_watched(kind: str, seconds: float) -> Fault:
-    """It ends with a run that waits for it to come back, or not within that time."""
+    """Kill a process that others wait for; the run may end within these seconds."""
 
     def fault(run: LiveRun) -> None:
         signalled(kind, signal.SIGKILL, generating)(run)
@@ -99,21 +99,21 @@ def killed_and_watched(kind: str, seconds: float) -> Fault:
 
 
 def stopped(kind: str, seconds: float, when: Fault = generating) -> Fault:
-    """As a machine that swaps, or a debugger: nothing is lost, and nobody answers."""
+    """Stop a process for a while, like a machine that swaps or a debugger: nothing is lost, and it does not answer."""
 
     def fault(run: LiveRun) -> None:
         when(run)
         process = run.of(kind)[0]
         process.suspend()
         time.sleep(seconds)
-        with suppress(psutil.NoSuchProcess):  # its run has ended, and it with it
+        with suppress(psutil.NoSuchProcess):  # it has ended with its run
             process.resume()
 
     return fault
 
 
 def no_more_memory(kind: str, when: Fault) -> Fault:
-    """The address space that it has now, and no more."""
+    """Limit the address space of a process to its present size."""
 
     def fault(run: LiveRun) -> None:
         when(run)
@@ -124,7 +124,7 @@ def no_more_memory(kind: str, when: Fault) -> Fault:
 
 
 def no_more_files(kind: str, when: Fault) -> Fault:
-    """No file of it may grow: to a process that is what a full disk is."""
+    """Let no file of a process grow, as on a full disk."""
 
     def fault(run: LiveRun) -> None:
         when(run)
@@ -134,7 +134,7 @@ def no_more_files(kind: str, when: Fault) -> Fault:
 
 
 def dumps_have_no_room(run: LiveRun) -> None:
-    """A file lies where their folder was."""
+    """Replace the folder of the dumps by a file."""
     generating(run)
     folder = run.folder / "dump"
     shutil.rmtree(folder)
@@ -142,21 +142,21 @@ def dumps_have_no_room(run: LiveRun) -> None:
 
 
 def _killed(run: LiveRun) -> int:
-    """The driver; the step of the newest checkpoint."""
+    """Kill the driver; return the step of the newest checkpoint."""
     signalled("driver", signal.SIGKILL, generating)(run)
     run.wait_to_end()
     return run.checkpointed()
 
 
 def newest_checkpoint_is_half_written(run: LiveRun) -> None:
-    """A power cut: of the newest checkpoint a file has half of its bytes."""
+    """Halve a file of the newest checkpoint, like a power cut."""
     (weights,) = (run.folder / "checkpoints" / f"global_step_{_killed(run)}" / "actor").glob("model_world_size_*.pt")
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size // 2)
 
 
 def the_one_before_is_named(run: LiveRun) -> None:
-    """What a user does when a run cannot begin because of it, as one is that is started now."""
+    """Check that a run cannot start from it, and name the checkpoint before it, as a user does."""
     with LiveRun(run.folder, run.assets, run.overrides, name="from_a_half") as half:
         half.wait_to_end()
     assert half.status() != 0
@@ -166,14 +166,14 @@ def the_one_before_is_named(run: LiveRun) -> None:
 
 
 def half_a_checkpoint_lies_there(run: LiveRun) -> None:
-    """The driver was killed before the newest one was whole: its folder is there, and the pointer names the one before."""
+    """Leave the folder of an incomplete checkpoint, like a driver that is killed while it saves."""
     half = run.folder / "checkpoints" / f"global_step_{_killed(run) + 1}" / "actor"
     half.mkdir(parents=True, exist_ok=True)
     (half / "model_world_size_1_rank_0.pt").write_bytes(b"half")
 
 
 def own_disk(name: str) -> Callable[[Path], AbstractContextManager[dict[str, str]]]:
-    """A folder of the run lies on a disk of its own."""
+    """Put a folder of the run on a disk of its own."""
 
     @contextmanager
     def around(folder: Path) -> Iterator[dict[str, str]]:
@@ -192,7 +192,7 @@ def own_disk(name: str) -> Callable[[Path], AbstractContextManager[dict[str, str
 
 @contextmanager
 def own_disk_of_metrics(folder: Path) -> Iterator[dict[str, str]]:
-    """What verl's logger writes lies on a disk of its own."""
+    """Put the file of verl's logger on a disk of its own."""
     with own_disk("metrics")(folder) as told:
         (folder / "run1.jsonl").symlink_to(folder / "metrics" / "run1.jsonl")
         yield told
@@ -214,7 +214,7 @@ def disk_has_room(run: LiveRun) -> None:
 
 @contextmanager
 def clock(folder: Path) -> Iterator[dict[str, str]]:
-    """The clock of the run's processes is this machine's and what stands in a file; clocks that only count are left alone."""
+    """The run's processes add the offset in a file to the machine's clock; monotonic clocks stay as they are."""
     package = Path(pytest.importorskip("libfaketime", reason="pip install libfaketime").__file__).parent
     library = str(package / "vendor" / "libfaketime" / "src" / "libfaketime.so.1")
     (folder / "clock").write_text("+3600", encoding="utf-8")
@@ -230,7 +230,7 @@ def clock(folder: Path) -> Iterator[dict[str, str]]:
     try:
         yield environment
     finally:
-        for name in Path("/dev/shm").glob("*faketime_*"):  # of processes that were killed
+        for name in Path("/dev/shm").glob("*faketime_*"):  # killed processes left them
             name.unlink()
 
 
@@ -254,15 +254,15 @@ _KILLED: dict[str, Outcome] = {
     "trainer": "ends",
     "raylet": "ends",
     "driver": "ends",
-    # The responses that it was to bring are "running" to verl, which asks nobody.
+    # verl counts its responses as running, and asks nobody.
     "agent loop": "waits for ever",
-    # Spoken to through sockets, by clients without a limit of time.
+    # Their clients wait on sockets without a time limit.
     "storage": "waits for ever",
     "storage controller": "waits for ever",
 }
 SOME_RESPONSES_FAIL = "load balancer"
-"""Requests that an engine has already got are answered. verl 0.9.1 trains on what a group has, and ends where one has nothing:
-the last step may be one of fewer responses."""
+"""An engine still answers the requests that it has. verl 0.9.1 trains on those responses of a group that arrived, and ends
+where a group has none: the last step may have fewer responses."""
 
 STOPPED_S = 30.0
 """Longer than anything of OAR's own waits; Ray gives a raylet or GCS that does not answer 60 s or more."""
@@ -288,13 +288,13 @@ CASES: dict[str, Case] = {
         )
         for kind, expected in _KILLED.items()
     },
-    # Ray's processes wait a minute for it to come back, and work on meanwhile.
+    # Ray's processes work on for a minute, in which they wait for it to return.
     "kill -9: gcs": Case("ends", killed_and_watched("gcs", LONG_S)),
     **{
         f"kill -9 in the update: {kind}": Case(_KILLED[kind], signalled(kind, signal.SIGKILL, updating))
         for kind in ("actor", "trainer", "driver")
     },
-    # It sleeps then, and is waited for when it is to wake up.
+    # It sleeps then; verl waits for it at its wake-up.
     "kill -9 in the update: engine core": Case("waits for ever", signalled("engine core", signal.SIGKILL, updating)),
     **{
         f"stopped for {STOPPED_S:.0f} s: {kind}": Case("goes on", stopped(kind, STOPPED_S))
@@ -303,8 +303,8 @@ CASES: dict[str, Case] = {
     f"stopped for {STOPPED_S:.0f} s in the update: actor": Case("goes on", stopped("actor", STOPPED_S, updating)),
     f"stopped for {LONG_S:.0f} s: raylet": Case("ends", stopped("raylet", LONG_S)),
     f"stopped for {LONG_S:.0f} s: gcs": Case("goes on", stopped("gcs", LONG_S)),
-    # When the driver is killed at the end, some of Ray's workers, or all of them, stay. Whether that is the clock's step, or
-    # libfaketime, was not looked into.
+    # When the driver is killed at the end, some or all of Ray's workers stay. The cause, the clock's step or libfaketime, is
+    # unknown.
     "clock steps an hour ahead": Case("goes on", clock_steps("+3600"), around=clock, leaves=True, alone=True),
     "clock steps an hour back": Case("goes on", clock_steps("-3600"), around=clock, leaves=True, alone=True),
     "Ctrl-C: driver": Case("ends", signalled("driver", signal.SIGINT, generating)),

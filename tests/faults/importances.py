@@ -1,4 +1,4 @@
-"""Importances that fail as a user's own may."""
+"""Importances that fail like a user's own."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from oar_plugin.credit.importance.fisher import Fisher
 
 
 def in_training(rows: Rows) -> bool:
-    """Not in the trial at the start, with a vocabulary of 7."""
+    """Whether this is a run; the trial at the start has a vocabulary of 7."""
     return rows.logits_NV.shape[-1] != 7
 
 
 class OutOfMemory(Fisher):
     name = "out_of_memory"
-    help = "Finds no memory once, in the third of its calls with rows."
+    help = "Runs out of memory once, in the third of its calls with rows."
     calls = 0
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
@@ -31,7 +31,7 @@ class NotFinite(Fisher):
     help = "NaN for every token of the batch."
 
     def combine(self, parts: Parts) -> Tensor:
-        tried = parts.reasoning_BL.shape == (3, 4)  # at the start
+        tried = parts.reasoning_BL.shape == (3, 4)  # the trial at the start
         return super().combine(parts) * (1.0 if tried else float("nan"))
 
 

@@ -1,9 +1,9 @@
-"""Two thousand steps with offloaded importance and dumps on: what grows?
+"""Two thousand steps with offloaded importance and dumps: which numbers grow?
 
     python -m tests.faults.long_run --out FOLDER
 
-Real verl, Ray and vLLM with a tiny model on a CPU; an hour or two. `samples.jsonl` keeps what the processes held, every
-quarter of a minute, and `long_run.json` how much each grew in the second half of the steps: a straight line through it.
+Real verl, Ray and vLLM with a tiny model on a CPU, in an hour or two. `samples.jsonl` has the resources of the processes,
+sampled every `SAMPLE_EVERY_S`; `long_run.json` has the growth of each in the second half of the steps, by a straight line.
 """
 
 import argparse
@@ -20,9 +20,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import statsmodels.api as sm
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from recipes.smoke import make_assets
 from tests.faults import watched
@@ -30,13 +27,13 @@ from tests.faults.run import KINDS, LiveRun
 
 SAMPLE_EVERY_S = 15.0
 SETTLES = 0.5
-"""Of the steps, in which caches and pools fill. No line goes through them.
+"""The share of the steps that are left out, since caches and pools fill in them.
 
 In 2,000 steps Ray's GCS, which keeps the last 100,000 tasks, grew from 40 to 410 MB in the first thousand and to 430 MB in the
-second. It was a tenth before that was seen."""
+second."""
 GROWS = 0.02
-"""Of what it is on average: where the interval of a growth over these steps lies above it, something is not given back."""
-FEWEST = 10  # samples, for a line
+"""A share of the mean. Where the whole interval of a growth lies above it, something is not released."""
+FEWEST = 10  # samples of a line
 
 SIZES = (
     "data.train_batch_size=4",
@@ -46,8 +43,9 @@ SIZES = (
 
 
 def held(run: LiveRun, inside: Path) -> dict[str, float]:
-    """By kind of process: memory of its own (USS, MB), open files, threads, and what `watched` saw. Of all: files, memory."""
-    found: dict[str, float] = {}
+    """The resources of each kind of process: own memory (USS, MB), open files, threads, and the counts of `watched`; and the
+    processes, shared memory and files of all of them together."""
+    resources: dict[str, float] = {}
     for kind in KINDS:
         for process in run.of(kind):
             values = {}
@@ -62,34 +60,34 @@ def held(run: LiveRun, inside: Path) -> dict[str, float]:
             with suppress(OSError, ValueError):
                 *_, line, _ = (inside / f"{process.pid}.jsonl").read_text(encoding="utf-8").split("\n")
                 seen = json.loads(line)
-                if time.time() - seen.pop("time") < 4 * watched.EVERY_S:  # it is still looking
+                if time.time() - seen.pop("time") < 4 * watched.EVERY_S:  # its thread still writes
                     values |= seen
             for name, value in values.items():
-                found[f"{kind}: {name}"] = found.get(f"{kind}: {name}", 0) + value
-    found["all: processes"] = run.processes()
-    found["all: shared memory, MB"] = sum(sizes(Path("/dev/shm"))) / 1e6
-    found["all: files in Ray's folder"] = len(sizes(run.directory))
-    return found
+                resources[f"{kind}: {name}"] = resources.get(f"{kind}: {name}", 0) + value
+    resources["all: processes"] = run.processes()
+    resources["all: shared memory, MB"] = sum(sizes(Path("/dev/shm"))) / 1e6
+    resources["all: files in Ray's folder"] = len(sizes(run.directory))
+    return resources
 
 
 def sizes(folder: Path) -> list[int]:
-    """Of every file below it, in bytes."""
-    found = []
+    """The size of every file below the folder, in bytes."""
+    every = []
     for path in folder.rglob("*"):
         with suppress(OSError):
             if path.is_file() and not path.is_symlink():
-                found.append(path.stat().st_size)
-    return found
+                every.append(path.stat().st_size)
+    return every
 
 
 @dataclass
 class Growth:
-    """Of one thing, over the steps behind those in which the run settles.
+    """The growth of one resource over the steps after the run has settled.
 
     Attributes:
-        mean: what it was.
-        by: what the straight line through it rises, `low` to `high` with 95 % (Newey and West's errors: samples behind each
-            other are alike).
+        mean: its mean.
+        by: the rise of the straight line through its samples; the 95 % interval is `low` to `high` (Newey and West's errors,
+            since consecutive samples are correlated).
     """
 
     name: str
@@ -114,10 +112,10 @@ def growth(name: str, steps: Sequence[float], values: Sequence[float]) -> Growth
 
 
 def growths(samples: list[dict[str, float]], steps: list[dict[str, float]]) -> list[Growth]:
-    """Of everything that was sampled, of the seconds of a step, and of the CPU's seconds of a step."""
+    """The growth of every sampled resource, of the seconds of a step, and of its CPU seconds."""
     begin = SETTLES * max(step["step"] for step in steps)
     later = [sample for sample in samples if sample["step"] > begin]
-    found = []
+    every = []
     for name in sorted({name for sample in later for name in sample} - {"step"}):
         here = [sample for sample in later if name in sample]
         if name.endswith("CPU, s"):
@@ -129,10 +127,10 @@ def growths(samples: list[dict[str, float]], steps: list[dict[str, float]]) -> l
         else:
             pairs = [(sample["step"], sample[name]) for sample in here]
         if len(pairs) >= FEWEST:
-            found.append(growth(f"{name} a step" if name.endswith("CPU, s") else name, *zip(*pairs, strict=True)))
+            every.append(growth(f"{name} a step" if name.endswith("CPU, s") else name, *zip(*pairs, strict=True)))
     after = [step for step in steps if step["step"] > begin]
     seconds = [step["timing_s/step"] for step in after]
-    return [*found, growth("seconds a step", [step["step"] for step in after], seconds)]
+    return [*every, growth("seconds a step", [step["step"] for step in after], seconds)]
 
 
 def main() -> int:
@@ -140,9 +138,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path, required=True)
     told = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its run ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, which ends the run
     folder, inside = told.out.resolve(), told.out.resolve() / "inside"
-    inside.mkdir(parents=True)  # of one run alone
+    inside.mkdir(parents=True)  # fails where an earlier run has written
     make_assets(folder)
     run = LiveRun(
         folder,
@@ -153,32 +151,27 @@ def main() -> int:
         limit_s=20.0 * told.steps,
     )
     samples = []
-    with run, Progress() as progress, (folder / "samples.jsonl").open("w", encoding="utf-8") as lines:
-        task = progress.add_task("steps", total=told.steps)
+    with run, (folder / "samples.jsonl").open("w", encoding="utf-8") as lines:
         while not run.ended():
             time.sleep(SAMPLE_EVERY_S)
-            done = len(run.steps())
-            progress.update(task, completed=done)
-            if done:
+            if done := len(run.steps()):
                 samples.append({"step": done, **held(run, inside)})
                 lines.write(json.dumps(samples[-1]) + "\n")
                 lines.flush()
-    found = growths(samples[:-1], run.steps())  # the last one may have seen the run's end
+    every = growths(samples[:-1], run.steps())  # the last sample may be of processes that end
     report = {
         "steps": len(run.steps()),
         "steps with a scored response": sum(step.get("oar/scored", 0) > 0 for step in run.steps()),
         "copies": sum(step.get("oar/offload/copies", 0) for step in run.steps()),
-        "growths": [asdict(one) for one in found],
+        "growths": [asdict(one) for one in every],
     }
     (folder / "long_run.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    table = Table("", "mean", "growth", "95 %", title=f"{len(run.steps())} steps")
-    for one in found:
-        style = "bold red" if one.grows else None
-        table.add_row(one.name, f"{one.mean:.4g}", f"{one.by:+.3g}", f"{one.low:+.3g} to {one.high:+.3g}", style=style)
-    Console().print(table)
+    for one in every:
+        grows = "GROWS " if one.grows else ""
+        print(f"{grows}{one.name}: {one.mean:.4g}, grows by {one.by:+.3g} (95 %: {one.low:+.3g} to {one.high:+.3g})")
     if run.status() != 0 or run.left:
         print(f"ended with {run.status()}, left: {run.left}\n{run.log()[-4000:]}", file=sys.stderr)
-    return int(run.status() != 0 or bool(run.left) or any(one.grows for one in found))
+    return int(run.status() != 0 or bool(run.left) or any(one.grows for one in every))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rewards that fail as users' rewards do: for every ninth response, whatever it says. `name=` chooses one."""
+"""Rewards that fail like users' rewards, for about every ninth response. `name=` chooses one."""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""A small run of a recipe with real verl, Ray and vLLM, whose processes are known by what they are for."""
+"""A small run of a recipe with real verl, Ray and vLLM, and its processes by their purpose."""
 
 import re
 import time
@@ -19,10 +19,10 @@ from verl_cpu.session import Session, run_verl
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
-"""Against a run that hangs where it was expected to end or to go on."""
+"""The limit for a run that hangs where it was expected to end or to go on."""
 
 GRACE_S = 60.0
-"""What Ray's daemons may take to end, once the driver is gone."""
+"""The time that Ray's daemons may take to end after the driver."""
 
 KINDS = {
     "driver": "verl.trainer.main_ppo",
@@ -38,17 +38,17 @@ KINDS = {
     "raylet": "/raylet/raylet",
     "gcs": "/gcs/gcs_server",
 }
-"""What stands in the command line of a process, which Ray and vLLM set to say what it is."""
+"""Kind of process -> a part of its command line, which Ray and vLLM set."""
 
 
 @dataclass
 class LiveRun:
-    """One run, in a thread. It ends with its context, whatever stands.
+    """One run, started by a thread. All of its processes end with its context.
 
     Attributes:
-        folder: of the run, which is there; `assets` holds the model and the data.
+        folder: the run's folder, which exists; `assets` holds the model and the data.
         overrides: on top of the recipe and of the sizes of its smoke test.
-        left: processes that were still there `GRACE_S` after the driver had ended, when it has.
+        left: once the run has ended, the processes that were still there `GRACE_S` after the driver's end.
     """
 
     folder: Path
@@ -87,7 +87,7 @@ class LiveRun:
         return run_verl(arguments, environment, self.log_file, self.limit_s, on_start=self._started)
 
     def _started(self, session: Session) -> None:
-        """When the driver has ended, see what stays before it is ended as well."""
+        """After the driver's end, note which processes stay, and only then end them."""
         self._session, end = session, session.end
 
         def look_and_end() -> None:
@@ -115,11 +115,11 @@ class LiveRun:
         return self.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
 
     def checkpointed(self) -> int:
-        """The step of the last checkpoint that is whole, 0 for none."""
+        """The step of the last complete checkpoint, 0 for none."""
         return int(self.tracker.read_text(encoding="utf-8")) if self.tracker.exists() else 0
 
     def steps(self) -> list[dict[str, Any]]:
-        """Metrics of the steps that are done."""
+        """Metrics of the finished steps."""
         return read_metrics(self.metrics_file)
 
     @property
@@ -131,17 +131,17 @@ class LiveRun:
         return len(self._session.processes()) if self._session is not None else 0
 
     def of(self, kind: str) -> list[psutil.Process]:
-        """Its processes of a kind, the first that was started first."""
-        found = []
+        """Its processes of a kind, the oldest first."""
+        processes = []
         for process in self._session.processes() if self._session is not None else []:
             with suppress(psutil.Error):
                 line = _line(process)
                 if KINDS[kind] in line and (kind != "driver" or not line.startswith("ray::")):
-                    found.append(process)
-        return sorted(found, key=lambda process: process.create_time())
+                    processes.append(process)
+        return sorted(processes, key=lambda process: process.create_time())
 
     def wait_for(self, fact: Callable[[], Any]) -> None:
-        """Raises AssertionError where the run has ended, and TimeoutError, before the fact was one."""
+        """Wait until `fact` is true. AssertionError where the run ends before that; TimeoutError after `LIMIT_S`."""
         deadline = time.monotonic() + LIMIT_S
         while not fact():
             assert not self._status.done(), f"ended with {self._status.result()}:\n{self.log()[-4000:]}"
@@ -157,7 +157,7 @@ class LiveRun:
         return self._status.done()
 
     def status(self) -> int:
-        """verl's exit status, when it has ended."""
+        """verl's exit status; waits for it."""
         return self._status.result()
 
 

@@ -1,4 +1,4 @@
-"""Runs that are the same bit for bit: responses depend on prompt, copy and weights alone, batches on the data."""
+"""Runs that are equal bit for bit: responses depend only on prompt, copy and weights, batches only on the data."""
 
 import json
 import zlib
@@ -14,12 +14,12 @@ NAME = "seeded"
 
 
 def seeded(folder: Path) -> tuple[str, ...]:
-    """The overrides of such a run; the file that they name is written to its folder."""
+    """Return the overrides of such a run, and write the file that they name to its folder."""
     loop, rollout, sampler = folder / "loop.yaml", "actor_rollout_ref.rollout", "trainer.v1.sampler.custom_sampler"
     loop.write_text(f"- name: {NAME}\n  _target_: {__name__}.SeededLoop\n", encoding="utf-8")
     return (
         f"{rollout}.max_num_seqs=1",
-        f"{rollout}.enable_prefix_caching=False",  # a prompt that is known is computed in other pieces
+        f"{rollout}.enable_prefix_caching=False",  # a cached prefix changes how a prompt is split, and so its rounding
         f"{rollout}.agent.default_agent_loop={NAME}",
         f"{rollout}.agent.agent_loop_config_path={loop}",
         f"{sampler}.path={in_order.PATH}",
@@ -28,9 +28,9 @@ def seeded(folder: Path) -> tuple[str, ...]:
 
 
 class SeededLoop(SingleTurnAgentLoop):
-    """verl's loop; vLLM gets a seed with each request.
+    """verl's loop, with a seed in each request to vLLM.
 
-    One request at a time (`max_num_seqs=1`) rounds alike in every run. verl's own `full_determinism` needs Triton.
+    With one request at a time (`max_num_seqs=1`) every run rounds alike. verl's own `full_determinism` needs Triton.
     """
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:

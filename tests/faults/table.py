@@ -1,4 +1,4 @@
-"""The tables of docs/evidence/faults.md, made from what was seen. `python -m docs.figures` writes them.
+"""The tables of docs/evidence/faults.md, which `python -m docs.figures` writes.
 
 `OAR_FAULTS_SEEN=tests/faults/seen.jsonl python -m pytest tests/faults -m nightly` adds a line for each fault to that file.
 The last line of a fault counts.
@@ -43,7 +43,7 @@ def row(name: str, line: dict[str, Any]) -> str:
 
 
 def message(line: str) -> str:
-    """The error in a line of a log, without colours, process and place."""
+    """The error in a line of a log, without its colours, process and file."""
     error = re.search(r"[A-Za-z_.]*Error.*", re.sub(r"\x1b\[[0-9;]*m", "", line))
     assert error is not None
     return error[0].replace("|", "/").replace("`", "'").strip()[:120]

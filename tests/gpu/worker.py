@@ -1,10 +1,9 @@
-"""Run by torchrun: one of verl's engines in one layout, asked for importance, or for its peak memory; results go to a file.
+"""A rank with one of verl's engines in one layout, asked for importance or for its peak memory. Its words:
 
-python -m tests.gpu.worker fsdp|megatron LAYOUT FOLDER TARGET REQUEST...      a request as in tests/hosts/engine/cases.py
-python -m tests.gpu.worker fsdp|megatron LAYOUT FOLDER TARGET memory TOKENS   that many in each response
+fsdp|megatron LAYOUT FOLDER REQUEST...      a request as in tests/hosts/engine/cases.py
+fsdp|megatron LAYOUT FOLDER memory TOKENS   that many in each response
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from verl.utils.device import get_device_name
 from benchmarks.machine import peak_bytes
 from oar_plugin.passes.request import IMPORTANCE, REQUEST, Request
 from tests.hosts.engine import world
-from tests.hosts.engine.worker import LAYOUTS, asked_of, batch_of, build, finish, gather
+from tests.hosts.engine.worker import LAYOUTS, asked_of, batch_of, build, join
+from tests.processes import worker
 from verl_cpu import ulysses
 
 ON_CPU = get_device_name() == "cpu"
@@ -24,7 +24,7 @@ OURS: dict[str, dict[str, Any]] = {
     "flash": {"param_dtype": "bf16", "model": {"override_config": {"attn_implementation": FLASH}}},
     "chunked": {"entropy_from_logits_with_chunking": True},
 }
-ROWS = 4  # two micro-batches: by the second, the update holds its gradients
+ROWS = 4  # two micro-batches: in the second one the update already holds gradients
 
 
 def engine_of(kind: str, folder: str, layout: str) -> Any:
@@ -43,7 +43,7 @@ def engine_of(kind: str, folder: str, layout: str) -> Any:
 
 
 def scores(engine: Any, layout: str, asked: list[str]) -> dict[str, Any]:
-    """The results of each request, on every rank; rows are split where two ranks are data parallel."""
+    """The results of each request; rows are split where two ranks are data parallel."""
     apart = {"ulysses", "tp2", "pp2", "cp2"}.isdisjoint(layout.split()) and dist.get_world_size() == 2
     if isinstance(engine.module, torch.nn.Module):
         return asked_of(engine, layout, asked, apart)
@@ -52,11 +52,8 @@ def scores(engine: Any, layout: str, asked: list[str]) -> dict[str, Any]:
     return asked_of(engine, layout, asked, apart, score)
 
 
-def memory(engine: Any, layout: str, tokens: int) -> dict[str, int]:
-    """Peak bytes, on top of weights and optimizer, of an update, of a log-prob pass, and of one with each importance.
-
-    On the rank that needs most of them.
-    """
+def memory(engine: Any, tokens: int) -> dict[str, int]:
+    """Peak bytes, on top of weights and optimizer, of an update, of a log-prob pass, and of one with each importance."""
     tokenizer = world.make_tokenizer()
     ends = torch.tensor(tokenizer("so 3+4 is 7 then\n#### 7<eos>")["input_ids"])
     response = torch.cat([torch.arange(tokens - len(ends)) % 255, ends])
@@ -86,16 +83,14 @@ def memory(engine: Any, layout: str, tokens: int) -> dict[str, int]:
     update()  # the optimizer's state is there from now on
     infer("fisher")
     peaks = {"update": peak_bytes(update, device), "log-probs": peak_bytes(lambda: infer(None), device)}
-    peaks |= {name: peak_bytes(lambda name=name: infer(name), device) for name in ("fisher", "decision")}
-    everywhere = gather(peaks)
-    return {name: max(one[name] for one in everywhere) for name in peaks}
+    return peaks | {name: peak_bytes(lambda name=name: infer(name), device) for name in ("fisher", "decision")}
+
+
+def main(kind: str, layout: str, folder: str, *asked: str) -> dict[str, Any]:
+    join()
+    engine = engine_of(kind, folder, layout)
+    return memory(engine, int(asked[1])) if asked[0] == "memory" else scores(engine, layout, [*asked])
 
 
 if __name__ == "__main__":
-    kind, layout, folder, target, *asked = sys.argv[1:]
-
-    def work() -> dict[str, Any]:
-        engine = engine_of(kind, folder, layout)
-        return memory(engine, layout, int(asked[1])) if asked[0] == "memory" else scores(engine, layout, asked)
-
-    finish(work, target)
+    worker(main)

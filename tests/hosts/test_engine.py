@@ -1,7 +1,7 @@
 """verl's real FSDP and Megatron engines with importance against a plain HuggingFace model: autograd, and a forward in float64
 for each copy.
 
-The engines run in torchrun processes on gloo; engine/worker.py and engine/megatron_worker.py say what the CPU stands in for.
+The engines run in processes on gloo; engine/worker.py and engine/megatron_worker.py name the stand-ins for GPUs.
 Errors are relative to the response's largest score.
 """
 
@@ -12,7 +12,9 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
 from tests.hosts.engine import cases, world
-from tests.hosts.engine.launch import differences, error, launch, worst
+from tests.hosts.engine.compare import differences, error, worst
+from tests.limits import PROCESS_S
+from tests.processes import ranks
 from verl_cpu.megatron import has_megatron_bridge
 
 pytestmark = pytest.mark.slow
@@ -35,11 +37,17 @@ def root(tmp_path_factory):
 def _table(name):
     @pytest.fixture(scope="module", name=name)
     def launched(root):
+        """A case -> its results on every rank; other names of a worker's results -> that of the first rank."""
+        module, folder = "worker", root / "fsdp"
         if name in ("megatron", "eight"):
+            module, folder = "megatron_worker", root / "megatron"
             pytest.importorskip("megatron.core")
             if not has_megatron_bridge():
                 pytest.importorskip("mbridge")
-        return launch(name, root)
+        processes = {"single": 1, "double": 2, "megatron": 2, "eight": 8}[name]
+        every = ranks(f"tests.hosts.engine.{module}", name, folder, processes=processes, limit_s=2 * PROCESS_S)
+        asked = {case.partition(" ")[2] for case in cases.named(name)}
+        return {key: [one[key] for one in every] if key in asked else value for key, value in every[0].items()}
 
     return launched
 

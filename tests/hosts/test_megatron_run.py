@@ -1,7 +1,7 @@
 """Whole steps with a Megatron actor: real verl, real Ray, real vLLM, verl's real Megatron engine on stand-ins for CUDA.
 
-The optimizer is megatron-core's ordinary one, without clipping: its distributed optimizer and its clipping take CUDA tensors
-only. What stands in for what: verl_cpu/megatron.py.
+The optimizer is megatron-core's ordinary one without clipping: the distributed optimizer and clipping need CUDA tensors.
+verl_cpu/megatron.py lists the stand-ins.
 """
 
 import pytest
@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from oar_plugin.credit.noise import step_seed
 from tests.hosts.engine import world
-from tests.hosts.engine.launch import error
+from tests.hosts.engine.compare import error
 from tests.hosts.whole_run import check, dumped, prompt_ids, smoke, whole_run
 
 pytestmark = whole_run
@@ -34,9 +34,7 @@ def two_steps(folder):
 def test_two_steps_with_a_megatron_actor(two_steps):
     check(two_steps, [1, 2])
     for step in two_steps:
-        assert step["training/rollout_probs_diff_max"] < 1e-4, (
-            "the rollout has the actor's weights, also after an update"
-        )
+        assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout has the actor's weights"
 
 
 def test_importance_of_the_first_step_equals_a_plain_backward(two_steps, folder):
@@ -46,7 +44,6 @@ def test_importance_of_the_first_step_equals_a_plain_backward(two_steps, folder)
     assert rows
     for row in rows:
         ids = torch.tensor([*prompt_ids(folder, row), *row.token_ids])
-        want = world.gradient_importance(
-            model, ids, torch.tensor(row.segments), seed=step_seed(1, 1)
-        )  # the recipes' seed
+        seed = step_seed(1, 1)  # the recipes' seed
+        want = world.gradient_importance(model, ids, torch.tensor(row.segments), seed=seed)
         assert error(torch.tensor(row.importance["fisher"]), want) < 1e-4

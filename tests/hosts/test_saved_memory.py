@@ -1,4 +1,4 @@
-"""What verl does to a model to save memory in training, and the importance pass under it."""
+"""The importance pass under verl's ways to save memory in training."""
 
 import contextlib
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ IDS = torch.arange(40).view(2, 20)
 
 
 def importance_gradient(model, recomputing=True):
-    """The gradient that a pass receives, and how many bytes of activations it kept for its backward."""
+    """The gradient that a pass receives, and the bytes of activations that it kept for its backward."""
     received, kept = [], []
 
     def keep(tensor):
@@ -40,7 +40,7 @@ def importance_gradient(model, recomputing=True):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activation_offload_does_not_act_and_the_layers_are_recomputed(monkeypatch, checkpointing):
-    """verl's real offload. Stand-ins: transformers' layers for those that FSDP2 wraps, nothing for CUDA's streams."""
+    """verl's real offload, on transformers' layers in place of layers that FSDP2 wraps, and without CUDA's streams."""
     model, plain = random_model(num_hidden_layers=4), random_model(num_hidden_layers=4)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -59,9 +59,9 @@ def test_activation_offload_does_not_act_and_the_layers_are_recomputed(monkeypat
 
 
 def test_megatrons_recomputation_as_verl_patches_it_does_not_free_the_embeddings(monkeypatch):
-    """It frees the storage of a layer's input once the layer's backward is over, and the first layer's input are they.
+    """The patch frees the storage of a layer's input after the layer's backward; the first layer's input is the embeddings.
 
-    verl installs the patch where there is CUDA. Stand-ins: nothing for CUDA's streams and random states.
+    verl installs the patch where there is CUDA. CUDA's streams and random states are stubbed.
     """
     random = pytest.importorskip("megatron.core.tensor_parallel.random")
     patch = pytest.importorskip("verl.models.mcore.patch")

@@ -1,7 +1,7 @@
-"""With another estimator, a whole run is bit for bit what it is where the plugin is not loaded, in every trainer mode.
+"""With another estimator a whole run is bit for bit the same with and without the plugin, in every trainer mode.
 
-A first run records its responses with verl's own `skip.rollout_tq`, and two others replay them: vLLM's sampling is not the same
-twice.
+vLLM's sampling differs from run to run. So a first run records its responses with verl's own `skip.rollout_tq`, and two others
+replay them.
 """
 
 import math
@@ -33,11 +33,11 @@ RECIPE_OF = {
 WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "cpu"}  # the CPU stack alone
 WITH = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
 OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/")
-"""Metrics of time and memory, which are never the same twice."""
+"""Metrics of time and memory, which differ from run to run."""
 
 
 def whole(mode: str, folder: Path) -> None:
-    """The configuration of a run that records or replays, in one file: it needs no plugin to be found."""
+    """Write the configuration of a run that records or replays to one file, which composes without the plugin."""
     recipe = RECIPES / RECIPE_OF[mode]
     group = group_of(compose_recipe(recipe, "grpo"))
     overrides = [
@@ -60,7 +60,7 @@ def whole(mode: str, folder: Path) -> None:
 
 
 def run(folder: Path, name: str, plugin: dict[str, str]):
-    """Metrics of each step but those of time and memory, and the weights at the end."""
+    """Metrics of each step without those of time and memory, the weights at the end, and the log."""
     metrics, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     told = {**training_environment(metrics), "OAR_SMOKE": str(folder), "OAR_CHECKPOINTS": str(folder / name), **plugin}
     status = run_verl(entry_point(folder, "whole"), told, log, LIMIT_S)

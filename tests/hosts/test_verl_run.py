@@ -60,21 +60,21 @@ def test_three_steps_of_the_standard_recipe(three_steps):
 
 
 def looked_at(step):
-    """Responses of the step's 32 that had an advantage: they were scored or fell back."""
+    """The number of the step's 32 responses with an advantage: they were scored or fell back."""
     rows = step["oar/scored"] * 32 / (1 - step["oar/fallback/any"])
     assert rows == pytest.approx(round(rows), abs=1e-3)
     return round(rows)
 
 
 def test_only_rows_with_an_advantage_are_scored(three_steps):
-    """Four rows a group, eight groups: a group is looked at as a whole or not at all."""
+    """Eight groups of four rows: either all rows of a group have an advantage or none."""
     for step in three_steps:
         assert looked_at(step) % 4 == 0
     assert min(step["oar/scored"] for step in three_steps) < 1
 
 
 def test_whole_groups_are_dumped_with_all_that_is_known_of_them(three_steps, folder):
-    """At the steps that were asked for, and weights are what the gate makes of importance."""
+    """At the requested steps; dumped weights are the gate's weights of the dumped importance."""
     assert sorted(path.name for path in (folder / "dump").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
     everyone = dumped(folder, scored_only=False)
     groups = [[row for row in everyone if row.group == group] for group in dict.fromkeys(row.group for row in everyone)]
@@ -106,7 +106,7 @@ def test_tensorboard_has_histograms_and_responses_beside_verls_scalars(three_ste
 
 
 def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
-    """The same responses, on the weights on disk: importance, segments and weights."""
+    """Importance, segments and weights of the same responses, with the weights on disk."""
     model = world.load_model(folder / "model", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rows = dumped(folder)
@@ -124,7 +124,7 @@ def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
 
 def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
     """The recipe (packed, dynamic batches, checkpointing) with RLOO, a reference model, rollout correction, and OAR-P on the
-    rollout engines, whose copies are aborted at each exchange of weights and run again with the new ones."""
+    rollout engines. Each exchange of weights aborts their masked copies, which run again with the new weights."""
     steps = smoke(
         "qwen2_5_7b_colocate_async",
         folder,
@@ -140,7 +140,7 @@ def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
 
 
 def test_lora_in_bypass_mode_as_published(folder):
-    """Old log-probs are the rollout's, so importance has passes of its own."""
+    """The rollout's log-probs are the old ones, so importance has passes of its own."""
     if not loads_adapters():
         pytest.skip("this verl loads no adapter into this vLLM")
     steps = smoke(

@@ -1,4 +1,4 @@
-"""What tests of whole runs of verl share: how long one may take, and what a healthy one shows.
+"""Shared by the tests of whole runs of verl: the time limit, and the checks of a healthy run.
 
 Seven run with every change, each for several features at once:
 
@@ -26,17 +26,18 @@ from oar_plugin.page.record import parse_response
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 LIMIT_S = 1200
-"""Against a run that hangs, and nothing else. A run takes two minutes, most of them imports in a dozen processes, and one on
-two nodes has taken seven where other work ran beside it."""
+"""The limit for a run that hangs. A run takes two minutes, mostly imports in a dozen processes; on a busy machine one on two
+nodes took seven."""
 
 whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
 """`pytestmark` of a module whose tests each wait for one run."""
 
 
 def loads_adapters() -> bool:
-    """Whether this verl can hand an adapter to this vLLM, which it names the layers of; else such a run hangs, GRPO's too.
+    """Whether this verl can load an adapter into this vLLM. Otherwise such a run hangs, with GRPO too.
 
-    vLLM 0.25 changed the names, which verl 0.9.0 does not know; what 0.9.1 calls to learn them is gone in vLLM 0.31.
+    vLLM 0.25 changed the names of layers, which verl 0.9.0 does not know. verl 0.9.1 asks vLLM for them by a function that vLLM
+    0.31 lacks.
     """
     import verl
     import vllm
@@ -61,19 +62,19 @@ def dumped(folder, step=1, scored_only=True):
 
 
 def prompt_ids(folder, row):
-    """Of the run's tokenizer. A dump has the prompt's text."""
+    """The prompt's token ids by the run's tokenizer. A dump has the prompt's text only."""
     return AutoTokenizer.from_pretrained(folder / "model").encode(row.prompt, add_special_tokens=False)
 
 
 def with_a_signal(steps):
-    """The steps in which a reward differed within a group: chance leaves a step without one about once in ten thousand."""
-    found = [step for step in steps if step["oar/scored"] > 0]
-    assert found, "eight groups, and in every step all of them without a signal?"
-    return found
+    """The steps in which rewards differed within a group. By chance one step in ten thousand has no such group."""
+    signalled = [step for step in steps if step["oar/scored"] > 0]
+    assert signalled, "eight groups, and in every step all of them without a signal?"
+    return signalled
 
 
 def check(steps, expected_steps):
-    """What every step of a healthy run with OAR shows."""
+    """Check every step of a healthy run with OAR."""
     assert [step["step"] for step in steps] == expected_steps
     for step in steps:
         assert step["oar/fallback/non_finite"] == step["oar/fallback/not_scored"] == 0
@@ -82,7 +83,7 @@ def check(steps, expected_steps):
     for step in with_a_signal(steps):
         assert 0 < step["actor/grad_norm"] < 100
         assert step["timing_s/oar"] > 0
-        # The model has learnt to write answers. Updates as large as a test wants them may make it forget some of that.
+        # The model has learnt to write answers. The large updates of a test may make it forget some of that.
         untouched = step["step"] == 1
         assert step["oar/answer_found"] > (0.8 if untouched else 0.4)
         assert step["oar/fallback/any"] < (0.3 if untouched else 0.6)

@@ -1,4 +1,4 @@
-"""Run by torchrun: verl's real Megatron engine with importance, in several layouts; results go to a file.
+"""A rank with verl's real Megatron engine and importance, in several layouts.
 
 CPU stand-ins: see `verl_cpu/megatron.py`. On GPUs, for `tests/gpu`, none.
 """
@@ -15,7 +15,8 @@ import verl  # noqa: F401  loads the plugin, as in a run
 from verl.utils.device import get_device_name
 
 from tests.hosts.engine import cases, world
-from tests.hosts.engine.worker import afterwards, asked_of, gather, kinds, main, run, start
+from tests.hosts.engine.worker import afterwards, asked_of, join, kinds, run, start
+from tests.processes import worker
 from verl_cpu import megatron
 
 ON_CPU = get_device_name() == "cpu"
@@ -128,8 +129,9 @@ def bytes_moved(engine: Any, words: str) -> dict[str, int]:
         return original(tensor, *args, **kwargs)
 
     run(engine, around=mock.patch.object(dist, "all_reduce", counted), **cases.request(f"{words} only"))
-    everywhere = gather(moved)
-    return {kind: max(rank[kind] for rank in everywhere) for kind in moved}
+    most = torch.tensor(list(moved.values()))
+    original(most, dist.ReduceOp.MAX)
+    return dict(zip(moved, most.tolist(), strict=True))
 
 
 def refusals(engine: Any) -> dict[str, str]:
@@ -192,5 +194,10 @@ def eight(folder: str) -> dict[str, Any]:
     return {**asked_of(engine, layout, asked, False, score), "bytes": bytes_moved(engine, "fisher")}
 
 
+def main(table: str, folder: str) -> dict[str, Any]:
+    join()
+    return {"megatron": two, "eight": eight}[table](folder)
+
+
 if __name__ == "__main__":
-    main(megatron=two, eight=eight)
+    worker(main)

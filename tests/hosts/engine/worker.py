@@ -1,16 +1,13 @@
-"""Run by torchrun: verl's real FSDP engine with importance, in several configurations; results go to a file.
+"""A rank with verl's real FSDP engine and importance, in several configurations.
 
 CPU stand-ins: gloo for NCCL; under Ulysses, see `verl_cpu/ulysses.py`. On GPUs, for `tests/gpu`, none.
 """
 
 import itertools
-import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,7 +28,8 @@ from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.request import NEEDED, REQUEST, Request
 from tests.hosts.engine import cases, world
-from tests.hosts.engine.launch import differences
+from tests.hosts.engine.compare import differences
+from tests.processes import worker
 from verl_cpu import ulysses
 
 EVERY = list(range(8))
@@ -204,13 +202,6 @@ def run(
     return result
 
 
-def gather(result: Any) -> list[Any]:
-    """The result on every rank."""
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, result)
-    return results
-
-
 def noticed(engine: Any) -> list[str]:
     """Negative control: what `state` says of a pass that leaves a trace of every kind."""
     before = state(engine)
@@ -337,10 +328,10 @@ def out_of_memory(engine: Any, where: str = "forward", rows: list[int] = EVERY) 
 
 
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
-    """The results of these requests on every rank; the rows are split among them or not."""
+    """The results of these requests on this rank; the rows are split among ranks or not."""
     rows = UNEVEN[dist.get_rank()] if split else EVERY
     packed = "padded" not in layout
-    return {f"{layout} {words}": gather(run(engine, rows, packed, **cases.request(words))) for words in asked}
+    return {f"{layout} {words}": run(engine, rows, packed, **cases.request(words)) for words in asked}
 
 
 def single(folder: str) -> dict[str, Any]:
@@ -378,24 +369,19 @@ def double(folder: str) -> dict[str, Any]:
     return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
 
 
-def main(**tables: Callable[[str], dict[str, Any]]) -> None:
-    table, folder, target = sys.argv[1:]
-    finish(lambda: tables[table](folder), target)
-
-
-def finish(work: Callable[[], dict[str, Any]], target: str) -> None:
-    """Join the other processes, leave what `work` returns on the first one in a file, and end."""
+def join() -> None:
+    """Join the other processes."""
     torch.set_num_threads(1)
     if get_device_name() == "cpu":
         dist.init_process_group("gloo")  # verl would ask for `cpu` twice
     else:
         initialize_global_process_group(timeout_second=300)
-    result = work()
-    if dist.get_rank() == 0:
-        torch.save(result, Path(target))
-    dist.barrier()
-    os._exit(0)  # gloo's and FSDP's threads outlive destroy_process_group on some builds
+
+
+def main(table: str, folder: str) -> dict[str, Any]:
+    join()
+    return {"single": single, "double": double}[table](folder)
 
 
 if __name__ == "__main__":
-    main(single=single, double=double)
+    worker(main)

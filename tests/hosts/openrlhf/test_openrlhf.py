@@ -1,10 +1,6 @@
 """OpenRLHF's own code, patched by `oar patch`, with OAR: log-probs as without, advantages by the front door's credit."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +17,7 @@ from oar_plugin.page.sources import read
 from tests.hosts.engine import world
 from tests.hosts.openrlhf import batch, host
 from tests.limits import PROCESS_S
+from tests.processes import ranks
 
 
 @pytest.fixture(scope="module")
@@ -299,22 +296,11 @@ def test_settings_are_an_object(patched, folder, text):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PROCESS_S)
-def test_deepspeed_gives_the_same_scores_and_trains_as_if_nobody_had_scored(patched, folder, tmp_path):
+def test_deepspeed_gives_the_same_scores_and_trains_as_if_nobody_had_scored(patched, folder):
     pytest.importorskip("deepspeed")
-    here, out = Path(__file__).parents[3], tmp_path / "out"
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.hosts.openrlhf.worker"]
-    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
-    done = subprocess.run(
-        [sys.executable, *words, str(patched.site), str(folder), str(out)],
-        env=os.environ | variables,
-        cwd=here,
-        timeout=PROCESS_S,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    results = [torch.load(f"{out}.{rank}") for rank in range(2)]
     from tests.hosts.openrlhf.worker import CASES, RANKS
+
+    results = ranks("tests.hosts.openrlhf.worker", patched.site, folder, DS_ACCELERATOR="cpu")
 
     for name, given in CASES.items():
         for rank, result in enumerate(results):

@@ -1,10 +1,9 @@
-"""A rank with real DeepSpeed on a CPU, of two: torchrun ... -m tests.hosts.openrlhf.worker SITE MODEL OUT
+"""One of two ranks with real DeepSpeed on a CPU, started by `ranks` with the folders of OpenRLHF and of the model.
 
 With OpenRLHF's own ZeRO configuration of `--ds.zero_stage`. The optimizer is torch's AdamW, not DeepSpeed's.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import deepspeed
@@ -13,6 +12,7 @@ from torch import distributed
 
 from tests.hosts.openrlhf import batch
 from tests.hosts.openrlhf.host import Host
+from tests.processes import worker
 
 RANKS = (0, 2), (3, 1)
 """Micro-batches of each rank. There is something to score in 0 and in 1: each time on one rank alone."""
@@ -76,15 +76,12 @@ def run(one, folder, stage, words=(), lora=0, scores=True, **settings):
         return found, after, [name for name, parameter in named if parameter.ds_persist or parameter.numel()]
 
 
-def main(site, folder, out):
+def main(site, folder):
+    """By ZeRO stage and case, what `run` returns."""
     deepspeed.init_distributed(dist_backend="gloo")
-    one, result = Host(Path(site)), {}
-    for stage in (2, 3):
-        for name, given in CASES.items():
-            result[stage, name] = run(one, Path(folder), stage, **given)
-    torch.save(result, f"{out}.{distributed.get_rank()}")
-    distributed.destroy_process_group()
+    one = Host(Path(site))
+    return {(stage, name): run(one, Path(folder), stage, **given) for stage in (2, 3) for name, given in CASES.items()}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    worker(main)

@@ -12,7 +12,7 @@ import torch
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.page.sources import read
 from tests.hosts.trl import tiny, worker
-from tests.torchrun import torchrun
+from tests.processes import ranks
 
 pytestmark = pytest.mark.slow
 WRAPPERS = {
@@ -26,26 +26,21 @@ KIND = {layout: kind for kind, layouts in worker.LAYOUTS.items() for layout in l
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder that a kind's two processes left, started once."""
+    """The folder of a kind's two processes, which are started once, and their results."""
 
     @cache
     def train(kind):
         folder = tmp_path_factory.mktemp(kind)
-        torchrun("tests.hosts.trl.worker", (kind, folder), DS_ACCELERATOR="cpu")
-        return folder
+        return folder, ranks(worker.__name__, kind, folder, DS_ACCELERATOR="cpu")
 
     return train
-
-
-def ranks(folder, name):
-    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("importance", worker.IMPORTANCES)
 @pytest.mark.parametrize("layout", WRAPPERS)
 def test_scores_are_those_of_one_process_and_metrics_and_dumps_are_of_all(trained, layout, importance):
-    folder = trained(KIND[layout])
-    both = ranks(folder, f"{layout}-{importance}")
+    folder, results = trained(KIND[layout])
+    both = [result[layout, importance] for result in results]
     assert {wrapper for wrapper, _, _ in both} == {WRAPPERS[layout]}
     scored = [[int((seen.status_B == Status.SCORED).sum()) for seen in kept] for _, kept, _ in both]
     assert scored == [[3, 3], [3, 0]]
@@ -70,7 +65,7 @@ def test_scores_are_those_of_one_process_and_metrics_and_dumps_are_of_all(traine
 @pytest.mark.parametrize("layout", WRAPPERS)
 def test_where_all_tokens_count_alike_the_weights_are_plain_grpos(trained, layout):
     """`beta=0`: a whole pass with masked copies, and weights of 1. Bit for bit, and the same in both processes."""
-    (plain, even), (plain_1, even_1) = ranks(trained(KIND[layout]), f"{layout}-even")
+    (plain, even), (plain_1, even_1) = (result[layout, "even"] for result in trained(KIND[layout])[1])
     fresh = dict(tiny.make_model().named_parameters())
     assert plain.keys() == fresh.keys()
     assert not any(torch.equal(plain[name], fresh[name].detach()) for name in plain)

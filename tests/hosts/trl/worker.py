@@ -1,14 +1,12 @@
-"""Two processes that train, started by torchrun: `python -m tests.hosts.trl.worker KIND FOLDER`, KIND a key of `LAYOUTS`.
+"""One of the processes that train, started by `ranks`, with a key of `LAYOUTS` and a folder.
 
-Each process leaves what it scored in a file. Learning rates are 0, so that a fresh model is the one that was scored.
+The learning rate is 0 where importance is compared, so that a fresh model is the one that was scored.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
@@ -17,6 +15,7 @@ from trl import GRPOTrainer
 
 from tests.hosts.trl import tiny
 from tests.hosts.trl.watched import Watched
+from tests.processes import worker
 
 ZERO_3 = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -78,24 +77,26 @@ def whole(trainer: Any) -> dict[str, Tensor]:
         return {name: getattr(one, "full_tensor", lambda one=one: one)().detach().clone() for name, one in found}
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: str) -> dict[tuple[str, str], Any]:
+    """By layout and importance: the wrapper's class, what was scored, and the log. By layout and "even": weights without OAR,
+    and with even weights."""
     allow_on_a_cpu()
-    rank = os.environ["RANK"]
+    results: dict[tuple[str, str], Any] = {}
     for name, layout in LAYOUTS[kind].items():
         for importance in IMPORTANCES:
             dump = {"dir": f"{name}-{importance}", "every": 1}
             oar = {"importance": importance, "perturbation": COPIES, "dump": dump}
-            trainer = train(Watched, folder, layout, rollout=rollout, learning_rate=0.0, oar=oar)
+            trainer = train(Watched, Path(folder), layout, rollout=rollout, learning_rate=0.0, oar=oar)
             log = [line for line in trainer.state.log_history if "oar/scored" in line]
-            found = type(trainer.model_wrapped).__name__, trainer.seen, log
-            torch.save(found, folder / f"{name}-{importance}-{rank}.pt")
+            results[name, importance] = type(trainer.model_wrapped).__name__, trainer.seen, log
         # As TRL's defaults are. Under DeepSpeed its own settings would have to say bf16.
         defaults = {"gradient_checkpointing": True, "bf16": kind == "torch", "rollout": tiny.drawn}
-        plain = whole(train(GRPOTrainer, folder, layout, **defaults))
+        plain = whole(train(GRPOTrainer, Path(folder), layout, **defaults))
         oar = {"importance": "hybrid", "perturbation": COPIES, "beta": 0.0}
-        even = whole(train(Watched, folder, layout, oar=oar, **defaults))
-        torch.save((plain, even), folder / f"{name}-even-{rank}.pt")
+        even = whole(train(Watched, Path(folder), layout, oar=oar, **defaults))
+        results[name, "even"] = plain, even
+    return results
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    worker(main)

@@ -1,24 +1,10 @@
-"""Starts a worker of this package with torchrun and compares what it returns."""
+"""Differences between results of engines, and between states of one."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from oar_plugin.passes.request import IMPORTANCE
-from tests.limits import PROCESS_S
-from tests.torchrun import torchrun
-
-WORKERS = {"single": ("worker", 1), "double": ("worker", 2), "megatron": ("megatron_worker", 2)}
-WORKERS["eight"] = ("megatron_worker", 8)
-
-
-def launch(table: str, root: Path) -> dict[str, Any]:
-    """The results of a table's cases, and of what else its worker looks at."""
-    worker, processes = WORKERS[table]
-    target, folder = root / f"{table}.pt", root / ("fsdp" if worker == "worker" else "megatron")
-    torchrun(f"tests.hosts.engine.{worker}", (table, folder, target), processes, 2 * PROCESS_S)
-    return torch.load(target, weights_only=False)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
