@@ -155,7 +155,7 @@ def _launch(args: argparse.Namespace) -> int:
             advice = finding.advice and f"; {finding.advice}"
             say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
     for job, (made, memory) in zip(jobs, plans, strict=True):
-        hours = preflight.in_words(made) if made else f"Hours are not known: {memory.text}."
+        hours = preflight.summary(made) if made else f"Hours are not known: {memory.text}."
         say(f"oar launch: {job.run.name}: {job.needs}, checkpoints in {job.run.folder}. {hours}", sys.stderr)
     if args.dry_run:
         print(("---\n" if on == "kubernetes" else "").join(job.text for job in jobs), end="")

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(made: Plan, suggestions: list[Suggestion]) -> None:
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.runs.launch.preflight import in_words
+    from oar_plugin.runs.launch.preflight import summary
 
     memory = table("memory of one GPU", "GiB", "of which")
     for phase, parts in made.memory.items():
@@ -97,7 +97,7 @@ def _print(made: Plan, suggestions: list[Suggestion]) -> None:
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
         f"{made.cached:.0f} of the longest sequences.",
         oar,
-        in_words(made),
+        summary(made),
         f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length; the hours follow it), prompts of "
         f"{s.mean_prompt:.0f}; of the datasheet's figures {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "

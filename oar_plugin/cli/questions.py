@@ -174,7 +174,7 @@ def recipe(folder: Path, overrides: Sequence[str], machine: Machine) -> Pairs:
         yield "loggers", preflight.strings(config, "trainer.logger")
         yield "offloads", switched_on(config) and resolve(config).offloads
         check_config(config)
-        job.facts(config, folder, "oar", overrides)
+        job.template_values(config, folder, "oar", overrides)
         yield "cluster", _cluster(str(config.trainer.device), *gpus_needed(config)[:2], machine)
         yield "doing", "looking at memory, data, model, reward and loggers"
         gpu = preflight.gpu_of_run(None, None, local=True)

@@ -1,8 +1,9 @@
-"""Keeps the checkpoint with the best validation, which verl would delete in its turn: `trainer.checkpoint_callback_class`.
+"""Keeps the checkpoint with the best validation accuracy: a class for verl's `trainer.checkpoint_callback_class`.
 
-verl 0.9.1 and newer call it at each save. It then reads the metrics as one more logger of the run. When the step that was just
-saved has the best validation so far, it links the checkpoint's files into `best/global_step_N`. Links cost no time, and no disk
-until verl deletes its own files; a file system without links keeps no best checkpoint. An error in here never ends a run.
+verl deletes old checkpoints, even the best one. verl 0.9.1 and newer call this class at each save. It then adds itself to the
+run's loggers to receive the metrics. If the saved step has the best accuracy so far, it hard-links the checkpoint's files into
+`best/global_step_N`. Links take no time, and no disk space until verl deletes its own files. No best checkpoint is kept if the
+file system has no hard links. Errors in this module are logged and never end a run.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 from oar_plugin.output import write_whole
-from oar_plugin.runs.run_folder import mean_accuracy, unused
+from oar_plugin.runs.run_folder import free_path, mean_accuracy
 
 logger = logging.getLogger("oar_plugin")
 
@@ -24,7 +25,7 @@ FOLDER, RECORD = "best", "best.json"
 
 
 class KeepBest(CheckpointCallback):
-    """Compares checkpoints by `mean_accuracy`, the mean over the validation sets."""
+    """Compares checkpoints by `mean_accuracy`: the mean accuracy over the validation sets."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -35,19 +36,19 @@ class KeepBest(CheckpointCallback):
             self._guarded(self._put_aside)
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **_: Any) -> None:
-        # An asynchronous save is still writing its files: they are not linked.
+        # An asynchronous save is still writing its files, so they are not linked.
         self._saved = None if async_save else Path(checkpoint_dir)
         trainer.logger.logger["oar_best_checkpoint"] = self
-        self._guarded(self._delete_those_of_earlier_starts, global_step)
+        self._guarded(self._delete_old, global_step)
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        """Take the metrics of a step, like every logger of verl."""
+        """Receive the metrics of one step, as verl's loggers do."""
         accuracy = mean_accuracy(data)
         if accuracy is not None and self._saved is not None and self._saved.name == f"global_step_{step}":
             self._guarded(self._keep, self._saved, step, accuracy)
 
     def _guarded(self, function: Any, *arguments: Any) -> None:
-        """Log an error: verl would end training with it."""
+        """Call `function` and log its errors; raised, they would end training."""
         try:
             function(*arguments)
         except Exception as error:
@@ -57,7 +58,7 @@ class KeepBest(CheckpointCallback):
         record, new = self._best / RECORD, self._best / "new"
         if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["accuracy"] >= accuracy:
             return
-        shutil.rmtree(new, ignore_errors=True)  # left by a start that was cut off here
+        shutil.rmtree(new, ignore_errors=True)  # left if an earlier process was killed here
         try:
             shutil.copytree(saved, new, copy_function=os.link)
         except (OSError, shutil.Error):
@@ -71,18 +72,21 @@ class KeepBest(CheckpointCallback):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _put_aside(self) -> None:
-        """Rename the best of an earlier training in this folder, and remove verl's checkpoint that shares its files.
+        """Rename `best`, which earlier training in this folder wrote, and delete verl's checkpoint that shares its files.
 
-        verl would write over these files.
+        verl would overwrite the shared files. A checkpoint from which this run resumes is not deleted.
         """
         for name in [path.name for path in _steps(self._best).values()]:
             if str(self.config.trainer.resume_from_path or "").rstrip("/").split("/")[-1] != name:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
         if self._best.exists():
-            self._best.rename(unused(self._best))
+            self._best.rename(free_path(self._best))
 
-    def _delete_those_of_earlier_starts(self, step: int) -> None:
-        """Remove the checkpoints of earlier starts: verl only counts and deletes those of its own start."""
+    def _delete_old(self, step: int) -> None:
+        """Keep the newest `max_actor_ckpt_to_keep` checkpoints (at least 2) up to `step`, and delete older ones.
+
+        verl itself deletes only checkpoints that it has saved since its last start.
+        """
         kept = self.config.trainer.max_actor_ckpt_to_keep
         older = sorted(item for item in _steps(self._folder).items() if item[0] <= step)
         for _, folder in older[: -max(2, kept)] if kept else []:
@@ -90,6 +94,6 @@ class KeepBest(CheckpointCallback):
 
 
 def _steps(folder: Path) -> dict[int, Path]:
-    """Return `step -> folder` of verl's checkpoints, without other folders of similar names."""
+    """Return `step -> folder` for verl's checkpoints in a folder; folders with similar names are ignored."""
     matches = {re.fullmatch(r"global_step_(\d+)", path.name): path for path in folder.glob("global_step_*")}
     return {int(match[1]): path for match, path in matches.items() if match}

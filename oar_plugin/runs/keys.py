@@ -1,7 +1,7 @@
-"""Finds keys that verl does not know.
+"""Finds keys in recipes and overrides that verl does not know.
 
-Hydra merges those of a yaml file without a word, and verl then runs with its default. On the command line Hydra refuses them,
-and advises to add what was only mistyped.
+Hydra silently accepts an unknown key in a yaml file, and verl then runs with its default for the key that was meant. On the
+command line Hydra refuses an unknown key, but suggests adding it even if it is only mistyped.
 """
 
 import difflib
@@ -14,30 +14,34 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 NOT_VERLS = ("defaults", "hydra", "algorithm.oar")
-"""Hydra's own keys, and OAR's, which `OarConfig` checks."""
+"""Keys that are not looked up in verl's schema: Hydra's own, and OAR's, which `OarConfig` checks."""
 
 
 def unknown_in_files(folder: Path, variant: str, engine: str) -> list[str]:
-    """Return a line for each unknown key of a recipe's own files, with the key that was meant."""
+    """Return one line for each unknown key in a recipe's own files; it suggests a similar key if there is one."""
     schema = _schema(engine)
     wrong = [(file, key) for file in _files(folder, variant) for key in _unknown(_tree(file), schema)]
     return [f"{file}: {key}: verl has no such key{_hint(key, _keys(schema))}" for file, key in wrong]
 
 
 def unknown_in_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return a line for each override that sets a key which verl does not have."""
+    """Return one line for each override whose key is not in verl's schema."""
     known = {key for engine in ("dp", "megatron") for key in _keys(_schema(engine))}
     lines = []
     for word in overrides:
         key = word.partition("=")[0]
         if "." in key and not key.startswith(("+", "~", "hydra.", "algorithm.oar.")) and key not in known:
-            hint = "" if any(map(_is_free, key.split("."))) else _hint(key, known)
+            hint = "" if any(map(_accepts_any_key, key.split("."))) else _hint(key, known)
             lines.append(f"{word}: verl's schema has no such key{hint or ';'} to add one, write +{word}")
     return lines
 
 
 def _hint(key: str, known: Collection[str]) -> str:
-    """Name the key that was meant: a similar one of the same group, the same name elsewhere, or a similar dotted name."""
+    """Return a suggestion, or an empty string.
+
+    The suggested key is one with a similar name in the same group, one with the same name elsewhere, or one with a similar
+    dotted name, in this order.
+    """
     group, _, name = key.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == group}
     namesakes = [other for other in known if other.rpartition(".")[2] == name]
@@ -58,7 +62,7 @@ def _tree(file: Path) -> Any:
 
 
 def _files(folder: Path, variant: str) -> Iterator[Path]:
-    """Yield the file of a variant and those beside it that its defaults name."""
+    """Yield a variant's yaml file, and the files in the same folder that its `defaults` name."""
     file = folder / f"{variant}.yaml"
     if file.is_file():
         yield file
@@ -69,8 +73,9 @@ def _files(folder: Path, variant: str) -> Iterator[Path]:
 
 def _unknown(tree: Any, schema: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in tree.items():
-        key, free = f"{prefix}{name}", _is_free(str(name))
-        if key in NOT_VERLS or (not prefix and not isinstance(value, Mapping)):  # interpolations refer to the latter
+        key, free = f"{prefix}{name}", _accepts_any_key(str(name))
+        # Top-level keys with plain values are variables, which other values refer to.
+        if key in NOT_VERLS or (not prefix and not isinstance(value, Mapping)):
             continue
         if name not in schema:
             if not free:
@@ -79,8 +84,8 @@ def _unknown(tree: Any, schema: Mapping[str, Any], prefix: str = "") -> Iterator
             yield from _unknown(value, schema[name], f"{key}.")
 
 
-def _is_free(name: str) -> bool:
-    """Return whether verl passes on everything below this name, as it does with groups that are empty in its schema."""
+def _accepts_any_key(name: str) -> bool:
+    """Return whether verl accepts any key in a group of this name, as in groups that are empty in its schema."""
     return "kwargs" in name or name.startswith("override_")
 
 

@@ -1,7 +1,7 @@
-"""The second `verl.plugins` entry point: keeps the module names alive that copied recipes and older runs use.
+"""The second `verl.plugins` entry point: keeps old module names importable for copied recipes and older runs.
 
-`import verl` loads this module in every process. It imports only the standard library at its top, and a module of `runs/` only
-when somebody asks for its old name.
+`import verl` loads this module in every process. It therefore imports only the standard library at first. It imports a module
+of `runs/` only when the module's old name is imported.
 """
 
 import importlib
@@ -17,12 +17,12 @@ MOVED = {
     f"oar_plugin.hosts.verl.{name}": f"oar_plugin.runs.{name}"
     for name in ("run_folder", "best_checkpoint", "reward", "recipe", "keys")
 }
-"""Old name -> new name of each module that hosts or recipes refer to."""
-_HYDRA_CONF = "oar_plugin.hosts.verl.hydra_conf"  # had `KeepRun`
+"""Old module name -> new module name, for the modules that recipes refer to."""
+_HYDRA_CONF = "oar_plugin.hosts.verl.hydra_conf"  # `KeepRun` was defined there
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Imports the module of the new name under its old name; both names are one module object."""
+    """Import hook: importing an old name returns the module with the new name, the same object."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in MOVED else None
@@ -33,7 +33,7 @@ class MovedModules(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back, which Python has replaced by the one of the old name."""
+        """Restore the module's own spec, which Python has replaced with a spec for the old name."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
@@ -48,7 +48,7 @@ def _add_keep_run(hydra_conf: Any) -> None:
 
 
 def load() -> None:
-    """Register the old names, once. Raises nothing: runs that do not use them must not end."""
+    """Register the old names once. Errors are only printed, because most runs do not use the old names."""
     if any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         return
     try:
@@ -57,12 +57,12 @@ def load() -> None:
         sys.meta_path.append(MovedModules())
         wrapt.register_post_import_hook(_add_keep_run, _HYDRA_CONF)
     except Exception:
-        print("oar_plugin: the old names of its modules are not available to recipes:", file=sys.stderr)
+        print("oar_plugin: cannot register its old module names; recipes that use them will fail:", file=sys.stderr)
         traceback.print_exc()
 
 
 def with_new_names(setting: Any) -> Any:
-    """Return a setting with the old module names in its texts replaced by the new ones."""
+    """Return a setting in which new module names replace the old ones, in strings and in lists."""
     if isinstance(setting, list):
         return [with_new_names(each) for each in setting]
     if isinstance(setting, str):

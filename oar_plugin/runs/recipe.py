@@ -1,7 +1,7 @@
 """Recipes: a folder with `recipe.yaml` (model, cluster, data) and two entry points, `oar.yaml` and `grpo.yaml`.
 
-Both entry points are three lines on top of `recipe.yaml`, which builds on verl's own `ppo_trainer` through Hydra's `pkg://`.
-Raises `RecipeError` for what cannot work.
+Each entry point adds three lines to `recipe.yaml`, which extends verl's own `ppo_trainer` through Hydra's `pkg://`. The
+functions raise `RecipeError` for a recipe that cannot run.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ VARIANTS = ("oar", "grpo")
 
 
 class RecipeError(ValueError):
-    """A recipe does not exist, does not compose or cannot run. The message says what to do."""
+    """The recipe does not exist, is not a valid configuration, or cannot run. The message says what to do."""
 
 
 def recipes_folder() -> Path:
-    """Return the folder of the recipes: in the installed package, or beside it in a checkout."""
+    """Return the folder that holds all recipes: inside the installed package, or next to the package in a checkout."""
     package = Path(oar_plugin.__file__).parent
     return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
 
 
 def recipe_names() -> list[str]:
+    """Return the names of OAR's own recipes, sorted."""
     return sorted(file.parent.name for file in recipes_folder().glob("*/recipe.yaml"))
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """Return the folder of a recipe: `name_or_path` where it is a folder, else OAR's own recipe of that name."""
+    """Return a recipe's folder: `name_or_path` if that is a folder, else the folder of OAR's own recipe with that name."""
     given, known = Path(name_or_path), recipe_names()
     if given.is_dir():
         return given.resolve()
@@ -50,9 +51,10 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    RecipeError: there is no such recipe, its yaml is broken, or it or an override has a key that verl does not know.
+    Raises:
+        RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
     """
-    import verl  # noqa: F401  its plugins add config groups, here as in training
+    import verl  # noqa: F401  loads the plugins, which add config groups
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -85,7 +87,10 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
 
 
 def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
-    """Return nodes, GPUs per node and GPUs in all of verl's training pool and of the pools apart from it."""
+    """Return the number of nodes, GPUs per node, and GPUs in total.
+
+    They include verl's training pool and, if configured, the separate pools for rollout and for the reward model.
+    """
     from omegaconf import OmegaConf
 
     keys = ["trainer"]
@@ -93,12 +98,12 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
         keys.append("actor_rollout_ref.rollout")
     if OmegaConf.select(config, "reward.reward_model.enable_resource_pool"):
         keys.append("reward.reward_model")
-    # verl wants the GPUs of each node of a pool on one machine.
+    # verl needs all GPUs of one node of a pool on the same machine; pools may share a machine.
     nodes = [int(OmegaConf.select(config, f"{key}.nnodes") or 0) for key in keys]
     gpus = [int(OmegaConf.select(config, f"{key}.n_gpus_per_node") or 0) for key in keys]
     parts = sorted((size for size, count in zip(gpus, nodes, strict=True) for _ in range(count)), reverse=True)
     total = sum(parts)
-    gpus_per_node = total if max(nodes) == 1 and total <= 8 else max(gpus)  # pools of one node share one where they fit
+    gpus_per_node = total if max(nodes) == 1 and total <= 8 else max(gpus)  # small pools share one machine
     free: list[int] = []
     for part in parts:
         place = next((index for index, left in enumerate(free) if left >= part), len(free))
@@ -109,7 +114,7 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
 
 
 def check_config(config: DictConfig) -> None:
-    """Refuse what verl or OAR would refuse after the nodes were taken."""
+    """Raise RecipeError for a configuration that verl or OAR would refuse at the start of training."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
@@ -117,7 +122,7 @@ def check_config(config: DictConfig) -> None:
     from oar_plugin.hosts.verl import settings
 
     try:
-        # verl prints that all is well; standard output is for the command or script.
+        # verl prints a success message, but standard output is reserved for the command or script.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             validate_config(config, need_reference_policy(config), need_critic(config))
@@ -125,15 +130,15 @@ def check_config(config: DictConfig) -> None:
             settings.resolve(config)
     except OarConfigError as error:
         raise RecipeError(f"this configuration cannot work\n{error}") from error
-    except Exception as error:  # verl asserts, and its parts raise errors of many types
+    except Exception as error:  # verl raises AssertionError and errors of many other types
         raise RecipeError(f"verl refuses this configuration: {error or type(error).__name__}") from error
 
 
 def entry_point(folder: Path, variant: str = "oar") -> list[str]:
-    """Return the options that name a recipe to `python -m verl.trainer.main_ppo`."""
+    """Return the options that make `python -m verl.trainer.main_ppo` run a recipe."""
     return ["--config-path", str(folder.resolve()), "--config-name", variant]
 
 
 def command(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a recipe, for a Python that has verl and this plugin."""
+    """Return the command that runs a recipe in a Python environment with verl and this plugin."""
     return ["python", "-m", "verl.trainer.main_ppo", *entry_point(folder, variant), *overrides]

@@ -1,11 +1,12 @@
 r"""The recipes' reward: 1 if math-verify finds a response's final answer equal to the ground truth, else 0.
 
 verl's `reward.custom_reward_function` (`path=pkg://oar_plugin.runs.reward`, `name=compute_score`) calls it once per response,
-in a thread. A comparison that hangs or takes all memory is killed and pays 0. The answer of a response is its last
-`\boxed{...}`, else the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
+in a thread. A comparison that hangs or uses too much memory is killed; the reward is 0. The answer of a response is its last
+`\boxed{...}`. Without one, it is the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
 
-`reward.custom_reward_function.reward_kwargs` sets `timeout_s` (10), seconds of one comparison, and `processes` (2), which
-compare for each of verl's `reward.num_workers`. The first call of a process fixes both.
+`reward.custom_reward_function.reward_kwargs` sets `timeout_s` (default 10), the time limit of one comparison in seconds, and
+`processes` (default 2), the number of processes that compare answers for each of verl's `reward.num_workers`. The first call
+in a process sets both; other values in later calls have no effect.
 """
 
 import atexit
@@ -18,7 +19,7 @@ from typing import Any
 _missing = [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]
 if _missing:
     raise ImportError(
-        f"the reward oar_plugin.runs.reward needs {' and '.join(_missing)}: install them on every node with "
+        f"the reward oar_plugin.runs.reward requires {' and '.join(_missing)}; on every node, run "
         "pip install '.[recipes]' in a checkout of this plugin"
     )
 
@@ -28,7 +29,7 @@ from oar_plugin.runs.math.pool import GuardedPool, TaskCrashed, TaskTimedOut  # 
 logger = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 500
-"""Characters. No sensible answer is longer, and parsing takes more than linear time."""
+"""In characters. Longer answers are not compared: parsing time grows faster than the length."""
 
 _pool: GuardedPool | None = None
 _lock = threading.Lock()
@@ -45,11 +46,12 @@ def compute_score(
     processes: int = 2,
     **_: Any,
 ) -> dict[str, float]:
-    """Grade one response; the ground truth is plain (`72`) or LaTeX.
+    """Grade one response. The ground truth is plain text (`72`) or LaTeX.
 
     Returns:
-        `score` and `acc`, 1.0 or 0.0; and why an answer was not compared, each 1.0 or 0.0: `no_answer`, `unparsed` (math-verify
-        cannot read it), `failed` (the comparison timed out or crashed). verl makes a column of each key, so all are there.
+        `score` and `acc`: 1.0 or 0.0. `no_answer`, `unparsed` (the answer is too long, or math-verify cannot parse it) and
+        `failed` (the comparison timed out or crashed): 1.0 if this is why no answer was compared, else 0.0. All keys are always
+        present, because verl makes a column of each.
     """
     answer = final_answer(solution_str)
     if answer is None:
@@ -76,7 +78,7 @@ def _squeezed(text: str) -> str:
 
 
 def start_pool(processes: int, timeout_s: float) -> GuardedPool:
-    """Return the pool that compares, which the first call of this process creates with its settings."""
+    """Return this process's pool for comparing answers. The first call creates it; later calls ignore their arguments."""
     global _pool
     with _lock:
         if _pool is None:
@@ -89,5 +91,5 @@ def _count(kind: str, error: Exception, answer: str) -> None:
     with _lock:
         _failures[kind] += 1
         count = _failures[kind]
-    if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: a model repeats such an answer
-        logger.warning("comparison %d that failed: %s (answer: %.200s); it pays 0", count, error, answer)
+    if count & (count - 1) == 0:  # only the 1st, 2nd, 4th, 8th, ...: models repeat such answers
+        logger.warning("failed comparison number %d: %s (answer: %.200s); the reward is 0", count, error, answer)

@@ -1,7 +1,8 @@
-"""The folder of a run: checkpoints, logs, dumps, and `run.yaml` with the settings that the run was started with.
+"""The folder of a run: checkpoints, logs, dumps, and `run.yaml`, which records the settings of the run's last start.
 
-The driver opens it before Ray starts (`KeepRun`), wherever a run starts: after a requeue, on Kubernetes, from verl's own
-command line. `oar launch` checks it earlier, where it can see it.
+The driver opens the folder before Ray starts, through Hydra's callback `KeepRun`. This works however a run is started: by
+`oar launch`, by a scheduler that restarts it, or with verl's own command line. `oar launch` also checks the folder in advance
+if it can see it.
 """
 
 import errno
@@ -29,52 +30,55 @@ from oar_plugin.output import no_link, say, write_whole
 from oar_plugin.runs.plugin import with_new_names
 
 START = "OAR_START"
-"""The environment variable that says how to start: `resume`, `fresh` or nothing. `fresh:ID` is fresh at its first start only,
-however often a scheduler starts the driver."""
+"""Environment variable that says how to start: `resume`, `fresh`, `fresh:ID`, or empty. `fresh:ID` starts
+fresh, unless the folder's run was started with the same ID; so restarts by a scheduler resume."""
 RECORD, LOCK = "run.yaml", "run.lock"
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's file that names the last complete checkpoint."""
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
-"""Environment variables with folders of one machine; settings are compared without their values."""
-SHOWN = 12
+"""Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
+MAX_LISTED_KEYS = 12  # in one message
 IGNORED = (
-    # Where a run writes, and what it reports.
+    # Output folders, logging, profiling.
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_*_dir", "trainer.*_data_dir", "hydra.*"),
     *("trainer.logger", "trainer.log_*", "algorithm.oar.dump.*", "global_profiler*", "*.profiler.*"),
-    # When it saves and validates.
+    # When to save and to validate.
     *("trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "trainer.esi_*"),
     *("trainer.max_*_ckpt_to_keep", "trainer.checkpoint_*", "actor_rollout_ref.actor.checkpoint.*"),
-    # Which processes work for it.
+    # Ray, and the number of worker processes.
     *("ray_kwargs*", "transfer_queue*", "*.num_workers", "*.dataloader_num_workers", "actor_rollout_ref.nccl_timeout"),
-    # The recipes' own keys for paths.
+    # Paths, under keys that only the recipes have.
     *("oar_data", "smoke"),
 )
-"""Keys on which nothing that is learned or measured depends: they neither name a run nor keep it from being resumed."""
+"""Keys that change no result. They are not part of a run's name and may differ on resume."""
 
 _ADVICE = (
-    f"--resume (or {START}=resume) goes on from its last checkpoint with the new settings; --fresh (or {START}=fresh) "
-    "moves the folder aside and begins again; another trainer.experiment_name is another run"
+    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; --fresh (or {START}=fresh) "
+    "moves the folder aside and starts over; a different trainer.experiment_name starts a separate run"
 )
 _locks: dict[Path, IO[str]] = {}
-"""The open lock files of the folders that this process trains in; it holds them until it ends."""
+"""Folder -> its open lock file. This process holds the locks until it ends."""
 
 
 class RunRefused(ValueError):
-    """The folder holds a run with other settings, or another process trains in it. The message says what to do."""
+    """The run must not start in this folder. The message gives the reason and says what to do."""
 
 
-def counts(key: str) -> bool:
-    """Return whether anything that a run learns, computes or measures depends on this key."""
+def affects_results(key: str) -> bool:
+    """Return whether the results of a run may depend on this key."""
     return not any(fnmatch(key, pattern) for pattern in IGNORED)
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
-    """Return `a.b.c -> value` of the keys that count, the same on every machine and with today's module names."""
+    """Return `a.b.c -> value` for all keys that affect results.
+
+    The values are the same on every machine, and old module names are replaced by new ones.
+    """
     run = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
         plain = OmegaConf.to_container(run, resolve=True)
     assert isinstance(plain, dict)
-    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in _flat(plain) if counts(key)}))
+    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in _flat(plain) if affects_results(key)}))
     return {key: with_new_names(value) for key, value in kept.items()}
 
 
@@ -87,93 +91,109 @@ def _flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def check(config: DictConfig, start: str = "") -> None:
-    """RunRefused: this run would go on in a folder whose run had other settings, or unknown ones."""
-    folder, record = _folder(config), _record(_folder(config))
-    if start == "resume" or _is_first_start_of_fresh(record, start):
+    """Raise RunRefused if the folder's run had other or unknown settings. `start` is a value of `OAR_START`."""
+    _check(config, start, _record(_folder(config)), settings_of(config))
+
+
+def _check(config: DictConfig, start: str, record: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    folder = _folder(config)
+    if start == "resume" or _starts_fresh(record, start):
         return
     if not record:
         if config.trainer.resume_mode == "auto" and (folder / TRACKER).is_file():
-            reason = f"{folder} holds checkpoints, and no {RECORD} says with which settings they were made:"
-            raise RunRefused(f"{reason}\n{_ADVICE}")
+            raise RunRefused(f"{folder} holds checkpoints but no {RECORD}, so their settings are unknown:\n{_ADVICE}")
         return
-    old, new = record["settings"], settings_of(config)
+    old = record["settings"]
     differing, unmatched = _compared(record, new)
     if unmatched:
         versions = f"{record['versions'] or 'other versions'}, now {_versions()}"
-        keys = ", ".join(_first(unmatched))
-        say(f"oar: {folder}: started with {versions}; not compared, as one of them has no such key: {keys}", sys.stderr)
+        keys = ", ".join(_shortened(unmatched))
+        say(f"oar: {folder}: started with {versions}; keys of only one version, not compared: {keys}", sys.stderr)
     if differing:
         values = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in differing]
-        raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *_first(values), _ADVICE]))
+        raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *_shortened(values), _ADVICE]))
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
-    """Open the folder of a run that starts, and lock it until this process ends.
+    """Open a run's folder, write `run.yaml`, and lock the folder until this process ends.
 
-    With `fresh` an old folder is moved aside; with `resume` the old record is kept under another name.
+    With `fresh`, an existing folder is moved aside. If the recorded settings differ, the old `run.yaml` is renamed.
+
+    Args:
+        config: The run's configuration.
+        start: A value of `OAR_START`.
 
     Returns:
-        The folder; None where the run has finished already.
+        The folder, or None if the run has already finished.
 
     Raises:
-        RunRefused: the folder holds a run with other settings, or another process trains there.
+        RunRefused: the folder's run had other or unknown settings, or another process trains there.
     """
-    check(config, start)
-    if has_finished(config, start):
+    folder = _folder(config)
+    record, settings = _record(folder), settings_of(config)
+    _check(config, start, record, settings)
+    if _has_finished(config, start, record, settings):
         return None
-    folder, settings = _folder(config), settings_of(config)
-    record = _record(folder)
-    moves = folder.exists() and _is_first_start_of_fresh(record, start)
+    moves = folder.exists() and _starts_fresh(record, start)
     if start == "resume" and not is_begun(folder):
-        say(f"oar: {folder}: {START}=resume, but no run is there; it begins at step 0", sys.stderr)
+        say(f"oar: {folder}: {START}=resume, but the folder holds no run; training starts at step 0", sys.stderr)
     _lock(folder)
     if moves:
-        folder.rename(unused(folder))
+        folder.rename(free_path(folder))
         _lock(folder)
         record = {}
     if record and record["settings"] != settings:
-        (folder / RECORD).rename(unused(folder / RECORD))
+        (folder / RECORD).rename(free_path(folder / RECORD))
     began = start if start.startswith("fresh") else record.get("start", "")
     _write(folder, {"state": "unfinished", "start": began, "versions": _versions(), "settings": settings})
     return folder
 
 
 def is_begun(folder: Path) -> bool:
-    """Return whether the folder holds a run to go on with."""
+    """Return whether the folder holds a run that can be resumed."""
     return any((folder / name).is_file() for name in (RECORD, TRACKER))
 
 
 def has_finished(config: DictConfig, start: str = "") -> bool:
-    """Return whether nothing is left to do for this run."""
-    record = _record(_folder(config))
-    if record.get("state") != "finished" or _is_first_start_of_fresh(record, start):
+    """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
+    return _has_finished(config, start, _record(_folder(config)), settings_of(config))
+
+
+def _has_finished(config: DictConfig, start: str, record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    if record.get("state") != "finished" or _starts_fresh(record, start):
         return False
-    return bool(config.trainer.resume_mode == "auto" and not _compared(record, settings_of(config))[0])
+    return bool(config.trainer.resume_mode == "auto" and not _compared(record, settings)[0])
 
 
 def end(folder: Path, state: str) -> None:
-    """Record how a run ended: `finished` or `failed`. A run that was cut off stays `unfinished`."""
+    """Record how a run ended: `finished` or `failed`. A run that was killed remains `unfinished`."""
     _write(folder, _record(folder) | {"state": state})
 
 
 def state(folder: Path) -> str:
-    """Return `not started`, `unfinished`, `failed` or `finished`."""
+    """Return the recorded state: `not started`, `unfinished`, `failed` or `finished`."""
     return str(_record(folder).get("state", "not started"))
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables that put verl's loggers into the folder, with a new metrics file for each start."""
+    """Return the environment variables that make verl's loggers write into the folder, to a new metrics file at each start.
+
+    Variables that are already set are left out.
+    """
     files = folder / "metrics"
     files.mkdir(parents=True, exist_ok=True)
     place = {
-        "VERL_FILE_LOGGER_PATH": str(unused(files / "start.jsonl")),
+        "VERL_FILE_LOGGER_PATH": str(free_path(files / "start.jsonl")),
         "TENSORBOARD_DIR": str(folder / "tensorboard"),
     }
     return {name: value for name, value in place.items() if name not in os.environ}
 
 
 def mean_accuracy(metrics: Mapping[str, Any]) -> float | None:
-    """Return the mean over the validation sets of verl's `val-core/SET/acc/mean@K` (or `reward`); None without validation."""
+    """Return the mean of verl's `val-core/SET/acc/mean@K` (or `SET/reward/mean@K`) over the validation sets.
+
+    Returns None if the step was not validated.
+    """
     sets = [float(value) for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
     return sum(sets) / len(sets) if sets else None
 
@@ -183,7 +203,7 @@ def _folder(config: DictConfig) -> Path:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Return the content of `run.yaml`, empty where no run was started."""
+    """Return the content of `run.yaml`, or an empty dict if there is none. Raise RunRefused if it is not valid."""
     file = folder / RECORD
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -193,7 +213,7 @@ def _record(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise RunRefused(f"{file}: not what a run writes ({type(error).__name__}); move it away") from error
+        raise RunRefused(f"{file}: not a valid {RECORD} ({type(error).__name__}); move it away") from error
 
 
 def _write(folder: Path, record: Mapping[str, Any]) -> None:
@@ -201,7 +221,7 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _lock(folder: Path) -> None:
-    """Keep other processes out, on other machines too where the file system has such locks.
+    """Lock the folder against other processes, also on other machines if the file system supports it.
 
     Raises:
         RunRefused: another process holds the lock.
@@ -215,7 +235,7 @@ def _lock(folder: Path) -> None:
     except BlockingIOError:
         with file:
             file.seek(0)
-            advice = f"wait, or end it; if its machine is gone, and its lock is not, delete {file.name}"
+            advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {file.name}"
             raise RunRefused(f"{folder}: another process trains there: {file.read()}; {advice}") from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
@@ -226,60 +246,61 @@ def _lock(folder: Path) -> None:
 
 
 def _versions() -> str:
-    """Return the versions of the packages that give a configuration its keys."""
+    """Return the versions of verl and oar_plugin, which define the keys of a configuration."""
     try:
-        ours = importlib.metadata.version("oar_plugin")
+        own = importlib.metadata.version("oar_plugin")
     except importlib.metadata.PackageNotFoundError:
-        ours = "not installed"  # imported through PYTHONPATH
-    return f"verl {host_version()}, oar_plugin {ours}"
+        own = "not installed"  # imported through PYTHONPATH
+    return f"verl {host_version()}, oar_plugin {own}"
 
 
 def _compared(record: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the keys whose values differ, and those not compared because another version has added or removed them."""
+    """Return the keys whose values differ, and those that are not compared because another version added or removed them."""
     old = record["settings"]
     unmatched = [] if record["versions"] == _versions() else sorted(old.keys() ^ new.keys())
     keys = (old.keys() | new.keys()) - set(unmatched)
     return sorted(key for key in keys if old.get(key) != new.get(key)), unmatched
 
 
-def _first(lines: Sequence[str]) -> list[str]:
-    return [*lines[:SHOWN], *([f"  and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
+def _shortened(lines: Sequence[str]) -> list[str]:
+    left_out = len(lines) - MAX_LISTED_KEYS
+    return [*lines[:MAX_LISTED_KEYS], *([f"  and {left_out} more"] if left_out > 0 else [])]
 
 
-def _is_first_start_of_fresh(record: Mapping[str, Any], start: str) -> bool:
+def _starts_fresh(record: Mapping[str, Any], start: str) -> bool:
     return start.startswith("fresh") and (start == "fresh" or record.get("start") != start)
 
 
-def unused(path: Path) -> Path:
-    """Return `path`, or where it exists `folder.N` or `file.N.suffix` with the first free number."""
+def free_path(path: Path) -> Path:
+    """Return `path` if it does not exist, else `folder.N` or `file.N.suffix` with the smallest free number."""
     stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     numbered = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
 class KeepRun(Callback):
-    """Hydra's callback of the recipes: opens `trainer.default_local_dir` and puts verl's loggers there.
+    """Hydra callback of the recipes: opens `trainer.default_local_dir` and makes verl's loggers write there.
 
-    It refuses to go on there with other settings than those the run was started with.
+    It stops the run if the run in that folder had other settings.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Open the folder. Exits with status 2 where that is refused, with 0 where the run has finished already."""
+        """Open the folder. Exit with status 2 if it cannot be used, 1 after other errors, 0 if the run has already finished."""
         try:
             opened = begin(config, os.environ.get(START, ""))
         except (RunRefused, OSError) as error:
             say(f"oar: {error}", sys.stderr)
             sys.exit(2)
-        except Exception:  # Hydra would log it and go on without the folder
+        except Exception:  # Hydra would only log the error and continue without the folder
             traceback.print_exc()
             sys.exit(1)
         if opened is None:
-            say(f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh begins again", sys.stderr)
+            say(f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh starts it again", sys.stderr)
             sys.exit(0)
-        # In Ray's environment, not in this process's: the logger is in an actor, and Ray may run already.
+        # Set in Ray's runtime environment: the loggers run in an actor, and a Ray that already runs ignores this process's.
         OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables(opened), force_add=True)
-        OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds a variable there itself
+        OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds its own variable
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Record how the run ended. A run that is cut off does not get here."""
+        """Record how the run ended. Hydra does not call this if the process is killed."""
         end(_folder(config), "finished" if job_return.status is JobStatus.COMPLETED else "failed")

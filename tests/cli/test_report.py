@@ -15,7 +15,7 @@ from oar_plugin.cli.main import main
         ("empty", None, 2, "empty: no logs of verl, looked for metrics/start*.jsonl"),
         ("rollouts.jsonl", None, 2, "rollouts.jsonl: no step in it"),
         ("empty.wandb", None, 2, "empty.wandb: no step in it"),
-        ("broken", None, 2, "run.yaml: not what a run writes (KeyError)"),
+        ("broken", None, 2, "run.yaml: not a valid run.yaml (KeyError)"),
         ("empty.wandb", "wandb", 1, "wandb is not installed here; pip install wandb"),
         ("events.out.tfevents.1", "tensorboard", 1, "tensorboard is not installed here; pip install tensorboard"),
         ("metrics.jsonl", "matplotlib", 1, "matplotlib is not installed here; pip install matplotlib"),

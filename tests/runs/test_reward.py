@@ -48,7 +48,7 @@ def test_an_answer_that_takes_for_ever_pays_nothing_and_is_flagged(caplog):
     caplog.set_level(logging.WARNING, logger="oar_plugin")
     row = compute_score("test", r"\boxed{9^{9^{9^{9}}}}", "7")
     assert (row["score"], row["failed"]) == (0.0, 1.0)
-    assert "it pays 0" in caplog.text
+    assert "the reward is 0" in caplog.text
     assert compute_score("test", r"\boxed{14/2}", "7")["score"] == 1.0
 
 

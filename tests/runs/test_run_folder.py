@@ -144,10 +144,10 @@ def test_where_a_process_trains_no_other_one_enters_or_moves_the_folder(tmp_path
 def test_checkpoints_that_nothing_is_known_of_are_not_trained_further_unasked(tmp_path, capsys):
     folder = tmp_path / "run"
     assert begin(config(tmp_path / "new"), "resume")
-    assert "no run is there; it begins at step 0" in capsys.readouterr().err
+    assert "OAR_START=resume, but the folder holds no run" in capsys.readouterr().err
     folder.mkdir()
     (folder / TRACKER).write_text("20")
-    with pytest.raises(RunRefused, match=r"no run\.yaml says with which settings") as refused:
+    with pytest.raises(RunRefused, match=r"holds checkpoints but no run\.yaml") as refused:
         begin(config(folder))
     assert "--resume" in str(refused.value)
     check(config(folder, trainer__resume_mode="resume_path"))
@@ -167,7 +167,7 @@ def test_a_key_that_another_version_has_added_is_noted_and_one_that_changed_refu
     check(config(folder, **added))
     said = capsys.readouterr().err
     assert "started with verl 0.0." in said
-    assert said.endswith("no such key: data.new\n")
+    assert said.endswith(": data.new\n")
     with pytest.raises(RunRefused, match=r"data\.seed: 1 there, 2 now"):
         check(config(folder, data__seed=2))
 

@@ -1,4 +1,7 @@
-"""Makes of a run the command, script or manifest that starts it at a place, and starts it. ValueError: it cannot run there."""
+"""Turns a run into a command, script or manifest for one place (this machine, Ray, SLURM or Kubernetes), and submits it.
+
+The functions raise ValueError if the run cannot be started there.
+"""
 
 import re
 import shlex
@@ -17,10 +20,10 @@ from oar_plugin.runs.launch.runs import Run
 from oar_plugin.runs.recipe import command, gpus_needed, recipes_folder
 
 PROGRAMS = {"ray": "ssh", "slurm": "sbatch", "kubernetes": "kubectl"}
-"""Place -> the program that it needs here."""
-RESTARTS = 10  # of a SLURM job that fails, or whose folder cannot be seen
+"""Place -> the program that must be installed on this machine."""
+RESTARTS = 10  # limit for a SLURM job that fails, or whose folder the batch script cannot see
 ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Variables for all nodes: folders, hubs and loggers, settings of the libraries that talk between nodes.
+# Environment variables that every node gets: folders; settings of hubs and loggers; settings of communication libraries.
 PATHS = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE", "HF_HOME", "HF_HUB_CACHE", "WANDB_DIR")
 NAMES = (
     *("HF_ENDPOINT", "HF_HUB_OFFLINE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE"),
@@ -33,24 +36,26 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRAC
 
 
 class Job(NamedTuple):
-    """What starts a run: a command here, and the text of that command, of the script or of the manifest."""
+    """How to start a run: `words` is the command to run on this machine, `text` the shell command, script or manifest."""
 
     run: Run
-    needs: str  # nodes and GPUs
+    needs: str  # number of nodes and GPUs, as text
     text: str
     words: list[str]
 
     def submit(self) -> int:
-        """Hand the run to the scheduler, and return 0, or 1 where that failed."""
+        """Submit the run to the scheduler. Return 0, or 1 if that failed."""
         if self.words[0] == "sbatch":
             write_whole(Path(self.words[-1]), self.text)
         return min(1, subprocess.run(self.words, input=self.text, text=True, check=False).returncode)
 
     def run_here(self) -> int:
-        """Run to the end, end the run with this process, and return the exit status.
+        """Run until the end and return the exit status. Signals that end this process are passed on to the run.
 
-        The run gets a session of its own: a terminal would send Ctrl-C to it too, and the second signal would break off its
-        cleaning up.
+        After such a signal and the end of the run, KeyboardInterrupt is raised.
+
+        The run gets its own session. Otherwise a terminal would also send Ctrl-C to it, and this second signal would interrupt
+        its cleanup.
         """
         received: list[int] = []
         process: subprocess.Popen[bytes] | None = None
@@ -75,14 +80,25 @@ class Job(NamedTuple):
 
 
 def in_container(on: str, options: Mapping[str, Any]) -> bool:
-    """Return whether a run has an image of its own, and does not see the files of this machine."""
+    """Return whether a run uses a container image and so does not see the files of this machine."""
     return on == "kubernetes" or any(word.startswith("--container") for word in options.get("srun", ()))
 
 
 def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Job:
-    """Return what starts a run; `recipe` is its recipe's folder here, `environment` goes to every node."""
+    """Return the job that starts a run.
+
+    Args:
+        run: The run.
+        recipe: The recipe's folder on this machine.
+        on: The place: `local` or a key of `PROGRAMS`.
+        options: Options of `oar launch`.
+        environment: Variables for every node.
+
+    Raises:
+        ValueError: the run cannot be started there.
+    """
     there = options["recipe_on_nodes"] or recipe
-    values = facts(run.config, there, run.variant, run.overrides)
+    values = template_values(run.config, there, run.variant, run.overrides)
     nodes, gpus, checkpoints = values["nodes"], values["gpus_per_node"], values["checkpoints"]
     needs = f"{nodes} node{'s' if nodes > 1 else ''} with {gpus} GPU{'s' if gpus > 1 else ''}"
     if on == "local":
@@ -117,15 +133,20 @@ def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environm
     if on == "slurm":
         return Job(run, needs, text, ["sbatch", f"{run.job}.sbatch"])
     text = patched(text, options["patch"]) if options["patch"] else text
-    return Job(
-        run, needs, text, ["kubectl", "create", "-f", "-"]
-    )  # not apply, which takes an existing RayJob for success
+    # Not `kubectl apply`, which succeeds if the RayJob already exists and then starts nothing.
+    return Job(run, needs, text, ["kubectl", "create", "-f", "-"])
 
 
 def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str | None = None) -> dict[str, str]:
-    """Return the variables for every node, without secrets: those here, and `wanted`, each `NAME=VALUE` or `NAME`.
+    """Return the environment variables for every node, without secrets.
 
-    Nodes with a `volume` of their own do not have the folders of this machine.
+    Args:
+        environment: Variables of this machine; those that nodes need are selected.
+        wanted: More variables, each `NAME=VALUE` or `NAME` with the value on this machine.
+        volume: Folder of a volume that nodes use instead of this machine's folders.
+
+    Raises:
+        ValueError: an entry of `wanted` is a secret, is not set here, or has no valid name.
     """
     chosen = {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}
     if volume is None:
@@ -137,37 +158,40 @@ def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ValueError(f"--env {entry}: not a name of an environment variable; write NAME=VALUE or NAME")
         if name in SECRETS:
-            raise ValueError(f"--env {name}: a secret; export it instead, it is passed on without being written down")
+            raise ValueError(
+                f"--env {name}: a secret; export it instead, so that no script or command line contains it"
+            )
         if not equals and name not in environment:
             raise ValueError(f"--env {name}: not set here; export it, or write {name}=VALUE")
         chosen[name] = value if equals else environment[name]
     return dict(sorted(chosen.items()))
 
 
-def facts(config: DictConfig, recipe: Path, variant: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a recipe for the templates; `recipe` is its folder as the nodes see it."""
+def template_values(config: DictConfig, recipe: Path, variant: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values with which templates are filled. `recipe` is the recipe's folder on the nodes."""
     nodes, gpus_per_node, gpus = gpus_needed(config)
     checkpoints = str(config.trainer.default_local_dir)
     if nodes > 1 and not Path(checkpoints).is_absolute():
         raise ValueError(
-            f"trainer.default_local_dir={checkpoints}: relative, and the recipe runs on {nodes} nodes, which must all see it "
-            "to resume; set OAR_CHECKPOINTS to a folder on shared storage"
+            f"trainer.default_local_dir={checkpoints}: a relative path, but the recipe runs on {nodes} nodes, which must all "
+            "see the folder to resume; set OAR_CHECKPOINTS to a folder on shared storage"
         )
     return {
         "train": shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides])),
         "train_alone": shlex.join(command(recipe, variant, overrides)),  # verl starts Ray itself
-        **{
-            "nodes": nodes,
-            "gpus_per_node": gpus_per_node,
-            "gpus": gpus,
-            "checkpoints": checkpoints,
-            "secrets": SECRETS,
-        },
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "gpus": gpus,
+        "checkpoints": checkpoints,
+        "secrets": SECRETS,
     }
 
 
 def fill(template: Path | str, values: Mapping[str, Any]) -> str:
-    """Fill a template: a file, or one of `recipes/cluster`. Filters `quote`, `sbatch` and `tojson` make any value safe."""
+    """Return a filled template. `template` is a file, or the name of one in `recipes/cluster`.
+
+    Templates insert values through the filters `quote`, `sbatch` and `tojson`, which escape any value.
+    """
     import jinja2
 
     engine = jinja2.Environment(  # noqa: S701  no HTML
@@ -176,7 +200,7 @@ def fill(template: Path | str, values: Mapping[str, Any]) -> str:
     engine.filters.update(quote=shlex.quote, sbatch=_sbatch)
     file = template if isinstance(template, Path) else recipes_folder() / "cluster" / template
     text = file.read_text(encoding="utf-8")
-    text = text.replace(" oar_plugin.launch.wait", " oar_plugin.runs.launch.wait")  # its name in older copies
+    text = text.replace(" oar_plugin.launch.wait", " oar_plugin.runs.launch.wait")  # its old name, in copied templates
     try:
         return engine.from_string(text).render(values)
     except jinja2.TemplateError as error:
@@ -185,21 +209,24 @@ def fill(template: Path | str, values: Mapping[str, Any]) -> str:
 
 def _sbatch(option: str) -> str:
     if "\n" in option:
-        raise ValueError(f"{option!r}: a line of #SBATCH cannot hold a line break")
+        raise ValueError(f"{option!r}: an #SBATCH line cannot hold a line break")
     return shlex.quote(option)
 
 
 def by_name(train: str, recipe: Path) -> str:
-    """Return the training command for a machine that has the recipe in its own copy of this package."""
+    """Return a training command that looks up the recipe in the package installed on the machine where it runs."""
     find = f"from oar_plugin.runs.recipe import find_recipe; print(find_recipe({recipe.name!r}))"
     return f"recipe=$(python -c {shlex.quote(find)})\n" + train.replace(shlex.quote(str(recipe.resolve())), '"$recipe"')
 
 
 def patched(manifest: str, file: Path) -> str:
-    """Return a RayJob with the sections of a file merged into it. ValueError: the file cannot be used.
+    """Return a RayJob manifest with the sections of a yaml file merged into it.
 
-    `rayjob` goes into the job, `pod` into every pod's template, `container` into every pod's container. Maps are merged, lists
-    are extended, other values are replaced.
+    Section `rayjob` is merged into the RayJob, `pod` into every pod's template, `container` into every pod's first container.
+    Maps are merged, lists are extended, other values are replaced.
+
+    Raises:
+        ValueError: the file is not valid or does not fit the RayJob.
     """
     import yaml
 
@@ -207,7 +234,7 @@ def patched(manifest: str, file: Path) -> str:
         patch = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         unknown = sorted(set(patch) - {"rayjob", "pod", "container"})
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        raise ValueError(f"--patch {file}: not a yaml file of sections: {error}") from error
+        raise ValueError(f"--patch {file}: not a yaml file with sections: {error}") from error
     if unknown:
         raise ValueError(f"--patch {file}: {unknown[0]}: not a section; allowed: rayjob, pod, container")
     job = _merged(yaml.safe_load(manifest), patch.get("rayjob"), "rayjob")

@@ -1,6 +1,6 @@
-"""Checks that find, before a run waits in a queue, what would end it at its start.
+"""Checks that find, before a run waits in a queue, faults that would end it at its start.
 
-`oar launch` and `oar doctor --recipe` share them. A check returns a `Finding` for a fault and raises nothing. verl must be
+`oar launch` and `oar doctor --recipe` share them. A check reports a fault as a `Finding` and does not raise. verl must be
 installed, and verl and OAR must accept the configuration.
 """
 
@@ -19,14 +19,14 @@ from oar_plugin.runs.plan.planning import Plan, suggest
 from oar_plugin.runs.recipe import gpus_needed
 
 
-def in_words(made: Plan) -> str:
-    """Return steps, hours and GPU-hours of a run, in one line."""
+def summary(made: Plan) -> str:
+    """Return a sentence with the steps, hours and GPU-hours of a run."""
     s, gpus = made.setup, made.setup.gpus + (made.setup.rollout_gpus if made.setup.dedicated else 0)
     if made.hours is None:
-        return "Hours are not known, as the rows of data.train_files are not: add trainer.total_training_steps=N."
+        return "Hours are unknown (the number of rows in data.train_files is, too): set trainer.total_training_steps=N."
     validation = "with validation"
     if s.validated is None:
-        validation = "without validation, as the rows of data.val_files are not known"
+        validation = "without validation (the number of rows in data.val_files is unknown)"
     hours, least, most = made.hours
     return (
         f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
@@ -35,26 +35,33 @@ def in_words(made: Plan) -> str:
 
 
 def examine(config: DictConfig, memory: Finding, files_seen: bool, local: bool) -> Iterator[Finding]:
-    """Yield the findings about a run that sees the files of this machine or not; `memory` is the one of `examine_plan`."""
+    """Yield the findings about a run.
+
+    Args:
+        config: The run's configuration.
+        memory: The finding of `examine_plan`.
+        files_seen: Whether the run sees the files of this machine.
+        local: Whether it runs on this machine.
+    """
     if memory.level == "missing" and not local:
-        memory = memory._replace(advice=f"{memory.advice}, or --gpu NAME if the nodes have others")
+        memory = memory._replace(advice=f"{memory.advice}, or --gpu NAME if the nodes have other GPUs")
     yield memory
     needed, here = gpus_needed(config)[2], len(gpus_here())
     if local and config.trainer.device != "cpu" and here < needed:
-        advice = "--on ray, slurm or kubernetes, or fewer with trainer.n_gpus_per_node=N"
-        yield Finding("GPUs", "missing", f"the recipe needs {needed} GPUs, here are {here}", advice)
+        advice = "use --on ray, slurm or kubernetes, or fewer GPUs with trainer.n_gpus_per_node=N"
+        yield Finding("GPUs", "missing", f"the recipe needs {needed} GPUs, this machine has {here}", advice)
     if files_seen:
         yield examine_data(config)
         yield examine_model(config)
         yield examine_reward(config)
         yield from examine_loggers(strings(config, "trainer.logger"))
     else:
-        unseen = "on the nodes, cannot be seen from here"
+        unseen = "on the nodes, cannot be checked from here"
         yield from (Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward"))
 
 
 def strings(config: DictConfig, key: str) -> list[str]:
-    """Return the values of a key for which verl takes one string or several."""
+    """Return the values of a key as a list; verl accepts one string or a list of strings."""
     value = OmegaConf.select(config, key)
     return [value] if isinstance(value, str) else [str(each) for each in value or ()]
 
@@ -63,9 +70,15 @@ def strings(config: DictConfig, key: str) -> list[str]:
 
 
 def examine_plan(config: DictConfig, gpu: Gpu, seen: bool = True) -> tuple[Plan | None, Finding]:
-    """Return the plan, None where there is none, and the finding about layout and memory: "not checked" without `seen` GPUs."""
+    """Return the plan, or None if there is none, and the finding about layout and memory.
+
+    Args:
+        config: The run's configuration.
+        gpu: The GPU to plan for.
+        seen: Whether the run's GPUs are known; if not, the finding is "not checked".
+    """
     if config.trainer.device == "cpu":
-        return None, Finding("memory", "not checked", "the planner knows GPUs only, and this is trainer.device=cpu")
+        return None, Finding("memory", "not checked", "the planner supports only GPUs, not trainer.device=cpu")
     try:
         load_model(str(config.actor_rollout_ref.model.path))
     except PlanError as error:
@@ -73,22 +86,23 @@ def examine_plan(config: DictConfig, gpu: Gpu, seen: bool = True) -> tuple[Plan 
     try:
         made = Plan(config, gpu)
     except PlanError as error:
-        return None, Finding("layout", "missing", "; ".join(str(error).splitlines()), "oar plan RECIPE says what fits")
+        faults = "; ".join(str(error).splitlines())
+        return None, Finding("layout", "missing", faults, "oar plan RECIPE suggests settings that fit")
     left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"
     left += "" if made.cached >= 1 else "; vLLM's cache holds less than one sequence"
     text = f"projected for GPUs of {gpu.memory_gib:.0f} GiB: {made.verdict}, {left}"
     if not seen:
-        return made, Finding("memory", "not checked", text, "oar plan RECIPE --gpu NAME for others")
+        return made, Finding("memory", "not checked", text, "oar plan RECIPE --gpu NAME plans for other GPUs")
     if made.fits:
         return made, Finding("memory", "ok" if made.verdict == "fits" else "note", text)
     changes = suggest(made, lambda changed: Plan(changed, gpu))
     first = " ".join(f"{key}={value}" for key, value in changes[0].overrides.items()) if changes else ""
-    return made, Finding("memory", "missing", text, first or "oar plan RECIPE says what would fit")
+    return made, Finding("memory", "missing", text, first or "oar plan RECIPE suggests settings that fit")
 
 
 @cache
 def gpus_here() -> tuple[Gpu, ...]:
-    """Return the GPUs that torch sees, with their own memory and the speed of the nearest one in the planner's table."""
+    """Return the GPUs that torch sees, with their real memory and the speed of the most similar GPU in the planner's table."""
     import torch
 
     gpus = []
@@ -101,7 +115,11 @@ def gpus_here() -> tuple[Gpu, ...]:
 
 
 def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
-    """Return the named GPU, else for a local run the smallest one here, else the planner's default. ValueError: no such GPU."""
+    """Return the GPU to plan for: the named one, else for a local run the smallest one of this machine, else H100-80.
+
+    Raises:
+        ValueError: there is no GPU of this name.
+    """
     if local and name is None and memory_gib is None and gpus_here():
         return min(gpus_here(), key=lambda gpu: gpu.memory)
     return choose_gpu(name or "H100-80", memory_gib)
@@ -120,14 +138,14 @@ def examine_data(config: DictConfig) -> Finding:
         return Finding("data", "ok", f"{len(files)} files, in {folders}")
     made = " ".join(dict.fromkeys(name for name in SOURCES for file in wrong if Path(file).parent.name == name))
     advice = [f"oar data {made}"] if made else []
-    advice += [] if "OAR_DATA" in os.environ else ["OAR_DATA=the folder that has them (not set: ~/data/oar)"]
+    advice += [] if "OAR_DATA" in os.environ else ["set OAR_DATA to the folder that holds them (default: ~/data/oar)"]
     faults = "; ".join(f"{file} {fault}" for file, fault in wrong.items())
     return Finding("data", "missing", faults, ", or ".join(advice))
 
 
 def _fault_of(file: str, columns: tuple[str, ...]) -> str | None:
     if "://" in file:
-        return None  # verl fetches it
+        return None  # verl downloads it
     if not Path(file).is_file():
         return "is not there"
     if Path(file).suffix == ".parquet":
@@ -144,7 +162,7 @@ def _fault_of(file: str, columns: tuple[str, ...]) -> str | None:
 
 
 def examine_model(config: DictConfig) -> Finding:
-    """Check that the model is a folder, is in the cache of the hub, or can be downloaded."""
+    """Check that the model is a folder, is in the hub's local cache, or can be downloaded."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     path = str(config.actor_rollout_ref.model.path)
@@ -164,7 +182,7 @@ def examine_model(config: DictConfig) -> Finding:
 
 
 def examine_reward(config: DictConfig) -> Finding:
-    """Import the reward function in this process."""
+    """Check that the reward function can be imported, by importing it."""
     from verl.utils.import_utils import load_extern_object
 
     path, name = (OmegaConf.select(config, f"reward.custom_reward_function.{key}") for key in ("path", "name"))

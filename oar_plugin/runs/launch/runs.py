@@ -1,7 +1,7 @@
-"""The runs that a command line asks for, and their names. A run's folder has its name.
+"""Plans and names the runs that a command line asks for. A run's folder is named after the run.
 
-A name follows from recipe, variant, seed and overrides: two experiments never share a folder, and the same command finds its
-folder again. Raises RecipeError for what cannot work.
+A name is made from recipe, variant, seed and overrides: different experiments never share a folder, and repeating a command
+finds its folder again. The functions raise RecipeError for runs that cannot be planned.
 """
 
 import hashlib
@@ -18,26 +18,26 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.runs.recipe import RecipeError, compose_recipe
-from oar_plugin.runs.run_folder import counts
+from oar_plugin.runs.run_folder import affects_results
 
 SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
-"""The keys that make a run another sample: order of the prompts, sampling of the engines, order of the mini-batches."""
-OARS_SEED = "algorithm.oar.seed"
+"""Keys that `--seed` sets: for the order of prompts, for sampling in the engines, for the order of mini-batches."""
+OAR_SEED = "algorithm.oar.seed"
 UNNAMED = (
     *("trainer.total_epochs", "trainer.total_training_steps"),
     *("*.gpu_memory_utilization", "*.max_num_seqs", "*.max_num_batched_tokens", "*.enforce_eager"),
     *("*_max_token_len_per_gpu", "*micro_batch_size_per_gpu", "*offload*", "*.enable_gradient_checkpointing"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
 )
-"""Keys of length, memory and speed. They are settings, but do not name a run: `--resume` finds the run that goes on for longer,
-or that ran out of memory."""
-LONGEST_LABELS = 60
-LONGEST_JOB = 46  # KubeRay makes names of it, which may have 63 letters
+"""Keys for training length, memory and speed, which are not part of a run's name. So `--resume` finds a run again after they
+were changed, to train for longer or after it ran out of memory."""
+LONGEST_LABELS = 60  # characters of a run's name that come from overrides
+LONGEST_JOB = 46  # characters; KubeRay appends to a job's name and allows 63
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: verl is started with `variant` and `overrides`, and composes `config` from them."""
+    """One training run. verl is started with `variant` and `overrides`; `config` is the configuration that results."""
 
     variant: str
     name: str
@@ -46,12 +46,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The folder of everything that the run writes."""
+        """The folder to which the run writes everything."""
         return Path(str(self.config.trainer.default_local_dir))
 
     @property
     def job(self) -> str:
-        """The name, in letters that every scheduler accepts."""
+        """The run's name, shortened and in characters that every scheduler accepts."""
         short = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return short if len(short) <= LONGEST_JOB else f"{short[: LONGEST_JOB - 7].rstrip('-')}-{_hash(self.name)}"
 
@@ -63,28 +63,35 @@ def plan_runs(
     sweeps: Sequence[str] = (),
     overrides: Sequence[str] = (),
 ) -> list[Run]:
-    """Return a run for every combination of variant, seed and one value of each sweep. A baseline is without OAR's keys.
+    """Return one run for every combination of variant, seed and one value of each sweep.
 
-    A sweep is `KEY=VALUE,VALUE,...` in Hydra's grammar; the seed None stands for the recipe's own.
+    If there are several variants, GRPO's runs do not get the overrides of OAR's keys.
+
+    Args:
+        recipe: Folder of the recipe.
+        variants: Names from `VARIANTS`.
+        seeds: One seed per run; None keeps the recipe's own.
+        sweeps: Each `KEY=VALUE,VALUE,...` in Hydra's grammar.
+        overrides: Hydra overrides for every run.
     """
-    if "oar" not in variants and (ours := [sweep for sweep in sweeps if _is_oars(sweep)]):
-        raise RecipeError(f"--sweep {ours[0]}: GRPO has no such key; add --variant oar,grpo, or leave it out")
+    if "oar" not in variants and (refused := [sweep for sweep in sweeps if _is_oar_key(sweep)]):
+        raise RecipeError(f"--sweep {refused[0]}: GRPO has no such key; add --variant oar,grpo or remove the sweep")
     asked: dict[tuple[str, int | None, tuple[str, ...]], None] = {}
     for variant, values, seed in itertools.product(variants, itertools.product(*map(_values, sweeps)), seeds):
         all_keys = variant == "oar" or len(variants) == 1
-        words = tuple(word for word in (*overrides, *values) if all_keys or not _is_oars(word))
+        words = tuple(word for word in (*overrides, *values) if all_keys or not _is_oar_key(word))
         asked[variant, seed, words] = None
     runs: dict[Path, Run] = {}
     for run in (_planned(recipe, *each) for each in asked):
         if run.folder in runs:
-            reason = "trainer.experiment_name, or a sweep over a key that does not name a run"
-            raise RecipeError(f"trainer.default_local_dir={run.folder}: two of these runs would write there ({reason})")
+            reason = "trainer.experiment_name is set for both, or a swept key is not part of a run's name"
+            raise RecipeError(f"trainer.default_local_dir={run.folder}: two of these runs would write there; {reason}")
         runs[run.folder] = run
     return list(runs.values())
 
 
 def _planned(recipe: Path, variant: str, seed: int | None, words: tuple[str, ...]) -> Run:
-    keys = [] if seed is None else [*SEEDS, *([OARS_SEED] if variant == "oar" else [])]
+    keys = [] if seed is None else [*SEEDS, *([OAR_SEED] if variant == "oar" else [])]
     seeded = (*(f"{key}={seed}" for key in keys), *words)
     config = compose_recipe(recipe, variant, seeded)
     if "trainer.experiment_name" in _parsed(words):
@@ -95,12 +102,15 @@ def _planned(recipe: Path, variant: str, seed: int | None, words: tuple[str, ...
 
 
 def name_of(recipe: str, variant: str, seed: int | None, overrides: Sequence[str]) -> str:
-    """Return `RECIPE-VARIANT-sSEED`; overrides that change what is learned append their values and a hash of all of them."""
+    """Return `RECIPE-VARIANT-sSEED`, followed by the values of overrides that affect results and a hash of these overrides.
+
+    Overrides of `UNNAMED` keys are ignored.
+    """
     parts = [recipe, variant, *([] if seed is None else [f"s{seed}"])]
     named = {
         key: override
         for key, override in sorted(_parsed(overrides).items())
-        if key != "data.seed" and not any(fnmatch(key, pattern) for pattern in UNNAMED) and counts(key)
+        if key != "data.seed" and not any(fnmatch(key, pattern) for pattern in UNNAMED) and affects_results(key)
     }
     if named:
         labels = list(map(_label, named.values()))
@@ -112,7 +122,7 @@ def name_of(recipe: str, variant: str, seed: int | None, overrides: Sequence[str
 
 
 def _label(override: Override) -> str:
-    """Return `tau0.5` for a number, and a word without its key."""
+    """Return key and value (`tau0.5`) for a number or a boolean, and only the value for text."""
     key, value = override.key_or_group.split(".")[-1], _value(override).strip("'\"").rstrip("/").split("/")[-1]
     return value if re.match(r"[A-Za-z]", value) and value.lower() not in ("true", "false", "null") else f"{key}{value}"
 
@@ -126,7 +136,7 @@ def _hash(text: str) -> str:
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Override]:
-    """Return the overrides by key; the last one of a key counts, as in Hydra."""
+    """Return the overrides by key. If a key occurs twice, the last override wins, as in Hydra."""
     try:
         return {override.key_or_group: override for override in OverridesParser.create().parse_overrides(list(words))}
     except HydraException as error:
@@ -134,7 +144,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Override]:
 
 
 def _values(sweep: str) -> list[str]:
-    """Return `KEY=VALUE` for each value of a sweep."""
+    """Return one override `KEY=VALUE` for each value of a sweep."""
     ((_, override),) = _parsed([sweep]).items()
     key = sweep.partition("=")[0]
     if not override.is_sweep_override():
@@ -144,6 +154,7 @@ def _values(sweep: str) -> list[str]:
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
-def _is_oars(word: str) -> bool:
+def _is_oar_key(word: str) -> bool:
+    """Return whether an override sets one of OAR's keys."""
     key = word.lstrip("+~").partition("=")[0]
     return key == "oar" or key.split(".")[:2] == ["algorithm", "oar"]

@@ -1,4 +1,4 @@
-"""Waits until the Ray cluster of this machine has its nodes and GPUs, and prints them whenever they change."""
+"""Waits until the Ray cluster on this machine has enough nodes and GPUs, and prints them whenever they change."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ LOOK_AGAIN_S = 2.0
 
 
 def cluster() -> list[tuple[str, int]]:
-    """Return address and GPUs of each node that is alive, as Ray knows them; empty as long as no cluster is here."""
+    """Return the address and number of GPUs of each live node in Ray's cluster; an empty list if no cluster runs yet."""
     import ray
 
     if not ray.is_initialized():
@@ -21,12 +21,14 @@ def cluster() -> list[tuple[str, int]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Wait. Exits with status 1 where the cluster was not complete in time."""
+    """Wait for the cluster. Exit with status 1 if it is not complete in time."""
     parser = argparse.ArgumentParser(prog="python -m oar_plugin.runs.launch.wait", description=__doc__)
-    parser.add_argument("--nodes", type=int, required=True, help="to wait for")
-    parser.add_argument("--gpus", type=int, required=True, help="to wait for, of all nodes")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds (default: %(default)s)")
-    parser.add_argument("--then", metavar="VARIABLE", help="the variable with the shell script that is run afterwards")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes to wait for")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs to wait for, over all nodes")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds to wait at most (default: %(default)s)")
+    parser.add_argument(
+        "--then", metavar="VARIABLE", help="environment variable that holds a shell script to run afterwards"
+    )
     args = parser.parse_args(arguments)
     until, said = time.monotonic() + args.timeout, None
     while True:
@@ -40,13 +42,13 @@ def main(arguments: list[str] | None = None) -> None:
             break
         if time.monotonic() >= until:
             sys.exit(
-                f"oar launch: not complete after {args.timeout:g} s. A missing node did not start Ray or cannot reach this one "
-                "(firewall, wrong network interface); a node with too few GPUs has others in use or hidden (nvidia-smi, "
-                "CUDA_VISIBLE_DEVICES)"
+                f"oar launch: not complete after {args.timeout:g} s. If a node is missing, it did not start Ray or cannot "
+                "reach this one (firewall, wrong network interface). If a node has too few GPUs, others are in use or "
+                "hidden (nvidia-smi, CUDA_VISIBLE_DEVICES)"
             )
         time.sleep(LOOK_AGAIN_S)
     if args.then:
-        os.execvp("bash", ["bash", "-c", os.environ[args.then]])  # noqa: S607  bash of PATH, as in the templates
+        os.execvp("bash", ["bash", "-c", os.environ[args.then]])  # noqa: S607  the bash in PATH, as in the templates
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from oar_plugin.runs.launch import wait
-from oar_plugin.runs.launch.job import by_name, facts, fill, patched
+from oar_plugin.runs.launch.job import by_name, fill, patched, template_values
 from oar_plugin.runs.recipe import command, find_recipe
 from tests.limits import PROCESS_S
 
@@ -26,7 +26,7 @@ ON_CLUSTER = "+ray_kwargs.ray_init.address=auto"
 def script(template, nodes=3, **changes):
     """A template, filled for a run on nodes with eight GPUs each."""
     trainer = {"nnodes": nodes, "n_gpus_per_node": 8, "default_local_dir": "/shared/checkpoints/x"}
-    values = facts(OmegaConf.create({"trainer": trainer}), Path("/shared/my recipes/seven"), "oar", [STRANGE])
+    values = template_values(OmegaConf.create({"trainer": trainer}), Path("/shared/my recipes/seven"), "oar", [STRANGE])
     values |= {"environment": {"OAR_DATA": "/shared/my data", "NCCL_DEBUG": "it's $x"}, "setup": "", "wait_s": 60}
     values |= {"name": "seven-oar", "job_h": 9, "restarts": 2}
     return fill(template, values | changes)

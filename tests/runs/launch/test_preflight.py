@@ -80,7 +80,7 @@ REWARD = "reward.custom_reward_function"
         ({f"{REWARD}.path": "HERE/exits.py"}, "reward", "cannot be imported: SystemExit: 3"),
         ({f"{REWARD}.name": "nope"}, "reward", "nope"),
         ({"actor_rollout_ref.actor.ppo_mini_batch_size": 100}, "layout", "ppo_mini_batch_size=100: must divide"),
-        ({"trainer.n_gpus_per_node": 16}, "GPUs", "the recipe needs 16 GPUs, here are 8"),
+        ({"trainer.n_gpus_per_node": 16}, "GPUs", "the recipe needs 16 GPUs, this machine has 8"),
         ({"trainer.logger": ["console", "no_such_logger"]}, "trainer.logger", "no_such_logger is not installed"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_run_that_does_not_fit_is_told_the_margin_and_the_first_change(ready):
     assert "GiB missing in " in finding.text
     change = dict(word.split("=") for word in finding.advice.split())
     elsewhere = examined(ready, choose_gpu(memory_gib=20), local=False)["memory"]
-    assert elsewhere.advice == f"{finding.advice}, or --gpu NAME if the nodes have others"
+    assert elsewhere.advice.startswith(f"{finding.advice}, or --gpu NAME")
     relieved = changed({key: OmegaConf.create(f"v: {v}").v for key, v in change.items()})
     assert Plan(relieved, choose_gpu(memory_gib=20)).fits
 
