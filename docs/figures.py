@@ -327,12 +327,14 @@ def copies_range() -> str:
         return f"{min(values):.2f} to {max(values):.2f}"
 
     rows = {
-        "published procedure over exact scores on the engine": among("p / o"),
-        "budget 0.3 over all copies": among("l30 / l", "o30 / o"),
-        "speed of generation beside scoring, default share, over its speed alone": among("t/s(0.15) / t/s(alone)"),
-        "the same without the limit": among("t/s(1) / t/s(alone)"),
+        "seconds of the published procedure / of exact scores on the engine": among("p / o"),
+        "seconds with budget 0.3 / with all copies": among("l30 / l", "o30 / o"),
+        "generation speed while scoring (default `share_while_generating`) / without scoring": among(
+            "t/s(0.15) / t/s(alone)"
+        ),
+        "generation speed while scoring (`share_while_generating=1`) / without scoring": among("t/s(1) / t/s(alone)"),
     }
-    return table(f" ratio of seconds | smallest to largest of {len(lengths)} sizes ", rows.items())
+    return table(f" ratio | smallest to largest of {len(lengths)} sizes ", rows.items())
 
 
 # ---- evaluation, faults

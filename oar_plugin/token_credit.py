@@ -1,7 +1,8 @@
-"""Token credit in a training framework: the steps that every host takes, from a batch to advantages and dumps.
+"""Token credit for a training framework (a host): turns a batch into reshaped advantages, and writes dumps.
 
-A host makes one `TokenCredit`. In every step it calls `request`, `segments`, `importance`, `reshape` and `dump`, in this order.
-A host whose actor computes importance elsewhere (verl, OpenRLHF) leaves out `importance`.
+A host makes one `TokenCredit`. In each training step the host calls its methods `request`, `segments`, `importance`, `reshape`
+and `dump`, in this order. verl and OpenRLHF compute importance in their actors, so they do not call `importance`. verl also has
+its own code for segments and dumps.
 """
 
 import sys
@@ -29,21 +30,24 @@ from oar_plugin.passes.tokens import TokenBytes
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Prompts and responses, padded on any side to T tokens. Responses are in the last L of the T columns."""
+    """Prompts and responses, padded on any side to T columns. The last L columns hold the responses."""
 
     token_BT: Tensor  # int64
     mask_BT: Tensor  # bool, false at padding
-    response_BL: Tensor  # bool, true at the tokens of the response, which are consecutive
-    own_BL: Tensor | None = None  # bool, false where a tool wrote a token. None: the model wrote every response token
+    response_BL: Tensor  # bool, true at the response's tokens, which must be consecutive
+    own_BL: Tensor | None = None  # bool, true at the model's own tokens, false at a tool's. None: no tool wrote any
 
     @property
     def prompt_columns(self) -> int:
-        """How many columns come before those of the responses: `T - L`."""
+        """The number of columns before the responses, `T - L`."""
         return self.token_BT.shape[1] - self.response_BL.shape[1]
 
     @cached_property
     def responses(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """For each row, on the CPU: the columns of its response (of L), its token ids, and bool, which the model wrote."""
+        """For each row: the slice of its L columns that holds the response, the response's token ids, and a bool mask.
+
+        The mask is true at the model's own tokens. Both tensors are on the CPU.
+        """
         token_BL, response_BL = self.token_BT[:, self.prompt_columns :].cpu(), self.response_BL.bool().cpu()
         own_BL = response_BL if self.own_BL is None else self.own_BL.bool().cpu()
         columns = (row.nonzero()[:, 0].tolist() or [0, -1] for row in response_BL)
@@ -53,36 +57,36 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class ReshapedBatch:
-    """What `TokenCredit.reshape` got, and what `estimator.reshape` made of it."""
+    """Inputs of `TokenCredit.reshape` and outputs of `estimator.reshape`."""
 
     step: int
     host_advantage_BL: Tensor  # before reshaping
     importance_BL: Tensor
-    segments_BL: Tensor  # a `Segment` for each token
-    advantage_BL: Tensor  # for the loss
-    weight_BL: Tensor  # 1 everywhere in a response that falls back to GRPO
-    status_B: Tensor  # int64, a `Status` for each response
-    metrics: dict[str, float]  # by name, without the prefix `oar/`
+    segments_BL: Tensor  # a `Segment` per token
+    advantage_BL: Tensor  # after reshaping, for the loss
+    weight_BL: Tensor  # all 1 in a response that falls back to GRPO
+    status_B: Tensor  # int64, a `Status` per response
+    metrics: dict[str, float]  # value per metric name; names lack the prefix `oar/`
 
 
 class TokenCredit:
     """Token credit of one run.
 
     Args:
-        settings: keys of `algorithm.oar`, or the settings parsed.
-        tokenizer: the model's. None: for a caller that knows the segments.
-        prefix: how the user calls the settings, for messages.
-        generation_config: the model's, which may have more end-of-sequence tokens than the tokenizer.
-        padding: has the `pad_token_id` that replaces masked tokens. None: the tokenizer.
-        home: a relative `dump.dir` is below it. None: this process writes no files.
+        settings: a mapping with keys of `algorithm.oar`, or the parsed settings.
+        tokenizer: the model's tokenizer. None: `segments` and `record` cannot be called.
+        prefix: the user's name for the settings, for messages.
+        generation_config: the model's generation config; it may name more end-of-sequence tokens than the tokenizer does.
+        padding: an object whose `pad_token_id` replaces masked tokens. None: the tokenizer.
+        home: the folder that a relative `dump.dir` is in. None: this process writes no files.
         offloads: whether this host's rollout engines can score masked copies.
 
     Attributes:
         config: the settings.
-        dumps: the folder of the run's dumps.
+        dumps: writer of the run's dump files.
 
     Raises:
-        OarConfigError: a setting that cannot work. The message names the key, its value and what is allowed.
+        OarConfigError: a setting cannot work. The message names the key, its value and the allowed values.
     """
 
     def __init__(
@@ -113,13 +117,14 @@ class TokenCredit:
     def request(
         self, step: int, max_response_length: int | None = None, temperature: float = 1.0, importance_only: bool = False
     ) -> Request:
-        """Returns what to compute at training step `step` (from 1).
+        """Returns the request for a training step: what to compute, and how.
 
         Args:
-            max_response_length: a response of so many tokens without an end-of-sequence token at its end is truncated. None: no
-                response is truncated, or the host knows which ones are.
-            temperature: of sampling.
-            importance_only: whether nobody needs the pass's log-probs and entropy.
+            step: number of the training step, from 1.
+            max_response_length: a response with this many tokens or more counts as truncated unless it ends in an
+                end-of-sequence token. None: no response counts as truncated; the host may exclude truncated ones itself.
+            temperature: sampling temperature of the responses.
+            importance_only: compute no log-probs and no entropy for the host.
         """
         longest = max_response_length or sys.maxsize
         return Request.from_config(self.config, step, longest, importance_only, self._replacement, temperature)
@@ -128,14 +133,14 @@ class TokenCredit:
         """Finds the answer of each response and marks the tokens before it as reasoning.
 
         Args:
-            needed_B: bool, responses whose advantage is not zero; the others are not scored.
+            needed_B: bool, true for responses whose advantage is not zero. Other responses are not scored.
 
         Returns:
-            int8 `[B, L]` of `Segment`, OUTSIDE everywhere in a response that is not scored, and int64 `[B]` of `Status`, on
-            the batch's device.
+            A `Segment` per token, int8 `[B, L]`, and a `Status` per response, int64 `[B]`, both on the batch's device. All
+            tokens of a response that is not scored are OUTSIDE.
         """
         if self._token_bytes is None:
-            raise ValueError("give segments [B, T], or the tokenizer: the answer is found in the text")
+            raise ValueError("pass segments [B, T], or a tokenizer to search the text for the answer")
         rows = (
             (token_L.tolist(), own_L.numpy(), needed)
             for (_, token_L, own_L), needed in zip(batch.responses, needed_B.tolist(), strict=True)
@@ -158,18 +163,19 @@ class TokenCredit:
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
     ) -> Tensor:
-        """Importance of each response token, float32 `[B, L]`; 0 where nothing is scored.
+        """Importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
 
-        Every rank calls it, with nothing to score too: where a model is sharded, all ranks make equally many forwards.
+        Every rank must call it, even with nothing to score: ranks of a sharded model must run equal numbers of forwards. Call
+        it under the autocast that the host uses for log-probs.
 
         Args:
-            model: causal LM without pending gradients, under the autocast of the host's log-probs. It is left as it was.
-            max_tokens: of one forward, padding included, unless a single row has more.
-            max_over_ranks: returns the maximum over ranks of a count.
+            model: causal LM without pending gradients. The call leaves it unchanged.
+            max_tokens: maximum tokens per forward, padding included; a longer row runs alone.
+            max_over_ranks: returns the maximum of a count over all ranks.
             checkpoint_activations: recompute activations in the backward, to save memory.
 
         Raises:
-            UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
+            UnsupportedModelError: `oar_plugin.passes.taps.check_model` refuses the model.
             RuntimeError: the model has pending gradients.
         """
         before = batch.prompt_columns
@@ -190,7 +196,7 @@ class TokenCredit:
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
-        """The host's advantages, after all of its normalisation, times the gate's weights (see `estimator.reshape`)."""
+        """Multiply the host's normalised advantages by the gate's weights (see `estimator.reshape`)."""
         reasoning_BL = segments_BL == Segment.REASONING
         reshaped = estimator.reshape(advantage_BL, importance_BL, reasoning_BL, status_B, self.config)
         return ReshapedBatch(step, advantage_BL, importance_BL, segments_BL, *reshaped)
@@ -206,17 +212,18 @@ class TokenCredit:
         truth: object = None,
         **known: Any,
     ) -> Response:
-        """A response with its credit, for people to look at.
+        """Returns one response with its credit, for dumps and the inspector.
 
         Args:
-            span: columns of the response, of L.
-            token_ids: of the response.
-            importance: name of the importance. None: that of the settings.
+            row: index of the response in `reshaped`.
+            span: slice of the L columns that holds the response.
+            token_ids: the response's tokens.
+            importance: name of the importance. None: the name in the settings.
             truth: the right answer.
-            known: other fields of `Response` that the host knows; of a tensor `[L]`, what is in `span`.
+            known: further fields of `Response`. Tensors `[L]` are cut to `span`.
         """
         assert self._token_bytes is not None
-        # A response without tokens has an advantage, too.
+        # A response without tokens has an advantage too, in columns outside of its (empty) span.
         advantages = reshaped.host_advantage_BL[row, span].tolist() or reshaped.host_advantage_BL[row].tolist()
         scores = {importance or self.config.importance_object.name: reshaped.importance_BL[row, span].tolist()}
         fields: dict[str, Any] = {
@@ -230,7 +237,7 @@ class TokenCredit:
             segments=reshaped.segments_BL[row, span].tolist(),
             importance=scores,
             weights=reshaped.weight_BL[row, span].tolist(),
-            advantage=max(advantages, key=abs),  # 0 at a tool's tokens, the same at all others
+            advantage=max(advantages, key=abs),  # one value at all own tokens, 0 at a tool's
             status=Status(int(reshaped.status_B[row])).name.lower(),
             **fields,
         )
@@ -244,16 +251,16 @@ class TokenCredit:
         known: Callable[[int], Mapping[str, Any]],
         gather: Callable[[list[Any]], list[Any]] = list,
     ) -> None:
-        """Writes whole groups of responses into a file, if `dump` asks for this step. Every rank calls it.
+        """Writes whole groups of responses into a file, at the steps that the settings `dump` select.
 
-        No fault in it stops the run; the metric `DUMP_FAILED` counts it.
+        Every rank must call it. A fault sets the metric `DUMP_FAILED` to 1 and does not stop the run.
 
         Args:
-            metrics: where that metric goes.
-            rows: for each response of this rank its row, group, own id and reward, siblings in the order in which they are
-                shown. It is iterated over at the steps to dump only.
-            known: given a row, the fields of `Response` that the host knows (see `record`).
-            gather: returns the lists of all ranks, concatenated.
+            metrics: receives `DUMP_FAILED`.
+            rows: (row, group, id, reward) for each response of this rank. A group's responses are shown in this order. Only
+                steps with a dump iterate over it.
+            known: returns further fields of `Response` for a row (see `record`).
+            gather: returns the concatenated lists of all ranks.
         """
         if self.config.dump.dir is None:
             return
@@ -261,22 +268,22 @@ class TokenCredit:
         if not self.dumps.due(reshaped.step):
             return
         counted = partial(self.dumps.counted, reshaped.step, metrics)
-        siblings, own, chosen, records = list[Sibling](), dict[str, int](), list[Sibling](), list[Response]()
+        siblings, row_of_uid, chosen, records = list[Sibling](), dict[str, int](), list[Sibling](), list[Response]()
         with counted("reading responses", DUMP_FAILED):
             for row, group, uid, reward in rows:
-                own[uid] = row
+                row_of_uid[uid] = row
                 siblings.append(Sibling(group, uid, reward, int(reshaped.status_B[row])))
-        # Every rank takes part in both exchanges, whatever failed on it.
+        # `gather` is a collective: a rank on which something failed must call it too, here and below.
         siblings = gather(siblings)
         with counted("reading responses", DUMP_FAILED):
             chosen = [sibling for group in choose(siblings, self.config.dump.groups) for sibling in group]
-            for group, uid, reward, _ in (sibling for sibling in chosen if sibling.uid in own):
-                span, token_L, own_L = batch.responses[row := own[uid]]
+            for group, uid, reward, _ in (sibling for sibling in chosen if sibling.uid in row_of_uid):
+                span, token_L, own_L = batch.responses[row := row_of_uid[uid]]
                 mask = None if batch.own_BL is None else own_L.long().tolist()
                 fields = {"group": group, "uid": uid, "reward": reward, "mask": mask, **known(row)}
                 records.append(self.record(reshaped, row, span, token_L.tolist(), **fields))
         record_of = {record.uid: record for record in gather(records)}
-        failed = metrics[DUMP_FAILED] or len(record_of) < len(chosen)  # perhaps on another rank
+        failed = metrics[DUMP_FAILED] or len(record_of) < len(chosen)  # records are missing if another rank failed
         metrics[DUMP_FAILED] = float(failed)
         if self.dumps.folder is not None and (record_of or not failed):
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):

@@ -1,9 +1,13 @@
-"""The gradient pass: scores per token from an importance and a packed micro-batch, in one forward or a few.
+"""The gradient pass: computes an importance's scores per token of a packed micro-batch, in one or more forwards.
 
-`Importance.forwards` lists the forwards. For each one `MicroBatchPass.tap` makes the tap that the model runs under. The
-backward starts from the tap's scalar and adds to `Scores`. `run_forwards` does this on a HuggingFace model; Megatron's
-schedules run each forward for all micro-batches. If several ranks share the sequences, the runner sums `Scores` over them.
-`importance_of_scores` then returns the importance per token.
+1. `Importance.forwards` lists the forwards.
+2. `MicroBatchPass.tap` returns a `Tap` for each forward. The model runs under this tap.
+3. The backward starts from the tap's scalar. It adds scores to `Scores`.
+4. If several ranks share the sequences, the host sums `Scores` over these ranks.
+5. `importance_of_scores` returns the importance per token.
+
+`run_forwards` does steps 2 and 3 for one micro-batch of a HuggingFace model. Under Megatron, its schedules do them: each
+forward runs for all micro-batches before the next forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +27,18 @@ from oar_plugin.passes.rows import Project, projected_back, read_logits, scalar_
 from oar_plugin.passes.tap import Tap, Taps
 
 FP16_EXPONENT = 6
-"""In fp16 the gradient with respect to the projected hidden states is scaled to a norm below 2 to this power. That leaves 10
-bits below the largest number for growth on the way to the embeddings, and 20 bits above the smallest normal number."""
+"""In fp16, the gradient with respect to the rows of hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
+
+On the way to the embeddings, it can grow 2^10 times before it overflows, and shrink about 2^20 times before it is subnormal."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Concatenated sequences."""
+    """B concatenated sequences of T tokens in all."""
 
     token_T: Tensor  # int64 `[T]`
     segments_T: Tensor  # int64 `[T]`, `Segment` per token; OUTSIDE in prompts and in responses that are not scored
-    offsets: Tensor  # int64 `[B + 1]`, where each sequence begins, and the end
+    offsets: Tensor  # int64 `[B + 1]`, position of each sequence's first token, then T
 
     @property
     def response_T(self) -> Tensor:
@@ -55,27 +60,29 @@ class Packed:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a packed micro-batch are on this rank."""
+    """The places of a packed micro-batch's tokens on this rank."""
 
-    # int64 `[T]`, each token's position in this rank's flattened hidden states; -1 where another rank has the token
+    # int64 `[T]`, each token's position in this rank's flattened hidden states; -1 if this rank does not hold the token
     local_T: Tensor
-    # int64 `[T]`, the same for the embeddings: with Megatron's sequence parallelism a rank holds fewer of them
+    # int64 `[T]`, each token's position in this rank's flattened embeddings, or -1. It differs from `local_T` only under
+    # Megatron's sequence parallelism, which splits the embeddings over more ranks than the last hidden states.
     embedding_T: Tensor
-    num_embeddings: int  # embeddings on this rank, padding included
+    num_embeddings: int  # number of embeddings on this rank, padding included
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
-    columns: int | None = None  # see `Tap`
-    # sums a tensor over the ranks that share the sequences, in place or not
+    columns: int | None = None  # number of columns that are tokens (see `Tap.columns`)
+    # returns the sum of a tensor over the ranks that share the sequences; it may overwrite its argument
     sum_over_sequence_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
 class Scores:
-    """What this rank has measured so far, float32, one value per packed token. `total` sums it over ranks.
+    """This rank's results of the forwards and backwards so far, float32, one value per packed token.
 
     Attributes:
-        score_KT: per backward, summed over draws.
-        entropy_T: nats, at this rank's reasoning tokens, and at its answer tokens where a backward starts from `later` rows;
-            0 elsewhere, and everywhere if the importance does not read entropies.
-        log_prob_T: log-probabilities of the same tokens.
+        score_KT: scores of each of the importance's K backwards. Each backward runs once per draw of random signs or noise;
+            the scores of all draws are added up.
+        entropy_T: entropy in nats of the distribution that the token was sampled from; 0 if it was not computed. The pass
+            computes it if the importance reads entropies: at reasoning tokens, and with `later` rows at answer tokens.
+        log_prob_T: log-probability of the token; computed under the same conditions.
     """
 
     def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
@@ -87,16 +94,16 @@ class Scores:
         self.entropy_T, self.log_prob_T = reads.get("entropy", nothing_T), reads.get("log_prob", nothing_T)
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Replace the scores by their sum over ranks. Calls `summed` once, with a vector."""
+        """Replace all values by their sums over ranks. `summed` gets one vector and returns its sum; it is called once."""
         self._all_NT.copy_(summed(self._all_NT.flatten()).view_as(self._all_NT))
 
 
 @dataclass
 class Measured:
-    """What one forward has measured for what comes after it."""
+    """Values of one forward that its backward or later forwards need."""
 
-    noise_free_BV: Tensor | None = None  # the probe's logits, if perturbed forwards are compared with this forward
-    scale: Tensor | None = None  # of the scalar, in fp16; `receive` divides by it. None: not scaled
+    noise_free_BV: Tensor | None = None  # pooled logits of the probe, for comparison with perturbed forwards
+    scale: Tensor | None = None  # fp16 factor of the scalar; `receive` divides by it. None: unscaled
 
 
 @dataclass
@@ -112,9 +119,9 @@ class MicroBatchPass:
     Args:
         request: what to compute.
         packed: the micro-batch.
-        layout: where its tokens are on this rank.
-        scores: the scores to add to; None: new ones, of this micro-batch alone.
-        place_T: int64 `[T]`, where the tokens are in `scores`; None: in order.
+        layout: the places of its tokens on this rank.
+        scores: receives the scores. None: a new `Scores` for this micro-batch.
+        place_T: int64 `[T]`, index in `scores` of each token of the micro-batch. None: 0 to T - 1.
     """
 
     def __init__(
@@ -146,18 +153,18 @@ class MicroBatchPass:
         if any(backward.rows == "later" for backward in self.importance.backwards):
             self._later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
-        # Entropies and log-probs are read in the first forward, which is noise-free. Where a noise-free backward starts from
-        # the same rows, they are read in that backward's forward.
+        # The first forward, which is always noise-free, computes entropies and log-probs. Exception: if no backward has noise
+        # and one starts from reasoning rows, the forward of that backward computes them from the logits that it has anyway.
         noisy, backwards = self.importance.noisy, self.importance.backwards
         self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
         self._first = None if noisy or not backwards else 0
 
     def tap(self, forward: Forward, noise_free_BV: Tensor | None = None) -> PassTap:
-        """The tap to run the model under for `forward`.
+        """Returns the tap under which the model must run `forward`.
 
         Args:
             forward: one of `Importance.forwards`.
-            noise_free_BV: for a perturbed forward, `Measured.noise_free_BV` of this micro-batch's noise-free forward.
+            noise_free_BV: `Measured.noise_free_BV` of this micro-batch's noise-free forward. Only perturbed forwards use it.
         """
         layout, measured = self.layout, Measured()
         reads = self._read_first and forward.draw == 0 and forward.backward == self._first
@@ -202,7 +209,7 @@ class MicroBatchPass:
         )
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
-        """A function that returns, for embeddings `[..., H]`, N(0, sigma^2) at reasoning tokens and 0 elsewhere."""
+        """Returns a function from embeddings `[..., H]` to noise of their shape: N(0, sigma^2) at reasoning tokens, else 0."""
         packed, embedding_T = self.packed, self.layout.embedding_T
         at_N = (packed.reasoning_T & (embedding_T >= 0)).nonzero()[:, 0]
         seed_N = position_seeds(self._seed_B[packed.response_T[at_N]], packed.place_T[at_N], draw)
@@ -216,7 +223,7 @@ class MicroBatchPass:
         return make
 
     def _pooled(self, project: Project, hidden_NH: Tensor) -> Tensor:
-        """The probe's logits per response, summed over the ranks that share sequences, `[B, V]` float32 or better."""
+        """Pooled logits of each response's probe rows, `[B, V]` float32 or better, summed over ranks that share sequences."""
         pooled_BV: Tensor | None = None
 
         def add(logits_NV: Tensor, chosen: slice) -> None:
@@ -224,14 +231,14 @@ class MicroBatchPass:
             part_BV = pool(logits_NV, self._answer.select(chosen))
             pooled_BV = part_BV if pooled_BV is None else pooled_BV.add_(part_BV)
 
-        read_logits(project, hidden_NH, add)  # a rank without rows has an empty chunk: the others wait for its zeros
+        read_logits(project, hidden_NH, add)  # calls `add` without rows too: every rank takes part in the sum
         assert pooled_BV is not None
         return self.layout.sum_over_sequence_ranks(pooled_BV)
 
     def _pooled_gradient(
         self, forward: Forward, project: Project, hidden_NH: Tensor, noise_free_BV: Tensor | None
     ) -> Tensor:
-        """The gradient of each row of a response's answer before it is multiplied by the row's share, `[B, H]`."""
+        """Gradient with respect to a response's pooled hidden state, `[B, H]`. A row's gradient is this times its share."""
         pooled_BV, seed_B = self._pooled(project, hidden_NH), self._seeds(forward)
 
         def coefficients(_: Tensor, chosen: slice) -> Tensor:
@@ -239,27 +246,27 @@ class MicroBatchPass:
                 clean_NV = None if noise_free_BV is None else noise_free_BV[chosen]
                 return self._coefficients(forward, pooled_BV[chosen], seed_B[chosen], clean_NV=clean_NV)
 
-        # The projection is linear: its gradient is the same at any hidden state.
+        # The projection is linear, so its gradient is the same at all hidden states: zeros will do.
         nowhere_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
         return projected_back(project, nowhere_BH, coefficients)
 
     def _fp16_scale(self, gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor | None:
-        """A power of two that keeps gradients in the range of fp16; None where the model does not run in fp16.
+        """Returns a power of two that keeps the gradients in the range of fp16; None if the model does not run in fp16.
 
-        Ranks that share the sequences get the same scale, since their gradients mix on the way to the embeddings.
+        Ranks that share the sequences get the same power, because the backward adds up their gradients.
         """
         kind = hidden_NH.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if torch.float16 not in (hidden_NH.dtype, autocast):
             return None
-        # A response with non-finite gradients falls back later; it must not change the scale of the others.
+        # A response with non-finite gradients falls back to GRPO later. It must not change the scale of other responses.
         square = gradient_NH.square().sum(-1).nan_to_num(0.0, 0.0, 0.0).sum()
         norm = self.layout.sum_over_sequence_ranks(square).sqrt()
         exponent = FP16_EXPONENT - torch.frexp(norm).exponent
         return torch.ldexp(torch.ones_like(norm), exponent.clamp_max(60))
 
     def _row_coefficients(self, forward: Forward, backward: Backward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
-        """Coefficients of rows that are not pooled."""
+        """Coefficients `[N, V]` of rows that are not pooled. Also reads entropies and log-probs, unless `_read_first`."""
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
@@ -279,13 +286,13 @@ class MicroBatchPass:
         return self.importance.coefficients(forward.backward, rows)
 
     def _seeds(self, forward: Forward) -> Tensor:
-        """Seeds of the signs of one backward and draw, `[B]`."""
+        """Seeds of a forward's random signs, one per response, `[B]`."""
         if forward.backward == forward.draw == 0:
             return self._seed_B
         return position_seeds(self._seed_B, torch.full_like(self._seed_B, forward.backward or 0), forward.draw)
 
     def _read(self, rows: AnswerRows, logits_NV: Tensor) -> None:
-        """Store entropies and log-probs of the distributions that tokens were sampled from, if the importance reads them."""
+        """Store the entropies and log-probs that the importance reads, at the sampling temperature, in `scores`."""
         vocabulary, temperature = self.layout.vocabulary, self.request.temperature
         with torch.autocast(logits_NV.device.type, enabled=False):
             sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
@@ -296,7 +303,7 @@ class MicroBatchPass:
                 self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
 
     def _pools(self, backward: Backward) -> bool:
-        """Whether the backward starts from one pooled row per response."""
+        """Returns whether the backward starts from one pooled row per response."""
         return backward.rows == "probe" and self.request.probe != "answer_joint"
 
     def _receive(self, forward: Forward, measured: Measured, gradient: Tensor, embedding: Tensor) -> None:
@@ -310,26 +317,26 @@ SetTap = Callable[[MicroBatchPass], None]
 
 
 def run_forwards(taps: Taps, forwards: Sequence[Forward], model_forward: Callable[[Forward, SetTap], None]) -> None:
-    """Run the forwards of one micro-batch in order, each with the backward from its scalar.
+    """Run the forwards of one micro-batch in order. Each backward runs right after its forward.
 
     Args:
-        taps: installed on the model.
-        forwards: from `Importance.forwards`.
-        model_forward: runs the host's model once. Before the model embeds its tokens it calls its second argument with the
-            micro-batch's pass, which may be made then. It must not keep the logits: the backward needs their memory.
+        taps: taps that are installed on the model.
+        forwards: the list from `Importance.forwards`.
+        model_forward: `model_forward(forward, set_tap)` runs the host's model once. It must call `set_tap(micro_batch_pass)`
+            before the embedding, and must not keep the logits, whose memory the backward needs.
     """
     noise_free_BV: Tensor | None = None
     for forward in forwards:
         with torch.set_grad_enabled(forward.backward is not None):
             model_forward(forward, partial(_set_tap, taps, forward, noise_free_BV))
         tap = taps.tap
-        assert isinstance(tap, PassTap), "the host's forward set no tap"
+        assert isinstance(tap, PassTap), "model_forward did not call set_tap"
         if tap.measured.noise_free_BV is not None:
             noise_free_BV = tap.measured.noise_free_BV
         if tap.scalar is not None:
             tap.scalar.backward()
         taps.tap = None
-        del tap  # its graph must not outlive the backward
+        del tap  # it holds the graph, which must be freed before the next forward
 
 
 def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_batch: MicroBatchPass) -> None:
@@ -337,9 +344,9 @@ def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_b
 
 
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
-    """Importance of a packed batch from the summed scores of all ranks, float32 `[T]`; 0 outside the reasoning."""
+    """Importance per packed token, float32 `[T]`; 0 outside the reasoning. `scores` must be summed over ranks already."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
-    if importance.copies is not None and not importance.backwards:  # only copies score
+    if importance.copies is not None and not importance.backwards:  # masked copies compute it later
         return torch.zeros(len(reasoning_T), device=reasoning_T.device)
     response_T, place_T = packed.response_T, packed.place_T
     length_B = packed.offsets.diff()

@@ -89,7 +89,7 @@ class Engine(ImportancePass):
         assert count <= self.largest
         return self.largest
 
-    def _micro_batches_divided_by(self):
+    def _micro_batch_multiple(self):
         return self.divisor
 
 

@@ -250,7 +250,7 @@ class OarMegatronMixin(ImportancePass):
         over_context = _all_reduced(parallel_state.get_context_parallel_group(), tensor)
         return _all_reduced(parallel_state.get_model_parallel_group(), over_context)
 
-    def _micro_batches_divided_by(self) -> int:
+    def _micro_batch_multiple(self) -> int:
         if (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) == 1:
             return 1
         return self.tf_config.microbatch_group_size_per_vp_stage
