@@ -1,4 +1,4 @@
-"""Finds the model of a CHECKPOINT of the command line: a folder in HuggingFace's format, or a name on the hub."""
+"""Resolves a CHECKPOINT argument to a model: a folder in HuggingFace's format, or a name on the hub."""
 
 import hashlib
 import json
@@ -14,42 +14,45 @@ from pathlib import Path
 from oar_plugin.runs.evaluate.problems import EvaluationError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-SETTINGS = ("*.json", "*.jinja")  # of architecture, tokenizer, chat template and end of text
-MERGED = "merged"  # folder beside a verl checkpoint's shards, with its merged weights
+SETTINGS = ("*.json", "*.jinja")  # architecture, tokenizer, chat template, end-of-text tokens
+MERGED = "merged"  # folder for merged weights, next to a verl checkpoint's shards
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def parse(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> paths of words `[NAME=]PATH[,PATH...]`. ValueError: a path is missing, or two names are equal."""
+    """Return name -> paths from arguments of the form `[NAME=]PATH[,PATH...]`.
+
+    Raise ValueError if a name or path is empty, or if two names are equal.
+    """
     rows: dict[str, list[str]] = {}
     for word in words:
         name, equals, rest = word.partition("=")
         paths = (rest if equals else word).split(",")
         if not all(paths) or not name:
-            raise ValueError(f"{word}: must be CHECKPOINT or NAME=CHECKPOINT, with commas between seeds of one method")
+            raise ValueError(f"{word}: must be CHECKPOINT or NAME=CHECKPOINT; separate seeds of one method by commas")
         if not equals:
             parts = [part for part in Path(paths[0]).absolute().parts if part != "actor"]
             name = "/".join(parts[-2:]) if parts[-1].startswith("global_step_") else parts[-1]
         if name in rows:
-            raise ValueError(f"{word}: another line is called {name}; write NAME=CHECKPOINT")
+            raise ValueError(f"{word}: the name {name} is taken; choose another with NAME=CHECKPOINT")
         rows[name] = paths
     return rows
 
 
 def find(text: str, best: bool, say: Callable[[str], None]) -> str:
-    """Return the model of a checkpoint; shards are merged, once.
+    """Return the folder or hub name of a checkpoint's model. The first call on a sharded checkpoint merges its shards.
 
     Args:
         text: a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
-            checkpoints (the last one is taken), or a name on the hub.
-        best: take `best` in a folder of checkpoints.
-        say: called before a merge, which takes minutes for a large model.
+            checkpoints (its last one is used), or a name on the hub.
+        best: use the checkpoint in `best` instead of the last one.
+        say: called with a message before a merge, which takes minutes for a large model.
 
-    EvaluationError: there is no model, or the merge failed.
+    Raise EvaluationError if there is no model, or if the merge fails.
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():
-        # Where a folder has the name's first part, the second part may be mistyped.
+        # If the first part is a local folder, the text may be a mistyped path: ask the hub.
         if _HUB_NAME.fullmatch(text) and (not folder.parent.is_dir() or _on_hub(text)):
             return text
         raise EvaluationError(f"{text}: neither a folder nor a name on the hub (organisation/model)")
@@ -71,7 +74,7 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
 
 
 def fingerprint(model: str) -> str:
-    """Return a hash of a folder's weights (name, size, time), tokenizer and settings; of a model on the hub its name."""
+    """Return a hash of a folder's weights (name, size, time) and of its settings; for a model on the hub, its name."""
     folder = Path(model)
     if not folder.is_dir():
         return model
@@ -93,22 +96,22 @@ def _on_hub(name: str) -> bool:
 
     try:
         hf_hub_download(name, "config.json")
-    except (OSError, ValueError):  # also of the network; without network, an earlier download counts
+    except (OSError, ValueError):  # network errors too; without a network, an earlier download is enough
         return False
     return True
 
 
 def _step_of(folder: Path, best: bool) -> Path:
-    """Return the checkpoint in a folder of checkpoints, for example a run's; another folder is returned unchanged."""
+    """Return the last (or best) checkpoint in a folder of checkpoints; any other folder is returned unchanged."""
     place = folder / "best" if best else folder
     steps = {step.name: step for step in place.glob("global_step_*") if step.name[12:].isdigit()}
     if not steps and best:
         raise EvaluationError(
-            f"--best: {folder} has no checkpoint best/global_step_N; without --best its last one is taken"
+            f"--best: {folder} has no checkpoint best/global_step_N; without --best the last checkpoint is used"
         )
     if not steps:
         return folder
-    # verl writes this file when a checkpoint is complete; the step that it names may be deleted or not copied.
+    # verl writes this file after a checkpoint is complete. The named checkpoint may have been deleted, or not copied.
     complete = place / "latest_checkpointed_iteration.txt"
     named = f"global_step_{complete.read_text(encoding='utf-8').strip()}" if complete.is_file() else ""
     return steps.get(named) or steps[max(steps, key=lambda name: int(name[12:]))]
@@ -116,15 +119,15 @@ def _step_of(folder: Path, best: bool) -> Path:
 
 def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
     target = actor / MERGED
-    unpickled = "; Megatron's files are unpickled: only of a run that you trust" if backend == "megatron" else ""
-    say(f"merging {actor} into {target} with verl.model_merger, once{unpickled}")
+    unpickled = "; Megatron shards are unpickled; merge only runs that you trust" if backend == "megatron" else ""
+    say(f"merging {actor} into {target} with verl.model_merger; later evaluations reuse it{unpickled}")
     words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir"]
     try:
-        # In a folder of its own until it is complete: another evaluation may merge the same checkpoint.
+        # Merge in a temporary folder: another evaluation may be merging the same checkpoint.
         with tempfile.TemporaryDirectory(prefix=f"{MERGED}.", dir=actor) as place:
             partial = Path(place) / MERGED
             partial.mkdir()
-            # A process of its own: it imports verl, and frees the memory of all shards when it ends.
+            # A separate process: it imports verl, and its end frees the memory of all shards.
             done = subprocess.run(
                 [sys.executable, "-m", "verl.model_merger", *words, str(partial)],
                 # Without these, verl would unpickle any object in the shards.
@@ -139,7 +142,7 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
             try:
                 partial.rename(target)
             except OSError:
-                if not _is_model(target):  # the other evaluation was not first: a real fault
+                if not _is_model(target):  # no other evaluation has written it: a real error
                     raise
     except OSError as error:
         raise EvaluationError(
@@ -150,7 +153,7 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
 
 
 def _fold_in_adapter(folder: Path) -> None:
-    """Add a LoRA adapter to the base model's weights; verl's merger leaves it beside them."""
+    """Merge a LoRA adapter into the base model's weights; verl's merger writes it to a folder of its own."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

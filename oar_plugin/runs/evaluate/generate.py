@@ -1,4 +1,4 @@
-"""Responses of one model to several problem sets by vLLM: one engine per GPU; each response is written when it is ready."""
+"""Generates one model's responses to several problem sets with vLLM; each response is written as soon as it is ready."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ from oar_plugin.output import no_link
 from oar_plugin.runs.evaluate.checkpoints import fingerprint
 from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet, reason
 
-_LOOK_AGAIN_S = 1.0
+_POLL_S = 1.0
 _GRACE_S = 15.0
 _VLLM_DEFAULTS = {
     **{"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"},
@@ -40,17 +40,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GeneratedResponse:
-    problem: int  # index in the set
+    problem: int  # index in the problem set
     sample: int
     text: str
-    cut: bool  # it has `max_tokens` tokens
+    cut: bool  # truncated at the maximum length
 
 
 class ResponseFile:
-    """The responses of one model to one problem set under one sampling: a header, then one JSON line per response.
+    """File with the responses of one model to one problem set: a header, then one JSON line per response.
 
-    Other weights, sampling or problems have another file; the number of samples may grow in the same file. Within `with` only
-    this process may write it; `responses` stays after it.
+    Different weights, sampling parameters or problems give a different file; more samples are appended to the same file. Inside
+    `with` the file is locked for this process; `responses` can still be read afterwards.
     """
 
     def __init__(self, folder: Path, model: str, sampling: Sampling, problems: ProblemSet) -> None:
@@ -60,17 +60,20 @@ class ResponseFile:
         self.responses: dict[tuple[int, int], GeneratedResponse] = {}
 
     def __enter__(self) -> "ResponseFile":
-        """Read the file, and remove a last line that was cut off. EvaluationError: it is locked, or of something else."""
+        """Lock and read the file, and remove an incomplete last line.
+
+        Raise EvaluationError if it is locked, or if `oar eval` did not write it.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b", opener=no_link)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise EvaluationError(
-                f"{self.path}: another oar eval writes it; wait for it, or choose another --out"
+                f"{self.path}: another oar eval is writing it; wait for it, or choose another --out"
             ) from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:  # some file systems of clusters have no locks
+            if error.errno not in _NO_LOCKS:  # some cluster file systems do not support locks
                 raise
         self._file.seek(0)
         good = 0
@@ -82,10 +85,10 @@ class ResponseFile:
                 if number > 1:
                     self.responses[row["problem"], row["sample"]] = GeneratedResponse(**row)
                 elif row != self.header:
-                    raise ValueError("another header")
+                    raise ValueError("different header")
             except (ValueError, TypeError, KeyError) as error:
                 raise EvaluationError(
-                    f"{self.path}, line {number}: not what oar eval wrote; delete this file"
+                    f"{self.path}, line {number}: not written by oar eval; delete this file"
                 ) from error
             good += len(line)
         self._file.truncate(good)
@@ -115,13 +118,13 @@ class SampleRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
-    """The same for every engine."""
+class EngineInput:
+    """Input that all engines share."""
 
-    model: str  # a folder or a name on the hub
+    model: str  # folder, or name on the hub
     sampling: Sampling
     prompts: list[list[list[int]]]  # token ids by data set and problem
-    context: int  # tokens of a prompt with its response
+    context: int  # maximum tokens of prompt plus response
 
 
 def generate(
@@ -137,11 +140,11 @@ def generate(
     """Add responses to each file, one per set, until every problem has `samples` of them.
 
     Args:
-        tensor_parallel: GPUs per engine. All visible GPUs are used; where there is none, one engine on the CPU.
-        progress: called with the number of responses that are there, and with their number at the end.
-        say: called where the model's context is too short for the longest prompt and `max_tokens`.
+        tensor_parallel: GPUs per engine; there are as many engines as fit. Without a GPU, one engine runs on the CPU.
+        progress: called with the number of finished responses, and the number of all.
+        say: called with a message if the model's context is too short for the longest prompt plus `max_tokens`.
 
-    EvaluationError: the model cannot be loaded or prompted, a file is locked or broken, or an engine died.
+    Raise EvaluationError if the model cannot be loaded or prompted, a file is locked or broken, or an engine dies.
     """
     with ExitStack() as stack:
         for file in files:
@@ -158,25 +161,27 @@ def generate(
         if not missing:
             return
         groups = _gpu_groups(tensor_parallel)[: len(missing)]
-        job = Job(model, sampling, *_prompts(model, sets, sampling.max_tokens, say))
-        with closing(_answered(job, groups, missing)) as answered:
+        shared = EngineInput(model, sampling, *_prompts(model, sets, sampling.max_tokens, say))
+        with closing(_answered(shared, groups, missing)) as answered:
             for done, (index, response) in enumerate(answered, start=1):
                 files[index].add(response)
                 progress(total - len(missing) + done, total)
 
 
 def _seed_of(seed: int, problem: Problem, sample: int) -> int:
-    """Return a seed per response, which depends neither on the order nor on the engine."""
+    """Return the seed of one response; it depends neither on the order of requests nor on the engine."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem.prompt} {sample}".encode()).digest()[:4], "big")
 
 
 def _prompts(
     model: str, sets: Sequence[ProblemSet], max_tokens: int, say: Callable[[str], None]
 ) -> tuple[list[list[list[int]]], int]:
-    """Return token ids by set and problem, and the tokens of the longest prompt with its response, limited by the context.
+    """Return the prompts' token ids (set, problem, token), and the maximum length of prompt plus response.
 
-    Prompts are made as in verl: the tokenizer's chat template, with the generation prompt. EvaluationError: the tokenizer or
-    template fails, or a prompt fills the context.
+    That length is the longest prompt plus `max_tokens`, at most the model's context. As in verl, a prompt is made by the
+    tokenizer's chat template, with the generation prompt.
+
+    Raise EvaluationError if tokenizer or template fails, or if a prompt fills the context.
     """
     from jinja2 import TemplateError
     from transformers import AutoConfig, AutoTokenizer
@@ -188,7 +193,7 @@ def _prompts(
         prompts = [[encode(problem.prompt) for problem in each.problems] for each in sets]
     except (OSError, ValueError, TypeError, TemplateError) as error:
         raise EvaluationError(
-            f"{model}: its configuration or tokenizer cannot be loaded, or it has no chat template that takes these prompts: "
+            f"{model}: its configuration or tokenizer cannot be loaded, or its chat template is missing or fails: "
             f"{reason(error)}"
         ) from error
     length, data_set, number = max(
@@ -201,43 +206,48 @@ def _prompts(
     left = context - length
     if left <= 0:
         raise EvaluationError(
-            f"{model}: problem {number} of {data_set} has {length} tokens, which leaves none of the model's context "
-            f"({context}) to a response; take the problem or the set out of --data"
+            f"{model}: problem {number} of {data_set} has {length} tokens and fills the model's context "
+            f"({context}): no room for a response; remove the problem, or the set from --data"
         )
-    say(f"{model}: its context of {context} tokens leaves {left} to a response of the longest prompt, not {max_tokens}")
+    say(
+        f"{model}: with the longest prompt, a context of {context} tokens leaves {left} response tokens; "
+        f"max_tokens is {max_tokens}"
+    )
     return prompts, context
 
 
 def _gpu_groups(tensor_parallel: int) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES of each engine; one empty text where there is no GPU."""
+    """Return CUDA_VISIBLE_DEVICES for each engine; one empty string if there is no GPU."""
     import torch
 
-    count = torch.cuda.device_count()  # does not open them
+    count = torch.cuda.device_count()  # does not initialise CUDA
     if not count:
         return [""]
     if count < tensor_parallel:
-        raise EvaluationError(f"--tp={tensor_parallel}: {count} GPUs are visible; at most {count}")
+        raise EvaluationError(f"--tp={tensor_parallel}: must be at most {count}, the number of visible GPUs")
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
     starts = range(0, count - tensor_parallel + 1, tensor_parallel)
     return [",".join(visible[start : start + tensor_parallel]) for start in starts]
 
 
 def _answered(
-    job: Job, groups: Sequence[str], requests: Sequence[SampleRequest]
+    shared: EngineInput, groups: Sequence[str], requests: Sequence[SampleRequest]
 ) -> Generator[tuple[int, GeneratedResponse], None, None]:
-    """Yield each request's set and response when it is ready; each engine serves an equal share of the requests.
+    """Yield (index of the set, response) as responses get ready; requests are divided evenly among the engines.
 
-    The engines are ended in every case. EvaluationError: one of them died.
+    All engines are terminated at the end, also after an error. Raise EvaluationError if one of them dies.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     shares = [requests[place :: len(groups)] for place in range(len(groups))]
-    engines = [context.Process(target=_serve, args=(job, *each, results)) for each in zip(groups, shares, strict=True)]
+    engines = [
+        context.Process(target=_serve, args=(shared, *each, results)) for each in zip(groups, shares, strict=True)
+    ]
     try:
         for engine in engines:
             engine.start()
         for _ in requests:
-            yield _next(job.model, engines, results)
+            yield _next(shared.model, engines, results)
         for engine in engines:
             engine.join(_GRACE_S)
     finally:
@@ -246,32 +256,32 @@ def _answered(
             engine.terminate()
         for engine in started:
             engine.join(_GRACE_S)
-            engine.kill()  # no effect on one that has ended
+            engine.kill()  # no effect on a process that has ended
 
 
 def _next(model: str, engines: Sequence[Any], results: Any) -> Any:
     while True:
         with suppress(queue.Empty):
-            return results.get(timeout=_LOOK_AGAIN_S)
+            return results.get(timeout=_POLL_S)
         if dead := [engine.exitcode for engine in engines if engine.exitcode not in (None, 0)]:
             raise EvaluationError(
-                f"{model}: an engine ended with status {dead[0]}; its messages stand above. What was generated is kept: the "
-                "same command goes on"
+                f"{model}: an engine ended with status {dead[0]}; see its messages above. Finished responses are kept; "
+                "run the same command again to continue"
             )
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent does: the parent may be killed, and an engine holds a whole GPU."""
+    """Wait until the parent process ends, then end this one: an engine without a parent would keep its GPU."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _serve(job: Job, gpus: str, requests: Sequence[SampleRequest], results: Any) -> None:
-    """Run an engine in this process until all requests are answered."""
+def _serve(shared: EngineInput, gpus: str, requests: Sequence[SampleRequest], results: Any) -> None:
+    """Run an engine in this process, and put (index of the set, response) into `results` for each request."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the parent terminates it
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, and ends with it
@@ -284,25 +294,25 @@ def _serve(job: Job, gpus: str, requests: Sequence[SampleRequest], results: Any)
     from vllm.usage.usage_lib import UsageContext
 
     arguments = EngineArgs(
-        model=job.model,
-        max_model_len=job.context,
+        model=shared.model,
+        max_model_len=shared.context,
         tensor_parallel_size=gpus.count(",") + 1,
-        seed=job.sampling.seed,
+        seed=shared.sampling.seed,
         enforce_eager=not gpus,  # compiling for a CPU takes longer than it saves
         use_tqdm_on_load=False,  # there is one progress bar already
     )
-    # From the context vLLM chooses how many sequences run at a time: as many as for offline use.
+    # With this usage context vLLM chooses its batch sizes for offline use.
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-    sampling = asdict(job.sampling)
+    sampling = asdict(shared.sampling)
     by_key = {str(number): request for number, request in enumerate(requests)}
     for key, request in by_key.items():
-        sampling["seed"] = request.seed if job.sampling.temperature > 0 else None
+        sampling["seed"] = request.seed if shared.sampling.temperature > 0 else None
         parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = TokensPrompt(prompt_token_ids=job.prompts[request.data_set][request.problem])
+        prompt = TokensPrompt(prompt_token_ids=shared.prompts[request.data_set][request.problem])
         engine.add_request(key, prompt, parameters)
     while by_key:
         for output in engine.step():
             request, made = by_key.pop(output.request_id), output.outputs[0]
             response = GeneratedResponse(request.problem, request.sample, made.text, made.finish_reason == "length")
             results.put((request.data_set, response))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM's libraries print warnings when they end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides warnings that vLLM's libraries print at exit

@@ -26,7 +26,7 @@ class Estimate:
 
     @property
     def leaves_out_zero(self) -> bool:
-        # An error of 0 is no certainty: all problems merely had the same value.
+        # A standard error of 0 does not mean certainty: all problems merely had the same value.
         return self.se > 0 and (self.low > 0 or self.high < 0)
 
 
@@ -34,7 +34,7 @@ def half_95(parts: Sequence[tuple[float, float]]) -> float:
     """Return half the 95 % interval of a mean or of a difference of means, by Student's t (Welch and Satterthwaite).
 
     Args:
-        parts: the summands of the mean's variance, each with its degrees of freedom; 0 degrees: not estimated.
+        parts: the summands of the variance, each with its degrees of freedom; 0 marks a summand that could not be estimated.
     """
     variance = sum(part for part, _ in parts)
     spread = sum(part**2 / freedom for part, freedom in parts if freedom > 0)
@@ -43,15 +43,15 @@ def half_95(parts: Sequence[tuple[float, float]]) -> float:
 
 
 def average(correct_PK: NDArray[np.bool_]) -> Values:
-    """Return avg@K of each problem: the share of its responses that are right."""
+    """Return avg@K of each problem: the share of its responses that are correct."""
     means: Values = correct_PK.mean(axis=1)
     return means
 
 
 def pass_at(k: int, correct_PK: NDArray[np.bool_]) -> Values:
-    """Return pass@k of each problem: the chance that k of its responses, drawn without replacement, hold a right one.
+    """Return pass@k of each problem: the chance that k of its responses, drawn without replacement, include a correct one.
 
-    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). At k = K it is whether any response is right.
+    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). At k = K it is 1 if any response is correct, else 0.
     """
     samples = correct_PK.shape[1]
     none_right = [math.comb(samples - right, k) / math.comb(samples, k) for right in correct_PK.sum(axis=1).tolist()]
@@ -59,10 +59,10 @@ def pass_at(k: int, correct_PK: NDArray[np.bool_]) -> Values:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Return maj@K of one problem: whether the most frequent answer is right.
+    """Return maj@K of one problem: the mean grade of the responses with the most frequent answer.
 
-    Responses without an answer (None) do not vote. Equally frequent answers each count in part. All responses with one answer
-    count with their average grade, because two spellings with different grades can have the same name.
+    Responses without an answer (None) do not vote. If several answers are equally frequent, the mean is over all of their
+    responses. A mean is needed even for one answer: responses with the same canonical answer can have different grades.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -73,15 +73,15 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) -> Estimate:
-    """Return the mean over problems; several data sets count the same.
+    """Return the mean over problems; data sets have equal weights.
 
     Args:
-        values: an array (S, P) per data set.
-        minus: arrays of the baseline on the same problems: the result is the mean of paired differences.
+        values: one array (S, P) per data set.
+        minus: the baseline's arrays for the same problems; if given, the result is the mean of the paired differences.
 
-    The standard error has two parts. Over problems: the spread of the problems' values, which contains the sampling of
-    problems and of responses. Over seeds, if there are several: the spread of the runs' means beyond what problems and
-    responses explain. With one seed this part is unknown and left out.
+    The variance has two parts. Over problems: the variance of the problems' values, caused by the choice of problems and the
+    sampling of responses. Over seeds, if there are several: the variance of the runs' means beyond what the sampling of
+    responses explains. With one seed this part is unknown and left out.
     """
     base = minus if minus is not None else [np.zeros_like(block[:1]) for block in values]
     differences = [block.mean(axis=0) - other.mean(axis=0) for block, other in zip(values, base, strict=True)]
@@ -93,22 +93,22 @@ def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) ->
 
 
 def _between_seeds(blocks: Sequence[Values]) -> float:
-    """Return the variance of the mean that comes from seeds alone; 0 with one seed.
+    """Return the variance of the mean that is caused by seeds alone; 0 with one seed.
 
-    The runs' means differ also because each run has its own responses. The problems' part contains this variance, so it is
-    subtracted here.
+    The runs' means also differ because each run has its own responses. The part over problems already contains that variance,
+    so it is subtracted here.
     """
     seeds = len(blocks[0])
     if seeds == 1:
         return 0.0
-    of_runs = np.mean([block.mean(axis=1) for block in blocks], axis=0)
+    run_means = np.mean([block.mean(axis=1) for block in blocks], axis=0)
     by_chance = 0.0
     for block in blocks:
         rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
         freedom = (seeds - 1) * (block.shape[1] - 1)
         if freedom > 0:
             by_chance += float((rest**2).sum()) / freedom / block.shape[1] / len(blocks) ** 2
-    return max(0.0, _variance(of_runs) - by_chance) / seeds
+    return max(0.0, _variance(run_means) - by_chance) / seeds
 
 
 def _variance(values: Values) -> float:

@@ -10,23 +10,23 @@ from oar_plugin.output import printable
 from oar_plugin.runs.evaluate.grade import Graded
 from oar_plugin.runs.evaluate.statistics import Estimate, Values, average, estimate, pass_at
 
-AVERAGE = "average"  # the name of the line over all data sets, which count the same
+AVERAGE = "average"  # name of the line for the mean over all data sets, with equal weights
 
 
 @dataclass(frozen=True)
 class Line:
-    """A method on a data set."""
+    """The results of one method on one data set."""
 
     data: str
     method: str
     problems: int
     seeds: int
-    estimates: Mapping[str, Estimate]  # metric -> share between 0 and 1
-    minus_baseline: Mapping[str, Estimate]  # paired over problems; empty for the baseline itself
+    estimates: Mapping[str, Estimate]  # metric -> estimate, between 0 and 1
+    minus_baseline: Mapping[str, Estimate]  # metric -> mean paired difference; empty for the baseline
 
 
 def metrics(samples: int) -> list[str]:
-    """Return the names of avg, of pass at 2, 4, ... samples, and of maj; with one sample all of them are avg@1."""
+    """Return the names of the metrics: avg, pass at 2, 4, ... samples, and maj. With one sample all of them equal avg@1."""
     if samples == 1:
         return ["avg@1"]
     fewer = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
@@ -34,11 +34,11 @@ def metrics(samples: int) -> list[str]:
 
 
 def lines_of(results: Mapping[str, Mapping[str, Sequence[Graded]]], baseline: str, samples: int) -> list[Line]:
-    """Return a line per data set and method, and per method for the average of all data sets.
+    """Return a line per data set and method, and with several data sets a line per method for their mean.
 
     Args:
-        results: method -> data set -> its seeds.
-        baseline: the method that the others are compared with.
+        results: method -> data set -> grades of each training seed.
+        baseline: the method with which the others are compared.
     """
 
     def blocks(method: str, metric: str, names: Sequence[str]) -> list[Values]:
@@ -64,7 +64,7 @@ def lines_of(results: Mapping[str, Mapping[str, Sequence[Graded]]], baseline: st
 
 
 def _values(metric: str, graded: Graded) -> Values:
-    """Return a metric's value of each problem, (P,)."""
+    """Return the metric's value for each problem, shape (P,)."""
     name, _, k = metric.partition("@")
     if name == "avg":
         return average(graded.correct_PK)
@@ -72,7 +72,7 @@ def _values(metric: str, graded: Graded) -> Values:
 
 
 def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
-    """Return a table each for avg, pass and maj of all samples: a row per method, a column per data set."""
+    """Return three tables, avg, pass and maj at all samples: a row per method, a column per data set."""
     problems = {line.data: line.problems for line in lines}
     parts = []
     for metric in dict.fromkeys([f"avg@{samples}", *metrics(samples)[-2:]]):
@@ -84,11 +84,11 @@ def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
                 rows.append([f"{_cell(method)} - {_cell(baseline)}", *map(_difference, differences)])
         parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
     alone = ", ".join(dict.fromkeys(_cell(line.method) for line in lines if line.seeds == 1))
-    seeds = f"but no other training seeds: there is one of {alone}" if alone else "and other training seeds"
+    seeds = f"but not training seeds: there is only one of {alone}" if alone else "and training seeds"
     return (
         "\n".join(parts)
         + "\nPercent ± standard error. Differences are paired over problems; bold where their 95 % interval "
-        f"leaves out zero. Intervals take in other problems of the kind and other responses, {seeds}.\n"
+        f"excludes zero. Intervals cover resampled problems and responses, {seeds}.\n"
     )
 
 

@@ -1,7 +1,7 @@
 r"""Finds the final answer of a response, and compares it with the ground truth by math-verify.
 
-The final answer is the last `\boxed{...}`, else the last answer that is announced in another way. A number at the end without
-an announcement is no answer: a truncated response would be paid by chance, and importance has no answer span to start from.
+The final answer is the last `\boxed{...}`, else the last answer that is announced in another way. A last number without an
+announcement is not an answer: a truncated response could be rewarded by chance, and importance would have no answer span.
 
 Functions that call math-verify run in the processes of a `pool`: some expressions take unbounded time or memory.
 """
@@ -17,15 +17,15 @@ _find_announced = make_finder(("hash", "answer_tag", "the_answer_is"))
 
 
 class FinalAnswer(NamedTuple):
-    """The text of an answer; `boxed`: it was in a box, so that all of the text is the answer."""
+    """The text of an answer. If `boxed`, the text is the content of a box, and all of it is the answer."""
 
     text: str
     boxed: bool
 
 
 def final_answer(response: str) -> FinalAnswer | None:
-    """Return the answer that a response is graded by; None where it gives none."""
-    # The box comes first because the prompt asks for it: "the answer is plausible" after a box is a remark.
+    """Return the answer by which a response is graded; None if the response has none."""
+    # The box comes first because the prompt asks for it: after a box, "the answer is plausible" is only a remark.
     for find, boxed in ((_find_boxed, True), (_find_announced, False)):
         if span := find(response):
             return FinalAnswer(response[span.start : span.end], boxed)
@@ -33,20 +33,20 @@ def final_answer(response: str) -> FinalAnswer | None:
 
 
 def compare(ground_truth: str, answer: FinalAnswer) -> bool | None:
-    """Return whether an answer means the same as the ground truth; None where math-verify cannot read the answer."""
+    """Return whether an answer means the same as the ground truth; None if math-verify cannot parse the answer."""
     from math_verify import verify
 
     parts = _parse(answer.text, answer.boxed)
     if not parts:
         return None
-    # The pool has the time limit: math-verify's uses signals, which do not interrupt a long operation on big numbers.
+    # The pool limits the time. math-verify's own limit uses signals, which cannot interrupt a long operation on big numbers.
     return bool(verify(_parse_ground_truth(ground_truth), parts, timeout_seconds=None))
 
 
 def canonical(answer: FinalAnswer) -> str:
-    """Return one spelling for all answers that math-verify reads as the same expression; other answers without spaces.
+    """Return the same text for all answers that math-verify parses to the same expression.
 
-    As in a comparison, `x = 5` is 5, and 5.0 is 5.
+    As in `compare`, `x = 5` equals 5, and 5.0 equals 5. An answer that cannot be parsed is returned without spaces.
     """
     from math_verify.grader import unwrap_eq
     from sympy import nsimplify
@@ -63,7 +63,7 @@ def _parse_ground_truth(ground_truth: str) -> list[Any]:
 
 
 def _parse(text: str, boxed: bool) -> list[Any]:
-    """Return math-verify's readings of an answer; a reading that is no mathematics is a string."""
+    """Return math-verify's parses of an answer; a string among them was not parsed as mathematics."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
@@ -72,7 +72,7 @@ def _parse(text: str, boxed: bool) -> list[Any]:
     parts = list(parse(rf"\boxed{{{text}}}", targets, parsing_timeout=None))
     if any(not isinstance(part, str) for part in parts):
         return parts
-    # math-verify does not read a percentage in a box; between dollars it does.
+    # math-verify cannot parse a percentage in a box, but it can between dollar signs.
     return list(parse(f"${text}$", targets, parsing_timeout=None)) or parts
 
 

@@ -1,7 +1,7 @@
-"""A process pool whose tasks have real time and memory limits, and that any thread can call.
+"""A process pool that enforces time and memory limits on tasks, and that any thread can call.
 
-Time limits by signal work in the main thread only, and verl computes rewards in other threads. This pool kills the process of
-a task that runs too long, and starts another.
+Time limits by signal work only in the main thread, but verl computes rewards in other threads. This pool kills the process of
+a task that exceeds its time, and starts a new one.
 """
 
 import multiprocessing
@@ -17,10 +17,10 @@ from pebble import ProcessExpired, ProcessPool
 
 Result = TypeVar("Result")
 
-# The last resort against a pool that is stuck: longer than a task ever waits for its turn.
+# Gives up on a stuck pool; longer than any task waits for a free process.
 _PATIENCE_S = 300.0
 _MEMORY_BYTES = 4 * 1024**3
-_TASKS_PER_PROCESS = 20_000  # sympy's caches grow
+_TASKS_PER_PROCESS = 20_000  # then a new process, because sympy's caches grow
 
 
 class TaskTimedOut(Exception): ...
@@ -30,12 +30,12 @@ class TaskCrashed(Exception): ...
 
 
 class GuardedPool:
-    """Runs functions in other processes; `run` returns or raises in bounded time, whatever they do.
+    """Runs functions in other processes; `run` returns or raises in bounded time, whatever the functions do.
 
     Args:
-        processes: how many tasks run at the same time.
-        timeout_s: seconds that a task may run; waiting for a free process does not count.
-        warm_up: called once in each process before its first task; its time does not count either.
+        processes: number of tasks that run at the same time.
+        timeout_s: time limit of a task in seconds; waiting for a free process does not count.
+        warm_up: called once in each process before its first task; its time does not count.
     """
 
     def __init__(self, processes: int, timeout_s: float, warm_up: Callable[[], None]) -> None:
@@ -44,14 +44,14 @@ class GuardedPool:
         self._pool = self._start()
 
     def _start(self) -> ProcessPool:
-        # Spawned: the caller has threads, and a fork would copy the locks that they hold.
+        # Spawn, not fork: a fork would copy locks that the caller's threads hold.
         context = multiprocessing.get_context("spawn")
         return ProcessPool(self._processes, _TASKS_PER_PROCESS, _prepare, [self._warm_up], context)
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Return `function(*args)`; function and arguments can be pickled.
+        """Return `function(*args)`; function and arguments must be picklable.
 
-        TaskTimedOut: it took longer than `timeout_s`. TaskCrashed: it raised, or its process died; the cause is chained.
+        Raise TaskTimedOut if it took longer than `timeout_s`, and TaskCrashed if it raised or its process died.
         """
         for attempt in (1, 2):
             try:
@@ -64,7 +64,7 @@ class GuardedPool:
                 raise TaskTimedOut(f"{function.__name__} took longer than {self.timeout_s:g} s") from error
             except ProcessExpired as error:
                 raise TaskCrashed(f"{function.__name__}: its process died (exit status {error.exitcode})") from error
-            except Exception as error:  # any exception of the task
+            except Exception as error:  # whatever the task raised
                 # A broken pool is not the task's fault: try once more in a new pool.
                 if attempt == 1 and isinstance(error, BrokenProcessPool):
                     continue
@@ -72,7 +72,7 @@ class GuardedPool:
         raise AssertionError("two attempts neither returned nor raised")
 
     def _running(self) -> ProcessPool:
-        """Return the pool, or a new one: a process that is killed while it takes a task breaks the whole pool."""
+        """Return the pool, or a new one if it is broken: a process killed while it accepts a task breaks its pool."""
         with self._lock:
             if not (self._pool.active or self._closed):
                 self._pool.stop()
@@ -80,14 +80,14 @@ class GuardedPool:
             return self._pool
 
     def close(self) -> None:
-        """End all processes, busy ones too."""
+        """End all processes, including busy ones."""
         self._closed = True
         self._pool.stop()
         self._pool.join()
 
 
 def _limited(seconds: float, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
-    """Run a task in its process. The kernel ends the process where nobody is left to kill it."""
+    """Run a task in a pool process. If the pool itself has died, a kernel timer ends the process."""
     signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
     try:
         return function(*args)

@@ -1,4 +1,4 @@
-"""Loads a data set, turns it into verl's rows, checks them, and writes parquet files where the recipes look for them."""
+"""Loads data sets, converts them to verl's rows, checks them, and writes parquet files where recipes expect them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DataError(Exception):
-    """A data set cannot be loaded, or has other columns. The message says what to do."""
+    """A data set cannot be loaded or written, or lacks columns. The message says what to do."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Prepared:
     path: Path
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> rows
-    in_evaluation: int = 0  # rows whose problem is also in an evaluation set; dropped only on request
+    in_evaluation: int = 0  # rows whose problem is also in an evaluation set; kept unless `decontaminate`
 
 
 def prepare(
@@ -40,17 +40,17 @@ def prepare(
     decontaminate: bool,
     repeats: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Prepared]:
-    """Write `out/NAME/train.parquet` and `out/NAME/test.parquet`, for the splits that each data set has.
+    """Write `out/NAME/SPLIT.parquet` for each split (`train`, `test`) of the named data sets.
 
     Args:
-        local: a folder with a copy to use instead of the hub; for several names a folder with one for each.
-        decontaminate: drop training rows whose problem is in an evaluation set of `out`; else they are only counted.
-        repeats: how many times to write each row of a test file, by data set; once where it is not given.
+        local: folder with a copy that replaces the hub; for several names, a folder with one such folder per name.
+        decontaminate: drop training rows whose problem is in an evaluation set of `out`; if False, only count them.
+        repeats: data set -> how many times each row of its test file is written; default once.
 
-    DataError: a set cannot be loaded or written, has other columns, or keeps no row.
+    Raise DataError if a set cannot be loaded or written, lacks columns, or has no row left.
     """
     splits = [(name, split) for name in dict.fromkeys(names) for split in SOURCES[name].splits]
-    splits.sort(key=lambda pair: pair[1])  # test before train, which is compared with the test files
+    splits.sort(key=lambda pair: pair[1])  # test first: train rows are compared with the test files
     done: list[Prepared] = []
     for name, split in splits:
         dataset = load(name, split, _copy_of(name, local, len(set(names)) > 1))
@@ -63,7 +63,7 @@ def prepare(
             if decontaminate and prepared.in_evaluation:
                 rows, prepared.dropped["in an evaluation set"] = clean, prepared.in_evaluation
         if not rows:
-            reasons = ", ".join(f"{count} with {reason}" for reason, count in prepared.dropped.items())
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in prepared.dropped.items())
             raise DataError(f"{name} ({split}): no row is left ({reasons or 'it is empty'})")
         prepared.rows = len(rows)
         _write(prepared.path, rows * (repeats.get(name, 1) if split == "test" else 1))
@@ -72,7 +72,7 @@ def prepare(
 
 
 def load(name: str, split: str, local: Path | None) -> Dataset:
-    """Return one split of a data set, from the hub or from a copy. DataError: it cannot be loaded, or has other columns."""
+    """Return one split of a data set, from the hub or from a copy. Raise DataError if it cannot be loaded or lacks columns."""
     import datasets
 
     source = SOURCES[name]
@@ -83,23 +83,23 @@ def load(name: str, split: str, local: Path | None) -> Dataset:
         else:
             config = source.config if source.config in datasets.get_dataset_config_names(str(local)) else None
             dataset = datasets.load_dataset(str(local), config, split=hub_split)
-    except Exception as error:  # of the library, the hub's client and two HTTP clients
+    except Exception as error:  # raised by datasets, the hub's client, or two HTTP clients
         raise DataError(_advice(name, local, error)) from error
     columns = [source.question, source.answer]
     missing = {*columns} - set(dataset.column_names)
     if missing:
         raise DataError(
-            f"{name}: {local or source.hub_id} has no column {' or '.join(sorted(missing))} (it has "
-            f"{', '.join(dataset.column_names)}): it must have the columns of {source.hub_id}"
+            f"{name}: {local or source.hub_id} has no column {' or '.join(sorted(missing))}, only "
+            f"{', '.join(dataset.column_names)}; a copy must have the columns of {source.hub_id}"
         )
     return dataset.select_columns(columns)
 
 
 def _copy_of(name: str, local: Path | None, several: bool) -> Path | None:
-    """Return the folder of one data set's copy. DataError: there is none."""
+    """Return the folder with the copy of one data set; None without `local`. Raise DataError if it is missing."""
     copy = local / name if local is not None and several else local
     if copy is not None and not copy.is_dir():
-        rule = f"for several data sets it must hold one folder for each; no {name} in it" if several else "is no folder"
+        rule = f"must contain a folder per data set; {name} is missing" if several else "is not a folder"
         raise DataError(f"--from {local}: {rule}")
     return copy
 
@@ -110,14 +110,14 @@ def _advice(name: str, local: Path | None, error: Exception) -> str:
         return f"{name}: cannot read {local}: {reason(error)}"
     return (
         f"{name}: cannot load {hub_id} from the Hugging Face hub: {reason(error)}\n"
-        "For a mirror of the hub set HF_ENDPOINT. Without network, run this command where there is one and copy the files that "
-        f"it writes; or fetch a copy there (hf download --repo-type dataset {hub_id} --local-dir {name}) and use it with "
-        f"--from {name}. HF_HUB_OFFLINE=1 uses only what was loaded before."
+        "To use a mirror of the hub, set HF_ENDPOINT. Without a network here, run this command on another machine and copy the "
+        f"files that it writes, or download a copy there (hf download --repo-type dataset {hub_id} --local-dir {name}) and use "
+        f"it with --from {name}. HF_HUB_OFFLINE=1 uses only earlier downloads."
     )
 
 
 def _convert(prepared: Prepared, dataset: Dataset) -> list[dict[str, Any]]:
-    """Return verl's rows, and count the dropped ones in `prepared`."""
+    """Return rows in verl's columns, and count the dropped rows in `prepared.dropped`."""
     source, rows, seen = SOURCES[prepared.name], [], set()
     for index, raw in enumerate(dataset):
         key = str((raw[source.question], raw[source.answer]))

@@ -1,4 +1,4 @@
-"""The data sets: where each is on the Hugging Face hub, and its rows in verl's columns."""
+"""The data sets: their places on the Hugging Face hub, and the conversion of their rows to verl's columns."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,11 +7,11 @@ from typing import Any
 
 from oar_plugin.runs.math.answer import final_answer
 
-# The end of every prompt; the reward and importance look for the box.
+# Appended to every prompt; reward and importance look for the box.
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 NOT_STATED = "not stated"
 _NOT_TEXT = re.compile(r"[\W_]+")
-# DAPO's prompts ask for the answer after "Answer:", where our instruction asks for a box.
+# DAPO's own instruction asks for the answer after "Answer:"; it is removed, because `INSTRUCTION` asks for a box.
 _DAPO_ASKS = re.compile(
     r"\ASolve the following math problem step by step\. The last line of your response .*? is the answer to the problem\.\s*"
     r'|\s*Remember to put your answer on its own line after "Answer:"\.\s*\Z',
@@ -34,13 +34,13 @@ def _in_the_last_box(solution: Any) -> str:
 
 
 def _without_dollars(answers: Any) -> str:
-    """Join the parts of an answer. OlympiadBench lists them, most with dollars around each."""
+    """Return the parts of an answer, joined by commas. OlympiadBench lists them, most of them between dollar signs."""
     parts = answers if isinstance(answers, list) else [answers]
     return ", ".join(str(part).replace("$", "").strip() for part in parts)
 
 
 def _dapo_question(prompt: Any) -> str:
-    """Return the problem in verl's messages; open-r1/DAPO-Math-17k-Processed has a text in their place."""
+    """Return the problem from chat messages; open-r1/DAPO-Math-17k-Processed has a string instead of messages."""
     return _DAPO_ASKS.sub("", str(prompt[0]["content"] if isinstance(prompt, list) else prompt)).strip()
 
 
@@ -53,12 +53,12 @@ class Source:
     """One data set on the hub."""
 
     hub_id: str
-    question: str  # column of the problem
-    answer: str  # column of the answer, or of the solution that holds it
-    splits: Mapping[str, str]  # our name (`train`, `test`) -> the hub's
+    question: str  # name of the problem's column
+    answer: str  # name of the column with the answer, or with the solution that contains it
+    splits: Mapping[str, str]  # split (`train`, `test`) -> its name on the hub
     licence: str  # as the hub's page states it
-    config: str | None = None  # None where there is only one
-    read: Callable[[Any], str] = _text  # value of `answer` -> ground truth, empty where there is none
+    config: str | None = None  # None if the data set has only one
+    read: Callable[[Any], str] = _text  # value of `answer` -> ground truth; empty if there is none
     ask: Callable[[Any], str] = _text  # value of `question` -> problem
 
 
@@ -67,14 +67,14 @@ _TEST_CALLED_TRAIN = {"test": "train"}
 
 SOURCES: dict[str, Source] = {
     "gsm8k": Source("openai/gsm8k", "question", "answer", _BOTH, "MIT", "main", _after_hash),
-    # In place of hendrycks/competition_math, which was taken off the hub; the same columns and splits.
+    # Replaces hendrycks/competition_math, which was removed from the hub; same columns and splits.
     "math": Source(
         "DigitalLearningGmbH/MATH-lighteval", "problem", "solution", _BOTH, "MIT", "default", _in_the_last_box
     ),
-    # 500 problems of MATH's test split: none of them is in the train split of `math`.
+    # 500 problems from MATH's test split; none of them is in the train split of `math`.
     "math500": Source("HuggingFaceH4/MATH-500", "problem", "answer", _TEST, NOT_STATED),
     "deepmath": Source("zwhe99/DeepMath-103K", "question", "final_answer", _TRAIN, "MIT"),
-    # The authors' file repeats each problem about a hundred times; the first of equal rows is kept.
+    # The authors' file repeats each problem about a hundred times; only the first of equal rows is kept.
     "dapo": Source(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "prompt",
@@ -88,7 +88,7 @@ SOURCES: dict[str, Source] = {
     "aime25": Source("math-ai/aime25", "problem", "answer", _TEST, "Apache-2.0"),
     "amc23": Source("math-ai/amc23", "question", "answer", _TEST, NOT_STATED),
     "minerva": Source("math-ai/minervamath", "question", "answer", _TEST, NOT_STATED),
-    # English mathematics without pictures, with final answers.
+    # The part in English, on mathematics, without pictures, with final answers.
     "olympiadbench": Source(
         "Hothan/OlympiadBench",
         "question",
@@ -102,13 +102,13 @@ SOURCES: dict[str, Source] = {
 
 
 def verl_row(name: str, split: str, index: int, row: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return one row of the hub in verl's columns, or why there is none: `no question`, `no answer`.
+    """Return a row of the hub in verl's columns; if it cannot be used, the reason: `no question` or `no answer`.
 
     Args:
-        name: of the data set; also verl's `data_source`, by which validation metrics are grouped.
+        name: the data set's name; also verl's `data_source`, by which validation metrics are grouped.
         split: `train` or `test`.
-        index: of the row in the hub's split.
-        row: the hub's columns.
+        index: the row's index in the hub's split.
+        row: column of the hub -> value.
     """
     source = SOURCES[name]
     question = source.ask(row[source.question] or "")
@@ -128,5 +128,5 @@ def verl_row(name: str, split: str, index: int, row: Mapping[str, Any]) -> dict[
 
 
 def problem_of(row: Mapping[str, Any]) -> str:
-    """Return the problem's letters and digits in lower case, which are equal for two typesettings of a problem."""
+    """Return the problem's letters and digits in lower case, so that two typesettings of a problem compare equal."""
     return _NOT_TEXT.sub("", row["prompt"][0]["content"].removesuffix(INSTRUCTION)).lower()

@@ -1,4 +1,4 @@
-"""Figures of GPUs from datasheets, and every assumption of the planner."""
+"""GPU figures from datasheets, and all assumptions of the planner."""
 
 from dataclasses import dataclass, replace
 
@@ -10,11 +10,11 @@ class Gpu:
     """One GPU and its links, from the vendor's datasheet; nothing here was measured."""
 
     name: str
-    memory_gib: float  # total as CUDA reports it, a little less than on the label
-    tflops: float  # dense bf16, 1e12 per second
-    bandwidth: float  # of its memory, 1e9 bytes per second
-    link: float  # between GPUs of a node, 1e9 bytes per second in one direction
-    network: float  # between nodes, the same unit, with one adapter per GPU
+    memory_gib: float  # total memory as CUDA reports it, a little less than the label says
+    tflops: float  # dense bf16 arithmetic, 1e12 FLOPs per second
+    bandwidth: float  # memory bandwidth, 1e9 bytes per second
+    link: float  # between two GPUs of a node, 1e9 bytes per second and direction
+    network: float  # between nodes, 1e9 bytes per second and direction, one adapter per GPU
 
     @property
     def memory(self) -> float:
@@ -33,10 +33,15 @@ GPUS = {
 
 
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
-    """Return a GPU of the table (also by `h100`), with another memory if given. ValueError: it is unknown, or has no memory."""
+    """Return the GPU called `name` (`H100-80`; `h100` if only one matches), with `memory_gib` instead of its own if given.
+
+    Raise ValueError if the name is unknown or ambiguous, or if the memory is not positive.
+    """
     matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
-        raise ValueError(f"--gpu {name}: not known; allowed: {', '.join(GPUS)}, with --gpu-memory for another memory")
+        raise ValueError(
+            f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}; --gpu-memory sets another memory size"
+        )
     if memory_gib is not None and memory_gib <= 0:
         raise ValueError(f"--gpu-memory {memory_gib}: must be positive")
     return replace(matches[0], memory_gib=memory_gib or matches[0].memory_gib)
@@ -44,32 +49,32 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of the datasheet's figures that a run reaches; assumed, from reports of large runs."""
+    """Shares of the datasheet's peak figures that a run reaches; assumed, after reports of large runs."""
 
-    training: float = 0.40  # of the arithmetic with recomputation; 40-55 % in arXiv 2104.04473, 2205.05198 on A100s
-    inference: float = 0.50  # of the arithmetic in forwards without a graph, prefill among them
-    decoding: float = 0.60  # of the memory's bandwidth
-    link: float = 0.70  # of links within a node and of the network
-    decode_overhead_s: float = 2e-3  # per decoding step beside its reading: launches, sampling, scheduling
-    all_reduce_s: float = 1.5e-5  # latency in a node; under tensor parallelism two per layer and decoding step
+    training: float = 0.40  # share of peak FLOPs, with recomputation; A100s: 40-55 % (arXiv 2104.04473, 2205.05198)
+    inference: float = 0.50  # share of peak FLOPs in forwards without a backward, including prefill
+    decoding: float = 0.60  # share of the memory bandwidth
+    link: float = 0.70  # share of the bandwidth within a node and between nodes
+    decode_overhead_s: float = 2e-3  # per decoding step, besides reads and arithmetic: launches, sampling, scheduling
+    all_reduce_s: float = 1.5e-5  # latency of one all-reduce; tensor parallelism has two per layer and decoding step
 
 
 EXPECTED = Efficiency()
-# The range of the hours: an untuned run, and a very good one.
+# The bounds of the projected hours: an untuned run, and a very good one.
 POOR, GOOD = Efficiency(0.25, 0.30, 0.35, 0.40, 6e-3, 3e-5), Efficiency(0.55, 0.65, 0.75, 0.85, 1e-3, 1e-5)
 
-MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # shares of the maximum length
+MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # mean lengths as shares of the maximum lengths
 SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
-ANSWER = 8  # tokens of an answer
-# Measured on one core (AMD EPYC), with padding: verl's driver alone runs the gate.
+ANSWER = 8  # tokens per answer
+# Positions of a response include padding. Measured on one core (AMD EPYC): only verl's driver process runs the gate.
 GATE_SECONDS_PER_TOKEN = 7e-8
 
-CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL's buffers
-TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and libraries' workspaces while the trainer works
+CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers
+TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and library workspaces in the trainer's phases
 ENGINE_OVERHEAD = 1.0 * GIB  # CUDA graphs and workspaces inside vLLM's share
-TIGHT = 0.10  # with a smaller share of free memory, fragmentation may end the run
+TIGHT = 0.10  # below this share of free memory a plan "fits tightly": fragmentation may cause an out-of-memory error
 
-# Rows on the hub of the files that `oar data` makes; a file that exists is counted instead.
+# Row counts on the hub, used for files of `oar data` that are missing here; rows of existing files are counted.
 ROWS = {
     **{"gsm8k/train": 7473, "gsm8k/test": 1319, "math/train": 7500, "math500/test": 500, "deepmath/train": 103022},
     **{"aime24/test": 30, "aime25/test": 30, "amc23/test": 40},

@@ -1,24 +1,29 @@
-"""Bytes of one GPU by phase of a step, at a full micro-batch of the longest sequences.
+"""Memory of one GPU in each phase of a step, in bytes, for a full micro-batch of sequences of the maximum length.
 
-States follow ZeRO (arXiv 1910.02054, section 3): FSDP divides weights, gradients and Adam's two moments, of one type, over the
-shards; Megatron keeps 2 + 4 bytes per weight of its part of the model, and divides 12 over the data-parallel ranks.
-Activations are counted by tensor. transformers' norms work in float32 and its MLP saves three products; Megatron fuses both
-(arXiv 2205.05198, section 4). An importance pass freezes the weights, so nothing is saved for their gradients.
+Model states follow ZeRO (arXiv 1910.02054, section 3). FSDP shards weights, gradients and both Adam moments, all in one dtype.
+Megatron keeps 2 (weight) + 4 (gradient) bytes per local weight, and its distributed optimizer shards 12 (float32 weight and
+both moments) over the data-parallel ranks.
+Activations are counted tensor by tensor. For the backward, transformers keeps float32 inputs of norms and three tensors of the
+MLP's width; Megatron's fused kernels keep less (arXiv 2205.05198, section 4). An importance pass freezes the weights, so it
+keeps no tensors for weight gradients.
 """
 
 from oar_plugin.passes.rows import CHUNK
 from oar_plugin.runs.plan.hardware import CONTEXT, ENGINE_OVERHEAD, TRAINER_OVERHEAD, Gpu
 from oar_plugin.runs.plan.setup import BYTES, Setup
 
-Parts = dict[str, float]  # part (weights, logits, ...) -> bytes
+Parts = dict[str, float]  # name of a part (weights, logits, ...) -> bytes
 
 
 def step_memory(s: Setup, gpu: Gpu) -> dict[str, Parts]:
-    """Return the parts by phase. Weight sync needs less than generation, masked copies less than log-probs: left out."""
+    """Return phase -> parts.
+
+    Two phases are left out: weight sync needs less memory than generation, and masked copies need less than log-probs.
+    """
     weights, gradients, optimizer = states(s)
     on_cpu = s.actor.strategy == "fsdp2" and s.engine.offload_policy
     updating: Parts = {} if on_cpu else {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    # Megatron's gradient buffers exist while its weights are on the GPU; FSDP's only during the update.
+    # Megatron's gradient buffers exist whenever its weights are on the GPU; FSDP's gradients only during the update.
     waiting = updating | {"gradients": gradients if s.megatron and not s.engine.param_offload else 0.0}
     waiting |= {"optimizer": 0.0} if s.engine.optimizer_offload else {}
     engine, context = engine_memory(s, gpu), {"other": CONTEXT}
@@ -36,14 +41,14 @@ def step_memory(s: Setup, gpu: Gpu) -> dict[str, Parts]:
 
 
 def local_parameters(s: Setup) -> float:
-    """Return the parameters of the largest Megatron rank: its layers, and embedding or vocabulary projection."""
+    """Return the number of parameters on the largest Megatron rank: its layers plus embedding or vocabulary projection."""
     embeddings = 1 if s.model.config.tie_word_embeddings else 2
     layers = s.model.parameters - embeddings * s.model.embedding
     return (layers / s.pp + s.model.embedding * (embeddings if s.pp == 1 else 1)) / s.tp
 
 
 def states(s: Setup) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer while all of them are on the GPU."""
+    """Return the bytes of (weights, gradients, optimizer) on one GPU, with nothing offloaded."""
     w, adapters = s.weight_bytes, s.model.adapters * s.lora_rank
     held = local_parameters(s) if s.megatron else s.model.parameters / s.shards
     trained = adapters / (s.tp * s.pp if s.megatron else s.shards) if adapters else held
@@ -55,35 +60,42 @@ def states(s: Setup) -> tuple[float, float, float]:
 
 
 def cache_bytes(s: Setup) -> float:
-    """Return the bytes of a token's keys and values on one GPU of an engine; heads are copied where ranks are more."""
+    """Return the bytes of one token's keys and values on one GPU of an engine.
+
+    With more tensor-parallel ranks than key-value heads, each rank holds a copy of one head.
+    """
     heads = max(1, s.model.kv_heads // s.rollout.tensor_model_parallel_size)
     return 2.0 * s.model.layers * heads * s.model.head_dim * BYTES[s.rollout.dtype]
 
 
 def cached_tokens(s: Setup, gpu: Gpu) -> float:
-    """Return how many tokens the cache of one engine holds."""
+    """Return how many tokens fit into the KV cache of one engine."""
     return engine_memory(s, gpu)["KV cache"] / cache_bytes(s) * s.replica / s.rollout.tensor_model_parallel_size
 
 
 def engine_memory(s: Setup, gpu: Gpu) -> Parts:
-    """Return vLLM's weights with its workspace, and the cache, which gets the rest of its share."""
+    """Return the bytes of one GPU that vLLM uses for weights and workspace, and for the cache: the rest of vLLM's share."""
     e, tp = BYTES[s.rollout.dtype], s.rollout.tensor_model_parallel_size
     working = s.rollout.max_num_batched_tokens * e * (4 * s.model.hidden + 3 * s.model.inner / tp)
-    # float32 logits of all sequences are sorted and normalised.
+    # The sampler holds float32 logits of all sequences, and sorts and normalises them.
     sampling = 3 * 4.0 * s.rollout.max_num_seqs * s.model.vocab
     used = e * s.model.parameters / tp + working + sampling + ENGINE_OVERHEAD
     return {"vLLM": used, "KV cache": max(0.0, s.rollout.gpu_memory_utilization * gpu.memory - used)}
 
 
 def activations(s: Setup, trained: bool) -> tuple[float, float]:
-    """Return bytes per token of an update (`trained`) or importance pass: after the forward, in the last layer's backward."""
+    """Return the bytes of activations per token at two moments: after the forward, and in the last layer's backward.
+
+    Args:
+        trained: True for an update, False for an importance pass, whose weights are frozen.
+    """
     e, model, entry = s.element, s.model, s.element * s.model.hidden / s.outer
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    # A norm's float32 input, and the normalised values where its scale is trained.
+    # Per element of a norm: its float32 input, and the normalised values if its scale is trained.
     norm = e if s.megatron else 4 + (e if trained and not s.lora_rank else 0)
-    inputs = e * model.hidden if trained else 0  # of the projections
+    inputs = e * model.hidden if trained else 0  # inputs of the linear layers, kept for weight gradients
     outside = 2 * (norm * model.hidden + inputs)
-    attention = e * (2 * query + 2 * key) + 4 * model.heads  # queries, keys, values, output, a float32 per head
+    attention = e * (2 * query + 2 * key) + 4 * model.heads  # queries, output, keys, values; a float32 per head
     if model.config.model_type.startswith("qwen3"):
         attention += norm * (query + key)
     if model.experts:
@@ -91,16 +103,19 @@ def activations(s: Setup, trained: bool) -> tuple[float, float]:
     products = (2 if s.megatron else 3) + trained
     layer = outside / s.outer + (attention + e * products * model.inner) / s.tp
     final = norm * model.hidden / s.outer + (entry if trained else 0)
-    # Gradients of residual, product, gate and up; the last product is free by then.
+    # Gradients of the residual stream and in the MLP, whose last product has been freed by then.
     going_back = entry + (3 - trained) * e * model.inner / s.tp
-    # One forward, one backward: the first stage keeps one micro-batch per stage (arXiv 2104.04473, 2.2).
+    # In the 1F1B schedule the first stage holds one micro-batch per pipeline stage (arXiv 2104.04473, section 2.2).
     kept = s.pp * (model.layers // s.pp) * (entry if s.recompute else layer)
     return kept + final, kept + going_back + (layer if s.recompute else 0)
 
 
 def forward_logits(s: Setup, tokens: float) -> float:
-    """Return the bytes of a log-prob pass's logits and entropy: a copy, or float32 copies of some rows at a time."""
-    if s.megatron:  # clones the logits for the entropy; its cross entropy takes a float32 copy
+    """Return the bytes of a log-prob pass's logits and of the temporary tensors for their entropy.
+
+    Without chunking the entropy needs a copy of all logits; with chunking, float32 copies of one chunk of rows.
+    """
+    if s.megatron:  # the entropy needs a copy of the logits, the cross entropy a float32 copy
         return _vocab(s) * (2 * s.element + 4) * tokens
     if not s.actor.entropy_from_logits_with_chunking:
         return _vocab(s) * 2 * s.element * tokens
@@ -109,14 +124,15 @@ def forward_logits(s: Setup, tokens: float) -> float:
 
 
 def _vocab(s: Setup) -> float:
-    """Return the columns of the logits on one GPU; 0 with kernels that never form them."""
+    """Return how many columns of the logits one GPU holds; 0 with fused kernels, which never materialise logits."""
     return 0.0 if s.config.actor_rollout_ref.model.use_fused_kernels else s.model.vocab / s.tp
 
 
 def _gathered(s: Setup, gradients: bool) -> tuple[float, float]:
-    """Return the bytes of FSDP's gathered weights and gradients: of the root (vocabulary projection), and of layers.
+    """Return the bytes of unsharded weights and gradients under FSDP: (of the vocabulary projection, of the layers).
 
-    One layer computes, the next is gathered, one buffer is the source; two gradients are in flight in float32.
+    Three copies of a layer's weights exist: the layer that computes, the prefetched next layer, and the all-gather's buffer.
+    With gradients come one layer's gradients, and two layers' float32 gradients in communication.
     """
     if s.megatron:
         return 0.0, 0.0
@@ -135,13 +151,15 @@ def _importance(s: Setup) -> Parts:
     importance, tokens, e = s.oar.importance_object, min(s.micro_batch(True), s.micro_batch(False)), s.element
     answers = s.answer_rows * tokens * s.sequence_ranks / s.mean_length if importance.backwards else 0.0
     rows = tokens if importance.reasoning_rows else answers
-    # Of a chunk of rows: logits and coefficients; in float32 logits, at a temperature, softmax, its root, signs and their bits.
+    # Tensors of one chunk of rows. In the model's dtype: logits, coefficients. With 4 bytes per element: logits, logits divided
+    # by the temperature, softmax, its square root, random signs, the bits of the signs.
     chunk = (2 * e + 24) * min(CHUNK, rows) * _vocab(s)
     if not importance.backwards:
         return _log_prob(s, tokens, chunk)
     root, passing = _gathered(s, gradients=False)
     head, layer = activations(s, trained=False)
-    logits = 0.0 if importance.noisy else forward_logits(s, tokens)  # a perturbed forward follows the host's
+    # An importance with noise runs a forward of its own.
+    logits = 0.0 if importance.noisy else forward_logits(s, tokens)
     return _most(
         {"activations": head * tokens, "logits": logits, "OAR": chunk, "gathered": root + passing / 3},
         {"activations": layer * tokens, "OAR": e * s.model.hidden * tokens / s.outer, "gathered": root + passing},
@@ -151,12 +169,12 @@ def _importance(s: Setup) -> Parts:
 def _update(s: Setup, gradients: float) -> Parts:
     tokens, (root, passing) = s.micro_batch(True), _gathered(s, gradients=True)
     head, layer = activations(s, trained=True)
-    # Flash attention's cross entropy writes the gradient over the logits; Megatron's keeps a float32 softmax beside them.
+    # flash-attn's cross entropy overwrites the logits with their gradient; Megatron's also keeps a float32 softmax.
     logits = (s.element + (4 if s.megatron else 0)) * _vocab(s) * tokens
     return _most(
         {"activations": head * tokens, "logits": logits, "gathered": root + passing / 3},
         {"activations": layer * tokens, "gathered": root + passing},
-        # The optimizer's step: torch's foreach AdamW takes the root of the second moment of all weights at once.
+        # The optimizer's step: torch's foreach AdamW allocates the square roots of all second moments at once.
         {"activations": 0.0 if s.megatron or s.engine.offload_policy else gradients},
     )
 

@@ -1,6 +1,6 @@
-"""Parameters of a model, counted on the meta device, and its FLOPs, counted as verl does.
+"""A model's number of parameters, counted on the meta device, and its FLOPs, by verl's counter.
 
-The dimensions of common models are built in, so that no network is needed.
+The dimensions of common models are built in, so no network is needed.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-# Hidden size, MLP, layers, heads, key-value heads, vocabulary, positions, tied embeddings: from config.json on the hub.
+# Values of `_KEYS`, in their order, from each model's config.json on the hub.
 _DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, True),
     "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, True),
@@ -41,34 +41,38 @@ _EXTRA = {
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
-# Words in a name that do not change the dimensions, and the maximum positions of such a variant of Qwen or Yi.
+# Parts of a name that leave the dimensions as they are -> maximum positions of that variant of Qwen or Yi; None: unchanged.
 _VARIANTS = {"Math": 4096, "Instruct": 32768, "Base": 32768, "16K": 16384, "32K": 32768, "Chat": None}
 
 
 class PlanError(ValueError):
-    """The model is unknown, or the configuration cannot run: one line per fault, with what is allowed."""
+    """The model is unknown, or the configuration cannot run. The message has a line per fault, with the allowed values."""
 
 
 class Model:
-    """Sizes of a HuggingFace config, in elements; no weight is allocated. PlanError: its family is unknown."""
+    """Sizes of a HuggingFace config's model, in elements; no weight is allocated.
+
+    Raise PlanError if the planner does not support the model type.
+    """
 
     def __init__(self, config: Any, name: str = "") -> None:
         from transformers import AutoModelForCausalLM
 
         if config.model_type not in FAMILIES:
-            raise PlanError(f"{name}: the planner knows no {config.model_type}; allowed: {', '.join(FAMILIES)}")
+            raise PlanError(f"{name}: model_type={config.model_type} is not supported; allowed: {', '.join(FAMILIES)}")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layers = model.get_decoder().layers
         linear = [m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
         self.name, self.config = name, config
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.layer = max(sum(p.numel() for p in layer.parameters()) for layer in layers)  # of the largest layer
-        self.experts = sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)  # of all layers
-        # Of LoRA adapters of rank one on every linear layer except the vocabulary projection.
+        # Parameters of the largest layer, and of all experts.
+        self.layer = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        self.experts = sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)
+        # Parameters of rank-1 LoRA adapters on every linear layer except the vocabulary projection.
         self.adapters = sum(m.in_features + m.out_features for m in linear)
-        self.visits: int = config.num_experts_per_tok if self.experts else 0  # experts of a layer that a token visits
-        # Width of the MLP, or of all experts that a token visits.
+        self.visits: int = config.num_experts_per_tok if self.experts else 0  # experts per layer and token
+        # Width of the MLP; in a mixture of experts, the summed width of one token's experts.
         self.inner: int = self.visits * config.moe_intermediate_size if self.experts else config.intermediate_size
         self.hidden, self.layers, self.vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -76,30 +80,36 @@ class Model:
         self.embedding: int = self.vocab * self.hidden
 
     def training_flops(self, length: float) -> float:
-        """Return forward and backward of one sequence, by verl's counter without the input embedding, which is no product."""
+        """Return the FLOPs of one sequence's forward and backward.
+
+        verl's counter counts the input embedding as a matrix product; it is a lookup, so its FLOPs are subtracted.
+        """
         from verl.utils.flops_counter import FlopsCounter
 
         counted: float = FlopsCounter(self.config).estimate_flops([length], 1.0)[0] * 1e12
         return counted - 6.0 * self.embedding * length
 
     def head_flops(self, rows: float) -> float:
-        """Return the vocabulary projection of `rows` tokens."""
+        """Return the FLOPs of the vocabulary projection of `rows` tokens, forward only."""
         return 2.0 * self.embedding * rows
 
     def layers_flops(self, length: float, start: float = 0.0) -> float:
-        """Return the forward of the layers on the tokens from `start` to `length` of one sequence."""
+        """Return the FLOPs of the layers' forward on tokens `start` to `length` of one sequence; earlier tokens are cached."""
         whole = self.training_flops(length) / 3 - self.head_flops(length)
         return whole - self.layers_flops(start) if start else whole
 
     def backward_flops(self, length: float) -> float:
-        """Return the backward of the layers to the input embeddings: matrix products once, attention twice, as verl counts."""
+        """Return the FLOPs of the layers' backward to the input embeddings, without weight gradients.
+
+        Relative to the forward, matrix products count once and attention twice, as in verl's counter.
+        """
         attention = (self.training_flops(2 * length) - 2 * self.training_flops(length)) / 6
         return self.layers_flops(length) + attention
 
 
 @cache
 def load_model(name: str) -> Model:
-    """Return the model of a folder with `config.json`, or of a built-in name. PlanError: it is neither."""
+    """Return the model of a folder with `config.json`, or a built-in model. Raise PlanError if `name` is neither."""
     from transformers import AutoConfig
 
     if Path(name).is_dir():
@@ -111,8 +121,8 @@ def load_model(name: str) -> Model:
     dimensions = _DIMENSIONS.get("-".join(word for word in words if word not in _VARIANTS))
     if dimensions is None:
         raise PlanError(
-            f"actor_rollout_ref.model.path={name}: neither a folder here nor built in, and nothing is downloaded; give "
-            f"--model DIR, a folder with its config.json, or one of {', '.join(_DIMENSIONS)}"
+            f"actor_rollout_ref.model.path={name}: neither a local folder nor a built-in model; nothing is downloaded. "
+            f"Give --model DIR (a folder with its config.json) or one of {', '.join(_DIMENSIONS)}"
         )
     values = dict(zip(_KEYS, dimensions, strict=True)) | _EXTRA.get(dimensions[0], {})
     positions = [limit for word in words if (limit := _VARIANTS.get(word)) is not None]

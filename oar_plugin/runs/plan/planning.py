@@ -1,4 +1,4 @@
-"""A plan of a run, and changes that make it fit."""
+"""The plan of a run, and suggested changes that make it fit."""
 
 import math
 from collections.abc import Callable
@@ -13,34 +13,35 @@ from oar_plugin.runs.plan.models import PlanError
 from oar_plugin.runs.plan.seconds import GENERATION, OAR, generation_seconds, step_flops, step_seconds
 from oar_plugin.runs.plan.setup import ACTOR, ROLLOUT, Expected, Setup, with_overrides
 
-Change = tuple[dict[str, Any], str]  # overrides for verl's command line, and their effect
+Change = tuple[dict[str, Any], str]  # overrides for verl's command line, and what they do
 BUDGETS = (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu")
 
 
 class Plan:
-    """Projections for a composed configuration. PlanError: it cannot run, or its model is unknown."""
+    """Projections for a composed configuration. Raise PlanError if it cannot run, or if its model is unknown."""
 
     def __init__(self, config: DictConfig, gpu: Gpu | None = None, expected: Expected | None = None) -> None:
         self.setup = s = Setup(config, expected)
         self.gpu = card = gpu or choose_gpu()
-        self.memory = step_memory(s, card)  # bytes of one GPU by phase and part
+        self.memory = step_memory(s, card)  # phase -> part -> bytes on one GPU
         self.peak = max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
-        self.headroom = card.memory - sum(self.memory[self.peak].values())  # bytes; negative where it does not fit
+        # Free bytes in the peak phase; negative if it does not fit.
+        self.headroom = card.memory - sum(self.memory[self.peak].values())
         longest = s.rollout.max_model_len or s.max_length
-        self.cached = cached_tokens(s, card) / longest  # longest sequences in an engine's cache
+        self.cached = cached_tokens(s, card) / longest  # sequences of maximum length that one engine's cache holds
         self.fits = self.headroom >= 0 and self.cached >= 1
         tight = self.headroom < TIGHT * card.memory
         self.verdict = "does not fit" if not self.fits else "fits tightly" if tight else "fits"
 
-        self.flops = step_flops(s)  # by phase, of a step over all GPUs
-        self.seconds = step_seconds(s, card, EXPECTED)  # by phase, of a step
+        self.flops = step_flops(s)  # phase -> FLOPs of one step, over all GPUs
+        self.seconds = step_seconds(s, card, EXPECTED)  # phase -> seconds of one step
         self.step = _step(s, self.seconds)
         self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
         self.to_grpo = self.step / _step(s, {phase: t for phase, t in self.seconds.items() if phase not in OAR})
 
     @property
     def hours(self) -> list[float] | None:
-        """Hours of the run with its validations: expected, least, most. None where the number of steps is unknown."""
+        """Hours of the run, validations included: [expected, least, most]. None if the number of steps is unknown."""
         s, hours = self.setup, []
         for efficiency in (EXPECTED, GOOD, POOR):
             validation = generation_seconds(s, self.gpu, efficiency, s.validated) if s.validated else 0.0
@@ -54,7 +55,7 @@ class Plan:
 
 
 def _step(s: Setup, seconds: dict[str, float]) -> float:
-    """Return the seconds of a step: generation and training in sequence, or at the same time (`separate_async`)."""
+    """Return the seconds of a step. Generation and training run one after the other; in `separate_async` they overlap."""
     generation = seconds[GENERATION]
     training = sum(seconds.values()) - generation
     return max(generation, training) if s.dedicated else generation + training
@@ -67,10 +68,13 @@ class Suggestion(NamedTuple):
 
 
 def suggest(current: Plan, replan: Callable[[DictConfig], Plan]) -> list[Suggestion]:
-    """Return changes that make a run fit, or give more room to one that fits tightly; `replan` has planned each.
+    """Return changes that make a run fit, or that give more room to a run that fits tightly.
 
-    Each kind of change gives its mildest sufficient one, the cheapest kind first. Where no cheap change suffices, several are
-    combined. The list is empty where there is enough room, or nothing helps.
+    Kinds of changes are tried from cheap to costly; each kind contributes its mildest change that is sufficient. If no single
+    change suffices, several are combined. The list is empty if the run fits already, or if nothing helps.
+
+    Args:
+        replan: plans a changed configuration; every suggestion carries the plan that it returned.
     """
     if current.verdict == "fits":
         return []
@@ -110,13 +114,16 @@ def suggest(current: Plan, replan: Callable[[DictConfig], Plan]) -> list[Suggest
 
 
 def _missing(made: Plan) -> float:
-    """Return the missing bytes, summed over the phases so that phases below the peak count too."""
+    """Return the missing bytes, summed over all phases, so that an improvement below the peak counts too.
+
+    A cache that holds less than one sequence adds up to 1 GiB.
+    """
     over = (sum(parts.values()) - made.gpu.memory for parts in made.memory.values())
     return sum(max(0.0, missing) for missing in over) + max(0.0, 1 - made.cached) * GIB
 
 
 def _cheap(s: Setup) -> list[list[Change]]:
-    """Return kinds of changes within the layout, the cheapest kind first, each kind from mild to strong."""
+    """Return kinds of changes that keep the layout, from cheap to costly; each kind lists its changes from mild to strong."""
     engine = f"{ACTOR}.megatron" if s.megatron else f"{ACTOR}.fsdp_config"
     chunks = {f"{ACTOR}.entropy_from_logits_with_chunking": True}
     share, tp = s.rollout.gpu_memory_utilization, s.rollout.tensor_model_parallel_size
@@ -125,29 +132,35 @@ def _cheap(s: Setup) -> list[list[Change]]:
     budgets = [max(least, int(s.micro_batch(True) * part) // 256 * 256) for part in (0.5, 0.25)]
     optimizer = {f"{engine}.optimizer_offload": True}
     return [
-        [(chunks, "entropy of a few rows of logits at a time")],
-        [({f"{ROLLOUT}.gpu_memory_utilization": each}, "another share of the memory for vLLM") for each in shares],
+        [(chunks, "the entropy is computed for a few rows of logits at a time")],
+        [
+            ({f"{ROLLOUT}.gpu_memory_utilization": each}, "a different share of the GPU memory for vLLM")
+            for each in shares
+        ],
         [(dict.fromkeys(BUDGETS, size), "smaller micro-batches") for size in (*budgets, least)],
         [
-            (optimizer, "the optimizer waits on the host outside of the update"),
-            ({**optimizer, f"{engine}.param_offload": True}, "weights and optimizer wait on the host while not needed"),
+            (optimizer, "the optimizer is on the CPU outside the update"),
+            ({**optimizer, f"{engine}.param_offload": True}, "weights and optimizer are on the CPU while not in use"),
         ],
-        [({f"{ROLLOUT}.tensor_model_parallel_size": tp * n}, "an engine's weights on more GPUs") for n in (2, 4)],
+        [
+            ({f"{ROLLOUT}.tensor_model_parallel_size": tp * n}, "each engine's weights are split over more GPUs")
+            for n in (2, 4)
+        ],
     ]
 
 
 def _costly(s: Setup) -> list[list[Change]]:
-    """Return other layouts, a slow update, and more GPUs."""
+    """Return kinds of changes that cost more: other layouts, an update from CPU memory, and more GPUs."""
     nodes = [({"trainer.nnodes": s.config.trainer.nnodes * n}, f"{s.gpus * n} GPUs") for n in (2, 4, 8)]
     if s.megatron:
         ranks = {"tensor": s.tp, "pipeline": s.pp}.items()
         key = f"{ACTOR}.megatron.{{}}_model_parallel_size"
-        return [[({key.format(kind): 2 * size}, "the model on more GPUs") for kind, size in ranks], nodes]
+        return [[({key.format(kind): 2 * size}, "the model is split over more GPUs") for kind, size in ranks], nodes]
     budget = max(math.ceil(s.max_length / s.sequence_ranks / 2), int(s.micro_batch(True) / 2))
     split = {**dict.fromkeys(BUDGETS, budget), f"{ACTOR}.ulysses_sequence_parallel_size": s.ulysses * 2}
-    host = {f"{ACTOR}.strategy": "fsdp2", f"{ACTOR}.fsdp_config.offload_policy": True}
+    on_cpu = {f"{ACTOR}.strategy": "fsdp2", f"{ACTOR}.fsdp_config.offload_policy": True}
     return [
-        [(split, "each sequence on more GPUs")],
-        [(host, "weights, gradients and optimizer stay on the host: a slow update")],
+        [(split, "each sequence is split over more GPUs")],
+        [(on_cpu, "weights, gradients and optimizer stay on the CPU: the update is slow")],
         nodes,
     ]

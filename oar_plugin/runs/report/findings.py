@@ -1,4 +1,4 @@
-"""Faults of a run, and their steps, from its metrics."""
+"""Finds faults of a run, and the steps at which they occurred, in its metrics."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,29 +11,36 @@ from oar_plugin.runs.report.logs import RunLog
 REWARD = ("critic/score/mean", "critic/rewards/mean")
 ENTROPY = ("actor/entropy", "actor/entropy_loss")
 
-START = 5  # steps that define a metric's start
-GRADIENT_SPIKE, BEFORE = 10, 20  # times the median of that many earlier steps: Adam's second moment keeps it for long
-ENTROPY_LEFT = 0.1  # of the start's: samples then hardly differ, and groups have no signal
-REWARD_LEFT, SMOOTH = 0.5, 10  # of the best mean of that many steps, above the lowest reward of any response
-REWARD_SEEN = 0.1  # of the range of rewards: a smaller mean comes from few responses
-# Metric, its healthy range, and the meaning of other values.
+START = 5  # number of first steps whose mean is a metric's start
+GRADIENT_SPIKE = 10  # times the median of earlier norms; Adam's second moment remembers a spike for many steps
+BEFORE = 20  # maximum number of earlier steps in that median
+ENTROPY_LEFT = 0.1  # share of the start's entropy; below it responses hardly differ, and groups give no signal
+REWARD_LEFT = 0.5  # share of the best reward; both are measured from the lowest reward of any response
+SMOOTH = 10  # steps per mean of the reward
+REWARD_SEEN = 0.1  # share of the range of rewards; a best mean below it comes from few responses
+# (metric, lowest and highest healthy value, meaning of other values)
 BOUNDS = (
-    # OAR then changes fewer than four responses of five.
-    ("oar/fallback/any", 0.0, 0.2, "responses that stayed plain GRPO"),
+    # Above 0.2, OAR changes fewer than four of five responses.
+    ("oar/fallback/any", 0.0, 0.2, "responses that fell back to GRPO"),
     ("oar/answer_found", 0.8, 1.0, "responses with an answer; does algorithm.oar.answer_patterns fit?"),
-    # One token of twenty has all the credit.
+    # At 0.05, one token in twenty has all the credit.
     ("oar/ess_ratio", 0.05, 1.0, "few tokens hold all credit; lower beta or raise floor"),
-    ("oar/lost_responses", 0.0, 0.0, "responses that a group lacks; did a reward raise, or an engine die?"),
+    (
+        "oar/lost_responses",
+        0.0,
+        0.0,
+        "responses missing from their groups; did a reward function raise, or an engine die?",
+    ),
     ("oar/dump_failed", 0.0, 0.0, "responses that could not be dumped; is the disk full?"),
-    ("oar/dashboard_failed", 0.0, 0.0, "a dashboard did not take weights and responses; the run's output says why"),
-    # A cut response has no answer and no reward: the model then learns to write less, not to be right.
+    ("oar/dashboard_failed", 0.0, 0.0, "a dashboard refused weights and responses; the run's output says why"),
+    # A truncated response has no answer and no reward, so the model learns to write less instead of to be right.
     ("response_length/clip_ratio", 0.0, 0.2, "responses at data.max_response_length"),
 )
 Finding = tuple[int, int, int, str]  # first step, last step, number of steps, what went wrong
 
 
 def findings(run: RunLog) -> list[list[str]]:
-    """Return steps and description of each finding, by first step."""
+    """Return [steps, description] of each finding, ordered by first step."""
     ordered = sorted(_by_metric(run), key=lambda finding: finding[0])
     return [
         [f"{first} to {last}, {number} steps" if number > 1 else str(first), text]
@@ -55,7 +62,10 @@ def _by_metric(run: RunLog) -> Iterator[Finding]:
         yield from where(beyond > 0, f"{name} at {worst:.3g} (fine: {least:g} to {most:g}): {text}")
     norm = run.column("actor/grad_norm")
     usual = norm.rolling(BEFORE, min_periods=START).median().shift()
-    yield from where(norm > GRADIENT_SPIKE * usual, f"actor/grad_norm: over {GRADIENT_SPIKE} times its median before")
+    yield from where(
+        norm > GRADIENT_SPIKE * usual,
+        f"actor/grad_norm: over {GRADIENT_SPIKE} times the median of up to {BEFORE} earlier steps",
+    )
     entropy = run.column(*ENTROPY)
     start = entropy.iloc[:START].mean()
     text = f"actor/entropy: below {ENTROPY_LEFT:.0%} of its start ({start:.3g})"
@@ -65,16 +75,16 @@ def _by_metric(run: RunLog) -> Iterator[Finding]:
     reward = run.column(*REWARD).rolling(SMOOTH).mean() - lowest
     best = reward.cummax()
     collapsed = (reward < REWARD_LEFT * best) & (best > REWARD_SEEN * (highest - lowest))
-    yield from where(collapsed, f"reward: below {REWARD_LEFT:.0%} of its best, in means of {SMOOTH} steps")
+    yield from where(collapsed, f"reward: below {REWARD_LEFT:.0%} of its best (means over {SMOOTH} steps)")
     yield from _by_step(run)
 
 
 def _by_step(run: RunLog) -> Iterator[Finding]:
-    """Yield restarts, gaps and an early end."""
+    """Yield restarts, gaps in the log, and an early end."""
     for step, again in run.resumed.items():
-        yield step, step, 1, f"started again here, from a checkpoint: {again} logged steps were done again"
+        yield step, step, 1, f"resumed here from a checkpoint; {again} logged steps were repeated"
     gaps = [(before + 1, after - 1) for before, after in pairwise(run.column(*REWARD).index) if after > before + 1]
-    if gaps:  # only counted: a broken line may name any step
+    if gaps:  # counted, not listed: a broken line may contain a huge step
         yield gaps[0][0], gaps[-1][1], sum(last - first + 1 for first, last in gaps), "not in the log"
     total, last = run.whole("trainer.total_training_steps"), int(run.metrics.index[-1])
     if total and last < total:

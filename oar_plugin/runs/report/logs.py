@@ -1,4 +1,4 @@
-"""Reads a run's metrics by step from the files of verl's own loggers: `file`, `tensorboard`, `wandb` (offline)."""
+"""Reads a run's metrics from the files of verl's own loggers: `file`, `tensorboard`, `wandb` (offline)."""
 
 import json
 import math
@@ -20,54 +20,58 @@ SECONDS = "timing_s/step"
 
 
 class NoLogs(ValueError):
-    """There is no file of a logger of verl. The message says what was looked for."""
+    """No readable log of verl was found. The message says which file is missing or wrong."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run. `metrics` has a row per step and a column per metric: nan was not logged, inf was logged and is not finite."""
+    """One run.
 
-    name: str  # of its folder or file
-    kind: str  # of the logger
+    `metrics` has a row per step and a column per metric. nan: not logged; inf: logged, but not finite.
+    """
+
+    name: str  # name of its folder or file
+    kind: str  # name of the logger
     starts: int
     metrics: pd.DataFrame
-    resumed: dict[int, int]  # first step of a later start -> how many logged steps it did again
-    settings: Mapping[str, Any]  # `a.b.c` -> value; empty where no file has them
-    state: str = ""  # of run.yaml
+    resumed: dict[int, int]  # first step of a later start -> number of logged steps that it repeated
+    settings: Mapping[str, Any]  # `a.b.c` -> value; empty if no file has them
+    state: str = ""  # as in run.yaml; empty without one
 
     @property
     def seed(self) -> int | None:
         return self.whole("data.seed")
 
     def whole(self, name: str) -> int | None:
-        """Return a setting that is a whole number; None where it is unknown, or is no number."""
+        """Return a setting as an integer; None if it is unknown or not a number."""
         try:
             return int(self.settings[name])
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
     def column(self, *names: str) -> pd.Series:
-        """Return by step the finite values of the first of these metrics that was logged."""
+        """Return step -> value of the first of these metrics that was logged; only finite values."""
         known = next((name for name in names if name in self.metrics), None)
         column = pd.Series(dtype=float) if known is None else self.metrics[known]
         return column[np.isfinite(column)]
 
     def seconds(self) -> pd.Series:
-        """Return the seconds of each step; nan where they were not logged."""
+        """Return step -> seconds; nan if they were not logged."""
         return self.column(SECONDS).reindex(self.metrics.index)
 
 
 def read_run(path: Path) -> RunLog:
     """Return the log of a run's folder, a JSONL file, a TensorBoard folder, or an offline run of wandb.
 
-    NoLogs: there is none, or run.yaml is of something else. ModuleNotFoundError: the logger's package or PyYAML is missing.
+    Raise NoLogs if there is none, or if run.yaml was not written by a run. Raise ModuleNotFoundError if PyYAML or the logger's
+    package is missing.
     """
     path = path.absolute()
     kind, files = _logs(path)
     settings: dict[str, Any] = {}
     steps, resumed = _merged(READERS[kind](file, settings) for file in files)
     if not steps:
-        raise NoLogs(f"{path}: no step in it; verl's logger {kind!r} writes one at a time")
+        raise NoLogs(f"{path}: no step in it; verl's logger {kind!r} writes each step when it ends")
     state = ""
     if (record := path / "run.yaml").is_file():
         import yaml
@@ -82,31 +86,31 @@ def read_run(path: Path) -> RunLog:
 
 
 def _logs(path: Path) -> tuple[str, list[Path]]:
-    """Return the logger, and its files: one per start, the first start first."""
+    """Return the logger's name and its files, one per start, in the order of the starts."""
     path.stat()
     if path.is_file():
         return ("tensorboard" if "tfevents" in path.name else "wandb" if path.suffix == ".wandb" else "file"), [path]
     for kind, patterns in PLACES.items():
         if files := [file for pattern in patterns for file in path.glob(pattern)]:
-            # Loggers number their files, or put the time into the name.
+            # Names contain a number or a time, which orders them.
             return kind, sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", str(file))])
     places = ", ".join(pattern for patterns in PLACES.values() for pattern in patterns)
-    raise NoLogs(f"{path}: no logs of verl, looked for {places}; trainer.logger=[console,file] writes some")
+    raise NoLogs(f"{path}: no logs of verl, looked for {places}; set trainer.logger=[console,file] to write them")
 
 
 def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:
-    """Return the metrics by step, and `resumed`. A later start replaces all earlier steps from its first step on."""
+    """Return step -> metrics, and `resumed`. A later start replaces the steps of earlier starts from its first step on."""
     steps: dict[int, dict[str, float]] = {}
     resumed: dict[int, int] = {}
     for rows in starts:
         begun = False
         for step, metrics in rows:
-            # Before its first step a start may validate the checkpoint, under the step that made it.
+            # Before its first step, a start may log a validation of its checkpoint, under the checkpoint's step.
             if not begun and not all(name.startswith("val") for name in metrics):
                 begun, known = True, len(steps)
                 steps = {before: row for before, row in steps.items() if before < step}
                 resumed |= {step: known - len(steps)} if known > len(steps) else {}
-            # pandas refuses half of a surrogate pair, which printable escapes.
+            # pandas refuses lone surrogates; `printable` escapes them.
             steps[step] = steps.get(step, {}) | {printable(name): value for name, value in metrics.items()}
     return steps, resumed
 
@@ -117,7 +121,7 @@ def _of_file(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
             record = json.loads(line)
             yield int(record["step"]), _metrics(record["data"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue  # incomplete: the run was cut off, or is writing the line
+            continue  # incomplete: the run was killed, or is writing the line
 
 
 def _of_tensorboard(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
@@ -152,9 +156,9 @@ def _of_wandb(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
 
 
 def _wandb_records(written: bytes) -> Iterator[bytes]:
-    """Yield the records of a .wandb file, up to the last whole one; wandb has no reader in Python since 0.31.
+    """Yield the complete records of a .wandb file; since 0.31 wandb has no reader in Python.
 
-    The format is LevelDB's log format after a header of 7 bytes: pieces of records, none of which crosses the end of a block.
+    After a header of 7 bytes comes LevelDB's log format: records are split into pieces, and no piece crosses a block's end.
     """
     block, head, whole_or_last = 32768, struct.Struct("<IHB"), (1, 4)
     at, record = 7 if written.startswith(b":W&B") else len(written), b""
@@ -181,10 +185,10 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float | None) -> float:
-    """Return inf for a value that is not finite; verl's file logger writes nan and inf as JSON's null."""
+    """Return the value, or inf if it is not finite; verl's file logger writes nan and inf as JSON's null."""
     try:
         number = math.nan if value is None else float(value)
-    except OverflowError:  # a whole number of Python has no bound
+    except OverflowError:  # Python's integers are unbounded
         return math.inf
     return math.inf if math.isnan(number) else number
 
@@ -198,7 +202,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 READERS = {"file": _of_file, "tensorboard": _of_tensorboard, "wandb": _of_wandb}
-# In a run's folder, or in the folder that a logger wrote.
+# Logger -> patterns of its files, in a run's folder or in the folder that the logger wrote.
 PLACES = {
     "file": ("metrics/start*.jsonl", "metrics.jsonl"),
     "tensorboard": ("tensorboard/events.out.tfevents.*", "events.out.tfevents.*"),

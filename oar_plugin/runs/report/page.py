@@ -1,4 +1,4 @@
-"""A page about runs: their curves against steps and seconds, differences of two sides, and faults."""
+"""Writes a page about runs: curves over steps and seconds, differences between two sides, and faults."""
 
 import io
 import math
@@ -20,58 +20,59 @@ from oar_plugin.runs.report.logs import SECONDS, RunLog
 
 LINES = (
     ("Reward", REWARD, "Mean over a step's responses."),
-    ("Entropy", ENTROPY, "Of the policy, in nats a token."),
+    ("Entropy", ENTROPY, "Entropy of the policy, in nats per token."),
     ("Response length", ("response_length/mean",), "Mean, in tokens."),
     ("Gradient norm", ("actor/grad_norm",), "Before clipping."),
     ("Answer found", ("oar/answer_found",), "Share of the responses in which OAR found a final answer."),
-    ("ESS ratio", ("oar/ess_ratio",), "1: credit is even. Towards 0: it sits on few tokens."),
-    ("Top-10 % mass", ("oar/top10_mass",), "Share of the weight on the top 10 % of the tokens; 0.1 is even."),
-    ("Seconds of OAR", ("timing_s/oar",), "What OAR adds to a step; in the phases below it is inside of others."),
+    ("ESS ratio", ("oar/ess_ratio",), "1: all tokens have the same credit. Near 0: few tokens have all of it."),
+    ("Top-10 % mass", ("oar/top10_mass",), "Share of the weight on the top 10 % of the tokens; 0.1: all are equal."),
+    ("Seconds of OAR", ("timing_s/oar",), "Added by OAR to a step; the phases below include it."),
 )
-ACCURACY = (
-    "Mean over the validation problems. How many these are is not logged: only the spread over seeds can be shown."
-)
+ACCURACY = "Mean over the validation problems. Their number is not logged, so only the spread over seeds is shown."
 STACKS = (
-    ("Fallbacks", "oar/fallback/", "oar/fallback/any", "Shares of the responses that stayed plain GRPO, by reason."),
+    ("Fallbacks", "oar/fallback/", "oar/fallback/any", "Shares of the responses that fell back to GRPO, by reason."),
     (
         "Seconds by phase",
         "timing_s/",
         SECONDS,
-        "Of a step; verl's v1 trainers validate (testing) and dump rollouts after it.",
+        "Seconds per step. verl's v1 trainers validate (testing) and dump rollouts after the timed step.",
     ),
 )
-OUTSIDE = ["timing_s/testing", "timing_s/dump_rollout_generations"]  # phases that `SECONDS` does not contain
-# The palette of Okabe and Ito: styles of the sides' lines, colours of stacked parts.
+OUTSIDE = ["timing_s/testing", "timing_s/dump_rollout_generations"]  # phases that are not part of `SECONDS`
+# Okabe and Ito's palette. STYLES: colour and line of each side; PARTS: colours of stacked parts.
 STYLES = (("#0072B2", "-"), ("#D55E00", "--"))
 PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-INK = "#010203"  # in a picture; the page replaces it by its text colour
+INK = "#010203"  # placeholder in SVG pictures; the page replaces it by its text colour
 LOOK: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     **{"svg.fonttype": "none", "font.size": 9, "grid.alpha": 0.3, "legend.frameon": False, "axes.grid": True},
     **{"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False},
 }
-REST = 0.01  # the smallest share of a whole that is shown as "other"; less is rounding
-LONGEST_STEM = 60  # letters of a picture's name, each of at most four bytes: a file system takes 255 bytes
-POINTS = 150  # of a line at most, each the mean of consecutive steps; the table shows every n-th step
+REST = 0.01  # smallest share that is shown as "other"; less is rounding
+LONGEST_STEM = 60  # characters of a file name, at most four bytes each; file systems allow 255 bytes
+POINTS = 150  # maximum per line, each the mean of consecutive steps; tables show every n-th step
 
-Table = list[list[str]]  # titles first
+Table = list[list[str]]  # the first row has the column titles
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Runs that differ in their seeds only. The name is printable, because pandas refuses half of a surrogate pair."""
+    """Runs that differ only in their seeds. The name must be printable: pandas refuses lone surrogates."""
 
     name: str
     runs: Sequence[RunLog]
 
     def seconds(self) -> pd.Series:
-        """Return the seconds since the start by step; a step takes the mean over the runs that have it."""
+        """Return step -> seconds since the start; each step lasts the mean over the runs that logged it."""
         return pd.concat([run.seconds() for run in self.runs], axis=1).sort_index().mean(axis=1).fillna(0.0).cumsum()
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure. A side's frame has a row per step: `mean`, `lowest` and `highest` of its runs, or the parts of a stack."""
+    """One figure.
+
+    A side's frame has a row per step. Its columns are `mean`, `lowest` and `highest` over runs, or the parts of a stack.
+    """
 
     title: str
     note: str
@@ -88,7 +89,7 @@ class Panel:
 
 
 def panels(sides: Sequence[Side]) -> Iterator[Panel]:
-    """Yield the panels that have data."""
+    """Yield the panels for which a side has data."""
     accuracies = [(f"Accuracy: {name.removeprefix('val-core/')}", (name,), ACCURACY) for name in _accuracies(sides)]
     every = [
         *(
@@ -108,7 +109,7 @@ def _accuracies(sides: Sequence[Side]) -> list[str]:
 
 
 def _line(side: Side, names: Sequence[str]) -> pd.DataFrame:
-    """Return the runs' mean and range at the steps that all logged; runs without any of these metrics are left out."""
+    """Return mean and range over runs at the steps that all of them logged; runs without these metrics are ignored."""
     columns = [column for run in side.runs if len(column := run.column(*names))]
     rows = pd.concat(columns, axis=1, join="inner") if columns else pd.DataFrame()
     spread = {"lowest": rows.min(axis=1), "highest": rows.max(axis=1)} if len(columns) > 1 else {}
@@ -116,11 +117,11 @@ def _line(side: Side, names: Sequence[str]) -> pd.DataFrame:
 
 
 def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
-    """Return the largest metrics with a prefix, and the rest of the whole, as means over the runs."""
+    """Return the largest metrics with a prefix, and `other`, the rest of the metric `whole`; means over the runs."""
     frames = []
     for run in side.runs:
         total = run.column(whole)
-        # Other phases contain OAR's own seconds.
+        # OAR's seconds are left out: other phases contain them.
         parts = run.metrics.loc[total.index].filter(regex=f"^{prefix}(?!oar|any$|step$)[^/]+$")
         parts = parts.where(lambda x: x < math.inf).fillna(0.0)
         inside = parts.drop(columns=OUTSIDE, errors="ignore").sum(axis=1)
@@ -136,9 +137,9 @@ def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
 
 
 def comparison(sides: Sequence[Side]) -> Table:
-    """Return by quantity each side's mean over its runs and their range, and the first side minus the second.
+    """Return a row per quantity: each side's mean and range over its runs, and the first side minus the second.
 
-    Only the steps that all runs have reached count. Final: mean of the last tenth of the steps; best: the highest mean of as
+    Only steps that all runs have reached count. Final: the mean of the last tenth of the steps. Best: the highest mean of as
     many consecutive steps.
     """
     until = min(run.metrics.index[-1] for side in sides for run in side.runs)
@@ -147,7 +148,7 @@ def comparison(sides: Sequence[Side]) -> Table:
         (f"{quantity}, {how}", names, summary) for quantity, names in measured for how, summary in SUMMARIES.items()
     ]
     table = [["", *(side.name for side in sides), *["difference, 95 % interval"] * (len(sides) > 1)]]
-    for quantity, names, summary in [*asked, ("seconds a step, median", (SECONDS,), pd.Series.median)]:
+    for quantity, names, summary in [*asked, ("seconds per step, median", (SECONDS,), pd.Series.median)]:
         logged = [[(run.seed, run.column(*names).loc[:until]) for run in side.runs] for side in sides]
         values = [[(seed, summary(column)) for seed, column in runs if len(column)] for runs in logged]
         if any(values):
@@ -165,7 +166,7 @@ SUMMARIES: dict[str, Callable[[pd.Series], float]] = {
     "best": lambda column: _windows(column).max(),
 }
 
-Measured = Sequence[tuple[int | None, float]]  # seed and value of each run
+Measured = Sequence[tuple[int | None, float]]  # (seed, value) of each run
 
 
 def _range(runs: Measured) -> str:
@@ -175,7 +176,7 @@ def _range(runs: Measured) -> str:
 
 
 def _difference(runs: Measured, baseline: Measured) -> str:
-    """Return the difference: paired where both sides have the same seeds, each once; else with Welch's interval."""
+    """Return the difference and its 95 % interval: paired if both sides have the same seeds, each once; else Welch's."""
     ours, theirs = (pd.Series([value for _, value in side], [seed for seed, _ in side]) for side in (runs, baseline))
     mean = ours.mean() - theirs.mean()
     if min(len(ours), len(theirs)) < 2:
@@ -188,7 +189,7 @@ def _difference(runs: Measured, baseline: Measured) -> str:
 
 
 def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
-    """Return all runs with unique labels; folders may share a name."""
+    """Return (label, run) of all runs; labels are unique even if folders have the same name."""
     runs = [(f"{side.name}: {run.name}", run) for side in sides for run in side.runs]
     names = [name for name, _ in runs]
     return [
@@ -198,7 +199,7 @@ def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
 
 
 def config_differences(sides: Sequence[Side]) -> Table:
-    """Return the settings that differ between the runs with known settings, without seeds."""
+    """Return the settings, except seeds, that differ between runs; runs without known settings are left out."""
     runs = [(label, run.settings) for label, run in labelled(sides) if run.settings]
     keys = sorted({key for _, settings in runs for key in settings if not key.endswith("seed")})
     rows = [[key, *(str(settings.get(key, "")) for _, settings in runs)] for key in keys]
@@ -209,7 +210,7 @@ def config_differences(sides: Sequence[Side]) -> Table:
 
 
 class Report(NamedTuple):
-    """The page that was written, and two of its tables."""
+    """The path of the written page, and two of its tables."""
 
     page: Path
     comparison: Table
@@ -219,12 +220,16 @@ class Report(NamedTuple):
 def write_report(
     sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> Report:
-    """Write `report.html`, which needs no other file, and two PNG files per figure. ModuleNotFoundError: matplotlib."""
+    """Write a self-contained `report.html`, and two PNG files per figure.
+
+    Raise ModuleNotFoundError if matplotlib is missing.
+    """
     shown, figures = list(panels(sides)), []
     for place, panel in enumerate(shown):
         progress(panel.title, place, len(shown))
         whole = re.sub(r"\W+", "_", panel.title.lower())
-        stem = whole if len(whole) <= LONGEST_STEM else f"{whole[:LONGEST_STEM]}_{place}"  # others may begin alike
+        # Cut names stay unique even if titles begin alike.
+        stem = whole if len(whole) <= LONGEST_STEM else f"{whole[:LONGEST_STEM]}_{place}"
         figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
     runs = labelled(sides)
     wrong = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
@@ -243,7 +248,7 @@ def write_report(
 
 
 def _picture(panel: Panel, against: str, file: Path) -> str:
-    """Write a figure as PNG, and return it as SVG."""
+    """Write a figure as a PNG file, and return it as SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 

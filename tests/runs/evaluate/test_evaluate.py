@@ -278,7 +278,7 @@ def test_repeated_problems_are_asked_once(tmp_path):
         ("here/mistyped", 1, "neither a folder nor a name on the hub"),
         ("here", 1, "holds no model"),
         ("here --best", 1, "best/global_step_N"),
-        ("a=here a=here", 2, "another line is called a"),
+        ("a=here a=here", 2, "NAME=CHECKPOINT"),
         ("a=,here", 2, "NAME=CHECKPOINT"),
         ("here --baseline grpo", 2, "allowed: here"),
         ("here --temperature 0", 2, "--k 1"),

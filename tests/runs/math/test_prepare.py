@@ -207,8 +207,8 @@ def test_training_rows_that_are_in_an_evaluation_set_are_counted_and_dropped_on_
     [
         (["aime24"], "copy/train.jsonl", [{"question": "q", "answer": "1"}], "has no column problem"),
         (["aime24"], "copy/train.jsonl", [{"problem": "q", "answer": ""}], "no row is left"),
-        (["aime24"], "copy", [{"problem": "q", "answer": "1"}], "--from .*copy: is no folder"),
-        (["gsm8k", "math"], "copy/gsm8k/test.jsonl", [{"question": "q", "answer": "#### 1"}], "no math in it"),
+        (["aime24"], "copy", [{"problem": "q", "answer": "1"}], "--from .*copy: is not a folder"),
+        (["gsm8k", "math"], "copy/gsm8k/test.jsonl", [{"question": "q", "answer": "#### 1"}], "math is missing"),
     ],
 )
 def test_a_copy_that_does_not_fit_is_refused_with_a_reason(tmp_path, names, file, rows, message):

@@ -62,7 +62,7 @@ COLLAPSED = at(REWARD, dict.fromkeys(range(20, 30), 0.0))
         (run_of(at("oar/dump_failed", {7: 1})), [("8", "is the disk full?")]),
         (run_of(at("response_length/clip_ratio", {7: 0.9})), [("8", "responses at data.max_response_length")]),
         (run_of(at(REWARD, {5: np.nan, 6: np.nan})), [("6 to 7, 2 steps", "not in the log")]),
-        (run_of(FINE, resumed={12: 3}), [("12", "3 logged steps were done again")]),
+        (run_of(FINE, resumed={12: 3}), [("12", "3 logged steps were repeated")]),
         (run_of(FINE, state="unfinished"), [("30", "calls the run unfinished")]),
         (run_of(FINE, state="finished"), []),
         (run_of(FINE, **{"trainer.total_training_steps": 40}), [("30", "before its last step, 40")]),
@@ -116,7 +116,7 @@ def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where
         ["reward, final", "0.300 (0.200 to 0.400)"],
         ["reward, mean", "0.200 (0.100 to 0.300)"],
         ["reward, best", "0.300 (0.200 to 0.400)"],
-        ["seconds a step, median", "4.000 (2.000 to 6.000)"],
+        ["seconds per step, median", "4.000 (2.000 to 6.000)"],
     ]
     shown = {panel.title: panel.frames[both] for panel in panels([both])}
     reward = {"mean": [0.1, pytest.approx(0.3)], "lowest": [0.0, 0.2], "highest": [0.2, 0.4]}
