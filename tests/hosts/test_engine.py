@@ -200,7 +200,7 @@ def test_without_memory_a_batch_is_plain_grpo_and_updates_are_those_of_a_fresh_e
 
 @pytest.mark.parametrize("case", ["double out of memory", "single no way back"])
 def test_a_process_that_others_wait_for_and_one_without_a_way_back_say_what_to_lower(results, case):
-    assert "algorithm.oar.importance=fisher: no memory" in results(case)
+    assert "algorithm.oar.importance=fisher: out of memory" in results(case)
     assert "ppo_max_token_len_per_gpu" in results(case)
 
 
