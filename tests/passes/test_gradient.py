@@ -238,7 +238,7 @@ def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_b
         assert taps.tap is None
     assert [(backward, graph) for backward, graph, _ in seen] == [(None, False), (0, True), (0, True)]
     assert [tap.measured.noise_free_BV is not None for *_, tap in seen] == [True, False, False]
-    with pytest.raises(AssertionError, match="no tap"), ModelTaps(model) as taps:
+    with pytest.raises(AssertionError, match="set_tap"), ModelTaps(model) as taps:
         run_forwards(taps, one.importance.forwards(1), lambda forward, set_tap: None)
 
 

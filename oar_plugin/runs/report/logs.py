@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from oar_plugin.output import printable
+from oar_plugin.runs.plugin import with_new_names
 
 Row = tuple[int, dict[str, float]]  # step and metrics
 
@@ -78,9 +79,12 @@ def read_run(path: Path) -> RunLog:
 
         try:
             run = yaml.safe_load(record.read_text(encoding="utf-8"))
-            state, settings = str(run["state"]), dict(run["settings"])
+            state, settings = (
+                str(run["state"]),
+                {key: with_new_names(each) for key, each in dict(run["settings"]).items()},
+            )
         except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-            raise NoLogs(f"{record}: not what a run writes ({type(error).__name__}); move it away") from error
+            raise NoLogs(f"{record}: not a valid run.yaml ({type(error).__name__}); move it away") from error
     metrics = pd.DataFrame.from_dict(steps, orient="index").sort_index()
     return RunLog(path.stem if path.is_file() else path.name, kind, len(files), metrics, resumed, settings, state)
 

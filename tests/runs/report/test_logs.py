@@ -129,3 +129,13 @@ def test_values_of_any_kind_are_numbers_and_lines_of_none_are_left_out(value, re
     broken = ['{"step": Infinity, "data": {"x": 1}}', '{"step": 2, "data": {"x": "a"}}', "[" * 100_000]
     file.write_text("\n".join([f'{{"step": 1, "data": {{"x": {value}}}}}', *broken]))
     assert read_run(file).metrics["x"].to_dict() == {1: read, 2: pytest.approx(np.nan, nan_ok=True)}
+
+
+def test_settings_of_an_older_run_have_todays_module_names(tmp_path):
+    """Else a comparison with a newer run would list them as differences."""
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "start.jsonl").write_text('{"step": 1, "data": {"a": 1.0}}\n')
+    (tmp_path / "run.yaml").write_text(
+        "state: finished\nsettings: {reward.path: 'pkg://oar_plugin.hosts.verl.reward', seed: 1}\n"
+    )
+    assert read_run(tmp_path).settings == {"reward.path": "pkg://oar_plugin.runs.reward", "seed": 1}
