@@ -38,6 +38,7 @@ def ask(question: Callable[..., Pairs], *arguments: Any) -> Answer:
         process.start()
     except OSError as error:  # no memory, no more processes
         return Answer({}, f"no process could be started: {error}")
+    assert process.pid  # it was started; 0 would name this process's own group below
     sender.close()
     told: dict[str, Any] = {}
     deadline = time.monotonic() + LIMIT_S
@@ -51,7 +52,7 @@ def ask(question: Callable[..., Pairs], *arguments: Any) -> Answer:
         told["error"] = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
     fault, doing = told.pop("error"), told.pop("doing", None)

@@ -11,7 +11,7 @@ from oar_plugin.passes.request import NEEDED, Request
 from oar_plugin.passes.segments import segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
-SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one a token of prompt + response; OUTSIDE in rows not scored
+SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
 
 def segment_batch(
