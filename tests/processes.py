@@ -1,7 +1,8 @@
 """Processes that a test starts: each has a limit on its time, and none of them outlives the test.
 
-`ranks` starts a module by torchrun and returns what every rank returned. The module ends with `if __name__ == "__main__":
-worker(FUNCTION)`.
+`ranks` starts the ranks of a module and returns what every rank returned. The module ends with `if __name__ == "__main__":
+worker(FUNCTION)`. On GPUs torchrun starts a process for each rank. On a CPU the ranks are forks of one process that has imported
+the module: verl and Megatron take ten seconds to import, and a fork of a process that has used CUDA cannot use it.
 """
 
 import os
@@ -20,8 +21,8 @@ from tests.limits import PROCESS_S
 from verl_cpu.session import TIMED_OUT, session
 
 ROOT = Path(__file__).parents[1]
-RESULTS = "OAR_TEST_RESULTS"
-"""The variable that names the folder of the ranks' results."""
+RESULTS, FORKS = "OAR_TEST_RESULTS", "OAR_TEST_FORKS"
+"""Environment variables: the folder of the ranks' results, and how many ranks `worker` forks."""
 TAIL = 60
 """Lines of the output that a failure shows."""
 
@@ -46,7 +47,7 @@ def run(command: list[str], log: Path, limit_s: float, **variables: str) -> None
         except subprocess.TimeoutExpired:
             status = TIMED_OUT
     child.wait()
-    # The rest is torchrun's.
+    # What follows is torchrun's.
     own, _, _ = log.read_text(errors="replace").partition("torch/distributed/elastic/multiprocessing/api.py")
     tail = "\n".join(own.splitlines()[-TAIL:])
     how = f"took longer than {limit_s:.0f} s" if status == TIMED_OUT else f"ended with status {status}"
@@ -62,21 +63,48 @@ def ranks(
     log: Path | None = None,
     **variables: str,
 ) -> list[Any]:
-    """The results of all ranks of a module of the checkout, which torchrun starts with these words on its command line."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", module]
+    """Return the results of all ranks of a module of the checkout; `words` are its command line."""
     # verl gives the last one to its workers, and sequence parallelism asks for it.
     variables = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **variables}
+    start = ["-m", module, *map(str, words)]
+    if torch.cuda.is_available():
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *start]
+    else:
+        variables[FORKS] = str(processes)
     with tempfile.TemporaryDirectory() as folder:
-        run([*start, *map(str, words)], log or Path(folder, "log"), limit_s, **{RESULTS: folder}, **variables)
+        run(start, log or Path(folder, "log"), limit_s, **{RESULTS: folder}, **variables)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
 def worker(main: Callable[..., Any]) -> None:
-    """Call `main` with the words of the command line, leave its result to the test, and end."""
+    """Call `main` on this rank with the words of the command line, leave its result to the test, and end."""
+    if FORKS in os.environ:
+        _fork(int(os.environ.pop(FORKS)))
     result = main(*sys.argv[1:])
     torch.save(result, f"{os.environ[RESULTS]}/{os.environ['RANK']}.pt")
     if distributed.is_initialized():
         distributed.barrier()
+    _end(0)
+
+
+def _fork(size: int) -> None:
+    """Return in `size` forks of this process, with torchrun's variables; end this process when they have ended."""
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for rank in range(size):
+        if os.fork() == 0:
+            place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+            os.environ |= address | {name: str(value) for name, value in place.items()}
+            return
+    for _ in range(size):
+        _, status = os.wait()
+        if status:  # the others may wait for it; the test ends them
+            _end(1)
+    _end(0)
+
+
+def _end(status: int) -> None:
+    """End at once: threads of gloo and FSDP outlive destroy_process_group on some builds."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads of gloo and FSDP outlive destroy_process_group on some builds
+    os._exit(status)
