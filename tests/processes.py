@@ -1,8 +1,8 @@
 """Processes that a test starts: each has a limit on its time, and none of them outlives the test.
 
 `ranks` starts the ranks of a module and returns what every rank returned. The module ends with `if __name__ == "__main__":
-worker(FUNCTION)`. On GPUs torchrun starts a process for each rank. On a CPU the ranks are forks of one process that has imported
-the module: verl and Megatron take ten seconds to import, and a fork of a process that has used CUDA cannot use it.
+worker(FUNCTION)`. On GPUs torchrun starts a process for each rank. On a CPU the ranks are forks of one process that has
+imported the module: importing verl and Megatron takes ten seconds, and only a process that never used CUDA can be forked.
 """
 
 import os
