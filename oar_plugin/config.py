@@ -197,7 +197,7 @@ class OarConfig(_Settings):
 
     @property
     def quantile(self) -> float:
-        """`tau`; the gate's default where it is null."""
+        """`tau`; if it is null, the gate's default."""
         return self.gate_object.tau if self.tau is None else self.tau
 
     @property
@@ -222,7 +222,7 @@ class OarConfig(_Settings):
 
     @property
     def budget(self) -> float:
-        """`perturbation.budget`; the importance's default where it is null."""
+        """`perturbation.budget`; if it is null, the importance's default."""
         default = 1.0 if self.copies is None else self.copies.budget
         return default if self.perturbation.budget is None else self.perturbation.budget
 

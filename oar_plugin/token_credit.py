@@ -43,7 +43,7 @@ class PaddedBatch:
 
     @cached_property
     def responses(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """Per row: the response's slice of the L columns, its token ids, and its part of `own_BL`. Tensors are on the CPU."""
+        """Per row, on the CPU: the response's slice of the L columns, its token ids, and true at those that the model wrote."""
         token_BL, response_BL = self.token_BT[:, self.prompt_columns :].cpu(), self.response_BL.bool().cpu()
         own_BL = response_BL if self.own_BL is None else self.own_BL.bool().cpu()
         columns = (row.nonzero()[:, 0].tolist() or [0, -1] for row in response_BL)
@@ -244,9 +244,9 @@ class TokenCredit:
         All ranks must call this method. If writing fails, the run continues, and `metrics` gets `DUMP_FAILED` = 1.
 
         Args:
-            rows: (row, group, id, reward) per response of this rank, in the order of the dump. Read only at steps with a dump.
+            rows: (row, group, id, reward) per response of this rank, in the order of the dump. Used only at steps with a dump.
             known: takes a row, returns other fields of its `Response` (see `record`).
-            gather: takes a list per rank, returns the concatenation of all ranks' lists.
+            gather: takes the list of this rank, returns the concatenated lists of all ranks.
         """
         if self.config.dump.dir is None:
             return

@@ -1,4 +1,4 @@
-"""Gates: functions from importance to weights. They keep the average weight of each response's reasoning tokens at 1.
+"""Gates: functions from importance to weights.
 
 A gate takes `importance_BL`, the bool `reasoning_BL`, and those of `tau` in [0, 1], `beta` >= 0 and `floor` in (0, 1] that it
 uses. Importance is finite and above -1 at reasoning tokens; other values are ignored. The gate returns float32 weights `[B, L]`
@@ -34,7 +34,7 @@ def bi_level(
     3. `w = max(s / q, floor)` where `s < q`; `w = 1 + beta (s - q) / (1 - q)` where `s >= q`.
     4. `w` is multiplied by `R / sum(w)`.
 
-    The logarithm is meant for importance in nats. Divide importance of another unit by its mean first (`relative`).
+    The logarithm is meant for importance in nats. Importance without a unit must be divided by its mean first (`relative`).
     """
     outside_BL = ~reasoning_BL
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
@@ -66,7 +66,7 @@ def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, be
     """Weight `1 + beta` at and above the tau-quantile of importance, 1 below it; then scaled to average 1. Not in the paper.
 
     Only the order of importance matters, so outliers do not change the weights. Tokens with the response's minimum importance
-    get weight 1 in any case: if many tokens have it, it is also the quantile, and otherwise all tokens would get `1 + beta`.
+    always get weight 1. Without this rule, all tokens would get `1 + beta` if the quantile is the minimum.
     """
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     place_B2, share_B1 = _quantile_places(count_B1, tau)
@@ -81,8 +81,6 @@ def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, be
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate function and its properties."""
-
     function: Callable[..., Tensor]  # see the docstring of this module
     tau: float  # default of the setting `tau`
     order_only: bool = False  # the weights depend only on the order of importance
@@ -114,7 +112,7 @@ _OWN: dict[str, Gate] = {}  # users' gates that passed the check, by name
 def gate_of(name: str) -> Gate:
     """Returns the gate with this name. `python:<module>:<function>` names a user's own gate; its default tau is 0.85.
 
-    A user's function is called once on a small batch, as a check. It is checked again if a notebook defines it again.
+    The first call with a user's gate checks it on a small batch. If a notebook defines the function again, it is checked again.
 
     Raises:
         ValueError: there is no such gate, or the function failed the check. The message says what is wrong.

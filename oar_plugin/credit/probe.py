@@ -24,7 +24,7 @@ PROBES: tuple[Probe, ...] = get_args(Probe)
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """The rows of logits that a probe uses in a packed micro-batch, as far as this sequence-parallel rank holds them."""
+    """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds."""
 
     position_N: Tensor  # packed position of the row, one before the answer token, int64
     response_N: Tensor  # index of the row's response, int64 in `[0, num_responses)`

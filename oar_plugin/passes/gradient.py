@@ -2,8 +2,9 @@
 
 `Importance.forwards` lists the forwards. For each of them:
 1. `MicroBatchPass.tap` returns a `Tap`, which tells the hooks on the model what to compute.
-2. The model runs. The hooks compute a scalar: the sum of some logits, each multiplied by a coefficient of the importance.
-3. The backward computes the scalar's gradient at the input embeddings. `Scores` stores the scores that follow from it.
+2. The model runs. The hooks compute a scalar: the sum of some logits, each times a coefficient (`Importance.coefficients`).
+3. The backward computes the gradient of the scalar at the input embeddings. `Importance.score` turns this gradient into one
+   score per token, which `Scores` stores.
 
 After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
 importance per token. `run_forwards` runs all forwards of one micro-batch of a HuggingFace model. Megatron's schedules run a
@@ -143,8 +144,8 @@ class MicroBatchPass:
         if any(backward.rows == "later" for backward in self.importance.backwards):
             self._later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
-        # Usually the first forward computes entropies and log-probs; it has no noise. But a backward that starts from reasoning
-        # rows needs the same logits. If no backward has noise, entropies and log-probs are computed from these logits.
+        # Entropies and log-probs need logits without noise. If no backward has noise and one starts from reasoning rows, its
+        # forward computes these logits anyway. Otherwise the first forward computes them, which never has noise.
         noisy, backwards = self.importance.noisy, self.importance.backwards
         self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
         self._first = None if noisy or not backwards else 0

@@ -1,9 +1,10 @@
 """Runs the masked copies of OAR-P through a HuggingFace causal LM, plain or wrapped by FSDP.
 
-A masked copy is a response with some reasoning tokens replaced. Its score says how far the model's answer distribution moves.
-All copies of a response have the same length, so a forward runs a group of them without padding. If the cache keeps the keys
-and values of all positions, the copies of a group share a prefix: the tokens before the first replaced one. An unmasked forward
-fills the cache, and the copies compute only the tokens after the prefix. Only the rows of the answer are projected to logits.
+A masked copy is a response with some reasoning tokens replaced; these tokens are a unit. The score of the unit says how far the
+copy moves the model's answer distribution. All copies of a response have the same length, so a forward runs a group of them
+without padding. If the cache keeps keys and values of all positions, the copies of a group share a prefix: the tokens before
+the first replaced one. A forward without replacements fills the cache, and the copies compute only the tokens after the prefix.
+Only the rows of the answer are projected to logits. Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ ROW_VALUES = 2**28
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response to score. A unit's positions count from the start of the response."""
+    """A response to score. Positions in a unit count from the start of the response."""
 
     token_T: Tensor  # int64, prompt and response up to the last token of the answer
     prompt_length: int
@@ -42,16 +43,15 @@ class Candidate:
         return cls(token_T[: prompt_length + int(answer[-1]) + 1], prompt_length, prompt_length + int(answer[0]))
 
     def rows(self, probe: Probe) -> tuple[int, int]:
-        """The range of the probe's rows, first and end. The logits of row `t` predict token `t + 1`."""
+        """The first of the probe's rows, and the end of their range. The logits of row `t` predict token `t + 1`."""
         first = self.answer_start - 1
         return first, first + 1 if probe == "last" else len(self.token_T) - 1
 
 
 class MaskedCopies:
-    """Scores the masked copies of responses. A unit is the tokens that one copy replaces.
+    """Scores units of responses. `tokens` counts the tokens computed so far.
 
-    `module` is in eval mode. `max_tokens` is the maximum number of tokens per forward. The attribute `tokens` is the number of
-    tokens computed so far.
+    `module` must be in eval mode. `max_tokens` is the maximum number of tokens per forward.
     """
 
     def __init__(self, module: nn.Module, request: Request, max_tokens: int) -> None:
@@ -105,7 +105,7 @@ class MaskedCopies:
         """Scores of the units of one response, in order (`oar_plugin.credit.importance.oar_p.divergence`)."""
         start, token = candidate.prompt_length, self.request.replacement_token
         masked = [start + t for unit in unit_list for t in unit]
-        # The first token of the sequence has no row that predicts it, so it keeps its own token.
+        # No row predicts the first token of the sequence, so this token is not replaced.
         drawn_R = torch.arange(max(1, min(masked)), max(masked) + 1) if token is None else torch.arange(0)
         cache = DynamicCache() if self._shares_prefix else None
         row_first, row_end = candidate.rows(self.request.probe)

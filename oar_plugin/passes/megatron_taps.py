@@ -75,7 +75,7 @@ class MegatronTaps(Taps):
                 self.callback(hook.remove)
 
     def _train_modes(self, chunk: nn.Module) -> None:
-        """Puts modules that prepare for a backward in train mode only into train mode. Other modules stay in eval mode."""
+        """Puts modules into train mode that otherwise keep nothing for a backward. Other modules stay in eval mode."""
         config: TransformerConfig = get_model_config(chunk)
         for module in chunk.modules():
             # Megatron's recomputation of activations.

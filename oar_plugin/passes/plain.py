@@ -1,4 +1,4 @@
-"""Importance of a padded batch under a HuggingFace model: for hosts with padded batches, for notebooks and benchmarks."""
+"""Importance of a padded batch from a HuggingFace model, for hosts with padded batches, notebooks and benchmarks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -83,7 +83,7 @@ class Request:
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
-    """Returns the token that replaces masked ones; None if nothing is masked, or if replacements are drawn (`sampled`).
+    """Returns the token that replaces others in masked copies; None without copies, or if replacements are `sampled`.
 
     Raises:
         OarConfigError: there is no padding token.
