@@ -59,7 +59,7 @@ def importance(
         model: causal LM of transformers, on any device, in any dtype. The call does not change it.
         input_ids: int64 `[B, T]`, prompts and responses, padded on any side.
         response_mask: bool or int `[B, T]`, true at the model's own tokens.
-        attention_mask: bool or int `[B, T]`, false at padding. None: padding tokens at both ends are padding.
+        attention_mask: bool or int `[B, T]`, false at padding. None: false at padding tokens at both ends of a row.
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
         prompts: B texts (with the chat template applied) or sequences of token ids.
         responses: B texts or sequences of token ids.

@@ -119,8 +119,8 @@ def copies_importance(
 ) -> Tensor:
     """Importance from masked copies, float32 `[B, L]`; all tensors are on the model's device.
 
-    `gradient_BL` is the importance from the gradient pass. A response with a non-finite value keeps it and gets no copies; it
-    falls back to GRPO later. For the other arguments see `batch_importance`.
+    `gradient_BL` is the importance from the gradient pass. A row with a non-finite value is returned unchanged; its
+    response falls back to GRPO later. For the other arguments see `batch_importance`.
     """
     finite_B = gradient_BL.isfinite().all(-1)
     wanted = {}
