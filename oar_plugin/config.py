@@ -189,17 +189,15 @@ class OarConfig(_Settings):
 
     @property
     def importance_object(self) -> Importance:
-        """The importance that `importance` names."""
         return importance_of(self.importance)
 
     @property
     def gate_object(self) -> Gate:
-        """The gate that `gate` names."""
         return gate_of(self.gate)
 
     @property
     def quantile(self) -> float:
-        """`tau`; the gate's default where it is null."""
+        """`tau`; if it is null, the gate's default."""
         return self.gate_object.tau if self.tau is None else self.tau
 
     @property
@@ -224,16 +222,13 @@ class OarConfig(_Settings):
 
     @property
     def budget(self) -> float:
-        """`perturbation.budget`; the importance's default where it is null."""
+        """`perturbation.budget`; if it is null, the importance's default."""
         default = 1.0 if self.copies is None else self.copies.budget
         return default if self.perturbation.budget is None else self.perturbation.budget
 
     @property
     def actor_importance(self) -> str | None:
-        """The importance that the actor computes; if rollout engines score, for the responses that they failed to score.
-
-        None: the actor computes none.
-        """
+        """The importance that the actor computes, or None. If rollout engines score, it is for responses without scores."""
         if not self.offloads:
             return self.importance
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
@@ -250,30 +245,28 @@ class OarConfig(_Settings):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
-        """Validate plain settings, the content of `algorithm.oar`; messages call this group `prefix`.
+        """Validates the settings of `algorithm.oar`, which messages call `prefix`.
 
         Raises:
-            OarConfigError: an unknown key, a value of the wrong type or out of range, or a combination that cannot work; one
-                line per fault, with the key, its value and what is allowed.
+            OarConfigError: settings cannot work. The message has a line per fault: the key, its value and what is allowed.
         """
         try:
             return cls.model_validate(dict(settings or {}))
         except ValidationError as error:
-            lines = [cls._explain(fault, prefix) for fault in error.errors()]
-            raise OarConfigError("\n".join(lines)) from None
-
-    @classmethod
-    def _explain(cls, fault: Any, prefix: str) -> str:
-        parts = [str(part) for part in fault["loc"]]
-        nested = parts[0] in GROUPS if parts else False
-        # In a union, pydantic adds the branch that failed to the path.
-        key = ".".join(parts[: 2 if nested else 1])
-        where = f"{prefix}.{key}" if key else prefix
-        if fault["type"] == "extra_forbidden":
-            return f"{where}={fault['input']!r}: {unknown_key(parts, prefix)}"
-        message = fault["msg"].removeprefix("Value error, ")
-        return f"{where}: {message}" if not key else f"{where}={fault['input']!r}: {message}"
+            raise OarConfigError("\n".join(_explain(fault, prefix) for fault in error.errors())) from None
 
     def probe_at(self, step: int) -> Probe:
         """The probe of training step `step` (the first step is 1)."""
         return "last" if step <= self.warmup_steps else self.probe
+
+
+def _explain(fault: Any, prefix: str) -> str:
+    parts = [str(part) for part in fault["loc"]]
+    nested = parts[0] in GROUPS if parts else False
+    # In a union, pydantic adds the branch that failed to the path.
+    key = ".".join(parts[: 2 if nested else 1])
+    where = f"{prefix}.{key}" if key else prefix
+    if fault["type"] == "extra_forbidden":
+        return f"{where}={fault['input']!r}: {unknown_key(parts, prefix)}"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if not key else f"{where}={fault['input']!r}: {message}"

@@ -11,29 +11,21 @@ from oar_plugin.credit.gate import kept_total, relative
 
 
 class Reshaped(NamedTuple):
-    """What `reshape` returns."""
+    """The result of `reshape`."""
 
     advantage_BL: Tensor
-    weight_BL: Tensor
-    status_B: Tensor
-    metrics: dict[str, float]
+    weight_BL: Tensor  # 1 at all tokens of a response that falls back to GRPO
+    status_B: Tensor  # int64, a `Status` per response
+    metrics: dict[str, float]  # by name, without the prefix `oar/`
 
 
 def reshape(
     advantage_BL: Tensor, importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, config: OarConfig
 ) -> Reshaped:
-    """Reshape a batch of advantages.
+    """Multiplies the host's advantages with the gate's weights.
 
-    Args:
-        advantage_BL: the host's advantages, `[B, L]`.
-        importance_BL: `[B, L]`, finite at the reasoning tokens of scored responses.
-        reasoning_BL: bool `[B, L]`.
-        status_B: int64 `[B]` of `Status` as the actor reported it.
-        config: which gate, its tau, beta and floor, and whether the importance's scale is arbitrary.
-
-    Returns:
-        Advantages, weights (1 wherever a response fell back), the final status, and metrics without prefix. Nothing
-        raises for bad data: a response that cannot be used keeps its advantage, and its reason is counted.
+    `reasoning_BL` is bool, `status_B` (int64) the `Status` from the actor. Bad data raises nothing: a response whose importance
+    or weights cannot be used keeps its advantages, and the reason is counted.
     """
     scored_B = status_B == Status.SCORED
     finite_B = torch.isfinite(importance_BL.masked_fill(~reasoning_BL, 0.0)).all(-1)
@@ -47,7 +39,7 @@ def reshape(
     if config.importance_object.arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
     weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor).float()
-    # One response that a user's gate or importance was not made for must not spoil a batch.
+    # A response on which a user's gate or importance fails must not spoil the batch.
     bad_B = (status_B == Status.SCORED) & ~kept_total(weight_BL, usable_BL)
     status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]

@@ -1,6 +1,6 @@
 """Token credit for any HuggingFace causal LM, without a trainer: `oar_plugin.importance` and `oar_plugin.reshape`.
 
-It runs the code that hosts run: for the same settings and training step the scores are a run's.
+It uses the hosts' code: with the same settings and training step it returns the scores of a run.
 """
 
 from collections.abc import Sequence
@@ -15,33 +15,24 @@ from oar_plugin import estimator
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.estimator import Reshaped
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What `importance` returns: B sequences of prompt and response, L long with padding on the right, on the CPU.
+    """The result of `importance`: B sequences of prompt and response, padded on the right to length L, on the CPU.
 
-    Attributes:
-        input_ids: int64 `[B, L]`.
-        attention_mask: bool `[B, L]`, false at padding.
-        importance: float32 `[B, L]`, not negative; 0 outside the reasoning.
-        weights: float32 `[B, L]`, the gate's. They average 1 over the reasoning tokens of a response. They are 1 at all others,
-            and everywhere in a response that falls back to GRPO.
-        segments: int8 `[B, L]` of `oar_plugin.credit.answer.Segment`.
-        status: one per response. All but SCORED say why it falls back to GRPO.
-        metrics: as a run logs them under `oar/`.
-        config: the settings.
+    `weights` are the gate's. They average 1 over a response's reasoning tokens. They are 1 at all other tokens, and at all
+    tokens of a response that falls back to GRPO. `importance` is not negative, and 0 outside the reasoning.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    importance: Tensor
-    weights: Tensor
-    segments: Tensor
-    status: list[Status]
-    metrics: dict[str, float]
+    input_ids: Tensor  # int64 `[B, L]`
+    attention_mask: Tensor  # bool `[B, L]`, false at padding
+    importance: Tensor  # float32 `[B, L]`
+    weights: Tensor  # float32 `[B, L]`
+    segments: Tensor  # int8 `[B, L]` of `oar_plugin.credit.answer.Segment`
+    status: list[Status]  # one per response. All except SCORED say why the response falls back to GRPO
+    metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
 
 
@@ -62,28 +53,27 @@ def importance(
 ) -> Credit:
     """Returns how much each reasoning token of each response matters, and the weights that follow.
 
-    Responses come as `prompts` and `responses`, texts or token ids, or as `input_ids` with a `response_mask`. Answers
-    are found in the text (`answer_patterns`), unless there are `segments`.
+    Give `prompts` and `responses`, as texts or token ids, or `input_ids` and a `response_mask`.
 
     Args:
-        model: causal LM of transformers, on any device, in any dtype. Its weights, gradients and modes stay as they are.
-        input_ids: int64 `[B, T]`, prompt and response, padded on any side.
+        model: causal LM of transformers, on any device, in any dtype. The call does not change it.
+        input_ids: int64 `[B, T]`, prompts and responses, padded on any side.
         response_mask: bool or int `[B, T]`, true at the model's own tokens.
-        attention_mask: bool or int `[B, T]`, false at padding. None: the tokenizer's padding token at either end.
-        segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: found in the text.
-        prompts: B texts (a chat template already applied) or sequences of token ids.
+        attention_mask: bool or int `[B, T]`, false at padding. None: false at padding tokens at both ends of a row.
+        segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
+        prompts: B texts (with the chat template applied) or sequences of token ids.
         responses: B texts or sequences of token ids.
-        tokenizer: the model's; not needed with `input_ids`, `attention_mask` and `segments`.
-        temperature: of sampling.
-        step: training step; signs, noise and the probe's warm-up depend on it.
-        max_tokens: tokens of one forward, padding included.
+        tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
+        temperature: the sampling temperature of the responses.
+        step: training step, on which signs, noise and the probe's warm-up depend.
+        max_tokens: maximum number of tokens per forward, with padding.
         settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
 
     Raises:
-        OarConfigError: a setting that cannot work. The message names it, its value and what is allowed.
-        ValueError: inputs that do not go together. The message says which are needed.
-        UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
-        RuntimeError: the model has pending gradients.
+        OarConfigError: a setting cannot work. The message names the key, its value and what is allowed.
+        ValueError: inputs are missing or have other shapes. The message says what is needed.
+        UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
+        RuntimeError: a parameter has a `.grad`.
 
     Example:
         >>> import oar_plugin
@@ -121,33 +111,25 @@ def importance(
         raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
     else:
         segments_BL, status_B = _checked_segments(segments_BL)
+    segments_BL = segments_BL.to(torch.int8)
     importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
+    status = [Status(int(value)) for value in even.status_B]
     return Credit(
-        token_BL,
-        mask_BL,
-        importance_BL,
-        even.weight_BL,
-        segments_BL.to(torch.int8),
-        [Status(int(value)) for value in even.status_B],
-        even.metrics,
-        credit.config,
+        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.metrics, config=credit.config
     )
 
 
-def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> Reshaped:
-    """Returns advantages times the weights of a gate, for the responses of `credit`.
+def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> estimator.Reshaped:
+    """Returns advantages times the weights of a gate, and these weights, float32 `[B, L]`. Each response keeps its total.
 
     Args:
         advantages: per response `[B]`, or per token `[B, L]`.
         credit: from `importance`.
-        settings: `gate`, `tau`, `beta`, `floor`, in place of those that `credit` was made with.
-
-    Returns:
-        `advantage_BL` and `weight_BL`, float32 `[B, L]`, `status_B` and `metrics`. Each response keeps its total.
+        settings: `gate`, `tau`, `beta`, `floor`, in place of those in `credit`.
 
     Raises:
-        OarConfigError: a setting that cannot work.
+        OarConfigError: a setting cannot work.
     """
     advantage_BL = torch.as_tensor(advantages, dtype=torch.float32).cpu()
     if advantage_BL.dim() == 1:
@@ -160,7 +142,7 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
 def _tokenized(
     prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """Token ids of each prompt and response concatenated, and bool, which belong to the response."""
+    """Per row: the token ids of prompt and response, concatenated, and a bool mask of the response."""
     if prompts is None or responses is None or len(prompts) != len(responses):
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
 
@@ -176,11 +158,11 @@ def _tokenized(
 
 
 def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
-    """Bool `[B, T]`, false at the tokenizer's padding token at either end."""
+    """Bool `[B, T]`, false at padding tokens at either end."""
     if tokenizer is None or tokenizer.pad_token_id is None:
         raise ValueError("give an attention_mask [B, T], or the tokenizer, whose padding token says what is padding")
     real_BT = (input_ids != tokenizer.pad_token_id).cpu()
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first one after a response ends it
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first one after a response belongs to it
         real_BT = real_BT | real_BT.roll(1, -1).index_fill(1, torch.tensor([0]), False)
     after_BT = real_BT.flip(-1).cumsum(-1).flip(-1) > 0
     return (real_BT.cumsum(-1) > 0) & after_BT
@@ -192,8 +174,8 @@ def _unpadded(values_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
 
 
 def _checked_segments(segments_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """A user's segments, OUTSIDE everywhere in responses that cannot be scored, and int64 `[B]` of `Status`."""
-    # A token after the answer cannot have moved it.
+    """A user's segments, but OUTSIDE at all tokens of responses that cannot be scored, and int64 `[B]` of `Status`."""
+    # A token after the answer cannot have moved the answer.
     after_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
     segments_BL = segments_BL.masked_fill(after_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))
     reasoned_B = (segments_BL == Segment.REASONING).any(-1)

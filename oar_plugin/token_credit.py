@@ -1,8 +1,7 @@
-"""Token credit for a training framework (a host): turns a batch into reshaped advantages, and writes dumps.
+"""Token credit for a training framework (a host).
 
-A host makes one `TokenCredit`. In each training step the host calls its methods `request`, `segments`, `importance`, `reshape`
-and `dump`, in this order. verl and OpenRLHF compute importance in their actors, so they do not call `importance`. verl also has
-its own code for segments and dumps.
+The host makes one `TokenCredit` per run. In each training step it calls `request`, `segments`, `importance`, `reshape` and
+`dump`, in this order (`docs/your-own-host.md`). For verl and OpenRLHF, some of these steps run in the actors instead.
 """
 
 import sys
@@ -30,24 +29,21 @@ from oar_plugin.passes.tokens import TokenBytes
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Prompts and responses, padded on any side to T columns. The last L columns hold the responses."""
+    """B prompts and responses, padded on any side to T columns. The responses are in the last L columns."""
 
     token_BT: Tensor  # int64
     mask_BT: Tensor  # bool, false at padding
-    response_BL: Tensor  # bool, true at the response's tokens, which must be consecutive
-    own_BL: Tensor | None = None  # bool, true at the model's own tokens, false at a tool's. None: no tool wrote any
+    response_BL: Tensor  # bool, true at the tokens of the response, which must be consecutive
+    own_BL: Tensor | None = None  # bool, true at the model's own tokens, false at tool output. None: no tool output
 
     @property
     def prompt_columns(self) -> int:
-        """The number of columns before the responses, `T - L`."""
+        """Number of columns before the responses, `T - L`."""
         return self.token_BT.shape[1] - self.response_BL.shape[1]
 
     @cached_property
     def responses(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """For each row: the slice of its L columns that holds the response, the response's token ids, and a bool mask.
-
-        The mask is true at the model's own tokens. Both tensors are on the CPU.
-        """
+        """Per row, on the CPU: the response's slice of the L columns, its token ids, and true at those that the model wrote."""
         token_BL, response_BL = self.token_BT[:, self.prompt_columns :].cpu(), self.response_BL.bool().cpu()
         own_BL = response_BL if self.own_BL is None else self.own_BL.bool().cpu()
         columns = (row.nonzero()[:, 0].tolist() or [0, -1] for row in response_BL)
@@ -57,33 +53,29 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class ReshapedBatch:
-    """Inputs of `TokenCredit.reshape` and outputs of `estimator.reshape`."""
+    """The inputs and results of `TokenCredit.reshape`."""
 
     step: int
     host_advantage_BL: Tensor  # before reshaping
     importance_BL: Tensor
     segments_BL: Tensor  # a `Segment` per token
     advantage_BL: Tensor  # after reshaping, for the loss
-    weight_BL: Tensor  # all 1 in a response that falls back to GRPO
+    weight_BL: Tensor  # 1 at all tokens of a response that falls back to GRPO
     status_B: Tensor  # int64, a `Status` per response
-    metrics: dict[str, float]  # value per metric name; names lack the prefix `oar/`
+    metrics: dict[str, float]  # by name, without the prefix `oar/`
 
 
 class TokenCredit:
-    """Token credit of one run.
+    """Token credit of one run. `config` holds the parsed settings, `dumps` writes the dump files.
 
     Args:
-        settings: a mapping with keys of `algorithm.oar`, or the parsed settings.
+        settings: the settings of `algorithm.oar`, as a mapping or parsed.
         tokenizer: the model's tokenizer. None: `segments` and `record` cannot be called.
-        prefix: the user's name for the settings, for messages.
-        generation_config: the model's generation config; it may name more end-of-sequence tokens than the tokenizer does.
-        padding: an object whose `pad_token_id` replaces masked tokens. None: the tokenizer.
-        home: the folder that a relative `dump.dir` is in. None: this process writes no files.
-        offloads: whether this host's rollout engines can score masked copies.
-
-    Attributes:
-        config: the settings.
-        dumps: writer of the run's dump files.
+        prefix: the name of the settings in error messages.
+        generation_config: the model's generation config. It can name more end-of-sequence tokens than the tokenizer.
+        padding: an object with the `pad_token_id` that replaces masked tokens. None: the tokenizer.
+        home: the parent folder of a relative `dump.dir`. None: this process writes no files.
+        offloads: true if the host's rollout engines can score masked copies.
 
     Raises:
         OarConfigError: a setting cannot work. The message names the key, its value and the allowed values.
@@ -117,27 +109,25 @@ class TokenCredit:
     def request(
         self, step: int, max_response_length: int | None = None, temperature: float = 1.0, importance_only: bool = False
     ) -> Request:
-        """Returns the request for a training step: what to compute, and how.
+        """Returns the request for training step `step` (from 1): what to compute, and how.
 
         Args:
-            step: number of the training step, from 1.
-            max_response_length: a response with this many tokens or more counts as truncated unless it ends in an
-                end-of-sequence token. None: no response counts as truncated; the host may exclude truncated ones itself.
-            temperature: sampling temperature of the responses.
+            max_response_length: a response with at least this many tokens is truncated, unless its last token is an
+                end-of-sequence token. None: no response is treated as truncated.
+            temperature: the sampling temperature of the responses.
             importance_only: compute no log-probs and no entropy for the host.
         """
         longest = max_response_length or sys.maxsize
         return Request.from_config(self.config, step, longest, importance_only, self._replacement, temperature)
 
     def segments(self, batch: PaddedBatch, needed_B: Tensor, request: Request) -> tuple[Tensor, Tensor]:
-        """Finds the answer of each response and marks the tokens before it as reasoning.
+        """Finds the answer of each response. The model's own tokens before the answer are its reasoning.
 
-        Args:
-            needed_B: bool, true for responses whose advantage is not zero. Other responses are not scored.
+        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored.
 
         Returns:
-            A `Segment` per token, int8 `[B, L]`, and a `Status` per response, int64 `[B]`, both on the batch's device. All
-            tokens of a response that is not scored are OUTSIDE.
+            A `Segment` per token, int8 `[B, L]`, and a `Status` per response, int64 `[B]`, on the batch's device. In a response
+            that is not scored, the segment of all tokens is OUTSIDE.
         """
         if self._token_bytes is None:
             raise ValueError("pass segments [B, T], or a tokenizer to search the text for the answer")
@@ -163,20 +153,20 @@ class TokenCredit:
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
     ) -> Tensor:
-        """Importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
+        """Returns the importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
 
-        Every rank must call it, even with nothing to score: ranks of a sharded model must run equal numbers of forwards. Call
-        it under the autocast that the host uses for log-probs.
+        All ranks of a sharded model must call this method, even if a rank has nothing to score. Call it under the autocast that
+        the host uses for log-probs.
 
         Args:
-            model: causal LM without pending gradients. The call leaves it unchanged.
-            max_tokens: maximum tokens per forward, padding included; a longer row runs alone.
-            max_over_ranks: returns the maximum of a count over all ranks.
+            model: causal LM whose parameters have no `.grad`. The call does not change the model.
+            max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
+            max_over_ranks: takes a count, returns the maximum of this count over all ranks.
             checkpoint_activations: recompute activations in the backward, to save memory.
 
         Raises:
-            UnsupportedModelError: `oar_plugin.passes.taps.check_model` refuses the model.
-            RuntimeError: the model has pending gradients.
+            UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
+            RuntimeError: a parameter has a `.grad`.
         """
         before = batch.prompt_columns
         segments_BT = pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE))
@@ -196,7 +186,7 @@ class TokenCredit:
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
-        """Multiply the host's normalised advantages by the gate's weights (see `estimator.reshape`)."""
+        """Multiplies the host's normalised advantages with the gate's weights (`oar_plugin.estimator.reshape`)."""
         reasoning_BL = segments_BL == Segment.REASONING
         reshaped = estimator.reshape(advantage_BL, importance_BL, reasoning_BL, status_B, self.config)
         return ReshapedBatch(step, advantage_BL, importance_BL, segments_BL, *reshaped)
@@ -212,18 +202,16 @@ class TokenCredit:
         truth: object = None,
         **known: Any,
     ) -> Response:
-        """Returns one response with its credit, for dumps and the inspector.
+        """Returns the response in row `row`, with its credit, for dump files and the inspector.
 
         Args:
-            row: index of the response in `reshaped`.
-            span: slice of the L columns that holds the response.
-            token_ids: the response's tokens.
+            span: the response's slice of the L columns.
             importance: name of the importance. None: the name in the settings.
             truth: the right answer.
-            known: further fields of `Response`. Tensors `[L]` are cut to `span`.
+            known: other fields of `Response`. A tensor `[L]` is cut to `span`.
         """
         assert self._token_bytes is not None
-        # A response without tokens has an advantage too, in columns outside of its (empty) span.
+        # The span of a response without tokens is empty. Its advantage is then in other columns of the row.
         advantages = reshaped.host_advantage_BL[row, span].tolist() or reshaped.host_advantage_BL[row].tolist()
         scores = {importance or self.config.importance_object.name: reshaped.importance_BL[row, span].tolist()}
         fields: dict[str, Any] = {
@@ -237,7 +225,7 @@ class TokenCredit:
             segments=reshaped.segments_BL[row, span].tolist(),
             importance=scores,
             weights=reshaped.weight_BL[row, span].tolist(),
-            advantage=max(advantages, key=abs),  # one value at all own tokens, 0 at a tool's
+            advantage=max(advantages, key=abs),  # all own tokens have the same advantage; it is 0 at tool output
             status=Status(int(reshaped.status_B[row])).name.lower(),
             **fields,
         )
@@ -251,16 +239,14 @@ class TokenCredit:
         known: Callable[[int], Mapping[str, Any]],
         gather: Callable[[list[Any]], list[Any]] = list,
     ) -> None:
-        """Writes whole groups of responses into a file, at the steps that the settings `dump` select.
+        """Writes the responses of some groups into a file, at the steps that the settings `dump` select.
 
-        Every rank must call it. A fault sets the metric `DUMP_FAILED` to 1 and does not stop the run.
+        All ranks must call this method. If writing fails, the run continues, and `metrics` gets `DUMP_FAILED` = 1.
 
         Args:
-            metrics: receives `DUMP_FAILED`.
-            rows: (row, group, id, reward) for each response of this rank. A group's responses are shown in this order. Only
-                steps with a dump iterate over it.
-            known: returns further fields of `Response` for a row (see `record`).
-            gather: returns the concatenated lists of all ranks.
+            rows: (row, group, id, reward) per response of this rank, in the order of the dump. Used only at steps with a dump.
+            known: takes a row, returns other fields of its `Response` (see `record`).
+            gather: takes the list of this rank, returns the concatenated lists of all ranks.
         """
         if self.config.dump.dir is None:
             return
@@ -273,7 +259,7 @@ class TokenCredit:
             for row, group, uid, reward in rows:
                 row_of_uid[uid] = row
                 siblings.append(Sibling(group, uid, reward, int(reshaped.status_B[row])))
-        # `gather` is a collective: a rank on which something failed must call it too, here and below.
+        # `gather` is a collective operation. A rank that failed must call it too, here and below.
         siblings = gather(siblings)
         with counted("reading responses", DUMP_FAILED):
             chosen = [sibling for group in choose(siblings, self.config.dump.groups) for sibling in group]
@@ -283,7 +269,7 @@ class TokenCredit:
                 fields = {"group": group, "uid": uid, "reward": reward, "mask": mask, **known(row)}
                 records.append(self.record(reshaped, row, span, token_L.tolist(), **fields))
         record_of = {record.uid: record for record in gather(records)}
-        failed = metrics[DUMP_FAILED] or len(record_of) < len(chosen)  # records are missing if another rank failed
+        failed = metrics[DUMP_FAILED] or len(record_of) < len(chosen)  # another rank failed if records are missing
         metrics[DUMP_FAILED] = float(failed)
         if self.dumps.folder is not None and (record_of or not failed):
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):

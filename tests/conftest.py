@@ -3,6 +3,7 @@
 import signal
 
 import hypothesis
+import pytest
 import torch
 import yaml
 
@@ -19,3 +20,21 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path.name != "test_smoke.py", item.path not in slow))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The engines' tests' model and tokenizer, saved."""
+    from tests.hosts.engine import world
+
+    path = tmp_path_factory.mktemp("model")
+    world.make_model(path)
+    return path
+
+
+@pytest.fixture
+def model(folder):
+    """The engines' tests' model, in this process."""
+    from transformers import Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM.from_pretrained(folder).eval()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
 
 import oar_plugin
 from oar_plugin import front_door
@@ -23,18 +22,6 @@ PROMPTS, RESPONSES = ([world.ROWS[number][place] for number in world.SCORED] for
 TOKENIZER = world.make_tokenizer()
 OWN = "python:tests.own_importance:Saliency"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    world.make_model(path)
-    return path
-
-
-@pytest.fixture
-def model(folder):
-    return Qwen2ForCausalLM.from_pretrained(folder).eval()
 
 
 def credit_of(model, responses=RESPONSES, **settings):

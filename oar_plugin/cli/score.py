@@ -19,7 +19,7 @@ from oar_plugin.front_door import importance
 from oar_plugin.output import say
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.page.sources import SourceError, Text, advantages
-from oar_plugin.passes.tap import UnsupportedModelError
+from oar_plugin.passes.taps import UnsupportedModelError
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.runs.evaluate.checkpoints import find
 from oar_plugin.runs.evaluate.problems import EvaluationError

@@ -13,12 +13,8 @@ from typing import Any
 def imported(name: str, allowed: str) -> Any:
     """The object that a setting names as `python:<module>:<name>`.
 
-    Args:
-        name: the setting's value.
-        allowed: the end of the message for a value of another form.
-
     Raises:
-        ValueError: the value has another form, or the object cannot be imported.
+        ValueError: `name` has another form (the message ends with `allowed`), or the object cannot be imported.
     """
     kind, _, path = name.partition(":")
     module, _, attribute = path.partition(":")

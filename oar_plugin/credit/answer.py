@@ -76,7 +76,7 @@ _AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:[^\]]*:\
 
 
 def _trimmed(text: str, marker_start: int, start: int, end: int, decoration: bool = False) -> AnswerSpan | None:
-    """``[start, end)`` without white space and, on request, without ``$ * \\( \\[`` and full stop; None if nothing is left."""
+    """``[start, end)`` without white space; with ``decoration``, also without ``$ * \\( \\[`` and full stop; None if empty."""
     while end > start:
         if text[end - 1].isspace():
             end -= 1
@@ -109,7 +109,7 @@ def _boxed(text: str) -> Iterator[AnswerSpan]:
 
 
 def _matches(pattern: re.Pattern[str]) -> _Candidates:
-    """A source of candidates: group 1 of every match of ``pattern``, without decoration."""
+    """A function that yields group 1 of every match of ``pattern``, without decoration."""
 
     def candidates(text: str) -> Iterator[AnswerSpan]:
         for match in pattern.finditer(text):
@@ -161,32 +161,28 @@ _NAMED: dict[str, _Candidates] = {
 
 
 def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
-    r"""Build the function that finds the final answer of a response.
+    r"""Returns the function that finds the final answer in a response's text: an ``AnswerSpan``, or None.
 
     Of all complete answers that any pattern finds, the one that starts last counts: the innermost ``5`` of
     ``<answer>\boxed{5}</answer>``, the last of several boxes. Markers without text between them are one marker:
-    ``The answer is \boxed{``.
+    ``The answer is \boxed{``. The patterns are:
 
-    Args:
-        patterns: how the answer may be written, each one of
+    - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
+    - ``hash``: ``#### ...`` to the end of the line;
+    - ``answer_tag``: ``<answer>...</answer>``;
+    - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence; prose after the real
+      answer can match too ("the answer is plausible");
+    - ``regex:<expression>``: a Python regular expression. Its group named ``answer``, or else group 1, is the answer; its match
+      begins the marker. The ``regex`` library runs it, because it can stop a search (``PATTERN_SECONDS``). It differs from
+      ``re`` in rare characters only: for ``\w`` and ``\b``, combining marks are letters, ``²`` and ``½`` are not; ``\s`` does
+      not match U+001C to U+001F;
+    - ``python:<module>:<function>``: a user's own ``AnswerFinder``, without a time limit.
 
-            - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
-            - ``hash``: ``#### ...`` to the end of the line;
-            - ``answer_tag``: ``<answer>...</answer>``;
-            - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence; prose after
-              the real answer can match too ("the answer is plausible");
-            - ``regex:<expression>``: a Python regular expression. Its group named ``answer``, or else group 1, is the
-              answer; its match begins the marker. The ``regex`` library runs it, which can end a search
-              (``PATTERN_SECONDS``) and differs from ``re`` in rare characters only: for ``\w`` and ``\b``, combining
-              marks are letters and ``²`` or ``½`` is none; ``\s`` does not match U+001C to U+001F;
-            - ``python:<module>:<function>``: an ``AnswerFinder`` of the user's own, without a time limit.
+    Without patterns, for models without an answer format, the answer is the last character that is not white space; only the
+    ``last`` probe makes sense for it.
 
-            Empty: for models without an answer format. The answer is then the last character that is not white space;
-            only the ``last`` probe makes sense for it.
-
-    Returns:
-        A function from the text (lone surrogates stand for bytes that are not UTF-8) to an ``AnswerSpan`` or None. It raises
-        ``SearchFailed`` if a pattern of the user's own took too long, raised, or returned something else.
+    In the text that the returned function takes, lone surrogates stand for bytes that are not UTF-8. The function raises
+    ``SearchFailed`` if a user's own pattern took too long, raised, or returned something else.
 
     Raises:
         ValueError: a pattern is none of these, its expression does not compile, has no group, or has another meaning for
@@ -262,7 +258,7 @@ def _regex_candidates(pattern: str, expression: str) -> _Candidates:
 
 
 def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
-    """Call a finder that may be a user's own. Raises nothing but SearchFailed."""
+    """Calls a finder, perhaps a user's own. It raises only ``SearchFailed``."""
     name = str(getattr(finder, "__qualname__", type(finder).__qualname__))
     try:
         returned = finder(text)
@@ -285,20 +281,17 @@ def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
 
 
 def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarray | None = None) -> np.ndarray | None:
-    """The segment of each token of one response (arXiv 2601.07408, section on segments).
+    """Returns the ``Segment`` of each token of one response, int8 ``[T]``; None if the finder finds no answer of the policy.
 
-    A token is ANSWER if its bytes overlap the answer's, else CONCLUDE if they overlap the marker's; own tokens before are
-    REASONING, own tokens later are AFTER. A token without bytes (a special token) goes by its position and is never
-    ANSWER: inside the answer it is CONCLUDE.
+    A token is ANSWER if its bytes overlap the answer's, else CONCLUDE if they overlap the marker's. Tokens before the marker
+    are REASONING, tokens after the answer AFTER. A token without bytes (a special token) is sorted by its position and is
+    never ANSWER: inside the answer it is CONCLUDE.
 
     Args:
         pieces: the bytes of each of the T tokens, ``b""`` for special tokens; need not be valid UTF-8.
         finder: from ``make_finder``, or a user's own.
         own: bool ``[T]``, False where the policy did not write the token (tool output). Such tokens are OUTSIDE, and the
-            finder sees new lines instead of them, so that a tool's answer never counts as the policy's.
-
-    Returns:
-        int8 ``[T]`` of ``Segment``, or None if the policy wrote no answer that the finder knows.
+            finder sees new lines in their place, so that a tool's answer never counts as the policy's.
 
     Raises:
         SearchFailed: the finder raised, or returned something else.

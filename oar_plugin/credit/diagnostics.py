@@ -33,7 +33,7 @@ FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCOR
 
 
 def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
-    """`(sum w)^2 / (n sum w^2)` over the `n` kept tokens of each response, `[B]`: 1 if even, 1/n for one token only."""
+    """`(sum w)^2 / (n sum w^2)` over the `n` kept tokens of each response, `[B]`: 1 if weights are equal, 1/n for one token."""
     weight_BL = weight_BL.masked_fill(~keep_BL, 0.0)
     count_B = keep_BL.sum(-1).clamp_min(1)
     tiny = torch.finfo(weight_BL.dtype).tiny
@@ -41,7 +41,7 @@ def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
 
 
 def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
-    """Part of the absolute weight on the largest `share` of the kept tokens (at least one), `[B]`: `share` for even weights."""
+    """Part of the absolute weight on the largest `share` of the kept tokens (at least one), `[B]`; `share` if all are equal."""
     mass_BL = weight_BL.abs().masked_fill(~keep_BL, 0.0)
     ranked_BL = sorted_rows(mass_BL.clone()).flip(-1)
     take_B1 = (keep_BL.sum(-1, keepdim=True) * share).round().long().clamp_min(1)
@@ -51,17 +51,11 @@ def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
 
 
 def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict[str, float]:
-    """Metrics of one batch, by name without prefix.
+    """Returns metrics of one batch by name, without prefix. `reasoning_BL` (bool) has the reasoning of scored responses only.
 
-    Args:
-        weight_BL: the weights in use, `[B, L]`.
-        reasoning_BL: bool `[B, L]`, reasoning tokens of the scored responses.
-        status_B: int64 `[B]` of `Status`.
-
-    Returns:
-        `scored`, a share of the batch. `answer_found`, a share of the responses that needed credit; absent if none did.
-        `fallback/any` and `fallback/<reason>`, shares of the same responses; in every step, 0 if no response needed credit.
-        `ess_ratio`, `top10_mass`, `reasoning_tokens` (means over scored responses) and `weight_max`; absent if none was scored.
+    * `scored`: share of the batch. `answer_found`: share of the responses that needed credit; absent if none did.
+    * `fallback/any`, `fallback/<reason>`: shares of the responses that needed credit; 0 if none did.
+    * `ess_ratio`, `top10_mass`, `reasoning_tokens`: means over scored responses. `weight_max`. Absent if none was scored.
     """
     scored_B = status_B == Status.SCORED
     needed = int((status_B != Status.NOT_NEEDED).sum())

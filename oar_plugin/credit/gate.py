@@ -1,11 +1,11 @@
-"""Gates: functions from importance to weights that keep each response's total.
+"""Gates: functions from importance to weights.
 
-To add one: its function, a line in `GATES`, its copy in `page/inspector.js`. To bring one of your own, without touching the
-package: `algorithm.oar.gate=python:my_package.my_module:my_gate`.
+A gate takes `importance_BL`, the bool `reasoning_BL`, and those of `tau` in [0, 1], `beta` >= 0 and `floor` in (0, 1] that it
+uses. Importance is finite and above -1 at reasoning tokens; other values are ignored. The gate returns float32 weights `[B, L]`
+that average 1 over the reasoning tokens of each response and are 1 at all other tokens.
 
-A gate takes `importance_BL`, finite and above -1 where the bool `reasoning_BL` is true and ignored elsewhere, and those of
-`tau` in [0, 1], `beta` >= 0 and `floor` in (0, 1] that it uses. It returns float32 weights `[B, L]` that average 1 over each
-response's reasoning tokens and are 1 elsewhere.
+To use your own gate: `algorithm.oar.gate=python:my_package.my_module:my_gate`. To add a gate to the package: its function, a
+line in `GATES`, and its copy in `page/inspector.js`.
 """
 
 import inspect
@@ -19,29 +19,29 @@ from torch import Tensor
 from oar_plugin.credit import imported
 
 SETTINGS = ("tau", "beta", "floor")
-"""The settings that a gate can take, in this order."""
+"""The settings that a gate can take, in the order of its arguments."""
 
 
 def bi_level(
     importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.4, beta: float = 2.0, floor: float = 0.1
 ) -> Tensor:
-    """The paper's gate (arXiv 2601.07408, reshaping); its stable range of tau is 0.3 to 0.7.
+    """The paper's gate (arXiv 2601.07408, reshaping). The paper finds tau stable from 0.3 to 0.7.
 
-    Per response, over its `R` reasoning tokens:
-    1. `s = log1p(I)`, min-max to [0, 1]; a constant response becomes all zeros;
-    2. `q` is the tau-quantile of `s`, with linear interpolation. tau is the same for every response (the published code
-       overwrites it with each response's `q`);
-    3. `s < q`: `w = max(s / q, floor)`; `s >= q`: `w = 1 + beta (s - q) / (1 - q)`;
-    4. `w <- w R / sum(w)`.
+    Per response with `R` reasoning tokens and importance `I`:
+    1. `s = log1p(I)`, scaled so that the minimum is 0 and the maximum 1. If all `I` are equal, `s = 0`.
+    2. `q` is the tau-quantile of `s`, with linear interpolation. (The published code overwrites tau with `q`, so tau differs
+       between responses. Here it does not.)
+    3. `w = max(s / q, floor)` where `s < q`; `w = 1 + beta (s - q) / (1 - q)` where `s >= q`.
+    4. `w` is multiplied by `R / sum(w)`.
 
-    The logarithm is meant for nats. Scores of an arbitrary scale must be divided by their mean first (`relative`).
+    The logarithm is meant for importance in nats. Importance without a unit must be divided by its mean first (`relative`).
     """
     outside_BL = ~reasoning_BL
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     last_B1 = (count_B1 - 1).clamp_min(0)
     place_B2, share_B1 = _quantile_places(count_B1, tau)
     place_B4 = torch.cat([torch.zeros_like(last_B1), place_B2, last_B1], -1)
-    # Sorted before the logarithm, which keeps their order and is needed at four places only.
+    # The logarithm keeps the order, so values are sorted first, and the logarithm is computed at four places only.
     picked_B4 = sorted_rows(importance_BL.masked_fill(outside_BL, torch.inf)).gather(-1, place_B4).double().log1p()
     low_B1, high_B1 = picked_B4[:, :1], picked_B4[:, 3:]
     flat_B1 = ~(high_B1 > low_B1)
@@ -50,7 +50,7 @@ def bi_level(
     below_B1, above_B1 = ((picked_B4[:, 1:3] - low_B1) / span_B1).chunk(2, -1)
     quantile_B1 = torch.lerp(below_B1, above_B1, share_B1)
 
-    # float64: q and 1 - q are differences of scores that agree to many digits when a response is nearly flat.
+    # In float64, because a difference of nearly equal scores loses digits.
     score_BL = importance_BL.masked_fill(outside_BL, 0.0).double().log1p_().sub_(low_B1).div_(span_B1)
     tiny = torch.finfo(torch.float64).tiny
     weight_BL = torch.where(
@@ -63,11 +63,10 @@ def bi_level(
 
 
 def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, beta: float = 2.0) -> Tensor:
-    """Two weights per response: `1 + beta` at and above the tau-quantile and 1 below, scaled to average 1.
+    """Weight `1 + beta` at and above the tau-quantile of importance, 1 below it; then scaled to average 1. Not in the paper.
 
-    Not in the paper. Only the order of the scores counts, so neither an outlier nor small differences, which are mostly
-    noise, change the weights. A token at the response's minimum is never boosted: with more than `tau` of the scores there,
-    the quantile is the minimum itself, and every token would reach it.
+    Only the order of importance matters, so outliers do not change the weights. Tokens with the response's minimum importance
+    always get weight 1. Without this rule, all tokens would get `1 + beta` if the quantile is the minimum.
     """
     count_B1 = reasoning_BL.sum(-1, keepdim=True)
     place_B2, share_B1 = _quantile_places(count_B1, tau)
@@ -82,32 +81,24 @@ def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, be
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate.
-
-    Attributes:
-        function: as this module's docstring says.
-        tau: the default of the setting `tau`.
-        order_only: the weights depend only on the order of the scores.
-    """
-
-    function: Callable[..., Tensor]
-    tau: float
-    order_only: bool = False
+    function: Callable[..., Tensor]  # see the docstring of this module
+    tau: float  # default of the setting `tau`
+    order_only: bool = False  # the weights depend only on the order of importance
 
     @cached_property
     def settings(self) -> tuple[str, ...]:
-        """The settings that the function takes, by its signature: all three if it accepts five arguments, of any names."""
+        """Names of the settings that the function takes. A function of five arguments takes all three, whatever their names."""
         try:
             signature = inspect.signature(self.function)
             signature.bind(None, None, *SETTINGS)
-        except ValueError:  # it has no signature: it is not written in Python
+        except ValueError:  # a function that is not written in Python has no signature
             return SETTINGS
-        except TypeError:  # it does not accept five arguments
+        except TypeError:  # the function does not accept five arguments
             return tuple(name for name in SETTINGS if name in signature.parameters)
         return SETTINGS
 
     def weights(self, importance_BL: Tensor, reasoning_BL: Tensor, tau: float, beta: float, floor: float) -> Tensor:
-        """Call the function with the settings that it takes."""
+        """Calls the function with the settings that it takes. Returns weights `[B, L]`."""
         if self.settings == SETTINGS:
             return self.function(importance_BL, reasoning_BL, tau, beta, floor)
         given = {"tau": tau, "beta": beta, "floor": floor}
@@ -119,12 +110,12 @@ _OWN: dict[str, Gate] = {}  # users' gates that passed the check, by name
 
 
 def gate_of(name: str) -> Gate:
-    """The gate of that name, or a user's own as `python:<module>:<function>` (tau: 0.85 where the user sets none).
+    """Returns the gate with this name. `python:<module>:<function>` names a user's own gate; its default tau is 0.85.
 
-    A user's function is tried once on a small batch, and again if a notebook has defined it anew.
+    The first call with a user's gate checks it on a small batch. If a notebook defines the function again, it is checked again.
 
     Raises:
-        ValueError: there is no such gate, or the function does not return weights; says what is wrong.
+        ValueError: there is no such gate, or the function failed the check. The message says what is wrong.
     """
     if name in GATES:
         return GATES[name]
@@ -138,12 +129,12 @@ def gate_of(name: str) -> Gate:
 
 
 def _fault(gate: Gate) -> str | None:
-    """What is wrong with a user's gate; None where it can be used."""
+    """Says why a user's gate cannot be used; None if it can be used."""
     if not callable(gate.function):
         return (
             f"it must be a function of (importance_BL, reasoning_BL, {', '.join(SETTINGS)}) or fewer of the last three"
         )
-    # The last response has no reasoning, as one that is not scored; scores may be float32 or float64.
+    # The last response has no reasoning, like a response that is not scored. Importance may be float32 or float64.
     reasoning_BL = torch.tensor([[False, True, True, True, False], [True] * 5, [False] * 5])
     importance_BL = torch.linspace(0.1, 1.5, 15).view(3, 5)
     try:
@@ -159,7 +150,7 @@ def _fault(gate: Gate) -> str | None:
 
 
 def kept_total(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
-    """Whether each response's weights are finite, average 1 over its reasoning tokens and are 1 elsewhere, bool `[B]`."""
+    """Bool `[B]`: true if weights are finite, average 1 over the reasoning tokens, and are 1 at all other tokens."""
     count_B = reasoning_BL.sum(-1)
     total_B = weight_BL.double().masked_fill(~reasoning_BL, 0.0).sum(-1)
     others_B = weight_BL.masked_fill(reasoning_BL, 1.0).eq(1).all(-1)
@@ -167,14 +158,14 @@ def kept_total(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
 
 
 def relative(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
-    """Scores divided by their mean over the response's reasoning tokens; a response of zeros stays as it is."""
+    """Importance divided by its mean over the response's reasoning tokens; unchanged if the mean is 0."""
     total_B1 = importance_BL.double().masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True)
     mean_B1 = total_B1 / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
     return importance_BL / torch.where(mean_B1 > 0, mean_B1, 1.0)
 
 
 def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """Places of the two ascending values around the tau-quantile, int64 `[B, 2]`, and how far it is between them, `[B, 1]`."""
+    """Indices of the two sorted values around the tau-quantile, int64 `[B, 2]`, and the weight of the second one, `[B, 1]`."""
     last_B1 = (count_B1 - 1).clamp_min(0)
     rank_B1 = tau * last_B1.double()
     lower_B1 = rank_B1.floor().long()
@@ -182,8 +173,8 @@ def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
 
 
 def sorted_rows(values_BL: Tensor) -> Tensor:
-    """Each row of `values_BL` in ascending order; on a CPU it is sorted in place."""
+    """Each row of `values_BL` in ascending order. On a CPU, `values_BL` itself is sorted."""
     if values_BL.device.type != "cpu":
         return values_BL.sort(-1).values
-    values_BL.numpy().sort(-1)  # numpy's sort uses vector instructions: up to 50 times as fast as torch's here
+    values_BL.numpy().sort(-1)  # up to 50 times as fast as torch's sort, because numpy's uses vector instructions
     return values_BL

@@ -1,8 +1,7 @@
 """Random numbers that depend on the response and not on the layout.
 
-A sign or a noise value is a hash of (seed, response, coordinate). A response gets the same draws alone or in a batch, on one
-process or on eight, on a CPU or a GPU. So each rank computes only its slice, tests compare layouts exactly, and the host's
-random state is never touched.
+A sign or a noise value is a hash of (seed, response, coordinate). A response gets the same values alone or in a batch, on one
+process or on eight, on a CPU or a GPU. Each rank computes only its slice, and the host's random state does not change.
 """
 
 import math
@@ -28,13 +27,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def response_seeds(token_T: Tensor, response_T: Tensor, num_responses: int, seed: int) -> Tensor:
-    """One 64-bit seed per response, made from its tokens, int64 `[B]`.
+    """One 64-bit seed per response, int64 `[B]`: a hash of its tokens and `seed`, that of the run or of the step (`step_seed`).
 
-    Args:
-        token_T: int64 `[T]`, token ids, responses concatenated.
-        response_T: int64 `[T]`, the response of each position.
-        num_responses: B.
-        seed: of the run (`algorithm.oar.seed`) or the step (`step_seed`).
+    `token_T` has the concatenated responses, `response_T` the response of each position, int64.
     """
     index_T = torch.arange(token_T.shape[0], device=token_T.device)
     last_B = torch.full((num_responses,), token_T.shape[0], device=token_T.device)

@@ -1,16 +1,14 @@
 """Which masked copies of a response to run, and how their scores become importance (`importance=oar_p`, `hybrid`).
 
-`oar_plugin.credit.importance.oar_p` defines the score of a copy; a host runs the copies. A *unit* is the tokens that one copy
-replaces: one token, or up to `span` consecutive tokens, which share the score evenly. With a `budget` only some units get a
-copy of their own:
-* `_by_gradient`: the units with the largest gradient score (Fisher norm; one forward and backward);
+`oar_plugin.credit.importance.oar_p` defines the score of a copy. A *unit* is the tokens that one copy replaces: one token, or
+up to `span` consecutive tokens, which share the score evenly. With a `budget` only some units get a copy of their own:
+* `_by_gradient`: the units with the largest gradient score.
 * `_by_blocks`: first each block of eight units is replaced as a whole, then the units of the blocks that moved the answer
   most, until the budget is used up. It needs no gradient, so an inference engine can do it.
 
-Every other unit gets an estimate in nats: its gradient (or its share of its block's score) times the median ratio of exact to
-estimated scores over the units with a copy, and at most the largest exact score. So all scores have one scale, and units
-without a copy keep their order. The median, because one token often has most of the importance: a ratio of sums would apply
-its ratio to all others.
+Every other unit gets an estimate in nats: its gradient score (or its share of its block's score) times the median ratio of
+exact to estimated scores over the units with a copy, and at most the largest exact score. So units without a copy keep their
+order. With a ratio of sums instead of the median, a single token with most of the importance would set the scale of all units.
 """
 
 import math
@@ -30,41 +28,26 @@ _Rounds: TypeAlias = Generator[list[Unit], Sequence[float], Tensor]
 BLOCK = 8
 
 
-# ---- replacement tokens
-
-
 def replacement_seeds(token_T: Tensor, position_R: Tensor, seed: int) -> Tensor:
-    """Seeds of the draws at some positions, int64 `[R]`: for a response the same on every engine.
+    """Seeds of the draws at the positions `position_R` of `token_T`, int64 `[R]`; the same on every engine.
 
-    Args:
-        token_T: int64 `[T]`, prompt and response up to the end of the answer.
-        position_R: positions in `token_T`.
-        seed: of the training step (`step_seed`).
+    `token_T` is the prompt and the response up to the end of the answer, `seed` that of the training step (`step_seed`).
     """
     seed_1 = response_seeds(token_T, torch.zeros_like(token_T), 1, seed)
     return position_seeds(seed_1.expand(len(position_R)), position_R)
 
 
 def sample_replacements(logits_RV: Tensor, token_R: Tensor, seed_R: Tensor) -> Tensor:
-    """Draw a token for each position from the model's own prediction there, never the replaced token, int64 `[R]`.
-
-    Args:
-        logits_RV: the logits that predict each position.
-        token_R: the tokens to replace.
-        seed_R: int64, from `replacement_seeds`.
-    """
+    """Draws a token per position from the logits that predict it, but never the replaced token `token_R`, int64 `[R]`."""
     # The Gumbel-max trick: the argmax of logits + Gumbel noise is a draw from their softmax.
     noisy_RV = logits_RV.float() + gumbel(seed_R, logits_RV.shape[-1])
     return noisy_RV.scatter(-1, token_R[:, None], -math.inf).argmax(-1)
 
 
-# ---- units
-
-
 def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
-    """Cut a response's reasoning tokens into units of at most `span` consecutive tokens, in order.
+    """Cuts a response's reasoning tokens into units of at most `span` consecutive tokens, in order.
 
-    A token that is not reasoning (tool output) ends a unit. `reasoning` has one value per response token.
+    `reasoning` has one value per response token. A token that is not reasoning (tool output) ends a unit.
     """
     result: list[list[int]] = []
     for position, wanted in enumerate(reasoning):
@@ -76,28 +59,18 @@ def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
 
 
 def copies_of_budget(budget: float, num_units: int) -> int:
-    """Number of copies, at least 1: a `budget` up to 1 is a share of the units, above 1 it is a number."""
+    """Number of copies, at least 1. A `budget` up to 1 is a share of the units, a larger one is a number of copies."""
     wanted = math.ceil(budget * num_units - 1e-9) if budget <= 1 else math.floor(budget)
     return max(1, min(wanted, num_units))
-
-
-# ---- which units to run
 
 
 class Search:
     """The copies to run for one response, in rounds, and the importance that follows from their scores.
 
-    Run the copies of `wanted` and `send` their scores, until `wanted` is empty. Then `importance` is set.
+    Run the copies of `wanted` and `send` their scores, until `wanted` is empty. Then `importance` is set, float64 `[L]`.
 
-    Args:
-        unit_list: from `units`, not empty.
-        length: number of response tokens, L.
-        budget: for `copies_of_budget`; copies of blocks count too.
-        gradient_L: gradient score of each response token, which chooses the units; None: blocks do.
-
-    Attributes:
-        wanted: the copies of this round.
-        importance: float64 `[L]`; None before the scores of the last round.
+    `unit_list` comes from `units` and is not empty, `length` is L. Copies of blocks count in the `budget`. `gradient_L` has a
+    gradient score per response token, which chooses the units with a copy; if it is None, blocks choose.
     """
 
     def __init__(
@@ -114,7 +87,7 @@ class Search:
         self.wanted: list[Unit] = next(self._rounds)
 
     def send(self, scores: Sequence[float]) -> None:
-        """Take the scores of `wanted`, in its order; NaN for a copy that failed."""
+        """Takes the scores of `wanted`, in the same order; NaN for a copy that failed."""
         try:
             self.wanted = self._rounds.send(scores)
         except StopIteration as stop:
@@ -122,7 +95,7 @@ class Search:
 
     @staticmethod
     def most_rounds(budget: float, with_gradient: bool) -> int:
-        """Largest number of rounds of any response, for hosts whose ranks run the same number of rounds."""
+        """Maximum number of rounds of a response, for hosts whose ranks run equal numbers of rounds."""
         return 1 if budget == 1 or with_gradient else 2
 
 
@@ -167,10 +140,10 @@ def _fill(estimate_U: Tensor, chosen: Tensor, exact: Sequence[float]) -> Tensor:
 
 
 def _spread(unit_list: Sequence[Unit], score_U: Tensor, length: int) -> Tensor:
-    """One score per token, float64 `[L]`: its part of its unit's score, 0 outside of units.
+    """Divides each unit's score evenly among its tokens, float64 `[L]`; 0 outside of units.
 
-    A negative score (the copy makes the answer more likely, or rounding) counts as 0: gates take a logarithm, and a token
-    that hurts the answer has not helped it.
+    A negative score (rounding, or a copy with a more likely answer) counts as 0: gates take a logarithm, and such a token has
+    not helped the answer.
     """
     importance_L = torch.zeros(length, dtype=torch.float64)
     for unit, score in zip(unit_list, score_U.clamp_min(0.0).tolist(), strict=True):  # NaN stays

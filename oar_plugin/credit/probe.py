@@ -24,11 +24,7 @@ PROBES: tuple[Probe, ...] = get_args(Probe)
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """The rows of logits that a probe uses, in a packed micro-batch.
-
-    Sequence-parallel ranks each have the rows that they hold. `share_N` is computed from the whole response, so that sums over
-    ranks are right.
-    """
+    """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds."""
 
     position_N: Tensor  # packed position of the row, one before the answer token, int64
     response_N: Tensor  # index of the row's response, int64 in `[0, num_responses)`
@@ -41,23 +37,16 @@ class AnswerRows:
         return self.position_N.shape[0]
 
     def select(self, keep_N: Tensor | slice) -> "AnswerRows":
-        """The rows that `keep_N`, a bool tensor or a slice, selects; shares stay as they are."""
+        """The rows that `keep_N`, a bool tensor or a slice, selects. Shares do not change."""
         rows: dict[str, Any] = {name: one[keep_N] for name, one in vars(self).items() if isinstance(one, Tensor)}
         return replace(self, **rows)
 
 
 def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_responses: int, probe: Probe) -> AnswerRows:
-    """Locate the rows that a probe uses in a packed batch.
+    """Finds the rows that a probe uses in a packed batch, and returns them in packed order.
 
-    Args:
-        answer_T: bool `[T]`, true at answer tokens of responses to score.
-        response_T: int64 `[T]`, the response of each position.
-        token_T: int64 `[T]`, token ids.
-        num_responses: number of responses in the batch.
-        probe: which probe; `last` uses only the first row of each response.
-
-    Returns:
-        The rows, in packed order. An answer token that opens its sequence has no row that predicts it, and is left out.
+    `answer_T` (bool) is true at the answer tokens of responses to score; `response_T` (int64) has each token's response. The
+    probe `last` uses only the first row of each response. The first token of a sequence has no row that predicts it.
     """
     at_N = answer_T.nonzero()[:, 0]
     at_N = at_N[at_N > 0]
@@ -77,8 +66,8 @@ def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_respo
 def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
     """Mean logits per response, `[B, V]`, float32 or better: the probe's logits for `last` and `answer_mean`.
 
-    Differentiable. A sequence-parallel rank gets its part of the sum. A response with a row that is not finite becomes NaN and
-    does not change the others.
+    The result is differentiable. A sequence-parallel rank gets its part of the sum. A row that is not finite makes its response
+    NaN and does not change the others.
     """
     # A matmul, unlike index_add, is deterministic on CUDA, and it is several times faster. Never in half precision.
     with torch.autocast(logits_NV.device.type, enabled=False):

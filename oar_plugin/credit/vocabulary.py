@@ -1,7 +1,7 @@
 """Softmax over a vocabulary that may be split over several processes.
 
-A vocabulary-parallel rank holds some columns of the logits. From the other ranks an importance needs two numbers per row, the
-largest logit and the sum of the exponentials, so ranks exchange these and not the logits.
+A vocabulary-parallel rank holds some columns of the logits. Ranks do not exchange logits but two numbers per row: the largest
+logit and the sum of the exponentials.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class VocabularyShard:
     largest: Callable[[Tensor], Tensor] = _alone  # element-wise maximum over all processes, in place or not
 
     def softmax(self, logits_NV: Tensor) -> Tensor:
-        """This process's columns of the softmax over the whole vocabulary, of the shape and type of the logits."""
+        """This process's columns of the softmax over the whole vocabulary, in the shape and type of the logits."""
         if self.total is _alone:
             return logits_NV.softmax(-1)
         _, exponential_NV = self._shifted(logits_NV)

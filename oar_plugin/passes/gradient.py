@@ -1,13 +1,14 @@
-"""The gradient pass: computes an importance's scores per token of a packed micro-batch, in one or more forwards.
+"""The gradient pass: forwards and backwards through the model that give each token of a micro-batch its scores.
 
-1. `Importance.forwards` lists the forwards.
-2. `MicroBatchPass.tap` returns a `Tap` for each forward. The model runs under this tap.
-3. The backward starts from the tap's scalar. It adds scores to `Scores`.
-4. If several ranks share the sequences, the host sums `Scores` over these ranks.
-5. `importance_of_scores` returns the importance per token.
+`Importance.forwards` lists the forwards. For each of them:
+1. `MicroBatchPass.tap` returns a `Tap`, which tells the hooks on the model what to compute.
+2. The model runs. The hooks compute a scalar: the sum of some logits, each times a coefficient (`Importance.coefficients`).
+3. The backward computes the gradient of the scalar at the input embeddings. `Importance.score` turns this gradient into one
+   score per token, which `Scores` stores.
 
-`run_forwards` does steps 2 and 3 for one micro-batch of a HuggingFace model. Under Megatron, its schedules do them: each
-forward runs for all micro-batches before the next forward.
+After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
+importance per token. `run_forwards` runs all forwards of one micro-batch of a HuggingFace model. Megatron's schedules run a
+forward for all micro-batches before they start the next forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,65 +25,61 @@ from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project, projected_back, read_logits, scalar_with
-from oar_plugin.passes.tap import Tap, Taps
+from oar_plugin.passes.taps import Tap, Taps
 
 FP16_EXPONENT = 6
-"""In fp16, the gradient with respect to the rows of hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
+"""In fp16, the gradient at the hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
 
-On the way to the embeddings, it can grow 2^10 times before it overflows, and shrink about 2^20 times before it is subnormal."""
+The backward to the embeddings can increase this norm 2^10 times before the gradient overflows, and decrease it about 2^20 times
+before the gradient is subnormal."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """B concatenated sequences of T tokens in all."""
+    """B sequences of prompt and response, concatenated. They have T tokens in total."""
 
-    token_T: Tensor  # int64 `[T]`
-    segments_T: Tensor  # int64 `[T]`, `Segment` per token; OUTSIDE in prompts and in responses that are not scored
+    token_T: Tensor  # int64
+    segments_T: Tensor  # int64, a `Segment` per token; OUTSIDE in prompts and in responses that are not scored
     offsets: Tensor  # int64 `[B + 1]`, position of each sequence's first token, then T
 
     @property
     def response_T(self) -> Tensor:
-        """int64 `[T]`, the index of each token's sequence."""
-        return torch.repeat_interleave(
-            torch.arange(len(self.offsets) - 1, device=self.offsets.device), self.offsets.diff()
-        )
+        """Index of each token's sequence, int64."""
+        return torch.arange(len(self.offsets) - 1, device=self.offsets.device).repeat_interleave(self.offsets.diff())
 
     @property
     def place_T(self) -> Tensor:
-        """int64 `[T]`, each token's position in its sequence."""
+        """Position of each token in its sequence, int64."""
         return torch.arange(len(self.token_T), device=self.offsets.device) - self.offsets[self.response_T]
 
     @property
     def reasoning_T(self) -> Tensor:
-        """bool `[T]`, true at reasoning tokens."""
         return self.segments_T == Segment.REASONING
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a packed micro-batch's tokens on this rank."""
+    """Where this rank holds the hidden states, embeddings and logits of a packed micro-batch."""
 
-    # int64 `[T]`, each token's position in this rank's flattened hidden states; -1 if this rank does not hold the token
+    # int64, position of each token in this rank's flattened hidden states; -1 for tokens on other ranks
     local_T: Tensor
-    # int64 `[T]`, each token's position in this rank's flattened embeddings, or -1. It differs from `local_T` only under
-    # Megatron's sequence parallelism, which splits the embeddings over more ranks than the last hidden states.
+    # int64, position of each token in this rank's flattened embeddings; -1 for tokens on other ranks. It differs from `local_T`
+    # only under Megatron's sequence parallelism, which splits embeddings over more ranks than the last hidden states.
     embedding_T: Tensor
-    num_embeddings: int  # number of embeddings on this rank, padding included
+    num_embeddings: int  # number of embeddings on this rank, with padding
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
-    columns: int | None = None  # number of columns that are tokens (see `Tap.columns`)
-    # returns the sum of a tensor over the ranks that share the sequences; it may overwrite its argument
+    columns: int | None = None  # see `Tap.columns`
+    # returns the sum of a tensor over the ranks that share the sequences; may overwrite the tensor
     sum_over_sequence_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
 class Scores:
-    """This rank's results of the forwards and backwards so far, float32, one value per packed token.
+    """Results of this rank's forwards and backwards, float32, one value per packed token.
 
-    Attributes:
-        score_KT: scores of each of the importance's K backwards. Each backward runs once per draw of random signs or noise;
-            the scores of all draws are added up.
-        entropy_T: entropy in nats of the distribution that the token was sampled from; 0 if it was not computed. The pass
-            computes it if the importance reads entropies: at reasoning tokens, and with `later` rows at answer tokens.
-        log_prob_T: log-probability of the token; computed under the same conditions.
+    `score_KT` has the scores from each of the importance's K backwards, summed over the draws of random signs or noise.
+    `entropy_T` is the entropy in nats of the distribution that the token was sampled from, and `log_prob_T` the token's
+    log-probability. Each is computed if it is in `Importance.reads`: at reasoning tokens, and at answer tokens if a backward
+    starts from `later` rows. At all other tokens it is 0.
     """
 
     def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
@@ -94,21 +91,21 @@ class Scores:
         self.entropy_T, self.log_prob_T = reads.get("entropy", nothing_T), reads.get("log_prob", nothing_T)
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Replace all values by their sums over ranks. `summed` gets one vector and returns its sum; it is called once."""
+        """Replaces all values with their sums over ranks. `summed` returns the sum of one vector; it is called once."""
         self._all_NT.copy_(summed(self._all_NT.flatten()).view_as(self._all_NT))
 
 
 @dataclass
 class Measured:
-    """Values of one forward that its backward or later forwards need."""
+    """Values from one forward that its backward or a later forward needs."""
 
-    noise_free_BV: Tensor | None = None  # pooled logits of the probe, for comparison with perturbed forwards
-    scale: Tensor | None = None  # fp16 factor of the scalar; `receive` divides by it. None: unscaled
+    noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise, for perturbed forwards
+    scale: Tensor | None = None  # factor of the scalar in fp16; its gradient is divided by the factor. None: no factor
 
 
 @dataclass
 class PassTap(Tap):
-    """The tap of one forward of a gradient pass."""
+    """The `Tap` of one forward of a gradient pass."""
 
     measured: Measured = field(default_factory=Measured)
 
@@ -116,12 +113,8 @@ class PassTap(Tap):
 class MicroBatchPass:
     """The gradient pass over one micro-batch.
 
-    Args:
-        request: what to compute.
-        packed: the micro-batch.
-        layout: the places of its tokens on this rank.
-        scores: receives the scores. None: a new `Scores` for this micro-batch.
-        place_T: int64 `[T]`, index in `scores` of each token of the micro-batch. None: 0 to T - 1.
+    `scores` collects the results; `place_T` (int64) has the index in `scores` of each token of the micro-batch. By default the
+    micro-batch gets its own `Scores`.
     """
 
     def __init__(
@@ -146,26 +139,19 @@ class MicroBatchPass:
             return rows.select(layout.local_T[rows.position_N] >= 0)
 
         self._answer = local_rows(packed.segments_T == Segment.ANSWER, request.probe)
-        self._reasoning = local_rows(
-            reasoning_T if self.importance.reasoning_rows else reasoning_T & False, "answer_joint"
-        )
+        self._reasoning = local_rows(reasoning_T & self.importance.reasoning_rows, "answer_joint")
         self._later = self._reasoning
         if any(backward.rows == "later" for backward in self.importance.backwards):
             self._later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
-        # The first forward, which is always noise-free, computes entropies and log-probs. Exception: if no backward has noise
-        # and one starts from reasoning rows, the forward of that backward computes them from the logits that it has anyway.
+        # Entropies and log-probs need logits without noise. If no backward has noise and one starts from reasoning rows, its
+        # forward computes these logits anyway. Otherwise the first forward computes them, which never has noise.
         noisy, backwards = self.importance.noisy, self.importance.backwards
         self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
         self._first = None if noisy or not backwards else 0
 
     def tap(self, forward: Forward, noise_free_BV: Tensor | None = None) -> PassTap:
-        """Returns the tap under which the model must run `forward`.
-
-        Args:
-            forward: one of `Importance.forwards`.
-            noise_free_BV: `Measured.noise_free_BV` of this micro-batch's noise-free forward. Only perturbed forwards use it.
-        """
+        """Returns the tap for `forward`. A perturbed forward needs `Measured.noise_free_BV` of the noise-free forward."""
         layout, measured = self.layout, Measured()
         reads = self._read_first and forward.draw == 0 and forward.backward == self._first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
@@ -202,14 +188,14 @@ class MicroBatchPass:
             layout.local_T[torch.cat(positions)],
             probe,
             rows_only=not forward.log_probs,
-            receive=None if backward is None else lambda g, e: self._receive(forward, measured, g, e),
+            receive=None if backward is None else partial(self._receive, forward.backward, measured),
             noise=self.noise(forward.draw) if backward is not None and backward.noise else None,
             columns=layout.columns,
             measured=measured,
         )
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
-        """Returns a function from embeddings `[..., H]` to noise of their shape: N(0, sigma^2) at reasoning tokens, else 0."""
+        """Returns a function from embeddings `[..., H]` to Gaussian noise `[..., H]`, which is 0 outside the reasoning."""
         packed, embedding_T = self.packed, self.layout.embedding_T
         at_N = (packed.reasoning_T & (embedding_T >= 0)).nonzero()[:, 0]
         seed_N = position_seeds(self._seed_B[packed.response_T[at_N]], packed.place_T[at_N], draw)
@@ -223,7 +209,7 @@ class MicroBatchPass:
         return make
 
     def _pooled(self, project: Project, hidden_NH: Tensor) -> Tensor:
-        """Pooled logits of each response's probe rows, `[B, V]` float32 or better, summed over ranks that share sequences."""
+        """Logits of the probe's rows, averaged per response, `[B, V]`, at least float32."""
         pooled_BV: Tensor | None = None
 
         def add(logits_NV: Tensor, chosen: slice) -> None:
@@ -231,14 +217,14 @@ class MicroBatchPass:
             part_BV = pool(logits_NV, self._answer.select(chosen))
             pooled_BV = part_BV if pooled_BV is None else pooled_BV.add_(part_BV)
 
-        read_logits(project, hidden_NH, add)  # calls `add` without rows too: every rank takes part in the sum
+        read_logits(project, hidden_NH, add)  # `add` runs on ranks without rows too: they take part in the sum
         assert pooled_BV is not None
         return self.layout.sum_over_sequence_ranks(pooled_BV)
 
     def _pooled_gradient(
         self, forward: Forward, project: Project, hidden_NH: Tensor, noise_free_BV: Tensor | None
     ) -> Tensor:
-        """Gradient with respect to a response's pooled hidden state, `[B, H]`. A row's gradient is this times its share."""
+        """Gradient of the scalar at each response's average hidden state, `[B, H]`."""
         pooled_BV, seed_B = self._pooled(project, hidden_NH), self._seeds(forward)
 
         def coefficients(_: Tensor, chosen: slice) -> Tensor:
@@ -246,27 +232,27 @@ class MicroBatchPass:
                 clean_NV = None if noise_free_BV is None else noise_free_BV[chosen]
                 return self._coefficients(forward, pooled_BV[chosen], seed_B[chosen], clean_NV=clean_NV)
 
-        # The projection is linear, so its gradient is the same at all hidden states: zeros will do.
-        nowhere_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
-        return projected_back(project, nowhere_BH, coefficients)
+        # The projection is linear: its gradient does not depend on the hidden states, so zeros are enough.
+        zeros_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
+        return projected_back(project, zeros_BH, coefficients)
 
     def _fp16_scale(self, gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor | None:
-        """Returns a power of two that keeps the gradients in the range of fp16; None if the model does not run in fp16.
+        """Returns the power of two that brings gradients into the range of fp16; None if the model does not run in fp16.
 
-        Ranks that share the sequences get the same power, because the backward adds up their gradients.
+        Ranks that share the sequences use the same power, because the backward sums their gradients.
         """
         kind = hidden_NH.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if torch.float16 not in (hidden_NH.dtype, autocast):
             return None
-        # A response with non-finite gradients falls back to GRPO later. It must not change the scale of other responses.
+        # Non-finite gradients count as 0 here: one bad response must not change the scale of the others.
         square = gradient_NH.square().sum(-1).nan_to_num(0.0, 0.0, 0.0).sum()
         norm = self.layout.sum_over_sequence_ranks(square).sqrt()
         exponent = FP16_EXPONENT - torch.frexp(norm).exponent
         return torch.ldexp(torch.ones_like(norm), exponent.clamp_max(60))
 
     def _row_coefficients(self, forward: Forward, backward: Backward, rows: AnswerRows, logits_NV: Tensor) -> Tensor:
-        """Coefficients `[N, V]` of rows that are not pooled. Also reads entropies and log-probs, unless `_read_first`."""
+        """Coefficients `[N, V]` of rows that are not pooled. Stores entropies and log-probs if the first forward did not."""
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
@@ -286,13 +272,13 @@ class MicroBatchPass:
         return self.importance.coefficients(forward.backward, rows)
 
     def _seeds(self, forward: Forward) -> Tensor:
-        """Seeds of a forward's random signs, one per response, `[B]`."""
+        """One seed per response for the random signs of a forward, int64 `[B]`."""
         if forward.backward == forward.draw == 0:
             return self._seed_B
         return position_seeds(self._seed_B, torch.full_like(self._seed_B, forward.backward or 0), forward.draw)
 
     def _read(self, rows: AnswerRows, logits_NV: Tensor) -> None:
-        """Store the entropies and log-probs that the importance reads, at the sampling temperature, in `scores`."""
+        """Stores the entropies and log-probs that the importance needs, at the sampling temperature, in `scores`."""
         vocabulary, temperature = self.layout.vocabulary, self.request.temperature
         with torch.autocast(logits_NV.device.type, enabled=False):
             sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
@@ -303,27 +289,24 @@ class MicroBatchPass:
                 self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
 
     def _pools(self, backward: Backward) -> bool:
-        """Returns whether the backward starts from one pooled row per response."""
+        """Whether the backward starts from one averaged row per response."""
         return backward.rows == "probe" and self.request.probe != "answer_joint"
 
-    def _receive(self, forward: Forward, measured: Measured, gradient: Tensor, embedding: Tensor) -> None:
+    def _receive(self, backward: int | None, measured: Measured, gradient: Tensor, embedding: Tensor) -> None:
         if measured.scale is not None:
             gradient = gradient.float() / measured.scale
         score_N = self.importance.score(gradient, embedding).flatten()[self.layout.embedding_T[self._held_T]]
-        self.scores.score_KT[forward.backward, self._place_T[self._held_T]] += score_N
+        self.scores.score_KT[backward, self._place_T[self._held_T]] += score_N
 
 
 SetTap = Callable[[MicroBatchPass], None]
 
 
 def run_forwards(taps: Taps, forwards: Sequence[Forward], model_forward: Callable[[Forward, SetTap], None]) -> None:
-    """Run the forwards of one micro-batch in order. Each backward runs right after its forward.
+    """Runs the forwards of one micro-batch in order. Each backward runs directly after its forward.
 
-    Args:
-        taps: taps that are installed on the model.
-        forwards: the list from `Importance.forwards`.
-        model_forward: `model_forward(forward, set_tap)` runs the host's model once. It must call `set_tap(micro_batch_pass)`
-            before the embedding, and must not keep the logits, whose memory the backward needs.
+    `model_forward(forward, set_tap)` runs the host's model once. It must call `set_tap(micro_batch_pass)` before the model, and
+    must not keep the logits: the backward needs their memory.
     """
     noise_free_BV: Tensor | None = None
     for forward in forwards:
@@ -336,7 +319,7 @@ def run_forwards(taps: Taps, forwards: Sequence[Forward], model_forward: Callabl
         if tap.scalar is not None:
             tap.scalar.backward()
         taps.tap = None
-        del tap  # it holds the graph, which must be freed before the next forward
+        del tap  # `tap` holds the graph, which must be freed before the next forward
 
 
 def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_batch: MicroBatchPass) -> None:
@@ -344,11 +327,10 @@ def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_b
 
 
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
-    """Importance per packed token, float32 `[T]`; 0 outside the reasoning. `scores` must be summed over ranks already."""
+    """Importance per packed token, float32 `[T]`; 0 outside the reasoning. `scores` must already be summed over ranks."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
-    if importance.copies is not None and not importance.backwards:  # masked copies compute it later
+    if importance.copies is not None and not importance.backwards:  # masked copies score later
         return torch.zeros(len(reasoning_T), device=reasoning_T.device)
-    response_T, place_T = packed.response_T, packed.place_T
     length_B = packed.offsets.diff()
     keep_BL = torch.arange(max([1, *length_B.tolist()]), device=length_B.device) < length_B[:, None]
 
@@ -357,13 +339,13 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
         full[..., keep_BL] = values
         return full
 
-    seed_B = response_seeds(packed.token_T, response_T, len(length_B), request.seed)
+    seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
     parts = Parts(
         padded(scores.score_KT / request.num_draws),
         padded(reasoning_T),
         padded(scores.entropy_T),
         padded(scores.log_prob_T),
-        padded(position_seeds(seed_B[response_T], place_T)),
+        padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
         request.sigma,
     )
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

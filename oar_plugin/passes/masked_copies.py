@@ -1,11 +1,10 @@
 """Runs the masked copies of OAR-P through a HuggingFace causal LM, plain or wrapped by FSDP.
 
-All copies of a response have the same length, so a group of them is a batch without padding. If the model's cache keeps keys
-and values of every position, a group computes only the tokens from its first masked one on; the cache of one unmasked forward
-has the rest. Only the answer's rows are projected to the vocabulary.
-
-Nothing here talks to other processes. Under FSDP all ranks must run equal numbers of forwards: `forwards` returns how many a
-round takes, `idle` runs one whose result is discarded.
+A masked copy is a response with some reasoning tokens replaced; these tokens are a unit. The score of the unit says how far the
+copy moves the model's answer distribution. All copies of a response have the same length, so a forward runs a group of them
+without padding. If the cache keeps keys and values of all positions, the copies of a group share a prefix: the tokens before
+the first replaced one. A forward without replacements fills the cache, and the copies compute only the tokens after the prefix.
+Only the rows of the answer are projected to logits. Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,7 @@ from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds, sample_replacements, units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.tap import Tap
-from oar_plugin.passes.taps import ModelTaps, unwrapped
+from oar_plugin.passes.taps import ModelTaps, Tap, unwrapped
 
 ROW_VALUES = 2**28
 """Maximum number of answer logits in one forward (1 GiB in float32), unless a single copy has more."""
@@ -31,35 +29,29 @@ ROW_VALUES = 2**28
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response whose reasoning is to be scored."""
+    """A response to score. Positions in a unit count from the start of the response."""
 
-    token_T: Tensor  # int64 `[T]`, prompt and response up to the end of the answer
-    prompt_length: int  # where the response begins; units are positions after it
-    answer_start: int  # where the answer begins; it ends with the last token
+    token_T: Tensor  # int64, prompt and response up to the last token of the answer
+    prompt_length: int
+    answer_start: int  # index in `token_T` of the first token of the answer
 
     @classmethod
     def of(cls, token_T: Tensor, segments_L: Tensor) -> "Candidate":
-        """Build one from the tokens of prompt and response, and the response's `Segment`s, which must have an answer."""
+        """`token_T`: prompt and response. `segments_L`: a `Segment` per token of the response, which must have an answer."""
         prompt_length = len(token_T) - len(segments_L)
         answer = (segments_L == Segment.ANSWER).nonzero()[:, 0]
         return cls(token_T[: prompt_length + int(answer[-1]) + 1], prompt_length, prompt_length + int(answer[0]))
 
     def rows(self, probe: Probe) -> tuple[int, int]:
-        """The probe's rows, `[first, last + 1)`; the row before a token predicts it."""
+        """The first of the probe's rows, and the end of their range. The logits of row `t` predict token `t + 1`."""
         first = self.answer_start - 1
         return first, first + 1 if probe == "last" else len(self.token_T) - 1
 
 
 class MaskedCopies:
-    """Scores units of responses.
+    """Scores units of responses. `tokens` counts the tokens computed so far.
 
-    Args:
-        module: causal LM, perhaps wrapped by FSDP, in eval mode.
-        request: the outcome, the token that masks, and for `importance` also which copies to run.
-        max_tokens: per forward.
-
-    Attributes:
-        tokens: number of tokens computed so far.
+    `module` must be in eval mode. `max_tokens` is the maximum number of tokens per forward.
     """
 
     def __init__(self, module: nn.Module, request: Request, max_tokens: int) -> None:
@@ -74,13 +66,13 @@ class MaskedCopies:
         wanted: Mapping[int, tuple[Tensor, Tensor, Tensor]],
         max_over_ranks: Callable[[int], int] = lambda forwards: forwards,
     ) -> dict[int, Tensor]:
-        """Importance of some responses from their masked copies, float32 `[L]` each.
+        """Returns the importance of some responses by row, float32 `[L]` each.
 
         Args:
-            wanted: by row, tokens of prompt and response, segments of the response, and its gradient scores. With
-                `Copies.by_gradient` these scores choose the units that a budget pays for.
-            max_over_ranks: returns the maximum of a count over all ranks. Under FSDP all ranks must run equal numbers of
-                forwards.
+            wanted: by row: the tokens of prompt and response, the segments of the response, and the response's importance from
+                the gradient pass, which chooses the units to copy if `Copies.by_gradient` is set.
+            max_over_ranks: takes a count, returns the maximum of this count over all ranks. Under FSDP, all ranks must run
+                equal numbers of forwards.
         """
         request, copies = self.request, self.request.importance_object.copies
         assert copies is not None
@@ -101,19 +93,19 @@ class MaskedCopies:
         return {row: search.importance.float() for row, search in searches.items() if search.importance is not None}
 
     def forwards(self, wanted: Sequence[tuple[Candidate, list[Unit]]]) -> int:
-        """The number of forwards that `run` makes."""
+        """Number of forwards that `run` needs for these responses and units."""
         return sum(1 + len(self._groups(candidate, unit_list)) for candidate, unit_list in wanted)
 
     def idle(self) -> None:
-        """Run one forward and discard its result."""
+        """Runs one forward and discards its result, for a rank that must wait for other ranks."""
         device = next(self.module.parameters()).device
         self._forward(torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long), None)
 
     def run(self, candidate: Candidate, unit_list: list[Unit]) -> list[float]:
-        """Scores of the units of one response, in order; see `oar_plugin.credit.importance.oar_p.divergence`."""
+        """Scores of the units of one response, in order (`oar_plugin.credit.importance.oar_p.divergence`)."""
         start, token = candidate.prompt_length, self.request.replacement_token
         masked = [start + t for unit in unit_list for t in unit]
-        # No row predicts the first token of the sequence, so it is not replaced.
+        # No row predicts the first token of the sequence, so this token is not replaced.
         drawn_R = torch.arange(max(1, min(masked)), max(masked) + 1) if token is None else torch.arange(0)
         cache = DynamicCache() if self._shares_prefix else None
         row_first, row_end = candidate.rows(self.request.probe)
@@ -141,10 +133,10 @@ class MaskedCopies:
         return scores
 
     def _drawn(self, candidate: Candidate, position_R: Tensor, logits_RV: Tensor) -> Tensor:
-        """The tokens, int64 `[T]`, with a draw from `logits_RV` at each of `position_R`; row r predicts position r."""
+        """`token_T` with other tokens at `position_R`, drawn from `logits_RV`, int64 `[T]`."""
         token_T = candidate.token_T.clone()
         seed_R = replacement_seeds(candidate.token_T, position_R, self.request.seed)
-        # In slices: Gumbel noise takes more than 8 bytes per value.
+        # Drawn in slices, because Gumbel noise takes more than 8 bytes per logit.
         size = max(1, ROW_VALUES // 8 // logits_RV.shape[-1])
         for at in range(0, len(position_R), size):
             here, here_R = slice(at, at + size), position_R[at : at + size]
@@ -152,12 +144,11 @@ class MaskedCopies:
         return token_T
 
     def _groups(self, candidate: Candidate, unit_list: list[Unit]) -> list[list[int]]:
-        """Indices of the units that share a forward; each group is sorted by position."""
+        """Splits units into groups that share a forward. A group has indices in `unit_list`, sorted by position."""
         order = sorted(range(len(unit_list)), key=lambda i: unit_list[i])
         row_first, row_end = candidate.rows(self.request.probe)
         most = max(1, ROW_VALUES // ((row_end - row_first) * self._vocabulary))
-        groups = []
-        at = 0
+        groups, at = [], 0
         while at < len(order):
             begin = candidate.prompt_length + unit_list[order[at]][0] if self._shares_prefix else 0
             size = max(1, min(most, self.max_tokens // (row_end - begin)))
@@ -166,7 +157,7 @@ class MaskedCopies:
         return groups
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
-        """Logits of some rows of the flattened batch, `[N, V]`. Fills an empty `cache`, reads a filled one."""
+        """Logits `[N, V]` of the rows `row_N` of the flattened batch. Extends an empty `cache`; reads a filled one."""
         self.tokens += token_KT.numel()
         begin = cache.get_seq_length() if cache is not None else 0
         position_1T = torch.arange(begin, begin + token_KT.shape[1], device=token_KT.device)[None]
@@ -182,7 +173,7 @@ class MaskedCopies:
         return logits[0]
 
     def _outcomes(self, logits_KmV: Tensor, candidate: Candidate) -> Tensor:
-        """The probe's outcome of each copy: float64 `[K, V]`, or `[K]` for `answer_joint`."""
+        """Log-distribution of the answer per copy, float64 `[K, V]`; for `answer_joint` its mean log-probability, `[K]`."""
         wide_KmV = logits_KmV.to(torch.promote_types(logits_KmV.dtype, torch.float32))
         if self.request.probe != "answer_joint":
             return log_distribution(wide_KmV.mean(1))
@@ -192,7 +183,7 @@ class MaskedCopies:
 
 
 class _PrefixLayer(DynamicLayer):
-    """Keys and values of a shared prefix `[1, heads, P, D]`, before each copy's own, which are not kept."""
+    """Cached keys and values of a prefix `[1, heads, P, D]`, which all copies share. Those of the copies are not kept."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -208,7 +199,7 @@ class _PrefixLayer(DynamicLayer):
 
 
 def _shared(cache: DynamicCache | None, length: int) -> DynamicCache | None:
-    """The first `length` positions of `cache`, to be shared by any number of copies."""
+    """The first `length` positions of `cache`, for any number of copies."""
     if cache is None:
         return None
     prefix = DynamicCache()

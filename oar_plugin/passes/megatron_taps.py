@@ -1,13 +1,11 @@
 """Hooks on Megatron's model chunks that act on a `Tap`: the counterpart of `taps.py` for megatron-core.
 
 The leaf is the output of `GPTModel.embedding` on the first stage. The last stage projects rows, to `[N, V / TP]`. All
-parameters are frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers.
+parameters are frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers. The
+pipeline schedule decides in which order micro-batches run, so the host sets the tap directly before each forward.
 
 Hidden states are `[s, b, H]`, flattened `[s * b, H]`; under sequence parallelism each tensor-parallel rank holds one
-contiguous slice of them. Rows cross the tensor-parallel group (`N * H` numbers each way), logits do not.
-
-The pipeline schedule runs forwards and backwards of many micro-batches in an order of its own, so the tap is set right before
-each forward.
+contiguous slice of them. Ranks exchange rows (`N * H` numbers each way), not logits.
 """
 
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from oar_plugin.passes.tap import Taps
+from oar_plugin.passes.taps import Taps
 
 
 def unwrapped(chunk: nn.Module) -> GPTModel:
@@ -47,9 +45,9 @@ class MegatronTaps(Taps):
 
     def install(self) -> None:
         for chunk in self.chunks:
-            # Chunks may share one: what is changed first is put back last.
+            # Chunks may share a config: callbacks run in reverse order, so its original values are restored last.
             config: TransformerConfig = get_model_config(chunk)
-            # A schedule calls these when a backward begins and ends: each would scale the loss or reduce gradients.
+            # A schedule calls these functions at a backward: they scale the loss or reduce gradients.
             functions = {
                 "finalize_model_grads_func": config.finalize_model_grads_func,
                 "grad_scale_func": config.grad_scale_func,
@@ -60,10 +58,15 @@ class MegatronTaps(Taps):
             for name, function in functions.items():
                 self.callback(setattr, config, name, function)
                 setattr(config, name, None)
-            self._gather_weights(chunk)
+            # With `overlap_param_gather`, DDP gathers a module's weights in a hook before its forward, and the hook refuses
+            # frozen weights. Like Megatron's evaluation, this gathers all weights at once.
+            if isinstance(chunk, DistributedDataParallel):
+                ddp: DistributedDataParallel = chunk
+                if ddp.remove_forward_pre_hook_handles:
+                    ddp.disable_forward_pre_hook()
+                    self.callback(ddp.enable_forward_pre_hook)
             self.freeze(chunk)
-            self._recompute(chunk)
-            self._keep_for_backward(chunk)
+            self._train_modes(chunk)
             model = unwrapped(chunk)
             if model.pre_process:
                 self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)
@@ -71,33 +74,14 @@ class MegatronTaps(Taps):
                 hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
                 self.callback(hook.remove)
 
-    def _recompute(self, chunk: nn.Module) -> None:
-        """Let Megatron recompute activations, which it does in train mode only; modules with dropout stay in eval mode."""
+    def _train_modes(self, chunk: nn.Module) -> None:
+        """Puts modules into train mode that otherwise keep nothing for a backward. Other modules stay in eval mode."""
         config: TransformerConfig = get_model_config(chunk)
-        if config.recompute_granularity is None:
-            return
         for module in chunk.modules():
-            if isinstance(module, TransformerBlock | Attention):
+            # Megatron's recomputation of activations.
+            if config.recompute_granularity is not None and isinstance(module, TransformerBlock | Attention):
                 self.put_into_train_mode(module)
-
-    def _gather_weights(self, chunk: nn.Module) -> None:
-        """Gather all weights at once, as Megatron's own evaluation does, and remove DDP's hooks meanwhile.
-
-        With `overlap_param_gather` DDP gathers a module's weights in a hook before its forward, which refuses frozen weights.
-        """
-        if isinstance(chunk, DistributedDataParallel):
-            ddp: DistributedDataParallel = chunk
-            if ddp.remove_forward_pre_hook_handles:
-                ddp.disable_forward_pre_hook()
-                self.callback(ddp.enable_forward_pre_hook)
-
-    def _keep_for_backward(self, chunk: nn.Module) -> None:
-        """Put TransformerEngine's attention into train mode: it keeps nothing for a backward in eval mode.
-
-        This holds for cuDNN's kernels, and for flash-attention with `cp_comm_type=a2a`. Dropout that is a number is zero
-        meanwhile; dropout that is a module stays in eval mode.
-        """
-        for module in chunk.modules():
+            # TransformerEngine's attention, with cuDNN's kernels or flash-attention with `cp_comm_type=a2a`.
             if isinstance(getattr(module, "attention_dropout", None), int | float):
                 self.change(module, "attention_dropout", 0.0)
                 self.put_into_train_mode(module)
@@ -116,12 +100,12 @@ class MegatronTaps(Taps):
         weight_VH = (module.weight if weight is None else weight)[: tap.columns]
         rows_NH = self._rows(hidden.flatten(0, 1), tap.row_position_N, module.sequence_parallel)
         tap.scalar = tap.probe(lambda chosen_NH: nn.functional.linear(chosen_NH, weight_VH), rows_NH)
-        # The model has to project something: with rows_only a single position, whose logits nothing reads.
+        # The model must project something; with `rows_only`, one position, whose logits are not used.
         return ((hidden[:1] if tap.rows_only else hidden).detach(), *args[1:]), kwargs
 
     @staticmethod
     def _rows(hidden_TH: Tensor, position_N: Tensor, scattered: bool) -> Tensor:
-        """Rows of the hidden states on every tensor-parallel rank, `[N, H]`; the backward sums their gradients over ranks."""
+        """Rows of the hidden states, `[N, H]`, on all tensor-parallel ranks. The backward sums their gradients over ranks."""
         group = parallel_state.get_tensor_model_parallel_group()
         if scattered:
             local_N = position_N - parallel_state.get_tensor_model_parallel_rank() * len(hidden_TH)

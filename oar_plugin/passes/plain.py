@@ -1,4 +1,4 @@
-"""Importance of a padded batch under a HuggingFace model, for hosts that keep padded batches, notebooks and benchmarks."""
+"""Importance of a padded batch from a HuggingFace model, for hosts with padded batches, notebooks and benchmarks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,23 +27,22 @@ def gradient_importance(
     """Importance of one micro-batch from the gradient pass alone, float32 `[B, L]`; 0 outside the reasoning.
 
     Args:
-        model: causal LM in eval mode; its weights, gradients and modes do not change.
-        request: what to compute.
+        model: causal LM in eval mode. The call does not change the model.
         token_BL: int64, prompts and responses, padded on any side.
-        segments_BL: `Segment` per token; OUTSIDE everywhere in a response that is not scored.
-        mask_BL: bool, false at padding. None: there is no padding, or it is on the right, where causal attention does not see
-            it; each row then has `L` tokens.
-        on_logits: called with the model's logits `[B, L, V]`, without a graph. None: only the rows that the importance needs
-            are projected.
-        checkpoint_activations: see `ModelTaps`.
+        segments_BL: `Segment` per token; OUTSIDE at all tokens of a response that is not scored.
+        mask_BL: bool, false at padding. None: padding counts as tokens. This is correct without padding, and also if padding is
+            on the right, because causal attention does not look to the right.
+        on_logits: called with the model's logits `[B, L, V]`, without a graph. None: the model computes only the logits that
+            the importance needs.
+        checkpoint_activations: recompute activations in the backward, to save memory.
 
     Raises:
-        UnsupportedModelError: see `check_model`.
+        UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
     packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
     micro_batch = MicroBatchPass(request, packed, layout)
     arguments = {"input_ids": token_BL, "use_cache": False}
-    if mask_BL is not None and not mask_BL[:, 0].all():  # causal attention does not see padding on the right
+    if mask_BL is not None and not mask_BL[:, 0].all():  # padding on the right needs no mask
         position_BL = (mask_BL.long().cumsum(-1) - 1).clamp_min(0)
         arguments |= {"attention_mask": mask_BL.long(), "position_ids": position_BL}
 
@@ -54,7 +53,7 @@ def gradient_importance(
             on_logits(logits.detach())
 
     forwards = request.importance_object.forwards(request.num_draws, log_probs=on_logits is not None)
-    if on_logits is not None and not forwards:  # an importance without a forward of its own
+    if on_logits is not None and not forwards:  # the importance needs no forward, but the logits do
         forwards = [Forward(None, log_probs=True)]
     with ModelTaps(model, checkpoint_activations) as taps:
         run_forwards(taps, forwards, model_forward)
@@ -75,20 +74,19 @@ def batch_importance(
     checkpoint_activations: bool = False,
     max_over_ranks: Callable[[int], int] = lambda count: count,
 ) -> Tensor:
-    """The importance that `request` names, float32 `[B, L]` on the device of the tokens; 0 where nothing is scored.
+    """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
     Args:
-        model, request, token_BL, segments_BL, mask_BL: see `gradient_importance`; only rows with reasoning are run.
-        max_tokens: per forward, padding included, unless a single row has more.
-        checkpoint_activations: see `ModelTaps`.
-        max_over_ranks: returns the maximum of a count over all ranks. If the model is sharded, all ranks must run equal numbers
-            of forwards.
+        model, request, token_BL, segments_BL, mask_BL, checkpoint_activations: see `gradient_importance`.
+        max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
+        max_over_ranks: takes a count, returns the maximum of this count over all ranks. Ranks of a sharded model must run equal
+            numbers of forwards.
     """
     device = next(model.parameters()).device
     token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
     importance_BL = torch.zeros(token.shape, device=device)
     groups = _of_like_length(segments, mask, max_tokens)
-    # Before the first forward: while ranks gather weights in it, they must not run another collective.
+    # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
     for group in groups:
         used = mask[group].any(0).nonzero()[:, 0]
@@ -102,7 +100,7 @@ def batch_importance(
         importance_BL = copies_importance(
             model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
         )
-    # In a pass the weights are frozen, and some FSDP2 modules keep frozen weights gathered until a backward.
+    # Some FSDP2 modules keep frozen weights gathered until a backward, so they are released here.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -119,11 +117,10 @@ def copies_importance(
     max_tokens: int,
     max_over_ranks: Callable[[int], int],
 ) -> Tensor:
-    """Importance from masked copies, float32 `[B, L]`, for tensors on the model's device.
+    """Importance from masked copies, float32 `[B, L]`; all tensors are on the model's device.
 
-    Args:
-        gradient_BL: scores of the gradient pass. Non-finite scores are returned as they are; the response falls back later.
-        others: see `batch_importance`.
+    `gradient_BL` is the importance from the gradient pass. A row with a non-finite value is returned unchanged; its
+    response falls back to GRPO later. For the other arguments see `batch_importance`.
     """
     finite_B = gradient_BL.isfinite().all(-1)
     wanted = {}
@@ -137,7 +134,7 @@ def copies_importance(
 
 
 def _of_like_length(segments_BL: Tensor, mask_BL: Tensor, max_tokens: int) -> list[Tensor]:
-    """The rows that have reasoning, as micro-batches of rows of similar length."""
+    """Splits the rows with reasoning into micro-batches of similar length; returns the row indices of each."""
     length_B, width = mask_BL.sum(-1), torch.arange(mask_BL.shape[1], device=mask_BL.device)
     first_B = torch.where(mask_BL, width, mask_BL.shape[1]).amin(-1)
     last_B = torch.where(mask_BL, width, -1).amax(-1)
@@ -158,18 +155,18 @@ def _of_like_length(segments_BL: Tensor, mask_BL: Tensor, max_tokens: int) -> li
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off; at the end each module gets its own mode back."""
+    """Puts the model into eval mode. At the end, each module returns to its previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
         for module in training:
-            module.training = True  # not .train(), which takes the children along
+            module.training = True  # not .train(), which also changes the children
 
 
 def packed_rows(token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None) -> tuple[Packed, Layout]:
-    """A padded batch as packed sequences, and where their tokens are in the batch."""
+    """Packs a padded batch. The `Layout` says where the packed tokens are in the padded batch."""
     keep_BL = torch.ones_like(token_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
     at_T = keep_BL.flatten().nonzero()[:, 0]
     offsets = torch.nn.functional.pad(keep_BL.sum(-1).cumsum(0), (1, 0))

@@ -28,17 +28,14 @@ FIELDS = IMPORTANCE, SEGMENTS, STATUS, SECONDS = "oar_importance", "oar_segments
 class Request:
     """One importance pass over a batch."""
 
-    # name, for `importance_of`. If rollout engines score: that of `algorithm.oar.perturbation.fallback`, for the responses
-    # that they failed to score
-    importance: str
+    importance: str  # name; if rollout engines score, that of `perturbation.fallback` for responses without scores
     probe: Probe = "answer_mean"  # the probe of this step (the warm-up has been applied)
     sigma: float = 1e-3  # noise scale
     num_draws: int = 1  # draws to average
     seed: int = 0  # of this training step's signs and noise
     temperature: float = 1.0  # at which responses were sampled
     answer_patterns: tuple[str, ...] = ()  # for `make_finder`
-    # a response of this length is truncated unless it ends in an end-of-sequence token
-    max_response_length: int = 0
+    max_response_length: int = 0  # a response of this length is truncated unless it ends in an end-of-sequence token
     max_answer_tokens: int = 1024  # a response with a longer answer is not scored
     importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
     budget: float = 1.0  # of masked copies; see `copies_of_budget`
@@ -55,7 +52,7 @@ class Request:
         replacement_token: int | None = None,
         temperature: float = 1.0,
     ) -> "Request":
-        """The request to the actor at training step `step` (from 1). `config.actor_importance` must not be None."""
+        """The request at training step `step` (from 1). `config.actor_importance` must not be None."""
         assert config.actor_importance is not None, "the actor is asked for nothing"
         return cls(
             importance=config.actor_importance,
@@ -75,11 +72,9 @@ class Request:
 
     @property
     def importance_object(self) -> Importance:
-        """The importance with the name `importance`."""
         return importance_of(self.importance)
 
     def to_dict(self) -> dict[str, Any]:
-        """The request as plain values, which can be copied and pickled."""
         return asdict(self)
 
     @classmethod
@@ -88,9 +83,7 @@ class Request:
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
-    """Returns the token that replaces masked ones (`algorithm.oar.perturbation.replacement`).
-
-    None where nothing is masked, or where each position draws a token of its own.
+    """Returns the token that replaces others in masked copies; None without copies, or if replacements are `sampled`.
 
     Raises:
         OarConfigError: there is no padding token.

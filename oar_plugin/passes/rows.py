@@ -1,9 +1,8 @@
 """The gradient of a weighted sum of many rows' logits, without a graph over the vocabulary.
 
-An answer may have thousands of rows, and there are as many reasoning rows as tokens, so logits are computed in chunks of rows
-and not kept. With fixed coefficients the scalar is linear in the logits, and so in the hidden states: a chunk's gradient is
-`W^T c`, and the graph holds only the product of that gradient with the hidden states, `[N, H]`. The weights `W` are needed in
-the forward alone.
+There may be thousands of rows, so their logits are computed in chunks and not kept. With fixed coefficients `c` the scalar is
+linear in the logits, and so in the hidden states. A chunk's gradient is `W^T c`, with the projection's weights `W`. The graph
+holds only the product of this gradient with the hidden states, `[N, H]`, and `W` is needed in the forward alone.
 """
 
 from collections.abc import Callable
@@ -15,19 +14,16 @@ CHUNK = 256
 """Rows of logits per chunk: 0.15 GB of float32 for a vocabulary of 152,000."""
 
 Project = Callable[[Tensor], Tensor]
-"""From hidden states `[N, H]` to logits `[N, V]`; linear, perhaps with a bias."""
+"""The projection from hidden states `[N, H]` to logits `[N, V]`; linear, perhaps with a bias."""
 
 Chunk = Callable[[Tensor, slice], Tensor]
-"""Takes the logits of some rows, without a graph, and the slice of these rows; returns a tensor with the same rows."""
+"""A function of the logits of some rows, without a graph, and the slice of these rows; returns a tensor with the same rows."""
 
 
 def projected_back(project: Project, hidden_NH: Tensor, coefficients: Chunk) -> Tensor:
-    """The gradient of `sum(c * project(hidden))`, `c` held fixed, float32 or better `[N, H]`.
+    """The gradient of `sum(c * project(hidden))` at the hidden states, with fixed `c`, `[N, H]`, float32 or better, no graph.
 
-    Args:
-        project: see `Project`.
-        hidden_NH: rows, with or without a graph; the result has none.
-        coefficients: returns those of a chunk of rows, `[n, V]`.
+    `coefficients` returns `c` of a chunk of rows, `[n, V]`.
     """
     gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
     for start in range(0, len(hidden_NH), CHUNK):
@@ -51,7 +47,7 @@ def scalar_with(gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor:
 
 @torch.no_grad()
 def read_logits(project: Project, hidden_NH: Tensor, read: Callable[[Tensor, slice], None]) -> None:
-    """Call `read` with the logits of each chunk of rows, without a graph; without rows, once with an empty chunk."""
+    """Calls `read` with the logits of each chunk of rows, without a graph; without rows, once with an empty chunk."""
     for start in range(0, max(1, len(hidden_NH)), CHUNK):
         chosen = slice(start, start + CHUNK)
         read(project(hidden_NH[chosen].detach()), chosen)

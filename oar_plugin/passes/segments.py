@@ -19,7 +19,7 @@ from oar_plugin.passes.tokens import TokenBytes
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS, LOST_SECONDS = 0.1, 20.0
-"""Failed or slow searches of one batch may take `LOST_SECONDS` together; its other responses then fall back without a search.
+"""When the failed and slow searches of a batch have taken `LOST_SECONDS`, its other responses fall back without a search.
 A search takes microseconds, unless a user's own pattern does not fit the text."""
 
 
@@ -43,16 +43,10 @@ def segment_rows(
     token_bytes: TokenBytes,
     eos_ids: Collection[int],
 ) -> tuple[list[Tensor], Tensor]:
-    """Segments and status of a batch's responses.
+    """Returns the segments of each response, int8 `[L_i]`, and int64 `[B]` of `Status`.
 
-    Args:
-        rows: for each response its tokens, which of them are the model's own (bool `[L_i]`), and whether to score it.
-        request: the patterns of answers, and how long responses and answers may be.
-        token_bytes: the model's tokenizer.
-        eos_ids: tokens that end a response.
-
-    Returns:
-        int8 `[L_i]` segments for each row (OUTSIDE where a row is not to be scored), and int64 `[B]` of `Status`.
+    A row has a response's tokens, a bool mask of the model's own tokens, and whether to score the response. The segments of a
+    response that is not scored are OUTSIDE. `eos_ids` are the tokens that end a response.
     """
     finder, longest = make_finder(request.answer_patterns), (request.max_response_length, request.max_answer_tokens)
     segments, status, lost = [], [], LostTime()
@@ -83,14 +77,10 @@ def segment_response(
     max_answer_tokens: int,
     lost: LostTime,
 ) -> tuple[np.ndarray, Status]:
-    """Returns the segments of one response, int8 `[L]` (OUTSIDE everywhere unless it can be scored), and its status.
+    """Returns the segments of one response, int8 `[L]` (all OUTSIDE if it cannot be scored), and its status.
 
-    Args:
-        ids, own: its tokens, and bool `[L]`, which of them are the model's own.
-        finder: from `make_finder`.
-        max_response_length: a response of so many tokens that does not end in one of `eos_ids` is truncated.
-        max_answer_tokens: a response with a longer answer is not scored.
-        lost: of the batch.
+    `own` (bool) is true at the model's own tokens. A response with at least `max_response_length` tokens is truncated, unless
+    its last token is in `eos_ids`. A response with more than `max_answer_tokens` answer tokens is not scored.
     """
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:
@@ -100,7 +90,7 @@ def segment_response(
         return nothing, Status.SEARCH_FAILED
     segments_L, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
-        pieces, started = _pieces(token_bytes, ids), time.perf_counter()  # decoding is no search, unless it fails
+        pieces, started = _pieces(token_bytes, ids), time.perf_counter()  # the time of decoding counts only if it fails
         segments_L = segment_tokens(pieces, finder, own)
     except SearchFailed as error:
         _warn_once(str(error))
@@ -124,5 +114,4 @@ def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
 
 @functools.cache
 def _warn_once(error: str) -> None:
-    """Warns, with the traceback if an error is being handled."""
     logger.warning("%s; such responses keep plain GRPO (search_failed)", error, exc_info=sys.exc_info()[0] is not None)

@@ -1,19 +1,26 @@
-"""Hooks on a HuggingFace causal LM that act on a `Tap`.
+"""A tap says what one forward of one micro-batch must compute. Hooks on the model act on it (`ModelTaps`, `MegatronTaps`).
 
-All parameters are frozen meanwhile, so a backward computes no weight gradient and touches no `.grad`. The model may be plain or
-wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. The scalar is attached to the model's own
-output, so that FSDP sees a differentiable output and gathers the root's weights again for the backward, as in training.
+In a forward under a `Tap`, the hooks
+* make the input embeddings the only leaf of the graph, if their gradient is wanted (`receive`);
+* give *detached* hidden states to the vocabulary projection, so that the `[T, V]` logits have no graph;
+* call `probe` with the projection and with some rows of hidden states, which have a graph; `probe` returns the scalar.
+
+`receive` gets the gradient as soon as it exists, and nothing of a micro-batch is kept after its backward.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from typing_extensions import Self
 
-from oar_plugin.passes.tap import Taps, UnsupportedModelError
+from oar_plugin.passes.rows import Project
 
 # Settings of models that change their logits after the vocabulary projection, which a projection of our own would miss
 # (Gemma 2/3, Granite, Cohere, Falcon-H1). A model with None, 0 or 1 does not use the setting.
@@ -26,14 +33,89 @@ LOGIT_TRANSFORMS = (
 )
 
 
+@dataclass
+class Tap:
+    """One forward."""
+
+    row_position_N: Tensor  # int64 `[N]`, the rows of this rank's flattened hidden states for `probe`; may be empty
+    # Takes the projection to the vocabulary and these rows `[N, H]`; returns the scalar to differentiate, or None. FSDP may
+    # free the projection's weights afterwards: the scalar's graph must not contain them.
+    probe: Callable[[Project, Tensor], Tensor | None]
+    rows_only: bool = True  # project no other rows; the model's own logits are then meaningless
+    # called in the backward with gradient and embeddings, of the same shape; None: no gradient is wanted
+    receive: Callable[[Tensor, Tensor], None] | None = None
+    noise: Callable[[Tensor], Tensor] | None = None  # from embeddings to noise, which is added after the leaf
+    columns: int | None = None  # number of columns of this rank's projection that are tokens, not padding; None: all
+    scalar: Tensor | None = field(default=None, init=False)  # set by the forward
+    embedded: bool = field(default=False, init=False)  # the leaf is in place; a model may embed more than once
+
+    def leaf(self, embedding: Tensor) -> Tensor | None:
+        """Returns the tensor that replaces the embeddings; None: they are not replaced."""
+        receive, self.embedded = self.receive, True
+        if receive is None:
+            return None if self.noise is None else embedding + self.noise(embedding).to(embedding.dtype)
+        leaf = embedding.detach().requires_grad_(True)
+
+        def deliver(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            with torch.no_grad():
+                receive(leaf.grad, leaf.detach())
+            leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(deliver)
+        # Not the leaf itself: verl's patch of Megatron's recomputation frees a layer's input before `receive` is called.
+        return leaf.clone() if self.noise is None else leaf + self.noise(leaf.detach()).to(leaf.dtype)
+
+
+class UnsupportedModelError(ValueError):
+    """Importance cannot be computed with this model. The message says why."""
+
+
+class Taps(ExitStack):
+    """Context manager with hooks on a model. Its end undoes all changes of the model."""
+
+    tap: Tap | None = None  # the tap of the next forward; None: the hooks do nothing
+
+    def install(self) -> None:
+        """Installs the hooks, each with a callback that removes it."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            self.install()
+        except BaseException:
+            self.close()
+            raise
+        self.callback(setattr, self, "tap", None)
+        return self
+
+    def freeze(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self.callback(parameter.requires_grad_, True)
+
+    def put_into_train_mode(self, module: nn.Module) -> None:
+        """Puts this module, without its children, into train mode: some code recomputes activations in train mode only."""
+        self.change(module, "training", True)  # not .train(), which changes the children too
+
+    def change(self, module: nn.Module, name: str, value: Any) -> None:
+        """Sets an attribute of a module. An attribute of its class is hidden meanwhile, not changed."""
+        if name in vars(module):
+            self.callback(setattr, module, name, vars(module)[name])
+        else:
+            self.callback(delattr, module, name)
+        setattr(module, name, value)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The HuggingFace model inside FSDP1's wrapper (FSDP2 changes the class in place and needs nothing)."""
+    """The HuggingFace model inside FSDP1's wrapper. FSDP2 has no wrapper."""
     inner: nn.Module = getattr(module, "_fsdp_wrapped_module", module)
     return inner
 
 
 def check_model(module: nn.Module) -> None:
-    """Refuse models that `ModelTaps` cannot read correctly.
+    """Refuses models with which `ModelTaps` does not work.
 
     Raises:
         UnsupportedModelError: the model has no input or output embeddings to hook, changes its logits after them, or has
@@ -54,11 +136,7 @@ def check_model(module: nn.Module) -> None:
 
 
 def check_logits(config: Any) -> None:
-    """Refuse a HuggingFace config whose model changes its logits after the vocabulary projection.
-
-    Raises:
-        UnsupportedModelError: names the setting.
-    """
+    """Raises `UnsupportedModelError` if a model with this config changes its logits after the vocabulary projection."""
     text = getattr(config, "get_text_config", lambda: config)()
     for name in LOGIT_TRANSFORMS:
         value = getattr(text, name, None)
@@ -70,20 +148,20 @@ def check_logits(config: Any) -> None:
 
 
 class ModelTaps(Taps):
-    """`Taps` of one model. Usage, for each forward::
+    """`Taps` of a HuggingFace causal LM. Usage, for each forward::
 
         with ModelTaps(model) as taps:
             tap = taps.tap = Tap(row_position_N, probe, receive=receive)
             model(input_ids=..., use_cache=False)
             tap.scalar.backward()
 
-    Args:
-        module: causal LM with `get_input_embeddings` and `get_output_embeddings`; may be wrapped by FSDP.
-        checkpoint_activations: recompute the layers' activations in the backward instead of keeping them.
+    All parameters are frozen meanwhile, so a backward computes no weight gradient and changes no `.grad`. The model may be
+    wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. With `checkpoint_activations`, the
+    backward recomputes the layers' activations.
 
     Raises:
         UnsupportedModelError: see `check_model`.
-        RuntimeError: a parameter holds a pending gradient; FSDP1 would drop it.
+        RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
     def __init__(self, module: nn.Module, checkpoint_activations: bool = False) -> None:
@@ -97,25 +175,25 @@ class ModelTaps(Taps):
         if any(p.grad is not None for p in self.module.parameters()):
             raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
         if isinstance(self.module, FSDPModule):
-            # At its first forward FSDP2 reads the gradients' dtypes from parameters with requires_grad: frozen, none has it.
+            # At its first forward, FSDP2 takes the gradients' dtypes from parameters with requires_grad, so before the freeze.
             self.module._get_fsdp_state()._lazy_init()
         self.freeze(self.module)
         if self.checkpoint_activations:
             for module in self.module.modules():
                 if isinstance(module, GradientCheckpointingLayer):
                     self._recompute(module)
-                elif getattr(module, "gradient_checkpointing", False):  # a model that checkpoints its layers by itself
+                elif getattr(module, "gradient_checkpointing", False):  # the model itself checkpoints its layers
                     self.put_into_train_mode(module)
         model: Any = unwrapped(self.module)
-        # Hooks inside FSDP1's wrapper and before FSDP2's: a head that is sharded by itself has its weights only there, and a
-        # call of the wrapper would gather them, in which ranks with other numbers of rows would not take part.
+        # Hooks run inside FSDP1's wrapper and before FSDP2's hooks: there a head that is sharded by itself has its weights. A
+        # call of the wrapper would gather weights once per chunk of rows, and ranks have different numbers of chunks.
         head = unwrapped(model.get_output_embeddings())
         hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
             (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
             # ZeRO-3 expects a backward of the head before one of the head's input; this pass has no backward of the head.
             (head.register_forward_pre_hook, self._detach_hidden, {"prepend": hasattr(head, "ds_id")}),
             (head.register_forward_hook, self._probe_rows, {"prepend": True}),
-            # FSDP must see the scalar as an output of the model, to gather its weights again for the backward.
+            # FSDP gathers weights again for the backward, as in training, if an output of the model is differentiable.
             (model.register_forward_hook, self._attach_scalar, {"prepend": True}),
         )
         for register, hook, first in hooks:
@@ -123,10 +201,9 @@ class ModelTaps(Taps):
         self.callback(setattr, self, "_hidden", None)
 
     def _recompute(self, layer: GradientCheckpointingLayer) -> None:
-        """Let a layer checkpoint, which transformers does in train mode only, but compute in eval mode.
+        """Makes a layer checkpoint its activations, which transformers does in train mode only, but compute in eval mode.
 
-        In train mode dropout would act, and so would a host's additions for training (verl's activation offload, which replaces
-        the layer's checkpointing).
+        In train mode, dropout and verl's activation offload would act. The latter replaces the layer's checkpointing.
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
@@ -151,13 +228,13 @@ class ModelTaps(Taps):
             return None
         self._hidden = args[0]
         if self.tap.rows_only:
-            return (args[0].flatten(0, -2)[:1][None].detach(), *args[1:])  # the model has to project at least one row
+            return (args[0].flatten(0, -2)[:1][None].detach(), *args[1:])  # the model must project at least one row
         return (args[0].detach(), *args[1:])
 
     def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:
         tap, hidden, self._hidden = self.tap, self._hidden, None
         if tap is not None and hidden is not None:
-            # .forward, not the call: the hooks on the module are for the full projection.
+            # `.forward` runs no hooks: they are for the full projection.
             tap.scalar = tap.probe(module.forward, hidden.flatten(0, -2)[tap.row_position_N])
 
     def _attach_scalar(self, module: nn.Module, args: Any, output: Any) -> None:

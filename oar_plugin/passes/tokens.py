@@ -20,14 +20,10 @@ _MOST_WAITING = 8
 """Maximum number of tokens that wait for their text. A character has at most four; without a limit, time is quadratic."""
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Invert GPT-2's table from bytes to characters: printable Latin-1 is itself, the other bytes are counted from 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
+# The inverse of GPT-2's table from bytes to characters: printable Latin-1 is itself, the other bytes are counted from 256.
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 class TokenBytes:
@@ -37,17 +33,15 @@ class TokenBytes:
     clean_up_tokenization_spaces=False)`` returns, in UTF-8. One difference is intended: ``pieces`` keeps bytes that are not
     valid UTF-8 (a character cut in half), for which ``decode`` returns replacement characters.
 
-    How a token becomes bytes is read from the tokenizer's decoder:
+    The tokenizer's decoder says how a token becomes bytes:
 
     - byte-level BPE (GPT-2, Qwen, Llama 3): by GPT-2's table;
     - SentencePiece in the ``tokenizers`` format (Llama 2, Gemma, T5): ``▁`` is a space, ``<0x0A>`` a byte, and ``pieces``
       drops the space before the first word if ``decode`` does;
-    - anything else (WordPiece, tokenizers in pure Python): by decoding each token after its predecessor, which is
-      slower. A character made of several tokens belongs wholly to its last token, and so does white space that ``decode``
-      shows only before other text; if more than eight tokens of it follow each other, some is lost. The text equals
-      ``decode``'s as far as a token's text depends on its neighbours only.
-
-    Special tokens and ids outside the vocabulary (padded embeddings, ignore indices) have no bytes.
+    - others (WordPiece, tokenizers in pure Python): by decoding each token after its predecessor, which is slower. If a
+      character consists of several tokens, the last one has all its bytes. The same holds for white space that ``decode``
+      shows only before other text; if it has more than eight tokens, some is lost. The text equals ``decode``'s if the text
+      of a token depends on its neighbours only.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -69,13 +63,9 @@ class TokenBytes:
         self._by_table = self._byte_level or sentence_piece
 
     def pieces(self, ids: Sequence[int] | torch.Tensor) -> list[bytes]:
-        """The bytes of each token of one response.
+        """Returns the bytes of each token of one response.
 
-        Args:
-            ids: token ids, ``[T]``.
-
-        Returns:
-            T byte strings, ``b""`` for special tokens and ids outside the vocabulary.
+        They are ``b""`` for special tokens and ids outside the vocabulary (padded embeddings, ignore indices).
         """
         id_list: list[int] = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
         if not self._by_table:
@@ -84,12 +74,15 @@ class TokenBytes:
         for token_id in set(id_list) - table.keys():
             table[token_id] = self._bytes_of(token_id)
         pieces = [table[token_id] for token_id in id_list]
-        if self._drops_first_space:
-            self._drop_first_space(pieces, id_list)
+        first = next((position for position, piece in enumerate(pieces) if piece), None)
+        if self._drops_first_space and first is not None:
+            pieces[first] = pieces[first].removeprefix(b" ")
+            if self._metaspace:  # this decoder drops every "▁" of the first token, not only the one in front
+                pieces[first] = (self._token(id_list[first]) or "").replace("▁", "").encode()
         return pieces
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token of one response as readable text: half a character is ``\\xe2``, a special token its name."""
+        """Returns each token of one response as readable text: half a character as ``\\xe2``, a special token as its name."""
         texts = [piece.decode("utf-8", errors="backslashreplace") for piece in self.pieces(ids)]
         names = self._tokenizer.convert_ids_to_tokens(list(ids))
         return [text or str(name) for text, name in zip(texts, names, strict=True)]
@@ -114,16 +107,6 @@ class TokenBytes:
         if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte.group(1), 16)])
         return token.replace("▁", " ").encode()
-
-    def _drop_first_space(self, pieces: list[bytes], ids: list[int]) -> None:
-        first = next((position for position, piece in enumerate(pieces) if piece), None)
-        if first is None:
-            return
-        if self._metaspace:
-            # The Metaspace decoder drops every "▁" of the first token, not only the one in front.
-            pieces[first] = (self._token(ids[first]) or "").replace("▁", "").encode()
-        else:
-            pieces[first] = pieces[first].removeprefix(b" ")
 
     def _decoded_in_context(self, ids: list[int]) -> list[bytes]:
         pieces = [b""] * len(ids)
@@ -152,10 +135,7 @@ class TokenBytes:
         return pieces
 
     def _decode(self, ids: list[int]) -> str:
-        text: str | list[str] = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text if isinstance(text, str) else "".join(text)
+        return "".join(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _flat_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,36 +12,26 @@ TOKENS = torch.arange(10) * 10
 
 
 @pytest.mark.parametrize(
-    ("probe", "positions", "responses", "ordinals", "shares"),
+    ("answer", "response", "probe", "positions", "ordinals"),
     [
         # The answer token at 5 opens its sequence: nothing predicts it.
-        ("answer_mean", [2, 3, 6], [0, 0, 1], [0, 1, 0], [0.5, 0.5, 1.0]),
-        ("last", [2, 6], [0, 1], [0, 0], [1.0, 1.0]),
+        (ANSWER, RESPONSE, "answer_mean", [2, 3, 6], [0, 1, 0]),
+        (ANSWER, RESPONSE, "last", [2, 6], [0, 0]),
+        # The first token of the batch has none; answers of three tokens and one; the second tokens of their sequences.
+        ([1, 1, 1], [0, 0, 0], "answer_mean", [0, 1], [0, 1]),
+        ([0, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1], "answer_mean", [0, 3, 4, 5], [0, 0, 1, 2]),
+        ([0, 1, 0, 1], [0, 0, 1, 1], "answer_mean", [0, 2], [0, 0]),
     ],
 )
-def test_rows_stand_one_before_the_answer_and_never_in_another_response(probe, positions, responses, ordinals, shares):
-    rows = answer_rows(ANSWER, RESPONSE, TOKENS, 3, probe)
+def test_rows_stand_one_before_the_answer_and_never_in_another_response(answer, response, probe, positions, ordinals):
+    response_T = torch.as_tensor(response)
+    rows = answer_rows(torch.as_tensor(answer).bool(), response_T, TOKENS[: len(response)], 3, probe)
     assert rows.position_N.tolist() == positions
-    assert rows.response_N.tolist() == responses
     assert rows.ordinal_N.tolist() == ordinals
+    assert torch.equal(rows.response_N, response_T[positions])
     assert rows.token_N.tolist() == [10 * (position + 1) for position in positions]
-    assert rows.share_N.tolist() == shares
-
-
-@pytest.mark.parametrize(
-    ("answer", "response", "positions", "ordinals"),
-    [
-        ([1, 1, 1], [0, 0, 0], [0, 1], [0, 1]),
-        ([0, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1], [0, 3, 4, 5], [0, 0, 1, 2]),
-        ([0, 1, 0, 1], [0, 0, 1, 1], [0, 2], [0, 0]),
-    ],
-    ids=["the first of the batch has none", "of three and one", "the second of their sequences"],
-)
-def test_the_first_rows_of_a_batch_and_of_a_sequence(answer, response, positions, ordinals):
-    at = torch.tensor(response)
-    rows = answer_rows(torch.tensor(answer).bool(), at, torch.zeros_like(at), 2, "answer_mean")
-    assert rows.position_N.tolist() == positions
-    assert rows.ordinal_N.tolist() == ordinals
+    count_B = torch.bincount(response_T[positions], minlength=3)
+    assert torch.equal(rows.share_N, 1 / count_B[rows.response_N])
 
 
 def test_pooling_is_the_mean_per_response_and_adds_up_over_shards():

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from oar_plugin.passes.tap import Tap
-from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps, Tap
 from tests.passes.batch import random_model
 
 activation_offload = pytest.importorskip("verl.utils.activation_offload")

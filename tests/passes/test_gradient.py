@@ -14,8 +14,7 @@ from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores, run_forwards
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.tap import Tap
-from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps, Tap
 from tests.passes.batch import distance, padded, positions, rows_of
 
 TEMPERATURE = 0.7

@@ -8,8 +8,7 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers import Gemma2Config
 
-from oar_plugin.passes.tap import Tap
-from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError
+from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError
 from tests.passes.batch import SIZE, random_model
 
 IDS = torch.arange(20).view(2, 10)

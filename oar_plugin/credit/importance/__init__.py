@@ -25,10 +25,10 @@ IMPORTANCES: dict[str, Importance] = {
 
 
 def importance_of(name: str) -> Importance:
-    """The importance of that name, or a user's own as `python:<module>:<class>`.
+    """Returns the importance with this name. `python:<module>:<class>` names a user's own.
 
     Raises:
-        ValueError: there is no such importance, or the class cannot work; says what is missing.
+        ValueError: there is no such importance, or the class cannot be used. The message says why.
     """
     if name in IMPORTANCES:
         return IMPORTANCES[name]

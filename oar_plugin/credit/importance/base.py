@@ -1,9 +1,9 @@
 """The class `Importance`: how much each reasoning token of a response matters. Engines, planner and messages need nothing else.
 
-An importance with gradients has one or more `Backward`s. A backward starts from rows of logits, weighted by `coefficients`, and
-reaches the input embeddings; `score` computes a number per token from gradient and embedding; `combine` makes one importance of
-the backwards' numbers. `oar_plugin.passes` runs the model: `J = sum(coefficients * logits)` with fixed coefficients, so that no
-graph over the vocabulary is needed and each rank adds its part of the rows or columns.
+An importance with gradients has one or more `Backward`s. Each starts from the scalar `J = sum(coefficients * logits)`, with
+fixed coefficients, and ends at the input embeddings; `score` makes one number per token of gradient and embedding. `combine`
+makes the importance of these numbers. `oar_plugin.passes` runs the model. Because coefficients are fixed, no graph over the
+vocabulary is needed, and each rank adds its part of the rows or columns.
 
 Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B responses, L longest response.
 """
@@ -23,15 +23,15 @@ Reading = Literal["entropy", "log_prob"]
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward to the input embeddings.
+    """One backward to the input embeddings. `rows` are the logits that it starts from.
 
-    Attributes:
-        rows: the logits that it starts from. `probe`: the rows of `algorithm.oar.probe`, pooled to one row per response for
-            `last` and `answer_mean`, weighted by their shares for `answer_joint`. `answer`: the probe's rows without pooling.
-            `reasoning`: each row that predicts a reasoning token. `later`: each row that predicts a token of the reasoning or
-            the answer.
-        noise: Gaussian noise of scale `algorithm.oar.sigma` is added to the reasoning embeddings; a noise-free forward comes
-            first.
+    * `probe`: the rows of `algorithm.oar.probe`, pooled to one row per response for `last` and `answer_mean`, weighted by
+      their shares for `answer_joint`.
+    * `answer`: the probe's rows without pooling.
+    * `reasoning`: each row that predicts a reasoning token. `later`: also each row that predicts an answer token.
+
+    With `noise`, Gaussian noise of scale `algorithm.oar.sigma` is added to the reasoning embeddings. The first forward of the
+    pass is then noise-free.
     """
 
     rows: Literal["probe", "answer", "reasoning", "later"] = "probe"
@@ -45,15 +45,10 @@ class Backward:
 
 @dataclass(frozen=True)
 class Copies:
-    """Counterfactual copies: each masks some tokens and runs through the model (`oar_plugin.credit.perturbation`).
+    """Counterfactual copies: each masks some tokens and runs through the model (`oar_plugin.credit.perturbation`)."""
 
-    Attributes:
-        budget: default of `algorithm.oar.perturbation.budget`.
-        by_gradient: the importance's own gradient chooses the units with a copy; else blocks do.
-    """
-
-    budget: float = 1.0
-    by_gradient: bool = False
+    budget: float = 1.0  # default of `algorithm.oar.perturbation.budget`
+    by_gradient: bool = False  # the importance's own gradient chooses the units with a copy; false: blocks choose
 
 
 @dataclass(frozen=True)
@@ -67,25 +62,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class Rows:
-    """The argument of `coefficients`: a chunk of rows of logits, without a graph, float32 or better.
+    """The argument of `coefficients`: a chunk of rows of logits, without a graph, float32 or better."""
 
-    Attributes:
-        logits_NV: the rows, one per response where the probe pools them; the columns that this process holds.
-        token_N: int64, the token that each row predicts; None for pooled rows.
-        seed_N: int64, seed of each row's random numbers: a hash of (seed, training step, response, backward, draw, row).
-        entropy_N: nats, at the sampling temperature; None unless the rows are `reasoning` or `later` and `reads` has it.
-        clean_NV: the same rows of the noise-free forward; None without noise and for rows that are not pooled.
-        sigma: `algorithm.oar.sigma`.
-        vocabulary: the columns that this process holds, and how to sum over those of other processes.
-    """
-
-    logits_NV: Tensor
-    token_N: Tensor | None
-    seed_N: Tensor
-    entropy_N: Tensor | None = None
-    clean_NV: Tensor | None = None
-    sigma: float = 1e-3
-    vocabulary: VocabularyShard = WHOLE_VOCABULARY
+    logits_NV: Tensor  # the columns that this process holds; one row per response if the probe pools rows
+    token_N: Tensor | None  # int64, the token that each row predicts; None for pooled rows
+    seed_N: Tensor  # int64, seed of each row's random numbers: a hash of (seed, step, response, backward, draw, row)
+    entropy_N: Tensor | None = None  # nats, at the sampling temperature; only for `reasoning` and `later`, if read
+    clean_NV: Tensor | None = None  # the same rows of the noise-free forward; only for pooled rows with noise
+    sigma: float = 1e-3  # `algorithm.oar.sigma`
+    vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of `logits_NV`, and sums over those of other processes
 
     def signs(self) -> Tensor:
         """Random signs, float32 `[N, V]`, the same on every layout."""
@@ -94,46 +79,32 @@ class Rows:
 
 @dataclass(frozen=True)
 class Parts:
-    """The argument of `combine`: what a pass measured of a batch of whole sequences, padded to one length with 0.
+    """The argument of `combine`: the results of a pass over a batch of whole sequences, padded to one length with 0."""
 
-    Attributes:
-        score_KBL: float32, scores of each backward, means over draws.
-        reasoning_BL: bool, the tokens to score.
-        entropy_BL: float32, nats, of the distributions that reasoning tokens were drawn from, if `reads` has it; of answer
-            tokens too if a backward starts from `later` rows.
-        log_prob_BL: float32, of the same tokens, if `reads` has it.
-        seed_BL: int64, seed of each token's random numbers.
-        sigma: `algorithm.oar.sigma`.
-    """
-
-    score_KBL: Tensor
-    reasoning_BL: Tensor
+    score_KBL: Tensor  # float32, scores of each backward, averaged over draws
+    reasoning_BL: Tensor  # bool, the tokens to score
+    # float32, nats, if `reads` has it: entropy of the distribution that each reasoning token was drawn from, and each answer
+    # token if a backward starts from `later` rows
     entropy_BL: Tensor
-    log_prob_BL: Tensor
-    seed_BL: Tensor
-    sigma: float = 1e-3
+    log_prob_BL: Tensor  # float32, log-probability of the same tokens, if `reads` has it
+    seed_BL: Tensor  # int64, seed of each token's random numbers
+    sigma: float = 1e-3  # `algorithm.oar.sigma`
 
 
 class Importance:
     """The base class of every importance; `algorithm.oar.importance=python:my_package.my_module:MyImportance` names your own.
 
     Methods get tensors on the model's device, sometimes without rows: create new tensors from those that are given.
-
-    Attributes:
-        name: its name in metrics and pages.
-        help: one sentence for the user.
-        backwards: its `Backward`s; empty for an importance without gradients.
-        copies: its `Copies`; None for an importance without copies.
-        reads: what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from.
-        arbitrary_scale: the scale of the scores depends on the model (Fisher norm: 1 / embedding^2), so gates that use their
-            sizes get multiples of the response's mean. False for scores with a unit, such as nats.
     """
 
-    name: ClassVar[str] = ""
-    help: ClassVar[str] = ""
+    name: ClassVar[str] = ""  # in metrics and pages
+    help: ClassVar[str] = ""  # one sentence for the user
     backwards: ClassVar[tuple[Backward, ...]] = ()
     copies: ClassVar[Copies | None] = None
+    # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
+    # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
+    # response's mean. False: the scores have a unit, such as nats.
     arbitrary_scale: ClassVar[bool] = True
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
@@ -149,18 +120,13 @@ class Importance:
         return parts.score_KBL[0]
 
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Faults of the settings of `algorithm.oar`, defaults filled in: each with key, value, reason and what is allowed."""
+        """Yields a message per fault of the settings of `algorithm.oar`: key, value, reason and what is allowed."""
         yield from ()
 
     # ---- for engines and planners
 
     def forwards(self, draws: int, log_probs: bool = True) -> list[Forward]:
-        """The forwards of one gradient pass, in order; the host makes the first one anyway.
-
-        Args:
-            draws: `algorithm.oar.num_draws`.
-            log_probs: the host needs log-probs and entropy.
-        """
+        """The forwards of one gradient pass, in order. With `log_probs` the host takes log-probs and entropy from the first."""
         plan = [Forward(number, draw) for draw in range(draws) for number in range(len(self.backwards))]
         if self.noisy or (self.reads and not self.backwards):
             plan.insert(0, Forward(None))

@@ -28,16 +28,10 @@ def log_distribution(logits_KV: Tensor) -> Tensor:
 
 
 def divergence(reference: Tensor, outcome_K: Tensor, probe: Probe) -> Tensor:
-    """How far the outcome of each copy is from the reference, float64 `[K]`.
+    """Returns `KL(reference || outcome)` of each copy, float64 `[K]`, for log-distributions `[V]` and `[K, V]`.
 
-    Args:
-        reference: `[V]` log-distribution (`log_distribution`); for `answer_joint` the scalar mean log-probability.
-        outcome_K: the same for each copy, `[K, V]` or `[K]`.
-        probe: `algorithm.oar.probe`.
-
-    Returns:
-        `KL(reference || outcome)`; for `answer_joint` `reference - outcome`, negative if the copy makes the answer *more*
-        likely. Tokens of probability 0 in the reference (banned ones) add nothing.
+    For the probe `answer_joint`, both are mean log-probabilities, a scalar and `[K]`; their difference is negative if the copy
+    makes the answer *more* likely. Tokens of probability 0 in the reference (banned ones) add nothing.
     """
     if probe == "answer_joint":
         return reference.double() - outcome_K.double()

@@ -7,8 +7,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.passes.tap import UnsupportedModelError
-from oar_plugin.passes.taps import check_logits
+from oar_plugin.passes.taps import UnsupportedModelError, check_logits
 
 OPTION = "--algo.advantage.plugin_args"
 

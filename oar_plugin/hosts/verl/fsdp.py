@@ -26,8 +26,7 @@ from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.tap import Tap, UnsupportedModelError
-from oar_plugin.passes.taps import ModelTaps, check_model, unwrapped
+from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, check_model, unwrapped
 
 OnInputs = Callable[[TensorDict, Tensor], None]
 """Called with verl's micro-batch on the device and with this rank's input ids, right before the model runs."""

@@ -35,8 +35,7 @@ from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatr
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.tap import Tap, UnsupportedModelError
-from oar_plugin.passes.taps import check_logits
+from oar_plugin.passes.taps import Tap, UnsupportedModelError, check_logits
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -1,6 +1,7 @@
 """An importance and a gate of one's own: they work, or the message says what is missing."""
 
 import sys
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
 import pytest
@@ -53,8 +54,8 @@ class Nameless(Importance):
     help = "has no attribute of that name"
 
 
-def own(*said, base=Saliency, **attributes):
-    """A class derived from `base` with other attributes, and parts of its faults; none if it can be used."""
+def own(said="", base=Saliency, **attributes):
+    """A class derived from `base` with other attributes, and its faults, with `*` for any text; none if it can be used."""
     return pytest.param(type("Own", (base,), attributes), said, id=", ".join([base.__name__, *attributes]))
 
 
@@ -69,40 +70,47 @@ def of_every_response_with_reasoning(self, parts):
 
 
 NOT_4 = "combine returned (1, 3, 4), wanted a tensor of shape (3, 4)"
-NOT_7 = "coefficients returned (3,), wanted a tensor of shape (3, 7)"
+NOT_7 = "; ".join(f"coefficients returned ({n},), wanted a tensor of shape ({n}, 7)" for n in (3, 0))
 LOG_PROB = frozenset({"log_prob"})
+NO_CLASS = "it must be a class derived from oar_plugin.credit.importance.Importance"
+NO_TUPLE = "backwards must be a tuple of Backward: (Backward(...),)"
+NO_COEFFICIENTS = "it has backwards and no method coefficients (the factor of each logit)"
+NO_SCORE = "it has backwards and no method score (one number per token from its gradient)"
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (int, ["it must be a class derived from oar_plugin.credit.importance.Importance"]),
-        own("Own() failed", "size", __init__=lambda self, size: None),
+        (int, NO_CLASS),
+        (3, NO_CLASS),
+        own("Own() failed*size*", __init__=lambda self, size: None),
         own("it has no name", name=""),
         own("it has no help", help=""),
-        own("it has no name", base=Nameless),
-        own("no method coefficients", "no method score", base=Empty, backwards=(Backward(),)),
-        own("no method score", base=Empty, backwards=(Backward(),), coefficients=Saliency.coefficients),
-        own("2 backwards and no method combine", backwards=(Backward("answer"), Backward("reasoning"))),
-        own("no backwards, no copies and no method combine", "nothing makes its scores", base=Empty),
-        own("chosen by gradient", "no backwards", base=Empty, copies=Copies(by_gradient=True)),
-        own("backwards must be a tuple of Backward", backwards=Backward("answer")),
-        own("backwards must be a tuple of Backward", backwards=("answer",)),
-        own("'awnser'", "allowed: probe, answer, reasoning", backwards=(Backward("awnser"),)),
-        own("entropies", "allowed: a set of entropy, log_prob", reads=frozenset({"entropies"})),
-        own("reads='entropy'", "allowed: a set of entropy, log_prob", reads="entropy"),
+        own("it has no name*", base=Nameless),
+        own(f"{NO_COEFFICIENTS}; {NO_SCORE}", base=Empty, backwards=(Backward(),)),
+        own(NO_SCORE, base=Empty, backwards=(Backward(),), coefficients=Saliency.coefficients),
+        own(NO_COEFFICIENTS, base=Empty, backwards=(Backward(),), score=Saliency.score),
+        own("it has 2 backwards and no method combine*", backwards=(Backward("answer"), Backward("reasoning"))),
+        own("it has no backwards, no copies and no method combine: nothing makes its scores", base=Empty),
+        own("its copies are chosen by gradient, and it has no backwards", base=Empty, copies=Copies(by_gradient=True)),
+        own(NO_TUPLE, backwards=Backward("answer")),
+        own(NO_TUPLE, backwards=("answer",)),
+        own(NO_TUPLE, base=Empty, backwards=1),
+        own("*'awnser'*allowed: probe, answer, reasoning*", backwards=(Backward("awnser"),)),
+        own("*entropies*allowed: a set of entropy, log_prob", reads=frozenset({"entropies"})),
+        own("reads='entropy'*allowed: a set of entropy, log_prob", reads="entropy"),
         own("copies must be None or Copies(...)", copies=1.0),
         own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
         # Pooled rows have no tokens.
-        own("coefficients failed", "NoneType", backwards=(Backward("probe"),)),
+        own("coefficients failed*NoneType*", backwards=(Backward("probe"),)),
         # A rank may hold no row of the answer.
-        own("coefficients failed", "max()", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
+        own("coefficients failed*max()*", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
         own("score returned float, wanted a tensor of shape (2,)", score=lambda *_: 1.0),
-        own("score returned numbers that are not finite", score=lambda *pair: signed(*pair).abs() / 0),
-        own("score returned negative numbers", score=signed),
+        own("score returned numbers that are not finite*", score=lambda *pair: signed(*pair).abs() / 0),
+        own("score returned negative numbers*", score=signed),
         own(NOT_4, combine=lambda self, parts: parts.score_KBL),
-        own("combine returned negative", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
-        own("combine failed", "max()", combine=of_every_response_with_reasoning),
+        own("combine returned negative*", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
+        own("combine failed*max()*", combine=of_every_response_with_reasoning),
         own("combine failed: KeyError('of mine')", combine=lambda self, parts: {}["of mine"]),
         # Tokens outside of the reasoning are ignored, and scores for `combine` may be negative.
         own(combine=lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL),
@@ -113,30 +121,7 @@ LOG_PROB = frozenset({"log_prob"})
     ],
 )
 def test_what_an_importance_lacks(kind, said):
-    found = problems(kind)
-    assert bool(found) == bool(said)
-    assert [part for part in said if part not in "; ".join(found)] == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (3, "it must be a class derived from oar_plugin.credit.importance.Importance"),
-        ({"backwards": 1}, "backwards must be a tuple of Backward: (Backward(...),)"),
-        ({"copies": 1}, "copies must be None or Copies(...)"),
-        (
-            {"backwards": (Backward(),), "score": Saliency.score},
-            "it has backwards and no method coefficients (the factor of each logit)",
-        ),
-        (
-            {"backwards": (Backward(),), "coefficients": Saliency.coefficients},
-            "it has backwards and no method score (one number per token from its gradient)",
-        ),
-        ({"copies": Copies(by_gradient=True)}, "its copies are chosen by gradient, and it has no backwards"),
-    ],
-)
-def test_messages_in_full(kind, said):
-    assert problems(type("Own", (Empty,), kind) if isinstance(kind, dict) else kind) == [said]
+    assert fnmatchcase("; ".join(problems(kind)), said)
 
 
 class Recorder(Importance):
@@ -193,22 +178,7 @@ def test_names_for_messages():
     assert [IMPORTANCES[name].copies.by_gradient for name in of_engines().split(", ")] == [False]
 
 
-# ---- gates
-
-OWN_GATES = SimpleNamespace(
-    number=3,
-    of_one_argument=lambda importance_BL: importance_BL,
-    of_another_setting=lambda importance_BL, reasoning_BL, tau, width: importance_BL,
-    of_every_response=lambda score_BL, keep_BL, tau, *_: [score_BL[b, k].quantile(tau) for b, k in enumerate(keep_BL)],
-    of_another_shape=lambda importance_BL, *_: torch.ones(2, 4),
-    without_mass=lambda importance_BL, *_: 2 * torch.ones_like(importance_BL),
-    on_others=lambda importance_BL, reasoning_BL, *_: torch.where(reasoning_BL, 1.0, 0.5),
-    not_finite=lambda importance_BL, *_: importance_BL / 0,
-)
-NOT_WEIGHTS = "must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere"
-
-
-# ---- either, in a configuration
+# ---- importances and gates in a configuration; test_gate.py has the faults of gates
 
 
 def message_of(key, value):
@@ -223,13 +193,8 @@ def message_of(key, value):
     [
         ("importance", "Empty", "cannot be used: it has no backwards"),
         ("importance", "Absent", "cannot be imported"),
-        ("gate", "OWN_GATES.number", "must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
+        ("gate", "HERE", "must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
         ("gate", "Saliency", "a call with (importance_BL, reasoning_BL) failed"),
-        ("gate", "OWN_GATES.of_another_setting", "a call with (importance_BL, reasoning_BL, tau) failed: TypeError"),
-        ("gate", "OWN_GATES.of_one_argument", "failed: TypeError"),
-        ("gate", "OWN_GATES.of_every_response", "quantile"),
-        ("gate", "OWN_GATES.of_another_shape", "of the shape of importance_BL"),
-        *(("gate", f"OWN_GATES.{name}", NOT_WEIGHTS) for name in ("without_mass", "on_others", "not_finite")),
         ("gate", "absent", "cannot be imported"),
     ],
 )

@@ -162,7 +162,7 @@ def refusals(engine: Any) -> dict[str, str]:
 
 def unfrozen(engine: Any) -> list[str]:
     """Negative control for freezing: traces of a pass whose taps leave the parameters as they are."""
-    from oar_plugin.passes.tap import Taps
+    from oar_plugin.passes.taps import Taps
 
     with mock.patch.object(Taps, "freeze"):
         return kinds(score(engine)["traces"])
