@@ -37,30 +37,28 @@ examples:
   oar launch qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk --patch rdma.yaml
 How to prepare nodes, and what to do when one is lost: recipes/CLUSTERS.md.
 """
-OPTIONS = {
+OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
     "ray": {
-        "hosts": "A,B,... as ssh knows them; training runs on the first",
-        "ssh": "options for ssh: --ssh='-p 2222 -J gate'",
-        "head_address": "IP of the first host on the network between them (default: its name in --hosts)",
+        "hosts": (listed, None, "A,B,... as ssh knows them; training runs on the first"),
+        "ssh": (shlex.split, [], "options for ssh: --ssh='-p 2222 -J gate'"),
+        "head_address": (str, "", "IP of the first host on the network between them (default: its name in --hosts)"),
     },
     "slurm": {
-        "sbatch": "further options of the job: --sbatch='--account=me --qos=high'",
-        "max_time": "hours of a job (default: 24); a longer run resumes in the next job",
-        "srun": "further options of the step: --srun='--container-image=verl.sqsh --container-mounts=/shared:/shared'",
+        "sbatch": (shlex.split, [], "further options of the job: --sbatch='--account=me --qos=high'"),
+        "max_time": (positive, 24, "hours of a job (default: 24); a longer run resumes in the next job"),
+        "srun": (shlex.split, [], "further options of the step: --srun='--container-image=verl.sqsh'"),
     },
     "kubernetes": {
-        "image": "with verl, this plugin and the recipe",
-        "claim": "PersistentVolumeClaim for data and checkpoints, ReadWriteMany",
-        "mount": "where pods have it (default: /shared)",
-        "secret": "name of a Secret with HF_TOKEN, WANDB_API_KEY",
-        "cpus": "of a pod (default: no request)",
-        "memory": "of a pod, such as 900Gi (default: no request)",
-        "patch": "yaml that is merged into the RayJob: RDMA, tolerations, node selector, queue (recipes/CLUSTERS.md)",
+        "image": (str, None, "with verl, this plugin and the recipe"),
+        "claim": (str, None, "PersistentVolumeClaim for data and checkpoints, ReadWriteMany"),
+        "mount": (str, "/shared", "where pods have it (default: /shared)"),
+        "secret": (str, "", "name of a Secret with HF_TOKEN, WANDB_API_KEY"),
+        "cpus": (str, "", "of a pod (default: no request)"),
+        "memory": (str, "", "of a pod, such as 900Gi (default: no request)"),
+        "patch": (Path, "", "yaml that is merged into the RayJob: RDMA, tolerations, queue (recipes/CLUSTERS.md)"),
     },
 }
-SPLIT = ("ssh", "sbatch", "srun", "hosts")  # several words each
-TYPES: dict[str, Any] = dict.fromkeys(SPLIT, shlex.split) | {"hosts": listed, "max_time": positive, "patch": Path}
-NEEDED = {"ray": ("hosts",), "kubernetes": ("image", "claim")}
+"""Place -> option that only this place has -> its type, its default (None: the option is needed), its help."""
 COMMON = ("recipe_on_nodes", "setup", "wait", "template")
 
 
@@ -70,34 +68,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a name that `oar recipes` lists, or a folder")
     add("overrides", nargs="*", metavar="OVERRIDE", help="as on verl's command line: trainer.total_epochs=1")
-    text = "grpo: the baseline; oar,grpo: both (default: oar)"
-    add("--variant", default=["oar"], type=_variants, metavar="VARIANT", help=text)
+    add("--variant", default=["oar"], type=_variants, help="oar (default), grpo (the baseline), or both: oar,grpo")
     seeds = parser.add_mutually_exclusive_group()
-    seeds.add_argument("--seed", type=whole, metavar="N", help="of the run (default: the recipe's data.seed)")
-    seeds.add_argument("--seeds", type=positive, metavar="N", help="so many runs, with the seeds 1 to N")
+    seeds.add_argument("--seed", type=whole, metavar="N", help="seed of the run (default: the recipe's data.seed)")
+    seeds.add_argument("--seeds", type=positive, metavar="N", help="N runs, with the seeds 1 to N")
     text = "a run for each value; several --sweep: for each combination; OAR's keys are swept for OAR only"
     add("--sweep", action="append", default=[], metavar="KEY=VALUE,...", help=text)
     add("--status", action="store_true", help="start nothing: show steps and validation accuracy of these runs")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="resume a run that was started with other settings")
     again.add_argument("--fresh", action="store_true", help="begin again; the run's folder is moved aside")
-    add("--on", default="local", choices=("local", *OPTIONS), help="where (default: %(default)s)")
+    add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
     add("--template", type=Path, metavar="FILE", help="a changed copy of OAR's own (oar recipes copy cluster DIR)")
     text = "another variable for all nodes; OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* go there (tokens unwritten)"
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
-    text = "makes python and ray the right ones on a node (default: this Python's environment; in a container: nothing)"
+    text = "activates python and ray on a node (default: this Python's environment; in a container: nothing)"
     add("--setup", metavar="COMMAND", help=text)
-    add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder there (default: as here)")
+    add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
     add("--no-check", action="store_true", help="start in spite of what is missing")
-    text = "of the nodes, as in oar plan (default: with --on local the one here, else H100-80)"
-    add("--gpu", metavar="NAME", help=text)
+    add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
     add("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
     add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
     for launcher, options in OPTIONS.items():
         group = parser.add_argument_group(f"--on {launcher}")
-        for name, text in options.items():
-            group.add_argument(f"--{name.replace('_', '-')}", type=TYPES.get(name, str), help=text)
+        for name, (kind, _, text) in options.items():
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
 
 
 def _variants(text: str) -> list[str]:
@@ -155,7 +151,7 @@ def _launch(args: argparse.Namespace) -> int:
             advice = finding.advice and f"; {finding.advice}"
             say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
     for job, (made, memory) in zip(jobs, plans, strict=True):
-        hours = preflight.summary(made) if made else f"Hours are not known: {memory.text}."
+        hours = made.summary if made else f"Hours are not known: {memory.text}."
         say(f"oar launch: {job.run.name}: {job.needs}, checkpoints in {job.run.folder}. {hours}", sys.stderr)
     if args.dry_run:
         print(("---\n" if on == "kubernetes" else "").join(job.text for job in jobs), end="")
@@ -188,12 +184,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         for name in names:
             if launcher != args.on and getattr(args, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} belongs to --on {launcher}, this is --on {args.on}")
-    if missing := [f"--{name}" for name in NEEDED.get(args.on, ()) if not getattr(args, name)]:
+    own = {name: getattr(args, name) or default for name, (_, default, _) in OPTIONS.get(args.on, {}).items()}
+    if missing := [f"--{name}" for name, value in own.items() if value is None]:
         raise ValueError(f"--on {args.on} needs {' and '.join(missing)}")
-    options: dict[str, Any] = {name: getattr(args, name) for name in COMMON}
-    options |= {name: getattr(args, name) or ([] if name in SPLIT else "") for name in OPTIONS.get(args.on, ())}
+    options = {name: getattr(args, name) for name in COMMON} | own
     if args.on == "kubernetes":
-        options["mount"] = (args.mount or "/shared").rstrip("/")
+        options["mount"] = options["mount"].rstrip("/")
         secrets = " and ".join(name for name in ("HF_TOKEN", "WANDB_API_KEY") if os.environ.get(name))
         if secrets and not args.secret:
             say(f"oar launch: {secrets}: not passed on; make a Secret and name it: --secret NAME", sys.stderr)

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oar_plugin.runs.launch.finding import Finding, cause
+from oar_plugin.runs.launch.preflight import Finding, cause
 
 LIMIT_S = 300.0
 """Seconds for one question. Imports take most of them: ten seconds, or minutes from a slow network disk."""
