@@ -140,17 +140,13 @@ def _launch(args: argparse.Namespace) -> int:
     gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory, on == "local")
     jobs = [job_of(run, recipe, on, options, environment) for run in runs]
     files_seen = args.recipe_on_nodes is None and not in_container(on, options)
-    plans = [preflight.examine_plan(run.config, gpu) for run in runs]
-    findings = dict.fromkeys(
-        finding
-        for run, (_, memory) in zip(runs, plans, strict=True)
-        for finding in preflight.examine(run.config, memory, files_seen, on == "local")
-    )
+    examined = [preflight.examine(run.config, gpu, files_seen=files_seen, local=on == "local") for run in runs]
+    findings = dict.fromkeys(finding for _, of_run in examined for finding in of_run)
     for finding in findings:
         if finding.level != "ok":
             advice = finding.advice and f"; {finding.advice}"
             say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
-    for job, (made, memory) in zip(jobs, plans, strict=True):
+    for job, (made, (memory, *_)) in zip(jobs, examined, strict=True):
         hours = made.summary if made else f"Hours are not known: {memory.text}."
         say(f"oar launch: {job.run.name}: {job.needs}, checkpoints in {job.run.folder}. {hours}", sys.stderr)
     if args.dry_run:
@@ -230,15 +226,13 @@ def _report(runs: "list[Run]") -> int:
 
     shown = table("run", "state", "steps", "validated", "best")
     for run in runs:
-        steps, validated = 0, dict[int, float]()
+        steps, accuracy, total = 0, ["", ""], training_steps(run.config)
         with contextlib.suppress(NoLogs, OSError, ImportError):
             metrics = read_run(run.folder).metrics
             steps = int(metrics.index.max())
-            rows = {int(step): row.dropna() for step, row in metrics.iterrows()}
-            validated = {step: mean for step, row in rows.items() if (mean := mean_accuracy(row)) is not None}
-        marked = [max(validated), max(validated, key=lambda step: validated[step])] if validated else []
-        accuracy = [f"{validated[step]:.3f} (step {step})" for step in marked] or ["", ""]
-        total = training_steps(run.config)
+            means = metrics.apply(lambda row: mean_accuracy(row.dropna()), axis=1).astype(float).dropna()
+            if len(means):
+                accuracy = [f"{means[step]:.3f} (step {step})" for step in (means.index.max(), means.idxmax())]
         shown.add_row(run.name, state(run.folder), f"{steps}" if total is None else f"{steps} of {total}", *accuracy)
     console().print(shown)
     return 1 if any(state(run.folder) == "failed" for run in runs) else 0

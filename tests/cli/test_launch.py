@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -60,12 +61,18 @@ def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environme
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_on_kubernetes_prints_a_manifest_with_folders_on_the_volume(capsys, environment):
+def test_on_kubernetes_folders_are_on_the_volume_and_pods_run_their_own_copy_or_a_named_one(
+    capsys, environment, tmp_path
+):
     environment |= {"OAR_DATA": "/home/me/data", "WANDB_API_KEY": "of mine"}
-    where = [*PODS.split(), "--mount", "/disk", "--recipe-on-nodes", "/workspace/r"]
-    assert main(["launch", FOUR, *where, "--dry-run", "--resume"]) == 0
+    patch = tmp_path / "patch.yaml"
+    patch.write_text("rayjob: {metadata: {labels: {queue: gpus}}}")
+    words = [*PODS.split(), "--mount", "/disk", "--dry-run", "--resume", "--patch", str(patch)]
+    assert main(["launch", FOUR, *words, "--recipe-on-nodes", "/workspace/r"]) == 0
     said = capsys.readouterr()
-    head = yaml.safe_load(said.out)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    job = yaml.safe_load(said.out)
+    assert job["metadata"]["labels"] == {"queue": "gpus"}
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     variables = {entry["name"]: entry["value"] for entry in head["env"]}
     wanted = {"OAR_DATA": "/disk/data/oar", "OAR_CHECKPOINTS": "/disk/checkpoints", "OAR_START": "resume"}
     assert wanted.items() <= variables.items()
@@ -73,6 +80,13 @@ def test_a_dry_run_on_kubernetes_prints_a_manifest_with_folders_on_the_volume(ca
     assert "bin/activate" not in variables["OAR_LAUNCH_SCRIPT"]
     assert "of mine" not in said.out
     assert "--secret NAME" in said.err
+    assert main(["launch", FOUR, *words]) == 0
+    said = capsys.readouterr()
+    assert '--config-path "$$recipe"' in said.out
+    assert str(recipe.find_recipe(FOUR)) not in said.out
+    shutil.copytree(recipe.find_recipe(FOUR), tmp_path / "mine")
+    assert main(["launch", str(tmp_path / "mine"), *words]) == 2
+    assert f"{tmp_path}/mine: a folder of this machine" in capsys.readouterr().err
 
 
 def levels(said):
@@ -118,19 +132,6 @@ def test_a_job_asks_for_the_time_that_is_given_and_files_of_a_container_are_not_
     assert times == ["#SBATCH --time=7:00:00", "#SBATCH --time=1"]
     assert "GPU-hours on 32 GPUs" in said.err
     assert {subject for subject, level in levels(said.err) if level == "not checked"} == {"data", "model", "reward"}
-
-
-def test_pods_run_their_own_copy_of_a_recipe_or_one_that_is_named(capsys, tmp_path):
-    patch = tmp_path / "patch.yaml"
-    patch.write_text("rayjob: {metadata: {labels: {queue: gpus}}}")
-    assert main(["launch", FOUR, *PODS.split(), "--dry-run", "--patch", str(patch)]) == 0
-    said = capsys.readouterr()
-    assert yaml.safe_load(said.out)["metadata"]["labels"] == {"queue": "gpus"}
-    assert '--config-path "$$recipe"' in said.out
-    assert str(recipe.find_recipe(FOUR)) not in said.out
-    shutil.copytree(recipe.find_recipe(FOUR), tmp_path / "mine")
-    assert main(["launch", str(tmp_path / "mine"), *PODS.split(), "--dry-run"]) == 2
-    assert f"{tmp_path}/mine: a folder of this machine" in capsys.readouterr().err
 
 
 def test_a_template_of_ones_own(capsys, tmp_path):
@@ -216,19 +217,13 @@ def test_folders_hubs_and_libraries_reach_every_node_and_secrets_are_kept_apart(
 # ---- several runs
 
 
-def test_each_seed_and_each_importance_has_a_folder_of_its_own(capsys):
+def test_each_seed_variant_and_swept_value_is_a_run_with_a_folder(capsys):
     words = "--seeds 2 --variant oar,grpo --sweep algorithm.oar.importance=fisher,oar_g"
     assert main(["launch", ONE, *words.split(), "--dry-run"]) == 0
     said = capsys.readouterr()
-    commands = [shlex.split(line) for line in said.out.splitlines()]
-    names = [
-        word.partition("=")[2] for line in commands for word in line if word.startswith("trainer.experiment_name=")
-    ]
-    assert len(set(names)) == len(commands) == 6
-    for name in names:
-        assert f"checkpoints in /shared/c/oar/{name}" in said.err
-        made = recipe.compose_recipe(recipe.find_recipe(ONE), "oar", [f"trainer.experiment_name={name}"])
-        assert made.trainer.default_local_dir == f"/shared/c/oar/{name}"
+    names = re.findall(r"trainer\.experiment_name=(\S+)", said.out)
+    assert len(set(names)) == len(said.out.splitlines()) == 6
+    assert [name for name in names if f"checkpoints in /shared/c/oar/{name}." not in said.err] == []
 
 
 @pytest.fixture

@@ -55,26 +55,28 @@ def importable(module: str) -> bool:
         return False
 
 
-def examine(config: DictConfig, memory: Finding, files_seen: bool, local: bool) -> Iterator[Finding]:
-    """Yield the findings about a run, with that of `examine_plan` first.
+def examine(
+    config: DictConfig, gpu: Gpu, *, gpu_seen: bool = True, files_seen: bool = True, local: bool = False
+) -> tuple[Plan | None, list[Finding]]:
+    """Return the plan of a run, or None if there is none, and the findings; that about memory or layout is the first.
 
-    `files_seen` is whether the run sees the files of this machine, `local` whether it runs on it.
+    `gpu_seen` is whether the run's GPUs are known to be like `gpu`, `files_seen` whether the run sees the files of this
+    machine, `local` whether it runs on this machine.
     """
+    made, memory = _examine_plan(config, gpu, gpu_seen)
     if memory.level == "missing" and memory.advice and not local:
         memory = memory._replace(advice=f"{memory.advice}, or --gpu NAME if the nodes have other GPUs")
-    yield memory
+    findings = [memory]
     needed, here = gpus_needed(config)[2], len(gpus_here())
     if local and config.trainer.device != "cpu" and here < needed:
         advice = "use --on ray, slurm or kubernetes, or fewer GPUs with trainer.n_gpus_per_node=N"
-        yield Finding("GPUs", "missing", f"the recipe needs {needed} GPUs, this machine has {here}", advice)
-    if files_seen:
-        yield examine_data(config)
-        yield examine_model(config)
-        yield examine_reward(config)
-        yield from examine_loggers(strings(config, "trainer.logger"))
-    else:
+        text = f"the recipe needs {needed} GPUs, this machine has {here}"
+        findings.append(Finding("GPUs", "missing", text, advice))
+    if not files_seen:
         unseen = "on the nodes, cannot be checked from here"
-        yield from (Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward"))
+        return made, findings + [Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward")]
+    findings += [_examine_data(config), _examine_model(config), _examine_reward(config)]
+    return made, findings + list(examine_loggers(strings(config, "trainer.logger")))
 
 
 def strings(config: DictConfig, key: str) -> list[str]:
@@ -88,7 +90,7 @@ def strings(config: DictConfig, key: str) -> list[str]:
 # ---- memory and layout
 
 
-def examine_plan(config: DictConfig, gpu: Gpu, seen: bool = True) -> tuple[Plan | None, Finding]:
+def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
     """Return the plan, or None if there is none, and the finding about layout and memory.
 
     If the run's GPUs are unknown (not `seen`), the finding is "not checked".
@@ -142,7 +144,7 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
 # ---- files
 
 
-def examine_data(config: DictConfig) -> Finding:
+def _examine_data(config: DictConfig) -> Finding:
     """Check that the data files exist and have the columns that verl and the reward read."""
     from oar_plugin.runs.math.sources import SOURCES
 
@@ -177,7 +179,7 @@ def _fault_of(file: str, columns: tuple[str, ...]) -> str | None:
     return None
 
 
-def examine_model(config: DictConfig) -> Finding:
+def _examine_model(config: DictConfig) -> Finding:
     """Check that the model is a folder, is in the hub's local cache, or can be downloaded."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -197,7 +199,7 @@ def examine_model(config: DictConfig) -> Finding:
     return Finding("model", "note", f"{path} is not in {constants.HF_HUB_CACHE}: the run downloads it")
 
 
-def examine_reward(config: DictConfig) -> Finding:
+def _examine_reward(config: DictConfig) -> Finding:
     """Check that the reward function can be imported, by importing it."""
     from omegaconf import OmegaConf
     from verl.utils.import_utils import load_extern_object

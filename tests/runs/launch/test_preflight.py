@@ -37,7 +37,7 @@ def ready(tmp_path, monkeypatch):
 def examined(changes, gpu=H100, files_seen=True, local=True):
     """Findings of such a run, by subject."""
     config = with_overrides(composed(RECIPE), changes)
-    findings = list(preflight.examine(config, preflight.examine_plan(config, gpu)[1], files_seen, local))
+    _, findings = preflight.examine(config, gpu, files_seen=files_seen, local=local)
     by_subject = {finding.subject: finding for finding in findings}
     assert len(by_subject) == len(findings)
     return by_subject
