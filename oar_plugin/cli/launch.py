@@ -1,4 +1,4 @@
-"""`oar launch`: a recipe on this machine, on bare nodes, under SLURM or on Kubernetes."""
+"""`oar launch` runs a recipe on this machine, on bare nodes, under SLURM or on Kubernetes."""
 
 import argparse
 import contextlib
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _HELP = """\
 Run a recipe. Before anything starts, verl and OAR check its configuration; then data, model, reward and memory are checked.
---seeds, --variant oar,grpo and --sweep make a run for each combination, each in a folder of its own. The same command resumes
-what is not finished.
+--seeds, --variant oar,grpo and --sweep start a run for each combination, each in its own folder. The same command resumes
+unfinished runs.
 
   local        on this machine (recipes of one node)
   ray          on bare nodes: starts Ray on each by ssh, trains on the first, stops Ray at the end and after Ctrl-C
-  slurm        writes NAME.sbatch and submits it; it resumes by itself when its time is over or a node is lost
+  slurm        writes NAME.sbatch and submits it; the job resumes by itself when its time is over or a node is lost
   kubernetes   creates a RayJob (KubeRay 1.2 or later), which is submitted again after a fault
 
 exit status: 0 it ran or was submitted, 1 something is missing or what ran failed, 2 the recipe or an option cannot work
@@ -49,12 +49,12 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "srun": (shlex.split, [], "further options of the step: --srun='--container-image=verl.sqsh'"),
     },
     "kubernetes": {
-        "image": (str, None, "with verl, this plugin and the recipe"),
+        "image": (str, None, "container image with verl, this plugin and the recipe"),
         "claim": (str, None, "PersistentVolumeClaim for data and checkpoints, ReadWriteMany"),
-        "mount": (str, "/shared", "where pods have it (default: /shared)"),
+        "mount": (str, "/shared", "where pods mount the claim (default: /shared)"),
         "secret": (str, "", "name of a Secret with HF_TOKEN, WANDB_API_KEY"),
-        "cpus": (str, "", "of a pod (default: no request)"),
-        "memory": (str, "", "of a pod, such as 900Gi (default: no request)"),
+        "cpus": (str, "", "CPUs of a pod (default: no request)"),
+        "memory": (str, "", "memory of a pod, such as 900Gi (default: no request)"),
         "patch": (Path, "", "yaml that is merged into the RayJob: RDMA, tolerations, queue (recipes/CLUSTERS.md)"),
     },
 }
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=whole, metavar="N", help="seed of the run (default: the recipe's data.seed)")
     seeds.add_argument("--seeds", type=positive, metavar="N", help="N runs, with the seeds 1 to N")
-    text = "a run for each value; several --sweep: for each combination; OAR's keys are swept for OAR only"
+    text = "a run for each value, or for each combination of several --sweep; OAR's keys are swept for OAR only"
     add("--sweep", action="append", default=[], metavar="KEY=VALUE,...", help=text)
     add("--status", action="store_true", help="start nothing: show steps and validation accuracy of these runs")
     again = parser.add_mutually_exclusive_group()
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "activates python and ray on a node (default: this Python's environment; in a container: nothing)"
     add("--setup", metavar="COMMAND", help=text)
     add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
-    add("--no-check", action="store_true", help="start in spite of what is missing")
+    add("--no-check", action="store_true", help="start although something is missing")
     add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
     add("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
     add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
@@ -104,7 +104,7 @@ def _variants(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 when a run or its submission failed; 2 when the recipe or an option cannot work."""
+    """Return 0, 1 if a run or its submission failed, or 2 if the recipe or an option cannot work."""
     try:
         if importlib.util.find_spec("verl") is None:
             raise ValueError("verl is not installed here, and checks the recipe first: pip install 'verl>=0.9'")
@@ -175,7 +175,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the chosen launcher. ValueError: one is missing, or belongs to another launcher."""
+    """Return the options of the chosen launcher. Raise ValueError if one is missing or belongs to another launcher."""
     for launcher, names in OPTIONS.items():
         for name in names:
             if launcher != args.on and getattr(args, name) is not None:
@@ -208,7 +208,7 @@ def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
 
 
 def _add_cpu_environment(environment: dict[str, str], one_machine: bool) -> None:
-    """Set, here and on the nodes, what the distribution verl_cpu wants for a run on a CPU and the user has not set."""
+    """Set, here and on the nodes, the variables that verl_cpu needs for a run on a CPU, unless the user has set them."""
     from importlib.metadata import entry_points
 
     for entry in entry_points(group="oar_plugin.environments", name="cpu"):
@@ -218,7 +218,7 @@ def _add_cpu_environment(environment: dict[str, str], one_machine: bool) -> None
 
 
 def _report(runs: "list[Run]") -> int:
-    """Print the table of the runs; return 1 where one has failed."""
+    """Print the table of the runs. Return 1 if one has failed, else 0."""
     from oar_plugin.cli.tables import console, table
     from oar_plugin.runs.plan.setup import training_steps
     from oar_plugin.runs.report.logs import NoLogs, read_run

@@ -1,4 +1,4 @@
-"""`oar plan`: memory, hours and cost of OAR of a recipe, before it starts."""
+"""`oar plan` projects a recipe's memory and hours, and what OAR adds, before it starts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds,
 whether it fits. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
 
 examples:
-  oar plan qwen2_5_7b_math                                     a recipe that comes with OAR, on the cluster that it names
-  oar plan my_recipe --variant grpo                            a folder; the baseline
-  oar plan qwen2_5_32b_megatron trainer.nnodes=8 --gpu H200-141                                   another cluster
-  oar plan qwen2_5_7b_math data.max_response_length=8192 actor_rollout_ref.rollout.max_model_len=9216
+  oar plan qwen2_5_7b_math                                          a recipe of `oar recipes`, on the cluster that it names
+  oar plan my_recipe --variant grpo                                 a folder; the baseline
+  oar plan qwen2_5_32b_megatron trainer.nnodes=8 --gpu H200-141     another cluster
 
 exit status: 0 it fits (tightly too), 1 it does not, 2 the configuration or an argument cannot work
 """
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=number, metavar="GIB", help="another memory, as CUDA reports it")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
     add("--prompt-length", type=number, help="mean in tokens; default: a quarter of data.max_prompt_length")
-    add("--scored-share", type=share, default=SCORED, help="of the responses; only those get importance")
+    add("--scored-share", type=share, default=SCORED, help="share of the responses that get importance")
     add("--json", action="store_true", help="print everything as JSON")
 
 

@@ -1,4 +1,4 @@
-"""`oar recipes`: the recipes that come with OAR."""
+"""`oar recipes` lists the recipes that come with OAR, or copies one."""
 
 import argparse
 import shutil

@@ -51,9 +51,8 @@ def environment(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", [["--on", "slurm"], ["--on", "ray", "--hosts", "a,b,c,d"]])
 def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environment, tmp_path):
     environment["PATH"] = "/bin"
-    assert (
-        main(["launch", FOUR, *where, "--dry-run", "trainer.experiment_name='a b'", "--env", "A=it's", "--fresh"]) == 0
-    )
+    words = ["--dry-run", "trainer.experiment_name='a b'", "--env", "A=it's", "--fresh"]
+    assert main(["launch", FOUR, *where, *words]) == 0
     said = capsys.readouterr()
     parts = ("export A='it'\"'\"'s'", "--nodes 4 --gpus 32 --timeout 900", "bin/activate", "export OAR_START=fresh:")
     assert [part for part in parts if part not in said.out] == []
@@ -61,9 +60,7 @@ def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environme
     assert not list(tmp_path.iterdir())
 
 
-def test_on_kubernetes_folders_are_on_the_volume_and_pods_run_their_own_copy_or_a_named_one(
-    capsys, environment, tmp_path
-):
+def test_on_kubernetes_folders_are_on_the_volume_and_pods_run_their_own_recipe(capsys, environment, tmp_path):
     environment |= {"OAR_DATA": "/home/me/data", "WANDB_API_KEY": "of mine"}
     patch = tmp_path / "patch.yaml"
     patch.write_text("rayjob: {metadata: {labels: {queue: gpus}}}")
@@ -175,10 +172,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{FOUR} --on ray --hosts a,b,c,c", "--hosts a,b,c,c: 3 different hosts, the recipe needs 4 nodes"),
         (f"{FOUR} --on ray --hosts a,b,c,d", "there is no ssh here"),
         (f"{FOUR} --on kubernetes --image i", "--on kubernetes needs --claim"),
-        (
-            f"{FOUR} {PODS} --env OAR_CHECKPOINTS=/sharedx",
-            "/sharedx/oar/qwen2_5_32b_megatron-oar-s1: not on the volume",
-        ),
+        (f"{FOUR} {PODS} --env OAR_CHECKPOINTS=/sharedx", "/sharedx/oar/qwen2_5_32b_megatron-oar-s1: not on the"),
         (f"{FOUR} --on slurm --env OAR_CHECKPOINTS=c", "set OAR_CHECKPOINTS to a folder on shared storage"),
         (f"{FOUR} --on slurm --template no.j2", "no.j2"),
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
@@ -226,32 +220,24 @@ def test_each_seed_variant_and_swept_value_is_a_run_with_a_folder(capsys):
     assert [name for name in names if f"checkpoints in /shared/c/oar/{name}." not in said.err] == []
 
 
-@pytest.fixture
-def started_with_another(tmp_path, environment):
-    """The folder of a run as somebody has started it, with another learning rate in the recipe, say."""
+def test_a_folder_of_a_run_with_other_settings_is_refused_resumed_or_moved_aside(tmp_path, environment, capsys):
     environment["OAR_CHECKPOINTS"] = str(tmp_path)
     other = config(recipe.find_recipe(ONE), "oar", ())
     other.trainer.experiment_name = f"{ONE}-oar-s1"
     other.actor_rollout_ref.actor.optim.lr = 5.0
-    return run_folder.begin(other)
-
-
-def test_a_folder_of_a_run_with_other_settings_is_refused(started_with_another, capsys):
-    assert main(["launch", ONE, "--dry-run"]) == 2
+    folder, words = run_folder.begin(other), ["launch", ONE, "--dry-run"]
+    assert main(words) == 2
     said = capsys.readouterr().err
-    assert f"{started_with_another} holds a run with other settings" in said
+    assert f"{folder} holds a run with other settings" in said
     assert "actor_rollout_ref.actor.optim.lr: 5.0 there, 1e-06 now" in said
     for option, variable in (("--resume", "OAR_START=resume"), ("--fresh", "OAR_START=fresh:")):
-        assert main(["launch", ONE, "--dry-run", option]) == 0
+        assert main([*words, option]) == 0
         assert variable in capsys.readouterr().out
-    assert main(["launch", ONE, "--dry-run", "--seed", "2"]) == 0
-
-
-def test_a_run_that_ran_out_of_memory_is_found_and_what_was_never_started_not_resumed(started_with_another, capsys):
-    less = "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"
-    assert main(["launch", ONE, "--dry-run", "--resume", less]) == 0
-    assert f"checkpoints in {started_with_another}" in capsys.readouterr().err
-    assert main(["launch", ONE, "--dry-run", "--resume", "data.train_batch_size=64"]) == 2
+    assert main([*words, "--seed", "2"]) == 0
+    # A run that ran out of memory is found again; one that was never started is not.
+    assert main([*words, "--resume", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"]) == 0
+    assert f"checkpoints in {folder}" in capsys.readouterr().err
+    assert main([*words, "--resume", "data.train_batch_size=64"]) == 2
     assert "batch_size64" in (said := capsys.readouterr().err)
     assert "no run there; name it with trainer.experiment_name=..." in said
 
@@ -262,9 +248,8 @@ def child(monkeypatch, environment, tmp_path):
     environment["OAR_CHECKPOINTS"] = str(tmp_path)
 
     def make(code):
-        code = (
-            f"import sys, time, signal; name = [w for w in sys.argv if 'experiment_name' in w][0].split('=')[1]; {code}"
-        )
+        name = "[word for word in sys.argv if 'experiment_name' in word][0].split('=')[1]"
+        code = f"import sys, time, signal; name = {name}; {code}"
         monkeypatch.setattr(job, "command", lambda folder, variant, words: ["python", "-c", code, *words])
 
     return make

@@ -55,21 +55,13 @@ REWARD = "reward.custom_reward_function"
 @pytest.mark.parametrize(
     ("changes", "subject", "said"),
     [
-        (
-            {"data.prompt_key": "question"},
-            "data",
-            "math/train.parquet has no column question (named by data.prompt_key)",
-        ),
+        ({"data.prompt_key": "question"}, "data", "train.parquet has no column question (named by data.prompt_key)"),
         ({"data.val_files": ["/no/math/test.parquet"]}, "data", "/no/math/test.parquet is not there; oar data math"),
         ({"data.val_files": ["HERE/bare.parquet"]}, "data", "bare.parquet has no column data_source, reward_model"),
         ({"data.val_files": ["HERE/half.parquet"]}, "data", "half.parquet cannot be read (ArrowInvalid"),
         ({"actor_rollout_ref.model.path": "HERE/gone"}, "model", "model.path=HERE/gone: is not there"),
         ({"actor_rollout_ref.model.path": "HERE/math"}, "model", "math has no config.json"),
-        (
-            {f"{REWARD}.path": "HERE/reward.py"},
-            "reward",
-            "reward.py: cannot be imported: ModuleNotFoundError: No module",
-        ),
+        ({f"{REWARD}.path": "HERE/reward.py"}, "reward", "reward.py: cannot be imported: ModuleNotFoundError: No"),
         ({f"{REWARD}.path": "HERE/exits.py"}, "reward", "cannot be imported: SystemExit: 3"),
         ({f"{REWARD}.name": "nope"}, "reward", "nope"),
         ({"actor_rollout_ref.actor.ppo_mini_batch_size": 100}, "layout", "ppo_mini_batch_size=100: must divide"),
@@ -124,10 +116,8 @@ def test_loggers(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(preflight, "importable", lambda name: name != "tensorboard")
-    said = {
-        f.text.split()[0]: f.level for f in preflight.examine_loggers(["console", "wandb", "tensorboard", "mlflow"])
-    }
-    assert said == {"wandb": "missing", "tensorboard": "missing"}
+    found = preflight.examine_loggers(["console", "wandb", "tensorboard", "mlflow"])
+    assert {(f.text.split()[0], f.level) for f in found} == {("wandb", "missing"), ("tensorboard", "missing")}
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert not list(preflight.examine_loggers(["file", "wandb"]))
 
