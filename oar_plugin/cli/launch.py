@@ -44,9 +44,9 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "head_address": (str, "", "IP of the first host on the network between them (default: its name in --hosts)"),
     },
     "slurm": {
-        "sbatch": (shlex.split, [], "further options of the job: --sbatch='--account=me --qos=high'"),
+        "sbatch": (shlex.split, [], "options of the job: --sbatch='--account=me --qos=high'"),
         "max_time": (positive, 24, "hours of a job (default: 24); a longer run resumes in the next job"),
-        "srun": (shlex.split, [], "further options of the step: --srun='--container-image=verl.sqsh'"),
+        "srun": (shlex.split, [], "options of the step: --srun='--container-image=verl.sqsh --container-mounts=/s:/s'"),
     },
     "kubernetes": {
         "image": (str, None, "container image with verl, this plugin and the recipe"),
