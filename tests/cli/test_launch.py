@@ -1,6 +1,5 @@
 """`oar launch`: from the command line to what is run."""
 
-import copy
 import json
 import os
 import re
@@ -13,7 +12,6 @@ from unittest import mock
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
 from oar_plugin.runs import recipe, run_folder
@@ -23,23 +21,17 @@ from verl_cpu.launch import cpu_environment
 
 pytest.importorskip("verl")
 
-from tests.recipes.test_recipes import composed
+from tests.runs.launch.test_runs import compose
 
 ONE, FOUR = "qwen2_5_7b_math", "qwen2_5_32b_megatron"
 PODS = "--on kubernetes --image i:1 --claim disk"
-
-
-def config(path, variant, words):
-    made = copy.deepcopy(composed(path, variant, *words))
-    OmegaConf.set_readonly(made, False)
-    return made
 
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path, monkeypatch):
     """That of a user who has set one variable; what the command sets is taken back."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "compose_recipe", config)
+    monkeypatch.setattr(runs, "compose_recipe", compose)
     with mock.patch.dict(os.environ):
         for name in list(os.environ):
             if name.startswith(("OAR_", "NCCL_", "VLLM_", "VERL_", "HF_", "WANDB_")) or name in cpu_environment():
@@ -222,7 +214,7 @@ def test_each_seed_variant_and_swept_value_is_a_run_with_a_folder(capsys):
 
 def test_a_folder_of_a_run_with_other_settings_is_refused_resumed_or_moved_aside(tmp_path, environment, capsys):
     environment["OAR_CHECKPOINTS"] = str(tmp_path)
-    other = config(recipe.find_recipe(ONE), "oar", ())
+    other = compose(recipe.find_recipe(ONE), "oar", ())
     other.trainer.experiment_name = f"{ONE}-oar-s1"
     other.actor_rollout_ref.actor.optim.lr = 5.0
     folder, words = run_folder.begin(other), ["launch", ONE, "--dry-run"]
