@@ -60,6 +60,7 @@ setup(
             "page/*.js",
             "page/*.css",
             "runs/report/*.j2",
+            "runs/plan/*.yaml",
         ],
         "oar_plugin.patches": ["*.patch"],
         "oar_plugin.recipes": [

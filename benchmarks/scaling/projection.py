@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.report import Progress, Report, Table
+from oar_plugin.runs.plan.costs import GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE
 from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
 from oar_plugin.runs.plan.models import PlanError
 from oar_plugin.runs.plan.planning import Plan
-from oar_plugin.runs.plan.seconds import GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE
-from oar_plugin.runs.plan.setup import ACTOR, on_gpus, with_overrides
+from oar_plugin.runs.plan.setup import ACTOR
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
@@ -70,9 +70,14 @@ def planned(config: DictConfig, mode: str, gpus: int) -> dict[str, Any]:
     batch = {"data.train_batch_size": config.data.train_batch_size}
     batch[f"{ACTOR}.ppo_mini_batch_size"] = config.actor_rollout_ref.actor.ppo_mini_batch_size
     overrides = {key: max(1, round(size * factor)) for key, size in batch.items()}
+    overrides["trainer.n_gpus_per_node"] = per_node = min(config.trainer.n_gpus_per_node, gpus)
+    overrides["trainer.nnodes"] = gpus // per_node
+    changed = config.copy()
+    for key, size in overrides.items():
+        OmegaConf.update(changed, key, size)
     row: dict[str, Any] = {"mode": mode, "gpus": gpus}
     try:
-        plan = Plan(on_gpus(with_overrides(config, overrides), gpus), GPU)
+        plan = Plan(changed, GPU)
     except PlanError as error:
         return row | {"problem": str(error).splitlines()[-1]}
     row |= {"sequences": plan.setup.sequences, "data": plan.setup.dp, "memory": plan.verdict, "seconds": plan.seconds}

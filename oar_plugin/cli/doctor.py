@@ -15,7 +15,7 @@ from oar_plugin.cli import questions
 from oar_plugin.cli.questions import Answer, Machine, ask
 from oar_plugin.hosts.vllm import versions
 from oar_plugin.output import say
-from oar_plugin.runs.launch.finding import LOGGERS, Finding, Level, importable
+from oar_plugin.runs.launch.preflight import LOGGERS, Finding, Level, importable
 
 _HELP = """\
 Say whether a run with OAR would start on this machine, and what to do where it would not: packages, features that this verl and

@@ -1,4 +1,4 @@
-"""`oar launch`: a recipe on this machine, on bare nodes, under SLURM or on Kubernetes."""
+"""`oar launch` runs a recipe on this machine, on bare nodes, under SLURM or on Kubernetes."""
 
 import argparse
 import contextlib
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _HELP = """\
 Run a recipe. Before anything starts, verl and OAR check its configuration; then data, model, reward and memory are checked.
---seeds, --variant oar,grpo and --sweep make a run for each combination, each in a folder of its own. The same command resumes
-what is not finished.
+--seeds, --variant oar,grpo and --sweep start a run for each combination, each in its own folder. The same command resumes
+unfinished runs.
 
   local        on this machine (recipes of one node)
   ray          on bare nodes: starts Ray on each by ssh, trains on the first, stops Ray at the end and after Ctrl-C
-  slurm        writes NAME.sbatch and submits it; it resumes by itself when its time is over or a node is lost
+  slurm        writes NAME.sbatch and submits it; the job resumes by itself when its time is over or a node is lost
   kubernetes   creates a RayJob (KubeRay 1.2 or later), which is submitted again after a fault
 
 exit status: 0 it ran or was submitted, 1 something is missing or what ran failed, 2 the recipe or an option cannot work
@@ -37,30 +37,28 @@ examples:
   oar launch qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk --patch rdma.yaml
 How to prepare nodes, and what to do when one is lost: recipes/CLUSTERS.md.
 """
-OPTIONS = {
+OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
     "ray": {
-        "hosts": "A,B,... as ssh knows them; training runs on the first",
-        "ssh": "options for ssh: --ssh='-p 2222 -J gate'",
-        "head_address": "IP of the first host on the network between them (default: its name in --hosts)",
+        "hosts": (listed, None, "A,B,... as ssh knows them; training runs on the first"),
+        "ssh": (shlex.split, [], "options for ssh: --ssh='-p 2222 -J gate'"),
+        "head_address": (str, "", "IP of the first host on the network between them (default: its name in --hosts)"),
     },
     "slurm": {
-        "sbatch": "further options of the job: --sbatch='--account=me --qos=high'",
-        "max_time": "hours of a job (default: 24); a longer run resumes in the next job",
-        "srun": "further options of the step: --srun='--container-image=verl.sqsh --container-mounts=/shared:/shared'",
+        "sbatch": (shlex.split, [], "options of the job: --sbatch='--account=me --qos=high'"),
+        "max_time": (positive, 24, "hours of a job (default: 24); a longer run resumes in the next job"),
+        "srun": (shlex.split, [], "options of the step: --srun='--container-image=verl.sqsh --container-mounts=/s:/s'"),
     },
     "kubernetes": {
-        "image": "with verl, this plugin and the recipe",
-        "claim": "PersistentVolumeClaim for data and checkpoints, ReadWriteMany",
-        "mount": "where pods have it (default: /shared)",
-        "secret": "name of a Secret with HF_TOKEN, WANDB_API_KEY",
-        "cpus": "of a pod (default: no request)",
-        "memory": "of a pod, such as 900Gi (default: no request)",
-        "patch": "yaml that is merged into the RayJob: RDMA, tolerations, node selector, queue (recipes/CLUSTERS.md)",
+        "image": (str, None, "container image with verl, this plugin and the recipe"),
+        "claim": (str, None, "PersistentVolumeClaim for data and checkpoints, ReadWriteMany"),
+        "mount": (str, "/shared", "where pods mount the claim (default: /shared)"),
+        "secret": (str, "", "name of a Secret with HF_TOKEN, WANDB_API_KEY"),
+        "cpus": (str, "", "CPUs of a pod (default: no request)"),
+        "memory": (str, "", "memory of a pod, such as 900Gi (default: no request)"),
+        "patch": (Path, "", "yaml that is merged into the RayJob: RDMA, tolerations, queue (recipes/CLUSTERS.md)"),
     },
 }
-SPLIT = ("ssh", "sbatch", "srun", "hosts")  # several words each
-TYPES: dict[str, Any] = dict.fromkeys(SPLIT, shlex.split) | {"hosts": listed, "max_time": positive, "patch": Path}
-NEEDED = {"ray": ("hosts",), "kubernetes": ("image", "claim")}
+"""Place -> option that only this place has -> its type, its default (None: the option is needed), its help."""
 COMMON = ("recipe_on_nodes", "setup", "wait", "template")
 
 
@@ -70,34 +68,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="a name that `oar recipes` lists, or a folder")
     add("overrides", nargs="*", metavar="OVERRIDE", help="as on verl's command line: trainer.total_epochs=1")
-    text = "grpo: the baseline; oar,grpo: both (default: oar)"
-    add("--variant", default=["oar"], type=_variants, metavar="VARIANT", help=text)
+    add("--variant", default=["oar"], type=_variants, help="oar (default), grpo (the baseline), or both: oar,grpo")
     seeds = parser.add_mutually_exclusive_group()
-    seeds.add_argument("--seed", type=whole, metavar="N", help="of the run (default: the recipe's data.seed)")
-    seeds.add_argument("--seeds", type=positive, metavar="N", help="so many runs, with the seeds 1 to N")
-    text = "a run for each value; several --sweep: for each combination; OAR's keys are swept for OAR only"
+    seeds.add_argument("--seed", type=whole, metavar="N", help="seed of the run (default: the recipe's data.seed)")
+    seeds.add_argument("--seeds", type=positive, metavar="N", help="N runs, with the seeds 1 to N")
+    text = "a run for each value, or for each combination of several --sweep; OAR's keys are swept for OAR only"
     add("--sweep", action="append", default=[], metavar="KEY=VALUE,...", help=text)
     add("--status", action="store_true", help="start nothing: show steps and validation accuracy of these runs")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="resume a run that was started with other settings")
     again.add_argument("--fresh", action="store_true", help="begin again; the run's folder is moved aside")
-    add("--on", default="local", choices=("local", *OPTIONS), help="where (default: %(default)s)")
+    add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
     add("--template", type=Path, metavar="FILE", help="a changed copy of OAR's own (oar recipes copy cluster DIR)")
     text = "another variable for all nodes; OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* go there (tokens unwritten)"
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
-    text = "makes python and ray the right ones on a node (default: this Python's environment; in a container: nothing)"
+    text = "activates python and ray on a node (default: this Python's environment; in a container: nothing)"
     add("--setup", metavar="COMMAND", help=text)
-    add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder there (default: as here)")
-    add("--no-check", action="store_true", help="start in spite of what is missing")
-    text = "of the nodes, as in oar plan (default: with --on local the one here, else H100-80)"
-    add("--gpu", metavar="NAME", help=text)
+    add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
+    add("--no-check", action="store_true", help="start although something is missing")
+    add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
     add("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
     add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
     for launcher, options in OPTIONS.items():
         group = parser.add_argument_group(f"--on {launcher}")
-        for name, text in options.items():
-            group.add_argument(f"--{name.replace('_', '-')}", type=TYPES.get(name, str), help=text)
+        for name, (kind, _, text) in options.items():
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
 
 
 def _variants(text: str) -> list[str]:
@@ -108,7 +104,7 @@ def _variants(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 when a run or its submission failed; 2 when the recipe or an option cannot work."""
+    """Return 0, 1 if a run or its submission failed, or 2 if the recipe or an option cannot work."""
     try:
         if importlib.util.find_spec("verl") is None:
             raise ValueError("verl is not installed here, and checks the recipe first: pip install 'verl>=0.9'")
@@ -144,18 +140,14 @@ def _launch(args: argparse.Namespace) -> int:
     gpu = preflight.gpu_of_run(args.gpu, args.gpu_memory, on == "local")
     jobs = [job_of(run, recipe, on, options, environment) for run in runs]
     files_seen = args.recipe_on_nodes is None and not in_container(on, options)
-    plans = [preflight.examine_plan(run.config, gpu) for run in runs]
-    findings = dict.fromkeys(
-        finding
-        for run, (_, memory) in zip(runs, plans, strict=True)
-        for finding in preflight.examine(run.config, memory, files_seen, on == "local")
-    )
+    examined = [preflight.examine(run.config, gpu, files_seen=files_seen, local=on == "local") for run in runs]
+    findings = dict.fromkeys(finding for _, of_run in examined for finding in of_run)
     for finding in findings:
         if finding.level != "ok":
             advice = finding.advice and f"; {finding.advice}"
             say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
-    for job, (made, memory) in zip(jobs, plans, strict=True):
-        hours = preflight.summary(made) if made else f"Hours are not known: {memory.text}."
+    for job, (made, (memory, *_)) in zip(jobs, examined, strict=True):
+        hours = made.summary if made else f"Hours are not known: {memory.text}."
         say(f"oar launch: {job.run.name}: {job.needs}, checkpoints in {job.run.folder}. {hours}", sys.stderr)
     if args.dry_run:
         print(("---\n" if on == "kubernetes" else "").join(job.text for job in jobs), end="")
@@ -183,17 +175,17 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the chosen launcher. ValueError: one is missing, or belongs to another launcher."""
+    """Return the options of the chosen launcher. Raise ValueError if one is missing or belongs to another launcher."""
     for launcher, names in OPTIONS.items():
         for name in names:
             if launcher != args.on and getattr(args, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} belongs to --on {launcher}, this is --on {args.on}")
-    if missing := [f"--{name}" for name in NEEDED.get(args.on, ()) if not getattr(args, name)]:
+    own = {name: getattr(args, name) or default for name, (_, default, _) in OPTIONS.get(args.on, {}).items()}
+    if missing := [f"--{name}" for name, value in own.items() if value is None]:
         raise ValueError(f"--on {args.on} needs {' and '.join(missing)}")
-    options: dict[str, Any] = {name: getattr(args, name) for name in COMMON}
-    options |= {name: getattr(args, name) or ([] if name in SPLIT else "") for name in OPTIONS.get(args.on, ())}
+    options = {name: getattr(args, name) for name in COMMON} | own
     if args.on == "kubernetes":
-        options["mount"] = (args.mount or "/shared").rstrip("/")
+        options["mount"] = options["mount"].rstrip("/")
         secrets = " and ".join(name for name in ("HF_TOKEN", "WANDB_API_KEY") if os.environ.get(name))
         if secrets and not args.secret:
             say(f"oar launch: {secrets}: not passed on; make a Secret and name it: --secret NAME", sys.stderr)
@@ -216,7 +208,7 @@ def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
 
 
 def _add_cpu_environment(environment: dict[str, str], one_machine: bool) -> None:
-    """Set, here and on the nodes, what the distribution verl_cpu wants for a run on a CPU and the user has not set."""
+    """Set, here and on the nodes, the variables that verl_cpu needs for a run on a CPU, unless the user has set them."""
     from importlib.metadata import entry_points
 
     for entry in entry_points(group="oar_plugin.environments", name="cpu"):
@@ -226,7 +218,7 @@ def _add_cpu_environment(environment: dict[str, str], one_machine: bool) -> None
 
 
 def _report(runs: "list[Run]") -> int:
-    """Print the table of the runs; return 1 where one has failed."""
+    """Print the table of the runs. Return 1 if one has failed, else 0."""
     from oar_plugin.cli.tables import console, table
     from oar_plugin.runs.plan.setup import training_steps
     from oar_plugin.runs.report.logs import NoLogs, read_run
@@ -234,15 +226,13 @@ def _report(runs: "list[Run]") -> int:
 
     shown = table("run", "state", "steps", "validated", "best")
     for run in runs:
-        steps, validated = 0, dict[int, float]()
+        steps, accuracy, total = 0, ["", ""], training_steps(run.config)
         with contextlib.suppress(NoLogs, OSError, ImportError):
             metrics = read_run(run.folder).metrics
             steps = int(metrics.index.max())
-            rows = {int(step): row.dropna() for step, row in metrics.iterrows()}
-            validated = {step: mean for step, row in rows.items() if (mean := mean_accuracy(row)) is not None}
-        marked = [max(validated), max(validated, key=lambda step: validated[step])] if validated else []
-        accuracy = [f"{validated[step]:.3f} (step {step})" for step in marked] or ["", ""]
-        total = training_steps(run.config)
+            means = metrics.apply(lambda row: mean_accuracy(row.dropna()), axis=1).astype(float).dropna()
+            if len(means):
+                accuracy = [f"{means[step]:.3f} (step {step})" for step in (means.index.max(), means.idxmax())]
         shown.add_row(run.name, state(run.folder), f"{steps}" if total is None else f"{steps} of {total}", *accuracy)
     console().print(shown)
     return 1 if any(state(run.folder) == "failed" for run in runs) else 0

@@ -1,4 +1,4 @@
-"""`oar plan`: memory, hours and cost of OAR of a recipe, before it starts."""
+"""`oar plan` projects a recipe's memory and hours, and what OAR adds, before it starts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from oar_plugin.cli.arguments import number, positive, share
+from oar_plugin.cli.arguments import number, share
 from oar_plugin.output import say
 from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED, choose_gpu
 
 if TYPE_CHECKING:
-    from oar_plugin.runs.plan.planning import Plan, Suggestion
+    from oar_plugin.runs.plan.planning import Plan
 
 _HELP = """\
-Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, steps, hours and GPU-hours of the run, whether
-it fits, and changes that help. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
+Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, steps, hours and GPU-hours of the run, and
+whether it fits. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
 
 examples:
-  oar plan qwen2_5_7b_math                                     a recipe that comes with OAR, on the cluster that it names
-  oar plan my_recipe --variant grpo                            a folder; the baseline
-  oar plan qwen2_5_32b_megatron --gpus 64 --gpu H200-141       another cluster
-  oar plan qwen2_5_7b_math data.max_response_length=8192 actor_rollout_ref.rollout.max_model_len=9216
+  oar plan qwen2_5_7b_math                                          a recipe of `oar recipes`, on the cluster that it names
+  oar plan my_recipe --variant grpo                                 a folder; the baseline
+  oar plan qwen2_5_32b_megatron trainer.nnodes=8 --gpu H200-141     another cluster
 
 exit status: 0 it fits (tightly too), 1 it does not, 2 the configuration or an argument cannot work
 """
@@ -36,12 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="overrides, as on verl's command line")
     add("--variant", default="oar", choices=("oar", "grpo"), help="default: %(default)s")
     add("--model", metavar="DIR", help="folder with a config.json, instead of actor_rollout_ref.model.path")
-    add("--gpus", type=positive, help="of the trainer; default: as the recipe says")
     add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; default: %(default)s")
     add("--gpu-memory", type=number, metavar="GIB", help="another memory, as CUDA reports it")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
     add("--prompt-length", type=number, help="mean in tokens; default: a quarter of data.max_prompt_length")
-    add("--scored-share", type=share, default=SCORED, help="of the responses; only those get importance")
+    add("--scored-share", type=share, default=SCORED, help="share of the responses that get importance")
     add("--json", action="store_true", help="print everything as JSON")
 
 
@@ -49,46 +47,39 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("verl") is None:
         say("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", sys.stderr)
         return 1
-    from oar_plugin.runs.plan.planning import Plan, suggest
-    from oar_plugin.runs.plan.setup import Expected, on_gpus
+    from oar_plugin.runs.plan.planning import Plan
+    from oar_plugin.runs.plan.setup import Expected
     from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe
 
     try:
         gpu = choose_gpu(args.gpu, args.gpu_memory)
-        expected = Expected(args.response_length, args.prompt_length, args.scored_share, args.model)
         config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
-        config = config if args.gpus is None else on_gpus(config, args.gpus)
         check_config(config)
-        made = Plan(config, gpu, expected)
-        suggestions = suggest(made, lambda changed: Plan(changed, gpu, expected))
+        made = Plan(config, gpu, Expected(args.response_length, args.prompt_length, args.scored_share, args.model))
     except ValueError as error:
         say(f"oar plan: {error}", sys.stderr)
         return 2
     if args.json:
-        changes = [{"overrides": s.overrides, "reason": s.reason, "headroom": s.plan.headroom} for s in suggestions]
-        print(json.dumps({**made.to_dict(), "suggestions": changes}, indent=1))
+        print(json.dumps(made.to_dict(), indent=1))
     else:
-        _print(made, suggestions)
+        _print(made)
     return 0 if made.fits else 1
 
 
-def _print(made: Plan, suggestions: list[Suggestion]) -> None:
+def _print(made: Plan) -> None:
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.runs.launch.preflight import summary
 
-    memory = table("memory of one GPU", "GiB", "of which")
+    memory = table("memory of one GPU", "GiB", "parts in GiB")
     for phase, parts in made.memory.items():
         shown = sorted(((size / GIB, part) for part, size in parts.items() if size > GIB / 20), reverse=True)
-        of_which = ", ".join(f"{part} {size:.1f}" for size, part in shown)
-        memory.add_row(phase, f"{sum(parts.values()) / GIB:.1f}", of_which)
+        listed = ", ".join(f"{part} {size:.1f}" for size, part in shown)
+        memory.add_row(phase, f"{sum(parts.values()) / GIB:.1f}", listed)
     step = table(f"a step on {made.setup.gpus} GPUs", "PFLOPs in all", "seconds", "share")
     for phase, seconds in {**made.seconds, "step": made.step}.items():
         flops = made.flops.get(phase, 0.0) / 1e15
         step.add_row(phase, f"{flops:.1f}" if flops else "", f"{seconds:.1f}", f"{seconds / made.step:.1%}")
-    out = console(highlight=False)
+    out, s, oar = console(highlight=False), made.setup, "Without OAR."
     out.print(memory, step)
-    s = made.setup
-    oar = "Without OAR."
     if s.oar is not None:
         oar = f"OAR ({s.oar.importance}) adds {made.oar:.1f} s to a step: {made.to_grpo:.2f} x the same step of GRPO, with "
         oar += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
@@ -97,7 +88,7 @@ def _print(made: Plan, suggestions: list[Suggestion]) -> None:
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
         f"{made.cached:.0f} of the longest sequences.",
         oar,
-        summary(made),
+        made.summary,
         f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length; the hours follow it), prompts of "
         f"{s.mean_prompt:.0f}; of the datasheet's figures {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
@@ -106,13 +97,7 @@ def _print(made: Plan, suggestions: list[Suggestion]) -> None:
         "FLOPs against small models on a CPU. No run on GPUs.",
     ):
         out.print(line, soft_wrap=True)
-    left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"
-    cache = "" if made.cached >= 1 else "; vLLM's cache holds less than one sequence"
     colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
-    out.print(f"Verdict: {made.verdict} ({left}{cache}).", style=f"bold {colour}", soft_wrap=True)
+    out.print(f"Verdict: {made.verdict} ({made.margin}).", style=f"bold {colour}", soft_wrap=True)
     if made.verdict != "fits":
-        out.print("Change one of these; each was planned again:" if suggestions else "No known change helps.")
-    for each in suggestions:
-        arguments = " ".join(f"{key}={value}" for key, value in each.overrides.items())
-        room = f"{each.plan.verdict}, {each.plan.headroom / GIB:.1f} GiB left"
-        out.print(f"  {arguments}    ({each.reason}; {room})", soft_wrap=True)
+        out.print(f"For more room, {made.advice}.", soft_wrap=True)

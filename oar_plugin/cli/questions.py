@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oar_plugin.runs.launch.finding import Finding, cause
+from oar_plugin.runs.launch.preflight import Finding, cause
 
 LIMIT_S = 300.0
 """Seconds for one question. Imports take most of them: ten seconds, or minutes from a slow network disk."""
@@ -179,8 +179,7 @@ def recipe(folder: Path, overrides: Sequence[str], machine: Machine) -> Pairs:
         yield "cluster", _cluster(str(config.trainer.device), *gpus_needed(config)[:2], machine)
         yield "doing", "looking at memory, data, model, reward and loggers"
         gpu = preflight.gpu_of_run(None, None, local=True)
-        _, memory = preflight.examine_plan(config, gpu, seen=bool(machine.gpus))
-        yield "findings", list(preflight.examine(config, memory, files_seen=True, local=False))
+        yield "findings", preflight.examine(config, gpu, gpu_seen=bool(machine.gpus))[1]
     except ValueError as error:
         yield "refused", str(error)
 

@@ -1,4 +1,4 @@
-"""`oar recipes`: the recipes that come with OAR."""
+"""`oar recipes` lists the recipes that come with OAR, or copies one."""
 
 import argparse
 import shutil
@@ -10,13 +10,10 @@ from oar_plugin.runs.recipe import RecipeError, find_recipe, recipe_names, recip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="what", metavar="copy")
-    copy = commands.add_parser("copy", help="copy a recipe to change it")
-    copy.add_argument(
-        "name", metavar="NAME", help="name of a recipe; cluster: the templates of `oar launch --template`"
-    )
-    copy.add_argument("folder", type=Path, metavar="DIR", help="new folder")
     parser.epilog = "Every command that takes a recipe takes one of these names, or a folder."
+    copy = parser.add_subparsers(dest="what", metavar="copy").add_parser("copy", help="copy a recipe to change it")
+    copy.add_argument("name", metavar="NAME", help="a recipe; cluster: the templates of `oar launch --template`")
+    copy.add_argument("folder", type=Path, metavar="DIR", help="new folder")
 
 
 def run(args: argparse.Namespace) -> int:

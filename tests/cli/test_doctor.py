@@ -23,7 +23,7 @@ from oar_plugin.cli.main import main
 from oar_plugin.cli.questions import Answer, Machine, ask
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm import versions
-from oar_plugin.runs.launch.finding import Finding, importable
+from oar_plugin.runs.launch.preflight import Finding, importable
 from oar_plugin.runs.recipe import find_recipe
 from tests.limits import PROCESS_S
 

@@ -1,8 +1,8 @@
 """`oar launch`: from the command line to what is run."""
 
-import copy
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from oar_plugin.cli.main import main
 from oar_plugin.runs import recipe, run_folder
@@ -22,23 +21,17 @@ from verl_cpu.launch import cpu_environment
 
 pytest.importorskip("verl")
 
-from tests.recipes.test_recipes import composed
+from tests.runs.launch.test_runs import compose
 
 ONE, FOUR = "qwen2_5_7b_math", "qwen2_5_32b_megatron"
 PODS = "--on kubernetes --image i:1 --claim disk"
-
-
-def config(path, variant, words):
-    made = copy.deepcopy(composed(path, variant, *words))
-    OmegaConf.set_readonly(made, False)
-    return made
 
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path, monkeypatch):
     """That of a user who has set one variable; what the command sets is taken back."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "compose_recipe", config)
+    monkeypatch.setattr(runs, "compose_recipe", compose)
     with mock.patch.dict(os.environ):
         for name in list(os.environ):
             if name.startswith(("OAR_", "NCCL_", "VLLM_", "VERL_", "HF_", "WANDB_")) or name in cpu_environment():
@@ -50,9 +43,8 @@ def environment(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", [["--on", "slurm"], ["--on", "ray", "--hosts", "a,b,c,d"]])
 def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environment, tmp_path):
     environment["PATH"] = "/bin"
-    assert (
-        main(["launch", FOUR, *where, "--dry-run", "trainer.experiment_name='a b'", "--env", "A=it's", "--fresh"]) == 0
-    )
+    words = ["--dry-run", "trainer.experiment_name='a b'", "--env", "A=it's", "--fresh"]
+    assert main(["launch", FOUR, *where, *words]) == 0
     said = capsys.readouterr()
     parts = ("export A='it'\"'\"'s'", "--nodes 4 --gpus 32 --timeout 900", "bin/activate", "export OAR_START=fresh:")
     assert [part for part in parts if part not in said.out] == []
@@ -60,12 +52,16 @@ def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environme
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_on_kubernetes_prints_a_manifest_with_folders_on_the_volume(capsys, environment):
+def test_on_kubernetes_folders_are_on_the_volume_and_pods_run_their_own_recipe(capsys, environment, tmp_path):
     environment |= {"OAR_DATA": "/home/me/data", "WANDB_API_KEY": "of mine"}
-    where = [*PODS.split(), "--mount", "/disk", "--recipe-on-nodes", "/workspace/r"]
-    assert main(["launch", FOUR, *where, "--dry-run", "--resume"]) == 0
+    patch = tmp_path / "patch.yaml"
+    patch.write_text("rayjob: {metadata: {labels: {queue: gpus}}}")
+    words = [*PODS.split(), "--mount", "/disk", "--dry-run", "--resume", "--patch", str(patch)]
+    assert main(["launch", FOUR, *words, "--recipe-on-nodes", "/workspace/r"]) == 0
     said = capsys.readouterr()
-    head = yaml.safe_load(said.out)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    job = yaml.safe_load(said.out)
+    assert job["metadata"]["labels"] == {"queue": "gpus"}
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     variables = {entry["name"]: entry["value"] for entry in head["env"]}
     wanted = {"OAR_DATA": "/disk/data/oar", "OAR_CHECKPOINTS": "/disk/checkpoints", "OAR_START": "resume"}
     assert wanted.items() <= variables.items()
@@ -73,6 +69,13 @@ def test_a_dry_run_on_kubernetes_prints_a_manifest_with_folders_on_the_volume(ca
     assert "bin/activate" not in variables["OAR_LAUNCH_SCRIPT"]
     assert "of mine" not in said.out
     assert "--secret NAME" in said.err
+    assert main(["launch", FOUR, *words]) == 0
+    said = capsys.readouterr()
+    assert '--config-path "$$recipe"' in said.out
+    assert str(recipe.find_recipe(FOUR)) not in said.out
+    shutil.copytree(recipe.find_recipe(FOUR), tmp_path / "mine")
+    assert main(["launch", str(tmp_path / "mine"), *words]) == 2
+    assert f"{tmp_path}/mine: a folder of this machine" in capsys.readouterr().err
 
 
 def levels(said):
@@ -120,19 +123,6 @@ def test_a_job_asks_for_the_time_that_is_given_and_files_of_a_container_are_not_
     assert {subject for subject, level in levels(said.err) if level == "not checked"} == {"data", "model", "reward"}
 
 
-def test_pods_run_their_own_copy_of_a_recipe_or_one_that_is_named(capsys, tmp_path):
-    patch = tmp_path / "patch.yaml"
-    patch.write_text("rayjob: {metadata: {labels: {queue: gpus}}}")
-    assert main(["launch", FOUR, *PODS.split(), "--dry-run", "--patch", str(patch)]) == 0
-    said = capsys.readouterr()
-    assert yaml.safe_load(said.out)["metadata"]["labels"] == {"queue": "gpus"}
-    assert '--config-path "$$recipe"' in said.out
-    assert str(recipe.find_recipe(FOUR)) not in said.out
-    shutil.copytree(recipe.find_recipe(FOUR), tmp_path / "mine")
-    assert main(["launch", str(tmp_path / "mine"), *PODS.split(), "--dry-run"]) == 2
-    assert f"{tmp_path}/mine: a folder of this machine" in capsys.readouterr().err
-
-
 def test_a_template_of_ones_own(capsys, tmp_path):
     (tmp_path / "mine.j2").write_text("{{ nodes }} nodes\npython -m oar_plugin.launch.wait\n")
     assert main(["launch", FOUR, *PODS.split(), "--template", "mine.j2", "--dry-run"]) == 0
@@ -174,10 +164,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{FOUR} --on ray --hosts a,b,c,c", "--hosts a,b,c,c: 3 different hosts, the recipe needs 4 nodes"),
         (f"{FOUR} --on ray --hosts a,b,c,d", "there is no ssh here"),
         (f"{FOUR} --on kubernetes --image i", "--on kubernetes needs --claim"),
-        (
-            f"{FOUR} {PODS} --env OAR_CHECKPOINTS=/sharedx",
-            "/sharedx/oar/qwen2_5_32b_megatron-oar-s1: not on the volume",
-        ),
+        (f"{FOUR} {PODS} --env OAR_CHECKPOINTS=/sharedx", "/sharedx/oar/qwen2_5_32b_megatron-oar-s1: not on the"),
         (f"{FOUR} --on slurm --env OAR_CHECKPOINTS=c", "set OAR_CHECKPOINTS to a folder on shared storage"),
         (f"{FOUR} --on slurm --template no.j2", "no.j2"),
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
@@ -216,47 +203,33 @@ def test_folders_hubs_and_libraries_reach_every_node_and_secrets_are_kept_apart(
 # ---- several runs
 
 
-def test_each_seed_and_each_importance_has_a_folder_of_its_own(capsys):
+def test_each_seed_variant_and_swept_value_is_a_run_with_a_folder(capsys):
     words = "--seeds 2 --variant oar,grpo --sweep algorithm.oar.importance=fisher,oar_g"
     assert main(["launch", ONE, *words.split(), "--dry-run"]) == 0
     said = capsys.readouterr()
-    commands = [shlex.split(line) for line in said.out.splitlines()]
-    names = [
-        word.partition("=")[2] for line in commands for word in line if word.startswith("trainer.experiment_name=")
-    ]
-    assert len(set(names)) == len(commands) == 6
-    for name in names:
-        assert f"checkpoints in /shared/c/oar/{name}" in said.err
-        made = recipe.compose_recipe(recipe.find_recipe(ONE), "oar", [f"trainer.experiment_name={name}"])
-        assert made.trainer.default_local_dir == f"/shared/c/oar/{name}"
+    names = re.findall(r"trainer\.experiment_name=(\S+)", said.out)
+    assert len(set(names)) == len(said.out.splitlines()) == 6
+    assert [name for name in names if f"checkpoints in /shared/c/oar/{name}." not in said.err] == []
 
 
-@pytest.fixture
-def started_with_another(tmp_path, environment):
-    """The folder of a run as somebody has started it, with another learning rate in the recipe, say."""
+def test_a_folder_of_a_run_with_other_settings_is_refused_resumed_or_moved_aside(tmp_path, environment, capsys):
     environment["OAR_CHECKPOINTS"] = str(tmp_path)
-    other = config(recipe.find_recipe(ONE), "oar", ())
+    other = compose(recipe.find_recipe(ONE), "oar", ())
     other.trainer.experiment_name = f"{ONE}-oar-s1"
     other.actor_rollout_ref.actor.optim.lr = 5.0
-    return run_folder.begin(other)
-
-
-def test_a_folder_of_a_run_with_other_settings_is_refused(started_with_another, capsys):
-    assert main(["launch", ONE, "--dry-run"]) == 2
+    folder, words = run_folder.begin(other), ["launch", ONE, "--dry-run"]
+    assert main(words) == 2
     said = capsys.readouterr().err
-    assert f"{started_with_another} holds a run with other settings" in said
+    assert f"{folder} holds a run with other settings" in said
     assert "actor_rollout_ref.actor.optim.lr: 5.0 there, 1e-06 now" in said
     for option, variable in (("--resume", "OAR_START=resume"), ("--fresh", "OAR_START=fresh:")):
-        assert main(["launch", ONE, "--dry-run", option]) == 0
+        assert main([*words, option]) == 0
         assert variable in capsys.readouterr().out
-    assert main(["launch", ONE, "--dry-run", "--seed", "2"]) == 0
-
-
-def test_a_run_that_ran_out_of_memory_is_found_and_what_was_never_started_not_resumed(started_with_another, capsys):
-    less = "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"
-    assert main(["launch", ONE, "--dry-run", "--resume", less]) == 0
-    assert f"checkpoints in {started_with_another}" in capsys.readouterr().err
-    assert main(["launch", ONE, "--dry-run", "--resume", "data.train_batch_size=64"]) == 2
+    assert main([*words, "--seed", "2"]) == 0
+    # A run that ran out of memory is found again; one that was never started is not.
+    assert main([*words, "--resume", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"]) == 0
+    assert f"checkpoints in {folder}" in capsys.readouterr().err
+    assert main([*words, "--resume", "data.train_batch_size=64"]) == 2
     assert "batch_size64" in (said := capsys.readouterr().err)
     assert "no run there; name it with trainer.experiment_name=..." in said
 
@@ -267,9 +240,8 @@ def child(monkeypatch, environment, tmp_path):
     environment["OAR_CHECKPOINTS"] = str(tmp_path)
 
     def make(code):
-        code = (
-            f"import sys, time, signal; name = [w for w in sys.argv if 'experiment_name' in w][0].split('=')[1]; {code}"
-        )
+        name = "[word for word in sys.argv if 'experiment_name' in word][0].split('=')[1]"
+        code = f"import sys, time, signal; name = {name}; {code}"
         monkeypatch.setattr(job, "command", lambda folder, variant, words: ["python", "-c", code, *words])
 
     return make

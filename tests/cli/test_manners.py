@@ -23,8 +23,6 @@ DUMP = [
 ]
 
 AT_ONCE = [  # words, what is said
-    ("plan X --gpus 0", "--gpus: 0: at least 1"),
-    ("plan X --gpus -1", "--gpus: -1: at least 1"),
     ("plan X --gpu-memory 0", "--gpu-memory: 0: must be above 0"),
     ("plan X --gpu-memory nan", "--gpu-memory: nan: must be above 0"),
     ("plan X --scored-share 2", "--scored-share: 2: must be above 0 and at most 1"),
@@ -181,5 +179,5 @@ def test_a_model_that_is_not_known_is_said_without_a_network(capsys, monkeypatch
 
 def test_a_shell_can_complete_every_command():
     """shtab takes the parser that knows all options, not the lazy one of `main`."""
-    assert make_parser().parse_args(["plan", "x", "--gpus", "8"]).gpus == 8
+    assert make_parser().parse_args(["plan", "x", "--gpu-memory", "8"]).gpu_memory == 8
     assert make_parser().parse_args(["inspect", "x", "--steps", "1,2"]).steps == [1, 2]

@@ -7,7 +7,7 @@ the gate uses their order, which is reported beside it.
 import pytest
 
 from oar_plugin.passes.request import IMPORTANCE
-from oar_plugin.runs.launch.finding import importable
+from oar_plugin.runs.launch.preflight import importable
 from tests.gpu import here
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import worst

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from oar_plugin.runs.launch.finding import importable
+from oar_plugin.runs.launch.preflight import importable
 
 REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
 """On a CPU, with dense attention and gloo: a rehearsal shows that the checks themselves work."""

@@ -3,7 +3,6 @@
 The functions raise ValueError if the run cannot be started there.
 """
 
-import re
 import shlex
 import signal
 import subprocess
@@ -52,10 +51,8 @@ class Job(NamedTuple):
     def run_here(self) -> int:
         """Run until the end and return the exit status. Signals that end this process are passed on to the run.
 
-        After such a signal and the end of the run, KeyboardInterrupt is raised.
-
-        The run gets its own session. Otherwise a terminal would also send Ctrl-C to it, and this second signal would interrupt
-        its cleanup.
+        After such a signal and the end of the run, KeyboardInterrupt is raised. The run gets its own session. Otherwise a
+        terminal would also send Ctrl-C to it, and this second signal would interrupt its cleanup.
         """
         received: list[int] = []
         process: subprocess.Popen[bytes] | None = None
@@ -85,17 +82,9 @@ def in_container(on: str, options: Mapping[str, Any]) -> bool:
 
 
 def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Job:
-    """Return the job that starts a run.
+    """Return the job that starts a run on `local` or a key of `PROGRAMS`.
 
-    Args:
-        run: The run.
-        recipe: The recipe's folder on this machine.
-        on: The place: `local` or a key of `PROGRAMS`.
-        options: Options of `oar launch`.
-        environment: Variables for every node.
-
-    Raises:
-        ValueError: the run cannot be started there.
+    `recipe` is the recipe's folder on this machine, `options` are those of `oar launch`, `environment` is for every node.
     """
     there = options["recipe_on_nodes"] or recipe
     values = template_values(run.config, there, run.variant, run.overrides)
@@ -114,39 +103,30 @@ def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environm
         if not checkpoints.startswith(f"{(mount := options['mount'])}/"):
             where = f"set it to a folder in {mount}, with --env OAR_CHECKPOINTS={mount}/checkpoints"
             raise ValueError(f"trainer.default_local_dir={checkpoints}: not on the volume that all pods see; {where}")
+        if there == recipe and recipe.parent.resolve() != recipes_folder().resolve():
+            where = "put it into the image or on the volume, and name it there with --recipe-on-nodes"
+            raise ValueError(f"{recipe}: a folder of this machine, which pods do not have; {where}")
         if there == recipe:
-            if recipe.parent.resolve() != recipes_folder().resolve():
-                raise ValueError(
-                    f"{recipe}: a folder of this machine, which pods do not have; put it into the image or on the volume, and "
-                    "name it there with --recipe-on-nodes"
-                )
             values["train"] = by_name(values["train"], recipe)
     setup = options["setup"]
     if setup is None:
         here = sys.prefix == sys.base_prefix or in_container(on, options)
         setup = "" if here else f"source {shlex.quote(f'{sys.prefix}/bin/activate')}"
     values |= {**options, "name": run.job, "environment": environment, "setup": setup, "wait_s": options["wait"]}
-    values |= {"job_h": options.get("max_time") or 24, "restarts": RESTARTS}
+    values |= {"job_h": options.get("max_time"), "restarts": RESTARTS}
     text = fill(options["template"] or f"{on}.j2", values)
-    if on == "ray":
-        return Job(run, needs, text, ["bash", "-c", text])
-    if on == "slurm":
-        return Job(run, needs, text, ["sbatch", f"{run.job}.sbatch"])
-    text = patched(text, options["patch"]) if options["patch"] else text
+    if options.get("patch"):
+        text = patched(text, options["patch"])
     # Not `kubectl apply`, which succeeds if the RayJob already exists and then starts nothing.
-    return Job(run, needs, text, ["kubectl", "create", "-f", "-"])
+    submit = {"slurm": ["sbatch", f"{run.job}.sbatch"], "kubernetes": ["kubectl", "create", "-f", "-"]}
+    return Job(run, needs, text, submit.get(on, ["bash", "-c", text]))
 
 
 def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str | None = None) -> dict[str, str]:
-    """Return the environment variables for every node, without secrets.
+    """Return the environment variables for every node, without secrets: those of this machine that nodes need, and `wanted`.
 
-    Args:
-        environment: Variables of this machine; those that nodes need are selected.
-        wanted: More variables, each `NAME=VALUE` or `NAME` with the value on this machine.
-        volume: Folder of a volume that nodes use instead of this machine's folders.
-
-    Raises:
-        ValueError: an entry of `wanted` is a secret, is not set here, or has no valid name.
+    An entry of `wanted` is `NAME=VALUE`, or `NAME` with its value on this machine. If the nodes have a `volume`, its folders
+    replace this machine's.
     """
     chosen = {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}
     if volume is None:
@@ -155,12 +135,10 @@ def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str
         chosen.update((name, f"{volume}/{folder}") for name, folder in ON_VOLUME.items())
     for entry in wanted:
         name, equals, value = entry.partition("=")
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        if not (name.isidentifier() and name.isascii()):
             raise ValueError(f"--env {entry}: not a name of an environment variable; write NAME=VALUE or NAME")
         if name in SECRETS:
-            raise ValueError(
-                f"--env {name}: a secret; export it instead, so that no script or command line contains it"
-            )
+            raise ValueError(f"--env {name}: a secret; export it, so that no script or command line contains it")
         if not equals and name not in environment:
             raise ValueError(f"--env {name}: not set here; export it, or write {name}=VALUE")
         chosen[name] = value if equals else environment[name]
@@ -179,11 +157,8 @@ def template_values(config: DictConfig, recipe: Path, variant: str, overrides: S
     return {
         "train": shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides])),
         "train_alone": shlex.join(command(recipe, variant, overrides)),  # verl starts Ray itself
-        "nodes": nodes,
-        "gpus_per_node": gpus_per_node,
-        "gpus": gpus,
-        "checkpoints": checkpoints,
-        "secrets": SECRETS,
+        **{"nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus},
+        **{"checkpoints": checkpoints, "secrets": SECRETS},
     }
 
 
@@ -224,9 +199,6 @@ def patched(manifest: str, file: Path) -> str:
 
     Section `rayjob` is merged into the RayJob, `pod` into every pod's template, `container` into every pod's first container.
     Maps are merged, lists are extended, other values are replaced.
-
-    Raises:
-        ValueError: the file is not valid or does not fit the RayJob.
     """
     import yaml
 

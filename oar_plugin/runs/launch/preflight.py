@@ -1,67 +1,88 @@
 """Checks that find, before a run waits in a queue, faults that would end it at its start.
 
 `oar launch` and `oar doctor --recipe` share them. A check reports a fault as a `Finding` and does not raise. verl must be
-installed, and verl and OAR must accept the configuration.
+installed, and verl and OAR must accept the configuration. `oar doctor` imports this module on machines that lack many packages:
+at the top it imports nothing that needs another package.
 """
 
+from __future__ import annotations
+
+import netrc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
-
-from oar_plugin.runs.launch.finding import Finding, cause, examine_loggers
-from oar_plugin.runs.math.sources import SOURCES
 from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu, choose_gpu
-from oar_plugin.runs.plan.models import PlanError, load_model
-from oar_plugin.runs.plan.planning import Plan, suggest
 from oar_plugin.runs.recipe import gpus_needed
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
-def summary(made: Plan) -> str:
-    """Return a sentence with the steps, hours and GPU-hours of a run."""
-    s, gpus = made.setup, made.setup.gpus + (made.setup.rollout_gpus if made.setup.dedicated else 0)
-    if made.hours is None:
-        return "Hours are unknown (the number of rows in data.train_files is, too): set trainer.total_training_steps=N."
-    validation = "with validation"
-    if s.validated is None:
-        validation = "without validation (the number of rows in data.val_files is unknown)"
-    hours, least, most = made.hours
-    return (
-        f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
-        f"{gpus} GPUs ({least * gpus:,.0f} to {most * gpus:,.0f}), {validation}, without rewards and checkpoints."
-    )
+    from oar_plugin.runs.plan.planning import Plan
+
+Level = Literal["ok", "note", "not checked", "missing"]
+"""`ok`; `note`: worth knowing; `not checked`: cannot be checked on this machine; `missing`: a run would not start."""
+
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "tracking": "wandb"}
+"""verl's logger -> the package that it needs. `oar doctor` lists these packages."""
+_BUILT_IN = ("console", "file", "rl_insight")  # loggers that need no package
 
 
-def examine(config: DictConfig, memory: Finding, files_seen: bool, local: bool) -> Iterator[Finding]:
-    """Yield the findings about a run.
+class Finding(NamedTuple):
+    """The result of one check, which `oar doctor` and `oar launch` print as one line."""
 
-    Args:
-        config: The run's configuration.
-        memory: The finding of `examine_plan`.
-        files_seen: Whether the run sees the files of this machine.
-        local: Whether it runs on this machine.
+    subject: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def cause(error: BaseException) -> str:
+    """Return the first line of the innermost cause of an error; verl wraps a reward function's errors in its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def importable(module: str) -> bool:
+    """Return whether Python finds a module, without importing it; False if a parent package is missing or broken."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def examine(
+    config: DictConfig, gpu: Gpu, *, gpu_seen: bool = True, files_seen: bool = True, local: bool = False
+) -> tuple[Plan | None, list[Finding]]:
+    """Return the plan of a run, or None if there is none, and the findings; that about memory or layout is the first.
+
+    `gpu_seen` is whether the run's GPUs are known to be like `gpu`, `files_seen` whether the run sees the files of this
+    machine, `local` whether it runs on this machine.
     """
-    if memory.level == "missing" and not local:
+    made, memory = _examine_plan(config, gpu, gpu_seen)
+    if memory.level == "missing" and memory.advice and not local:
         memory = memory._replace(advice=f"{memory.advice}, or --gpu NAME if the nodes have other GPUs")
-    yield memory
+    findings = [memory]
     needed, here = gpus_needed(config)[2], len(gpus_here())
     if local and config.trainer.device != "cpu" and here < needed:
         advice = "use --on ray, slurm or kubernetes, or fewer GPUs with trainer.n_gpus_per_node=N"
-        yield Finding("GPUs", "missing", f"the recipe needs {needed} GPUs, this machine has {here}", advice)
-    if files_seen:
-        yield examine_data(config)
-        yield examine_model(config)
-        yield examine_reward(config)
-        yield from examine_loggers(strings(config, "trainer.logger"))
-    else:
+        text = f"the recipe needs {needed} GPUs, this machine has {here}"
+        findings.append(Finding("GPUs", "missing", text, advice))
+    if not files_seen:
         unseen = "on the nodes, cannot be checked from here"
-        yield from (Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward"))
+        return made, findings + [Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward")]
+    findings += [_examine_data(config), _examine_model(config), _examine_reward(config)]
+    return made, findings + list(examine_loggers(strings(config, "trainer.logger")))
 
 
 def strings(config: DictConfig, key: str) -> list[str]:
     """Return the values of a key as a list; verl accepts one string or a list of strings."""
+    from omegaconf import OmegaConf
+
     value = OmegaConf.select(config, key)
     return [value] if isinstance(value, str) else [str(each) for each in value or ()]
 
@@ -69,14 +90,14 @@ def strings(config: DictConfig, key: str) -> list[str]:
 # ---- memory and layout
 
 
-def examine_plan(config: DictConfig, gpu: Gpu, seen: bool = True) -> tuple[Plan | None, Finding]:
+def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
     """Return the plan, or None if there is none, and the finding about layout and memory.
 
-    Args:
-        config: The run's configuration.
-        gpu: The GPU to plan for.
-        seen: Whether the run's GPUs are known; if not, the finding is "not checked".
+    If the run's GPUs are unknown (not `seen`), the finding is "not checked".
     """
+    from oar_plugin.runs.plan.models import PlanError, load_model
+    from oar_plugin.runs.plan.planning import Plan
+
     if config.trainer.device == "cpu":
         return None, Finding("memory", "not checked", "the planner supports only GPUs, not trainer.device=cpu")
     try:
@@ -87,17 +108,13 @@ def examine_plan(config: DictConfig, gpu: Gpu, seen: bool = True) -> tuple[Plan 
         made = Plan(config, gpu)
     except PlanError as error:
         faults = "; ".join(str(error).splitlines())
-        return None, Finding("layout", "missing", faults, "oar plan RECIPE suggests settings that fit")
-    left = f"{abs(made.headroom) / GIB:.1f} GiB {'left' if made.headroom >= 0 else 'missing'} in {made.peak}"
-    left += "" if made.cached >= 1 else "; vLLM's cache holds less than one sequence"
-    text = f"projected for GPUs of {gpu.memory_gib:.0f} GiB: {made.verdict}, {left}"
+        return None, Finding("layout", "missing", faults)
+    text = f"projected for GPUs of {gpu.memory_gib:.0f} GiB: {made.verdict}, {made.margin}"
     if not seen:
         return made, Finding("memory", "not checked", text, "oar plan RECIPE --gpu NAME plans for other GPUs")
     if made.fits:
         return made, Finding("memory", "ok" if made.verdict == "fits" else "note", text)
-    changes = suggest(made, lambda changed: Plan(changed, gpu))
-    first = " ".join(f"{key}={value}" for key, value in changes[0].overrides.items()) if changes else ""
-    return made, Finding("memory", "missing", text, first or "oar plan RECIPE suggests settings that fit")
+    return made, Finding("memory", "missing", text, made.advice)
 
 
 @cache
@@ -117,8 +134,7 @@ def gpus_here() -> tuple[Gpu, ...]:
 def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
     """Return the GPU to plan for: the named one, else for a local run the smallest one of this machine, else H100-80.
 
-    Raises:
-        ValueError: there is no GPU of this name.
+    Raise ValueError if no GPU has this name.
     """
     if local and name is None and memory_gib is None and gpus_here():
         return min(gpus_here(), key=lambda gpu: gpu.memory)
@@ -128,8 +144,10 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
 # ---- files
 
 
-def examine_data(config: DictConfig) -> Finding:
+def _examine_data(config: DictConfig) -> Finding:
     """Check that the data files exist and have the columns that verl and the reward read."""
+    from oar_plugin.runs.math.sources import SOURCES
+
     columns = (str(config.data.prompt_key), "data_source", "reward_model")
     files = [file for key in ("data.train_files", "data.val_files") for file in strings(config, key)]
     wrong = {file: fault for file in files if (fault := _fault_of(file, columns))}
@@ -161,7 +179,7 @@ def _fault_of(file: str, columns: tuple[str, ...]) -> str | None:
     return None
 
 
-def examine_model(config: DictConfig) -> Finding:
+def _examine_model(config: DictConfig) -> Finding:
     """Check that the model is a folder, is in the hub's local cache, or can be downloaded."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -181,8 +199,9 @@ def examine_model(config: DictConfig) -> Finding:
     return Finding("model", "note", f"{path} is not in {constants.HF_HUB_CACHE}: the run downloads it")
 
 
-def examine_reward(config: DictConfig) -> Finding:
+def _examine_reward(config: DictConfig) -> Finding:
     """Check that the reward function can be imported, by importing it."""
+    from omegaconf import OmegaConf
     from verl.utils.import_utils import load_extern_object
 
     path, name = (OmegaConf.select(config, f"reward.custom_reward_function.{key}") for key in ("path", "name"))
@@ -194,3 +213,23 @@ def examine_reward(config: DictConfig) -> Finding:
         text = f"reward.custom_reward_function.path={path}: cannot be imported: {cause(error)}"
         return Finding("reward", "missing", text)
     return Finding("reward", "ok", f"{path}: {name}")
+
+
+def examine_loggers(names: Sequence[str]) -> Iterator[Finding]:
+    """Yield a finding for each logger in `trainer.logger` that would end the run when it logs its first metric."""
+    for name in names:
+        package = LOGGERS.get(name, name)
+        if name not in _BUILT_IN and not importable(package):
+            yield Finding("trainer.logger", "missing", f"{name} is not installed", f"pip install {package}")
+        elif package == "wandb" and not _wandb_would_start():
+            advice = "export WANDB_API_KEY, or `wandb login`, or WANDB_MODE=offline"
+            yield Finding("trainer.logger", "missing", "wandb has no API key and would end the run", advice)
+
+
+def _wandb_would_start() -> bool:
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled") or "WANDB_API_KEY" in os.environ:
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False

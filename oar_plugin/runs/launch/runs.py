@@ -63,16 +63,10 @@ def plan_runs(
     sweeps: Sequence[str] = (),
     overrides: Sequence[str] = (),
 ) -> list[Run]:
-    """Return one run for every combination of variant, seed and one value of each sweep.
+    """Return one run for every combination of variant, seed and one value of each sweep. A seed of None is the recipe's own.
 
-    If there are several variants, GRPO's runs do not get the overrides of OAR's keys.
-
-    Args:
-        recipe: Folder of the recipe.
-        variants: Names from `VARIANTS`.
-        seeds: One seed per run; None keeps the recipe's own.
-        sweeps: Each `KEY=VALUE,VALUE,...` in Hydra's grammar.
-        overrides: Hydra overrides for every run.
+    A sweep is `KEY=VALUE,VALUE,...` in Hydra's grammar; the overrides are for every run. If there are several variants, GRPO's
+    runs do not get the overrides of OAR's keys.
     """
     if "oar" not in variants and (refused := [sweep for sweep in sweeps if _is_oar_key(sweep)]):
         raise RecipeError(f"--sweep {refused[0]}: GRPO has no such key; add --variant oar,grpo or remove the sweep")

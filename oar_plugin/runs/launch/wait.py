@@ -26,9 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, required=True, help="number of nodes to wait for")
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs to wait for, over all nodes")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds to wait at most (default: %(default)s)")
-    parser.add_argument(
-        "--then", metavar="VARIABLE", help="environment variable that holds a shell script to run afterwards"
-    )
+    parser.add_argument("--then", metavar="VARIABLE", help="environment variable with a shell script to run afterwards")
     args = parser.parse_args(arguments)
     until, said = time.monotonic() + args.timeout, None
     while True:

@@ -1,1 +1,1 @@
-"""A plan of a recipe before it starts: memory by phase, hours, what OAR adds, whether it fits, and what to change."""
+"""A plan of a recipe before it starts: memory by phase, hours, what OAR adds, whether it fits, and which keys to change."""

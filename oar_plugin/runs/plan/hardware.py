@@ -73,9 +73,3 @@ CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers
 TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and library workspaces in the trainer's phases
 ENGINE_OVERHEAD = 1.0 * GIB  # CUDA graphs and workspaces inside vLLM's share
 TIGHT = 0.10  # below this share of free memory a plan "fits tightly": fragmentation may cause an out-of-memory error
-
-# Row counts on the hub, used for files of `oar data` that are missing here; rows of existing files are counted.
-ROWS = {
-    **{"gsm8k/train": 7473, "gsm8k/test": 1319, "math/train": 7500, "math500/test": 500, "deepmath/train": 103022},
-    **{"aime24/test": 30, "aime25/test": 30, "amc23/test": 40},
-}

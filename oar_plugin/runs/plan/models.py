@@ -1,6 +1,6 @@
 """A model's number of parameters, counted on the meta device, and its FLOPs, by verl's counter.
 
-The dimensions of common models are built in, so no network is needed.
+`known.yaml` has the dimensions of common models, so no network is needed.
 """
 
 from functools import cache
@@ -8,41 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-# Values of `_KEYS`, in their order, from each model's config.json on the hub.
-_DIMENSIONS: dict[str, tuple[Any, ...]] = {
-    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, True),
-    "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, True),
-    "Qwen2.5-3B": ("qwen2", 2048, 11008, 36, 16, 2, 151936, 32768, True),
-    "Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072, False),
-    "Qwen2.5-14B": ("qwen2", 5120, 13824, 48, 40, 8, 152064, 131072, False),
-    "Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072, False),
-    "Qwen2.5-72B": ("qwen2", 8192, 29568, 80, 64, 8, 152064, 131072, False),
-    "Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 151936, 40960, True),
-    "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, False),
-    "Qwen3-14B": ("qwen3", 5120, 17408, 40, 40, 8, 151936, 40960, False),
-    "Qwen3-32B": ("qwen3", 5120, 25600, 64, 64, 8, 151936, 40960, False),
-    "Qwen3-30B-A3B": ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, False),
-    "Llama-3-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, 8192, False),
-    "Llama-3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 8192, False),
-    "Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, 131072, False),
-    "Llama-3.1-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 131072, False),
-    "Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, 8, 128256, 131072, True),
-    "Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, 128256, 131072, True),
-    "Llama-3.3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 131072, False),
-    "Yi-1.5-34B": ("llama", 7168, 20480, 60, 56, 8, 64000, 4096, False),
-}
-_KEYS = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
-)
-_EXTRA = {
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-}
-# Parts of a name that leave the dimensions as they are -> maximum positions of that variant of Qwen or Yi; None: unchanged.
-_VARIANTS = {"Math": 4096, "Instruct": 32768, "Base": 32768, "16K": 16384, "32K": 32768, "Chat": None}
+KNOWN: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "known.yaml").read_text(encoding="utf-8"))
 
 
 class PlanError(ValueError):
@@ -58,8 +26,9 @@ class Model:
     def __init__(self, config: Any, name: str = "") -> None:
         from transformers import AutoModelForCausalLM
 
-        if config.model_type not in FAMILIES:
-            raise PlanError(f"{name}: model_type={config.model_type} is not supported; allowed: {', '.join(FAMILIES)}")
+        if config.model_type not in KNOWN["families"]:
+            allowed = ", ".join(KNOWN["families"])
+            raise PlanError(f"{name}: model_type={config.model_type} is not supported; allowed: {allowed}")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layers = model.get_decoder().layers
@@ -109,7 +78,7 @@ class Model:
 
 @cache
 def load_model(name: str) -> Model:
-    """Return the model of a folder with `config.json`, or a built-in model. Raise PlanError if `name` is neither."""
+    """Return the model of a folder with `config.json`, or a known model. Raise PlanError if `name` is neither."""
     from transformers import AutoConfig
 
     if Path(name).is_dir():
@@ -118,14 +87,14 @@ def load_model(name: str) -> Model:
         except (OSError, ValueError) as error:
             raise PlanError(f"{name}: no model that can be planned ({str(error).splitlines()[0]})") from None
     words = name.split("/")[-1].removeprefix("Meta-").split("-")
-    dimensions = _DIMENSIONS.get("-".join(word for word in words if word not in _VARIANTS))
+    dimensions = KNOWN["models"].get("-".join(word for word in words if word not in KNOWN["variants"]))
     if dimensions is None:
         raise PlanError(
             f"actor_rollout_ref.model.path={name}: neither a local folder nor a built-in model; nothing is downloaded. "
-            f"Give --model DIR (a folder with its config.json) or one of {', '.join(_DIMENSIONS)}"
+            f"Give --model DIR (a folder with its config.json) or one of {', '.join(KNOWN['models'])}"
         )
-    values = dict(zip(_KEYS, dimensions, strict=True)) | _EXTRA.get(dimensions[0], {})
-    positions = [limit for word in words if (limit := _VARIANTS.get(word)) is not None]
+    values = dict(zip(KNOWN["columns"], dimensions, strict=True)) | KNOWN["families"][dimensions[0]]
+    positions = [limit for word in words if (limit := KNOWN["variants"].get(word)) is not None]
     if positions and words[0] != "Llama":
         values["max_position_embeddings"] = min(positions)
     return Model(AutoConfig.for_model(**values), name)

@@ -1,7 +1,6 @@
 """The work and the parallel layout that a composed verl configuration asks for, and checks that it can run."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.settings import resolve, switched_on
-from oar_plugin.runs.plan.hardware import ANSWER, MEAN_PROMPT, MEAN_RESPONSE, ROWS, SCORED
-from oar_plugin.runs.plan.models import PlanError, load_model
+from oar_plugin.runs.plan.hardware import ANSWER, MEAN_PROMPT, MEAN_RESPONSE, SCORED
+from oar_plugin.runs.plan.models import KNOWN, PlanError, load_model
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
@@ -59,7 +58,8 @@ class Setup:
         self.oar = resolve(config) if switched_on(config) else None  # None for a run without OAR
         self.megatron: bool = host.actor.strategy == "megatron"
         self.actor, self.rollout = host.actor, host.rollout
-        self.engine = self.actor.megatron if self.megatron else self.actor.fsdp_config
+        self.group = f"{ACTOR}.megatron" if self.megatron else f"{ACTOR}.fsdp_config"  # keys of the trainer's engine
+        self.engine = OmegaConf.select(config, self.group)
         # ---- the work of a step
         self.prompts: int = data.train_batch_size
         self.sequences: int = self.prompts * self.rollout.n
@@ -106,7 +106,7 @@ class Setup:
         self.colocated: bool = not self.dedicated or host.hybrid_engine
         self.rollout_gpus: int = self.rollout.nnodes * self.rollout.n_gpus_per_node if self.dedicated else self.gpus
         self.replica = math.prod(self.rollout[size] for size in sizes)  # GPUs of one engine
-        if faults := list(_faults(self)):
+        if faults := _faults(self):
             raise PlanError("\n".join(faults))
 
     def micro_batch(self, update: bool) -> float:
@@ -121,27 +121,10 @@ class Setup:
         return float(min(budget, math.ceil(self.sequences / steps / self.dp) * length))
 
 
-def with_overrides(config: DictConfig, overrides: dict[str, Any]) -> DictConfig:
-    """Return a copy in which `overrides` (key -> value) replace values, including interpolated ones."""
-    changed = config.copy()
-    OmegaConf.set_struct(changed, False)
-    for key, value in overrides.items():
-        OmegaConf.update(changed, key, value, merge=True, force_add=True)
-    return changed
-
-
-def on_gpus(config: DictConfig, gpus: int) -> DictConfig:
-    """Return the configuration for `gpus` GPUs. Raise PlanError if they do not fill whole nodes."""
-    per_node = min(int(config.trainer.n_gpus_per_node), gpus)
-    if gpus < 1 or gpus % per_node:
-        raise PlanError(f"--gpus {gpus}: must be a multiple of {config.trainer.n_gpus_per_node}, the GPUs of a node")
-    return with_overrides(config, {"trainer.nnodes": gpus // per_node, "trainer.n_gpus_per_node": per_node})
-
-
 def _rows(files: Any) -> int | None:
     """Return the total number of rows in parquet files; None if it is unknown or a file is broken.
 
-    If a file is missing, all numbers come from `ROWS`.
+    If a file is missing, all numbers come from `known.yaml`.
     """
     paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
     if paths and all(path.is_file() for path in paths):
@@ -151,73 +134,71 @@ def _rows(files: Any) -> int | None:
             return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
         except (OSError, ValueError):  # for example an incomplete download; `oar launch` and `oar doctor` report it
             return None
-    known = [ROWS.get(f"{path.parent.name}/{path.stem}") for path in paths]
+    known = [KNOWN["rows"].get(f"{path.parent.name}/{path.stem}") for path in paths]
     return None if None in known else sum(rows or 0 for rows in known)
 
 
-def _faults(s: Setup) -> Iterator[str]:
-    """Yield one line per fault: key, value, rule, allowed values."""
+def _faults(s: Setup) -> list[str]:
+    """Return one line per fault: key, value, rule, allowed values."""
+    faults: list[str] = []
     model, mini, n = s.model, s.actor.ppo_mini_batch_size, s.rollout.n
-    group = f"{ACTOR}.megatron" if s.megatron else f"{ACTOR}.fsdp_config"
 
-    def fault(key: str, rule: str, allowed: Any) -> str:
-        listed = ", ".join(map(str, allowed)) if isinstance(allowed, list) else allowed
-        return f"{key}={OmegaConf.select(s.config, key)}: {rule}; allowed: {listed}"
-
-    def divisors(number: int, heads: bool = False) -> list[int]:
-        return [size for size in range(1, number + 1) if number % size == 0 and (not heads or splits(size))]
+    def check(key: str, rule: str, allowed: Any, fault: bool | None = None) -> None:
+        """Add a fault if `fault` is true; by default, if the key's value is not in the list `allowed`."""
+        value = OmegaConf.select(s.config, key)
+        if value not in allowed if fault is None else fault:
+            listed = ", ".join(map(str, allowed)) if isinstance(allowed, list) else allowed
+            faults.append(f"{key}={value}: {rule}; allowed: {listed}")
 
     def splits(ranks: int) -> bool:
         return model.heads % ranks == 0 and (model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0)
 
+    def divisors(number: int) -> list[int]:
+        return [size for size in range(1, number + 1) if number % size == 0]
+
     heads = (
         f"the {model.heads} heads of {model.name}, and divide or be a multiple of its {model.kv_heads} key-value heads"
     )
-    if s.prompts % mini:
-        rule = f"must divide data.train_batch_size={s.prompts}"
-        yield fault(f"{ACTOR}.ppo_mini_batch_size", rule, divisors(s.prompts))
+    check(f"{ACTOR}.ppo_mini_batch_size", f"must divide data.train_batch_size={s.prompts}", divisors(s.prompts))
     if s.megatron:
         tensor = [size for size in range(1, s.gpus + 1) if splits(size) and model.vocab % size == 0]
-        if s.tp not in tensor:
-            rule = f"must divide the vocabulary {model.vocab}, {heads}"
-            yield fault(f"{group}.tensor_model_parallel_size", rule, tensor)
-        if model.layers % s.pp:
-            rule = f"must divide the {model.layers} layers of {model.name}"
-            yield fault(f"{group}.pipeline_model_parallel_size", rule, divisors(model.layers))
+        check(f"{s.group}.tensor_model_parallel_size", f"must divide the vocabulary {model.vocab}, {heads}", tensor)
+        rule = f"must divide the {model.layers} layers of {model.name}"
+        check(f"{s.group}.pipeline_model_parallel_size", rule, divisors(model.layers))
         if s.gpus % (together := s.tp * s.pp * s.cp):
             rule = f"must divide the {s.gpus} GPUs of trainer.nnodes x trainer.n_gpus_per_node"
-            yield f"{group}: tensor {s.tp} x pipeline {s.pp} x context {s.cp} = {together}: {rule}"
-        if (virtual := s.engine.virtual_pipeline_model_parallel_size or 1) > 1:
-            yield f"{group}.virtual_pipeline_model_parallel_size={virtual}: not supported by the planner; allowed: null"
-        if model.experts:
-            rule = "a mixture of experts under Megatron is not supported, neither by the planner nor by OAR"
-            yield fault("actor_rollout_ref.model.path", rule, "a dense model, or actor.strategy=fsdp2")
-    elif s.ulysses not in (allowed := divisors(s.gpus, heads=True)):
-        yield fault(f"{ACTOR}.ulysses_sequence_parallel_size", f"must divide the {s.gpus} GPUs, {heads}", allowed)
-    elif s.gpus % s.shards:
-        yield fault(f"{group}.fsdp_size", f"must divide the {s.gpus} GPUs", [-1, *divisors(s.gpus)])
+            faults.append(f"{s.group}: tensor {s.tp} x pipeline {s.pp} x context {s.cp} = {together}: {rule}")
+        key = f"{s.group}.virtual_pipeline_model_parallel_size"
+        check(key, "not supported by the planner", "null", (OmegaConf.select(s.config, key) or 1) > 1)
+        rule = "a mixture of experts under Megatron is not supported, neither by the planner nor by OAR"
+        check("actor_rollout_ref.model.path", rule, "a dense model, or actor.strategy=fsdp2", model.experts > 0)
+    else:
+        sizes = list(filter(splits, divisors(s.gpus)))
+        rule = f"must divide the {s.gpus} GPUs"
+        check(f"{ACTOR}.ulysses_sequence_parallel_size", f"{rule}, {heads}", sizes, s.ulysses not in sizes)
+        check(f"{s.group}.fsdp_size", rule, [-1, *divisors(s.gpus)], s.shards not in divisors(s.gpus))
     for key, rows in (("data.train_batch_size", s.prompts), (f"{ACTOR}.ppo_mini_batch_size", mini)):
-        if s.dp and rows * n % s.dp:
-            rule = f"times {ROLLOUT}.n={n} must be divisible by the data parallel size {s.dp}"
-            yield fault(key, rule, f"multiples of {s.dp // math.gcd(s.dp, n)}")
-    if not s.rollout_gpus:
-        yield fault(f"{ROLLOUT}.nnodes", "separate_async needs nodes for generation alone", "at least 1")
-    elif s.rollout_gpus % s.replica or not splits(s.rollout.tensor_model_parallel_size):
-        rule = f"must divide {heads}; the {s.replica} GPUs of an engine must divide the {s.rollout_gpus} of generation"
-        yield fault(f"{ROLLOUT}.tensor_model_parallel_size", rule, divisors(s.rollout_gpus, heads=True))
-    if s.rollout.dtype not in BYTES:
-        yield fault(f"{ROLLOUT}.dtype", "unknown dtype", list(BYTES))
-    if s.rollout.max_model_len and s.rollout.max_model_len < s.max_length:
-        rule = "must be at least data.max_prompt_length + data.max_response_length"
-        yield fault(f"{ROLLOUT}.max_model_len", rule, f"at least {s.max_length}")
+        rule = f"times {ROLLOUT}.n={n} must be divisible by the data parallel size {s.dp}"
+        check(key, rule, f"multiples of {s.dp // math.gcd(s.dp, n)}", s.dp > 0 and rows * n % s.dp > 0)
+    check(f"{ROLLOUT}.nnodes", "separate_async needs nodes for generation alone", "at least 1", not s.rollout_gpus)
+    rule = f"must divide {heads}; the {s.replica} GPUs of an engine must divide the {s.rollout_gpus} of generation"
+    uneven = s.rollout_gpus % s.replica > 0 or not splits(s.rollout.tensor_model_parallel_size)
+    sizes = list(filter(splits, divisors(s.rollout_gpus)))
+    check(f"{ROLLOUT}.tensor_model_parallel_size", rule, sizes, s.rollout_gpus > 0 and uneven)
+    check(f"{ROLLOUT}.dtype", "unknown dtype", list(BYTES))
+    rule = "must be at least data.max_prompt_length + data.max_response_length"
+    short = (s.rollout.max_model_len or s.max_length) < s.max_length
+    check(f"{ROLLOUT}.max_model_len", rule, f"at least {s.max_length}", short)
     cycle = int(s.config.trainer.v1.separate_async.parameter_sync_step)
-    if s.dedicated and s.prompts != cycle * mini:
-        rule = f"must be trainer.v1.separate_async.parameter_sync_step={cycle} x {ACTOR}.ppo_mini_batch_size={mini}"
-        yield fault("data.train_batch_size", rule, cycle * mini)
-    least, positions = math.ceil(s.max_length / s.sequence_ranks), model.config.max_position_embeddings
+    rule = f"must be trainer.v1.separate_async.parameter_sync_step={cycle} x {ACTOR}.ppo_mini_batch_size={mini}"
+    check("data.train_batch_size", rule, cycle * mini, s.dedicated and s.prompts != cycle * mini)
+    least = math.ceil(s.max_length / s.sequence_ranks)
+    rule = f"a sequence of {s.max_length} tokens must fit into one micro-batch"
     for key in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
-        if s.actor.use_dynamic_bsz and OmegaConf.select(s.config, key) < least:
-            yield fault(key, f"a sequence of {s.max_length} tokens must fit into one micro-batch", f"at least {least}")
-    if s.max_length > positions:
-        rule = f"plus data.max_prompt_length exceeds the {positions} positions of {model.name}"
-        yield fault("data.max_response_length", rule, f"at most {max(0, positions + s.max_response - s.max_length)}")
+        small = s.actor.use_dynamic_bsz and OmegaConf.select(s.config, key) < least
+        check(key, rule, f"at least {least}", small)
+    positions = model.config.max_position_embeddings
+    rule = f"plus data.max_prompt_length exceeds the {positions} positions of {model.name}"
+    allowed = f"at most {max(0, positions + s.max_response - s.max_length)}"
+    check("data.max_response_length", rule, allowed, s.max_length > positions)
+    return faults

@@ -297,26 +297,20 @@ def test_it_has_the_recipes_nodes_gpus_volume_and_shared_memory():
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounts == {"shared": "/shared", "dshm": "/dev/shm"}
         assert variables(container)["OAR_DATA"] == "/shared/my data"
-
-
-def test_names_and_values_of_variables_are_strings_as_they_are():
-    strange = {"NO": "1", "ON": "yes", "DOLLARS": "$$(A) $(B) $C $"}
-    written = variables(rayjob(environment=strange)[2][1])
-    # Kubernetes makes one dollar of two, and a variable of $( ... ) behind a single one.
-    assert {name: value.replace("$$", "$") for name, value in written.items()} == strange
-    assert all("$" not in value.replace("$$", "") for value in written.values())
-
-
-def test_one_node_is_the_head_alone_and_nothing_is_asked_that_was_not_said():
+    # One node is the head alone, and nothing is asked for that no option names.
     _, _, (container,) = rayjob(nodes=1, **dict.fromkeys(ASKED, ""))
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert "envFrom" not in container
 
 
-def test_the_head_runs_what_the_recipe_says_however_it_is_written(fake, tmp_path):
-    made, _, (head, _) = rayjob(setup="export SET=up; : $$")
+def test_the_head_runs_what_the_recipe_says_and_no_value_is_taken_for_anything_else(fake, tmp_path):
+    strange = {"NO": "1", "ON": "yes", "DOLLARS": "$$(A) $(B) $C $"}
+    made, _, (head, worker) = rayjob(setup="export SET=up; : $$", environment=strange)
     written, entrypoint = variables(head), made["spec"]["entrypoint"]
-    assert "$$(OAR_DATA)" in written["OAR_LAUNCH_SCRIPT"]  # Kubernetes makes $( of it
+    # Kubernetes makes one dollar of two, and a variable of $( ... ) behind a single one.
+    assert {name: value.replace("$$", "$") for name, value in variables(worker).items()} == strange
+    assert all("$" not in value.replace("$$", "") for value in written.values())
+    assert "$$(OAR_DATA)" in written["OAR_LAUNCH_SCRIPT"]
     assert set(entrypoint) <= set("abcdefghijklmnopqrstuvwxyzOARLUNCHSIPT_.- 0123456789")  # no shell reads it
     assert entrypoint.split()[:3] == ["python", "-m", "oar_plugin.runs.launch.wait"]
     assert entrypoint.split()[-2:] == ["--then", "OAR_LAUNCH_SCRIPT"]

@@ -1,31 +1,24 @@
 """The checks before a run waits in a queue. Made-up GPUs and files."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("verl")
 
 import pyarrow
-from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from oar_plugin.runs.launch import preflight
-from oar_plugin.runs.launch.finding import examine_loggers
 from oar_plugin.runs.plan.hardware import choose_gpu
-from oar_plugin.runs.plan.planning import Plan
-from oar_plugin.runs.plan.setup import with_overrides
 from oar_plugin.runs.recipe import find_recipe
 from tests.recipes.test_recipes import composed
+from tests.runs.plan.conftest import with_overrides
 
 RECIPE = find_recipe("qwen2_5_7b_math")
 H100 = choose_gpu()
 COLUMNS = {"prompt": ["1+1?"], "data_source": ["gsm8k"], "reward_model": [{"ground_truth": "2"}]}
-
-
-def changed(changes):
-    """The recipe with some keys changed; `composed` is read-only."""
-    config = composed(RECIPE).copy()
-    OmegaConf.set_readonly(config, False)
-    return with_overrides(config, changes)
 
 
 @pytest.fixture
@@ -43,8 +36,8 @@ def ready(tmp_path, monkeypatch):
 
 def examined(changes, gpu=H100, files_seen=True, local=True):
     """Findings of such a run, by subject."""
-    config = changed(changes)
-    findings = list(preflight.examine(config, preflight.examine_plan(config, gpu)[1], files_seen, local))
+    config = with_overrides(composed(RECIPE), changes)
+    _, findings = preflight.examine(config, gpu, files_seen=files_seen, local=local)
     by_subject = {finding.subject: finding for finding in findings}
     assert len(by_subject) == len(findings)
     return by_subject
@@ -62,21 +55,13 @@ REWARD = "reward.custom_reward_function"
 @pytest.mark.parametrize(
     ("changes", "subject", "said"),
     [
-        (
-            {"data.prompt_key": "question"},
-            "data",
-            "math/train.parquet has no column question (named by data.prompt_key)",
-        ),
+        ({"data.prompt_key": "question"}, "data", "train.parquet has no column question (named by data.prompt_key)"),
         ({"data.val_files": ["/no/math/test.parquet"]}, "data", "/no/math/test.parquet is not there; oar data math"),
         ({"data.val_files": ["HERE/bare.parquet"]}, "data", "bare.parquet has no column data_source, reward_model"),
         ({"data.val_files": ["HERE/half.parquet"]}, "data", "half.parquet cannot be read (ArrowInvalid"),
         ({"actor_rollout_ref.model.path": "HERE/gone"}, "model", "model.path=HERE/gone: is not there"),
         ({"actor_rollout_ref.model.path": "HERE/math"}, "model", "math has no config.json"),
-        (
-            {f"{REWARD}.path": "HERE/reward.py"},
-            "reward",
-            "reward.py: cannot be imported: ModuleNotFoundError: No module",
-        ),
+        ({f"{REWARD}.path": "HERE/reward.py"}, "reward", "reward.py: cannot be imported: ModuleNotFoundError: No"),
         ({f"{REWARD}.path": "HERE/exits.py"}, "reward", "cannot be imported: SystemExit: 3"),
         ({f"{REWARD}.name": "nope"}, "reward", "nope"),
         ({"actor_rollout_ref.actor.ppo_mini_batch_size": 100}, "layout", "ppo_mini_batch_size=100: must divide"),
@@ -95,16 +80,13 @@ def test_what_would_end_a_run_is_missing(ready, tmp_path, changes, subject, said
     assert said.replace("HERE", str(tmp_path)) in f"{finding.text}; {finding.advice}"
 
 
-def test_a_run_that_does_not_fit_is_told_the_margin_and_the_first_change(ready):
-    finding = examined(ready, choose_gpu(memory_gib=20))["memory"]
-    assert finding.level == "missing"
-    assert "for GPUs of 20 GiB: does not fit, " in finding.text
-    assert "GiB missing in " in finding.text
-    change = dict(word.split("=") for word in finding.advice.split())
-    elsewhere = examined(ready, choose_gpu(memory_gib=20), local=False)["memory"]
-    assert elsewhere.advice.startswith(f"{finding.advice}, or --gpu NAME")
-    relieved = changed({key: OmegaConf.create(f"v: {v}").v for key, v in change.items()})
-    assert Plan(relieved, choose_gpu(memory_gib=20)).fits
+def test_a_run_that_does_not_fit_is_told_the_margin_and_what_to_try(ready):
+    here, elsewhere = (examined(ready, choose_gpu(memory_gib=20), local=local)["memory"] for local in (True, False))
+    assert here.level == "missing"
+    assert "for GPUs of 20 GiB: does not fit, " in here.text
+    assert "GiB missing in " in here.text
+    assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in here.advice
+    assert elsewhere.advice.startswith(f"{here.advice}, or --gpu NAME")
 
 
 @pytest.mark.parametrize(
@@ -133,8 +115,14 @@ def test_loggers(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("oar_plugin.runs.launch.finding.importable", lambda name: name != "tensorboard")
-    said = {f.text.split()[0]: f.level for f in examine_loggers(["console", "wandb", "tensorboard", "mlflow"])}
-    assert said == {"wandb": "missing", "tensorboard": "missing"}
+    monkeypatch.setattr(preflight, "importable", lambda name: name != "tensorboard")
+    found = preflight.examine_loggers(["console", "wandb", "tensorboard", "mlflow"])
+    assert {(f.text.split()[0], f.level) for f in found} == {("wandb", "missing"), ("tensorboard", "missing")}
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert not list(examine_loggers(["file", "wandb"]))
+    assert not list(preflight.examine_loggers(["file", "wandb"]))
+
+
+def test_doctor_can_import_the_checks_where_nothing_is_installed():
+    others = "[name for name, m in sys.modules.items() if 'site-packages' in (getattr(m, '__file__', '') or '')]"
+    code = f"import sys; before = {others}; import oar_plugin.runs.launch.preflight; print({others} == before)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"

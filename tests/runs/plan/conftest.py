@@ -1,6 +1,7 @@
 """Recipes' configurations, composed once: Hydra takes seconds for each."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
@@ -13,3 +14,13 @@ def fsdp():
 @pytest.fixture(scope="session")
 def megatron():
     return compose_recipe(find_recipe("qwen2_5_32b_megatron"))
+
+
+def with_overrides(config, overrides):
+    """A copy with other values, in place of interpolations too."""
+    changed = config.copy()
+    OmegaConf.set_readonly(changed, False)
+    OmegaConf.set_struct(changed, False)
+    for key, value in overrides.items():
+        OmegaConf.update(changed, key, value)
+    return changed

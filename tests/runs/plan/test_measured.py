@@ -10,10 +10,19 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.plain import gradient_importance
 from oar_plugin.passes.request import Request
-from oar_plugin.runs.plan.memory import activations, cache_bytes, forward_logits, states
+from oar_plugin.runs.plan.costs import (
+    IMPORTANCE,
+    LOG_PROB,
+    UPDATE,
+    activations,
+    cache_bytes,
+    forward_logits,
+    states,
+    step_flops,
+)
 from oar_plugin.runs.plan.models import Model
-from oar_plugin.runs.plan.seconds import IMPORTANCE, LOG_PROB, UPDATE, step_flops
-from oar_plugin.runs.plan.setup import Expected, Setup, with_overrides
+from oar_plugin.runs.plan.setup import Expected, Setup
+from tests.runs.plan.conftest import with_overrides
 
 SEQUENCES, PROMPT, RESPONSE, ANSWER = 2, 64, 192, 8
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Plans of the recipes: verdicts, suggestions that really fit, what must not depend on what; and the models that are known."""
+"""Plans of the recipes: verdicts, what must not depend on what, what cannot run; and the models that are known."""
 
 import re
 
@@ -6,12 +6,11 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from oar_plugin.runs.plan.hardware import choose_gpu
-from oar_plugin.runs.plan.memory import states
+from oar_plugin.runs.plan.costs import COPIES, GATE, GENERATION, IMPORTANCE, UPDATE, states, step_flops
 from oar_plugin.runs.plan.models import Model, PlanError, load_model
-from oar_plugin.runs.plan.planning import Plan, suggest
-from oar_plugin.runs.plan.seconds import COPIES, GATE, GENERATION, IMPORTANCE, UPDATE, step_flops
-from oar_plugin.runs.plan.setup import Expected, Setup, on_gpus, with_overrides
+from oar_plugin.runs.plan.planning import Plan
+from oar_plugin.runs.plan.setup import Expected, Setup
+from tests.runs.plan.conftest import with_overrides
 
 
 @pytest.fixture(params=["fsdp", "megatron"])
@@ -44,28 +43,11 @@ def test_states_are_sixteen_bytes_per_weight_and_megatrons_twelve_over_the_data_
     assert weights == 4 * lora.model.parameters / 8 + gradients
 
 
-def test_suggestions_make_it_fit_and_have_no_superfluous_part(fsdp):
-    def replan(changed):
-        return Plan(changed, choose_gpu("A100-80", memory_gib=24))
-
-    current = replan(fsdp)
-    assert not current.fits
-    found = suggest(current, replan)
-    assert all(replan(with_overrides(fsdp, made.overrides)).fits for made in found)
-    together = next(made for made in found if ";" in made.reason)
-    budgets = {key: value for key, value in together.overrides.items() if "max_token_len" in key}
-    others = {key: value for key, value in together.overrides.items() if key not in budgets}
-    for part in (budgets, others):
-        assert part
-        assert not replan(with_overrides(fsdp, part)).fits
-    assert suggest(Plan(fsdp), lambda changed: pytest.fail("there is room")) == []
-
-
 def test_a_gpu_without_room_for_a_sequence_does_not_fit(fsdp):
     made = Plan(changed(fsdp, "rollout.gpu_memory_utilization=0.115"))
     assert made.cached < 1
     assert made.verdict == "does not fit"
-    assert any("actor_rollout_ref.rollout.gpu_memory_utilization" in each.overrides for each in suggest(made, Plan))
+    assert "less than one sequence" in made.margin
 
 
 def test_grpo_takes_what_oar_takes_without_the_oar(config):
@@ -76,6 +58,10 @@ def test_grpo_takes_what_oar_takes_without_the_oar(config):
     assert totals(oar)["importance (fisher)"] < totals(oar)["update"], "importance needs less memory than the update"
     own = changed(config, "oar.importance=python:tests.own_importance:Saliency")
     assert Plan(own).seconds == oar.seconds, "one's own is planned like any other"
+    # Scoring all responses in place of half of them changes importance alone.
+    all_ = Plan(config, expected=Expected(scored_share=1.0)).seconds
+    assert oar.seconds[IMPORTANCE] < all_[IMPORTANCE]
+    assert (oar.seconds[UPDATE], oar.seconds[GATE]) == (all_[UPDATE], all_[GATE])
 
 
 def test_what_starts_from_the_reasoning_projects_it_and_a_second_backward_takes_a_forward(config):
@@ -137,16 +123,10 @@ def test_hours_are_those_of_all_steps_and_validations_within_a_range(fsdp, tmp_p
 
 def test_more_gpus_never_need_more_memory_each_and_larger_micro_batches_never_less(config):
     own = Plan(config)
-    more = Plan(on_gpus(config, own.setup.gpus * 2))
+    more = Plan(changed(config, f"trainer.nnodes={2 * config.trainer.nnodes}"))
     larger = Plan(changed(config, f"actor.ppo_max_token_len_per_gpu={2 * own.setup.actor.ppo_max_token_len_per_gpu}"))
     for phase, total in totals(own).items():
         assert totals(more)[phase] <= total + 1 <= totals(larger)[phase] + 2
-
-
-def test_scoring_more_responses_takes_more_importance_and_nothing_else(config):
-    half, all_ = (Plan(config, expected=Expected(scored_share=share)).seconds for share in (0.5, 1.0))
-    assert half[IMPORTANCE] < all_[IMPORTANCE]
-    assert (half[UPDATE], half[GATE]) == (all_[UPDATE], all_[GATE])
 
 
 @pytest.mark.parametrize(
@@ -173,47 +153,36 @@ def test_what_cannot_run_is_named(request, layout, overrides, said):
 
 # ---- models
 
-# As the model cards and the checkpoints' indices have them.
-PARAMETERS = {
-    "Qwen/Qwen2.5-0.5B": 494_032_768,
-    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen/Qwen2.5-7B": 7_615_616_512,
-    "Qwen/Qwen2.5-14B": 14_770_033_664,
-    "Qwen/Qwen2.5-32B": 32_763_876_352,
-    "Qwen/Qwen3-4B": 4_022_468_096,
-    "Qwen/Qwen3-8B": 8_190_735_360,
-    "Qwen/Qwen3-14B-Base": 14_768_307_200,
-    "Qwen/Qwen3-32B": 32_762_123_264,
-    "Qwen/Qwen3-30B-A3B-Base": 30_532_122_624,
-    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
-    "meta-llama/Llama-3.2-1B": 1_235_814_400,
-    "meta-llama/Llama-3.2-3B": 3_212_749_824,
-    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
-    "01-ai/Yi-1.5-34B-Chat-16K": 34_388_917_248,
-}
-POSITIONS = {
-    "Qwen/Qwen2.5-7B": 131072,
-    "Qwen/Qwen2.5-7B-Instruct": 32768,
-    "Qwen/Qwen2.5-Math-7B": 4096,
-    "Qwen/Qwen2.5-Math-7B-Instruct": 4096,
-    "meta-llama/Meta-Llama-3-8B-Instruct": 8192,
-    "01-ai/Yi-1.5-34B-Chat": 4096,
-    "01-ai/Yi-1.5-34B-Chat-16K": 16384,
+# Name -> number of parameters, as the model cards and the checkpoints' indices have it, and positions.
+MODELS = {
+    "Qwen/Qwen2.5-0.5B": (494_032_768, 32768),
+    "Qwen/Qwen2.5-1.5B": (1_543_714_304, 131072),
+    "Qwen/Qwen2.5-7B": (7_615_616_512, 131072),
+    "Qwen/Qwen2.5-7B-Instruct": (7_615_616_512, 32768),
+    "Qwen/Qwen2.5-Math-7B": (7_615_616_512, 4096),
+    "Qwen/Qwen2.5-Math-7B-Instruct": (7_615_616_512, 4096),
+    "Qwen/Qwen2.5-14B": (14_770_033_664, 131072),
+    "Qwen/Qwen2.5-32B": (32_763_876_352, 131072),
+    "Qwen/Qwen3-4B": (4_022_468_096, 40960),
+    "Qwen/Qwen3-8B": (8_190_735_360, 40960),
+    "Qwen/Qwen3-14B-Base": (14_768_307_200, 32768),
+    "Qwen/Qwen3-32B": (32_762_123_264, 40960),
+    "Qwen/Qwen3-30B-A3B-Base": (30_532_122_624, 32768),
+    "meta-llama/Meta-Llama-3-8B-Instruct": (8_030_261_248, 8192),
+    "meta-llama/Llama-3.1-8B-Instruct": (8_030_261_248, 131072),
+    "meta-llama/Llama-3.2-1B": (1_235_814_400, 131072),
+    "meta-llama/Llama-3.2-3B": (3_212_749_824, 131072),
+    "meta-llama/Llama-3.3-70B-Instruct": (70_553_706_496, 131072),
+    "01-ai/Yi-1.5-34B-Chat": (34_388_917_248, 4096),
+    "01-ai/Yi-1.5-34B-Chat-16K": (34_388_917_248, 16384),
 }
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_built_in_models_have_the_published_number_of_parameters(name):
-    assert load_model(name).parameters == PARAMETERS[name]
-
-
-def test_variants_read_as_many_positions_as_they_do():
-    assert {name: load_model(name).config.max_position_embeddings for name in POSITIONS} == POSITIONS
-
-
-def test_adapters_are_counted_on_every_linear_layer():
+def test_known_models_have_the_published_sizes():
+    known = {name: load_model(name) for name in MODELS}
+    assert {n: (model.parameters, model.config.max_position_embeddings) for n, model in known.items()} == MODELS
     attention, mlp = 2 * (3584 + 3584) + 2 * (3584 + 512), 3 * (3584 + 18944)  # hidden 3584, MLP 18944, keys of 512
-    assert load_model("Qwen/Qwen2.5-7B").adapters == 28 * (attention + mlp)
+    assert known["Qwen/Qwen2.5-7B"].adapters == 28 * (attention + mlp), "adapters on every linear layer"
 
 
 def test_an_unknown_model_is_named_with_what_to_do(tmp_path):  # test_measured reads folders that hold one
