@@ -15,8 +15,8 @@ from typing import Any
 
 MOVED = {
     f"oar_plugin.hosts.verl.{name}": f"oar_plugin.runs.{name}"
-    for name in ("run_folder", "best_checkpoint", "reward", "recipe", "keys")
-}
+    for name in ("run_folder", "best_checkpoint", "reward", "recipe")
+} | dict.fromkeys(("oar_plugin.hosts.verl.keys", "oar_plugin.runs.keys"), "oar_plugin.runs.recipe")
 """Old module name -> new module name, for the modules that recipes refer to."""
 _HYDRA_CONF = "oar_plugin.hosts.verl.hydra_conf"  # `KeepRun` was defined there
 
