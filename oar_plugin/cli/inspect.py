@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) -> str | None:
+    """Return what is wrong with the arguments; None if nothing is."""
     for_models = [*settings, *(f"--{name}" for name in ("importance", "device") if getattr(args, name))]
     for_pages = [f"--{name}" for name in ("open", "follow") if getattr(args, name)]
     if not places:
@@ -89,6 +90,7 @@ def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) 
 
 
 def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> int:
+    configs = {}
     if args.model:
         from oar_plugin.cli import score
 
@@ -104,11 +106,11 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
 
         texts = score.graded(texts)
         try:
-            responses += score.scored(args.model, args.device, texts, configs) if args.model else unscored(texts)
+            responses += score.scored(args.model, args.device, texts, configs) if configs else unscored(texts)
         except EvaluationError as error:
             say(f"oar inspect: --model={args.model}: {error}", sys.stderr)
             return 1
-        header = header or score.header_of(configs if args.model else {})
+        header = header or score.header_of(configs)
     assert header is not None
     for note in loaded.notes():
         say(f"oar inspect: {note}", sys.stderr)
@@ -169,7 +171,7 @@ def _follow(args: argparse.Namespace, places: list[Path]) -> int:
 
 
 def _ended(places: list[Path]) -> bool:
-    """Whether the records of all these runs say that they ended; False without a record."""
+    """Return whether the records of all these runs say that they ended; False without a record."""
     from oar_plugin.runs.run_folder import is_begun, state
 
     folders = [folder for place in places for folder in (place.resolve(), place.resolve().parent) if is_begun(folder)]

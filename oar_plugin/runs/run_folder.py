@@ -196,7 +196,7 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _lock(folder: Path) -> None:
-    """Lock the folder, also against other machines if the file system supports it. RunRefused: another process has locked it."""
+    """Lock the folder, also on other machines if the file system supports it. RunRefused: another process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _locks:
         _locks.pop(folder).close()
