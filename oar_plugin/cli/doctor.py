@@ -43,31 +43,11 @@ class Package(NamedTuple):
 
     module: str  # its import shows that the package works
     tested: str = ""  # versions; empty: a package for GPUs, untested
-    advice: str = ""  # where pip alone does not install it
-
-    def install(self, name: str) -> str:
-        """Return how to install the package."""
-        return self.advice or f'pip install "{name}{self.tested}"'
+    advice: str = ""  # how to install it; empty: by its name and the tested versions
 
 
-_MEGATRON = "see docs/megatron.md"
-_WHEEL = "the wheel for your torch and CUDA; verl's image has it"
-_VLLM = "the vllm for your torch; without a GPU: bash recipes/cpu_demo/run.sh"
-PACKAGES = {
-    "torch": Package("torch", ">=2.11,<2.14"),
-    "ray": Package("ray", ">=2.50,<2.61", 'pip install "ray[default]"'),
-    "transformers": Package("transformers", ">=5.5.3,!=5.6.0,<5.11"),
-    "TransferQueue": Package("transfer_queue", "==0.1.11"),
-    "vllm": Package("vllm._C", ">=0.24,<0.32", _VLLM),
-    "flash-attn": Package("flash_attn", "", _WHEEL),
-    "transformer-engine": Package("transformer_engine.pytorch", "", _WHEEL),
-    "megatron-core": Package("megatron.core", ">=0.16.1,<0.19", _MEGATRON),
-    "mbridge": Package("mbridge", ">=0.15,<0.16", _MEGATRON),
-    "megatron-bridge": Package("megatron.bridge", ">=0.5,<0.6", _MEGATRON),
-    "tensorboard": Package("torch.utils.tensorboard", ">=2.20,<2.22"),
-    "wandb": Package("wandb", ">=0.27,<0.32"),
-    "datasets": Package("datasets", ">=4,<6"),
-}
+_TABLE = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
+PACKAGES = {name: Package(**fields) for name, fields in _TABLE.items()}
 PLAIN: dict[str, Any] = {
     **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
     **{"loggers": ["console", "wandb"], "offloads": False},
@@ -94,21 +74,17 @@ def run(args: argparse.Namespace) -> int:
         say(f"oar doctor: {error}", sys.stderr)
         return 2
     findings = list(examine(recipe, args.overrides))
-    subjects = {worst: [one.subject for one in findings if one.level == worst] for worst in ("missing", "not checked")}
-    if subjects["missing"]:
-        verdict, status, then = "not ready", 1, ", ".join(subjects["missing"])
-    elif subjects["not checked"]:
-        verdict, status, then = "not checked", 3, ", ".join(subjects["not checked"])
-    else:
-        verdict, status, then = "ready", 0, "add algorithm.adv_estimator=oar to your verl command."
-        if recipe is not None:
-            then = f"oar launch {shlex.join([args.recipe, *args.overrides])}"
+    missing, unseen = ([one.subject for one in findings if one.level == level] for level in ("missing", "not checked"))
+    verdict, status = ("not ready", 1) if missing else ("not checked", 3) if unseen else ("ready", 0)
     if args.json:
         print(json.dumps({"verdict": verdict, "findings": [finding._asdict() for finding in findings]}, indent=1))
         return status
     for subject, level, text, advice in findings:
         say(f"{level:12} {subject}: {text}{advice and f'  -> {advice}'}")
-    say(f"{verdict.capitalize()}: {then}")
+    command = "add algorithm.adv_estimator=oar to your verl command."
+    if recipe is not None:
+        command = f"oar launch {shlex.join([args.recipe, *args.overrides])}"
+    say(f"{verdict.capitalize()}: {', '.join(missing or unseen) or command}")
     return status
 
 
@@ -152,17 +128,16 @@ def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
     if machine.on_cpu:
         modules["vllm"] = "vllm._custom_ops"  # it chooses the kernels that this processor has the instructions for
     faults = import_faults(modules)
-    for name, package in PACKAGES.items():
-        version, fault, install = version_of(name), faults[name], package.install(name)
+    for name, (module, tested, advice) in PACKAGES.items():
+        version, fault, install = version_of(name), faults[name], advice or f'pip install "{name}{tested}"'
         level: Level = "missing" if name in needed else "note"
         absent = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", fault or "")
         if fault is None:
             from packaging.specifiers import SpecifierSet
 
-            known = version is None or SpecifierSet(package.tested).contains(version, prereleases=True)
-            note = "" if known else f"tested with {package.tested}"
-            yield Finding(name, "note" if note else "ok", version or "", note)
-        elif version is None and absent and f"{package.module}.".startswith(f"{absent[1]}."):
+            known = version is None or SpecifierSet(tested).contains(version, prereleases=True)
+            yield Finding(name, "ok" if known else "note", version or "", "" if known else f"tested with {tested}")
+        elif version is None and absent and f"{module}.".startswith(f"{absent[1]}."):
             yield Finding(name, level, "not installed", install)
         elif machine.without_gpus and DRIVER_ERROR.search(fault):
             yield Finding(name, "not checked", f"needs a GPU's driver: {fault}", "run this on a node that has one")
@@ -264,9 +239,7 @@ def _recipe(told: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
         yield Finding("configuration", "missing", refused, "oar plan RECIPE shows the whole error")
     else:
         yield Finding("configuration", "ok", f"strategy={told.get('strategy')}, trainer_mode={told.get('mode')}")
-    for finding in starmap(Finding, told.get("findings", [])):
-        unseen = finding.subject == "memory" and finding.level == "ok" and not machine.gpus
-        yield finding._replace(level="not checked") if unseen else finding
+    yield from starmap(Finding, told.get("findings", []))
 
 
 def _cluster(nodes: tuple[int, int] | None, machine: Machine) -> Finding:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from oar_plugin.cli.arguments import listed, positive
+from oar_plugin.cli.arguments import listed
 from oar_plugin.cli.browser import open_page
 from oar_plugin.cli.tables import console, table
 from oar_plugin.output import say, write_whole
@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
     text = f"training steps to show (default: the newest, up to {TOKENS:,} tokens)"
     add("--steps", type=_steps, metavar="N,...", help=text)
-    add("--limit", type=positive, metavar="N", help="largest number of responses, of the newest steps, in whole groups")
     text = "output (default: inspect.html in the folder or beside the file; json and text: the terminal)"
     add("--out", type=Path, metavar="FILE", help=text)
     add("--format", choices=("html", "json", "text"), default="html", help="default: %(default)s")
@@ -61,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 2 for wrong input or nothing to show, 1 if the model cannot be used; the message says what to do."""
     words = [*args.words, *args.overrides]
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     places = [Path(word) for word in words if word not in settings]
@@ -95,7 +93,7 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
         from oar_plugin.cli import score
 
         configs = score.configs_of(args.importance, settings)
-    loaded = read(places, args.steps, args.limit)
+    loaded = read(places, args.steps)
     responses = [item for item in loaded.items if isinstance(item, Response)]
     texts, header = [item for item in loaded.items if isinstance(item, Text)], loaded.header
     if responses and args.model:

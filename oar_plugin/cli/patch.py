@@ -92,9 +92,9 @@ def _write(package: Path, file: Path, options: list[str], advice: str) -> None:
 
 def _git_apply(package: Path, file: Path, *options: str) -> str:
     """Run `git apply` in a host's package. Return an empty string, or why the patch does not fit."""
-    # git must not take a repository around the package for the one that is patched.
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(package.parent), "LC_ALL": "C"}
+    # git must not take a repository around the package for the one that is patched, and must ignore the user's settings.
+    own = {"GIT_CEILING_DIRECTORIES": str(package.parent), "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     words = ["git", "apply", "-p2", *options, str(file)]
-    done = subprocess.run(words, cwd=package, env=env, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(words, cwd=package, env=os.environ | own, capture_output=True, text=True, errors="replace")
     fault = done.stderr.strip().rpartition("\n")[2] or f"git apply: exit status {done.returncode}"
     return fault if done.returncode else ""

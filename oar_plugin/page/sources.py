@@ -88,17 +88,16 @@ class Loaded:
         notes = {
             f"{self.skipped} of {self.lines} lines skipped: half-written, or of something else": self.skipped,
             f"steps {steps_text(self.left_out)} not shown: --steps N,... shows them": self.left_out,
-            f"{self.cut} more responses of these steps not shown: --steps N,... or a larger --limit shows them": self.cut,
+            f"{self.cut} more responses of these steps not shown: --steps N,... shows them": self.cut,
             "settings differ between these steps: weights are as recorded": self.settings_differ,
         }
         return [note for note, holds in notes.items() if holds]
 
 
-def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int | None = None) -> Loaded:
+def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
     """Read responses of files, of dump folders, and of folders with a single dump folder, in whole groups.
 
-    By default these are the newest steps, up to `TOKENS` tokens or `limit` responses, at least one group. SourceError: there is
-    nothing to show.
+    By default these are the newest steps, up to `TOKENS` tokens, at least one group. SourceError: there is nothing to show.
     """
     loaded, parts = Loaded(), defaultdict[int, list[Path | Item]](list)
     for step, file in (pair for source in sources for pair in files(source)):
@@ -109,7 +108,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int
             parts[item.step].append(item)
     if unknown := sorted(set(steps or ()) - parts.keys()):
         raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(sorted(parts))}")
-    wanted, room = sorted(set(steps or parts), reverse=True), limit or (math.inf if steps else TOKENS)
+    wanted, room = sorted(set(steps or parts), reverse=True), math.inf if steps else TOKENS
     for place, step in enumerate(wanted):
         groups: dict[str, list[Item]] = defaultdict(list)
         for part in parts[step]:
@@ -117,7 +116,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int
                 groups[item.group].append(item)
         shown: list[Item] = []
         for group in groups.values():
-            used = len(group) if limit else sum(map(_size, group))
+            used = sum(map(_size, group))
             if used > room and (loaded.items or shown):
                 room = 0
                 break

@@ -1,7 +1,6 @@
 """The second `verl.plugins` entry point: keeps old module names importable for copied recipes and older runs.
 
-`import verl` loads this module in every process. It therefore imports only the standard library at first. It imports a module
-of `runs/` only when the module's old name is imported.
+`import verl` loads this module in every process, so it imports only the standard library until an old name is imported.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Recipes: a folder with `recipe.yaml` (model, cluster, data) and two entry points, `oar.yaml` and `grpo.yaml`.
 
 Each entry point adds three lines to `recipe.yaml`, which extends verl's own `ppo_trainer` through Hydra's `pkg://`. The
-functions raise `RecipeError` for a recipe that cannot run.
+functions raise `RecipeError` for a recipe that cannot run, also for one with a key that verl does not know.
 """
 
 from __future__ import annotations

@@ -37,19 +37,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
 MAX_LISTED_KEYS = 12  # in one message
-IGNORED = (
-    # Output folders, logging, profiling.
-    *("trainer.project_name", "trainer.experiment_name", "trainer.default_*_dir", "trainer.*_data_dir", "hydra.*"),
-    *("trainer.logger", "trainer.log_*", "algorithm.oar.dump.*", "global_profiler*", "*.profiler.*"),
-    # When to save and to validate.
-    *("trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "trainer.esi_*"),
-    *("trainer.max_*_ckpt_to_keep", "trainer.checkpoint_*", "actor_rollout_ref.actor.checkpoint.*"),
-    # Ray, and the number of worker processes.
-    *("ray_kwargs*", "transfer_queue*", "*.num_workers", "*.dataloader_num_workers", "actor_rollout_ref.nccl_timeout"),
-    # Paths, under keys that only the recipes have.
-    *("oar_data", "smoke"),
-)
-"""Keys that change no result. They are not part of a run's name and may differ on resume."""
+_IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
 
 _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; --fresh (or {START}=fresh) "
@@ -65,7 +53,7 @@ class RunRefused(ValueError):
 
 def affects_results(key: str) -> bool:
     """Return whether the results of a run may depend on this key."""
-    return not any(fnmatch(key, pattern) for pattern in IGNORED)
+    return not any(fnmatch(key, pattern) for pattern in _IGNORED)
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:

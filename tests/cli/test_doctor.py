@@ -111,51 +111,45 @@ def test_a_node_with_everything_is_ready(examined, capsys, words):
     assert (f"oar launch {RECIPE}" if words else "algorithm.adv_estimator=oar") in last
 
 
-NEEDED = {"torch", "ray", "transformers", "TransferQueue", "vllm", "datasets", "flash-attn", "wandb"}
+NEEDED = ("torch", "ray", "transformers", "TransferQueue", "vllm", "datasets", "flash-attn", "wandb")
 NO_MSGPACK = "ModuleNotFoundError: No module named 'msgpack'"
 NO_SYMBOL = "ImportError: undefined symbol: _ZN3c10"
 
 
+MISSING = [
+    *(({"imports": {name: ABSENT}}, name, PACKAGES[name].advice or f'pip install "{name}') for name in NEEDED),
+    ({"imports": {"flash-attn": ("2.8.3", NO_SYMBOL)}}, "flash-attn", NO_SYMBOL),
+    # A checkout on the search path has no version; the module that it lacks is not the package itself.
+    ({"imports": {"ray": (None, NO_MSGPACK)}}, "ray", NO_MSGPACK),
+    ({"features": {"verl": None, "folder": None, "fault": "verl is not installed"}}, "verl", "pip install 'verl"),
+    ({"features": {"folder": None, "fault": "ImportError: x"}}, "verl", "0.9.1 ImportError: x"),
+    ({"features": {"loaded": False}}, "oar_plugin", "verl did not load it"),
+    ({"features": {"loaded": False, "wrapt": "ImportError: no wrapt"}}, "oar_plugin", "no wrapt"),
+    ({"features": {"loaded": None, "fault": "no answer within 300 s"}}, "oar_plugin", "no answer within 300 s"),
+    (lacks("sync", "verl.x: Y is not there", "z"), "sync", "Y is not there; z"),
+    (lacks("fsdp", "verl.x: Y is not there"), "fsdp", "Y is not there"),
+    ({"features": {"rollout": "ImportError: x"}}, "rollout", "ImportError: x"),
+]
+NOTES = [
+    *(({"imports": {name: ABSENT}}, name, "not installed") for name in PACKAGES if name not in NEEDED),
+    ({"imports": {"torch": ("2.10.1", None)}}, "torch", PACKAGES["torch"].tested),
+    ({"features": {"note": "verl 1.0 was not tried with OAR"}}, "verl", "was not tried"),
+    (lacks("megatron", "no megatron"), "megatron", "no megatron"),
+    (lacks("offload", "vLLM lacks x"), "offload", "perturbation.backend=actor"),
+    ({"devices": {"gpus": [FULL, GPU]}}, "GPU memory", "20 GiB"),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "subject", "said"),
-    [
-        *(({"imports": {name: ABSENT}}, name, PACKAGES[name].install(name)) for name in sorted(NEEDED)),
-        ({"imports": {"flash-attn": ("2.8.3", NO_SYMBOL)}}, "flash-attn", NO_SYMBOL),
-        # A checkout on the search path has no version; the module that it lacks is not the package itself.
-        ({"imports": {"ray": (None, NO_MSGPACK)}}, "ray", NO_MSGPACK),
-        ({"features": {"verl": None, "folder": None, "fault": "verl is not installed"}}, "verl", "pip install 'verl"),
-        ({"features": {"folder": None, "fault": "ImportError: x"}}, "verl", "0.9.1 ImportError: x"),
-        ({"features": {"loaded": False}}, "oar_plugin", "verl did not load it"),
-        ({"features": {"loaded": False, "wrapt": "ImportError: no wrapt"}}, "oar_plugin", "no wrapt"),
-        ({"features": {"loaded": None, "fault": "no answer within 300 s"}}, "oar_plugin", "no answer within 300 s"),
-        (lacks("sync", "verl.x: Y is not there", "z"), "sync", "Y is not there; z"),
-        (lacks("fsdp", "verl.x: Y is not there"), "fsdp", "Y is not there"),
-        ({"features": {"rollout": "ImportError: x"}}, "rollout", "ImportError: x"),
-    ],
+    ("level", "changes", "subject", "said"),
+    [*(("missing", *one) for one in MISSING), *(("note", *one) for one in NOTES)],
 )
-def test_what_a_run_cannot_start_without_comes_with_what_to_do(examined, changes, subject, said):
+def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, level, changes, subject, said):
+    """A note: only other runs need it, or it was not tested."""
     findings, status, verdict = examined(**changes)
-    assert findings[subject]["level"] == "missing"
+    assert findings[subject]["level"] == level
     assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
-    assert (status, verdict) == (1, "not ready")
-
-
-@pytest.mark.parametrize(
-    ("changes", "subject", "said"),
-    [
-        *(({"imports": {name: ABSENT}}, name, "not installed") for name in sorted(PACKAGES.keys() - NEEDED)),
-        ({"imports": {"torch": ("2.10.1", None)}}, "torch", PACKAGES["torch"].tested),
-        ({"features": {"note": "verl 1.0 was not tried with OAR"}}, "verl", "was not tried"),
-        (lacks("megatron", "no megatron"), "megatron", "no megatron"),
-        (lacks("offload", "vLLM lacks x"), "offload", "perturbation.backend=actor"),
-        ({"devices": {"gpus": [FULL, GPU]}}, "GPU memory", "20 GiB"),
-    ],
-)
-def test_what_only_other_runs_need_and_what_was_not_tested_is_a_note(examined, changes, subject, said):
-    findings, status, _ = examined(**changes)
-    assert findings[subject]["level"] == "note"
-    assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
-    assert status == 0
+    assert (status, verdict) == ((1, "not ready") if level == "missing" else (0, "ready"))
 
 
 MEGATRON = {"strategy": "megatron"}
@@ -214,7 +208,7 @@ def test_a_login_node_is_told_what_was_not_checked_and_not_that_it_is_ready(exam
     login = {"devices": LOGIN, "imports": {"vllm": ("0.24.0", LIBCUDA)}, "features": features}
     findings, status, verdict = examined(*words, **login)
     unseen = {name for name, finding in findings.items() if finding["level"] == "not checked"}
-    assert unseen == {"GPUs", "vllm", "rollout", "fsdp"} | ({"memory", "cluster"} if words else set())
+    assert unseen == {"GPUs", "vllm", "rollout", "fsdp"} | ({"cluster"} if words else set())
     assert (status, verdict) == (3, "not checked")
     assert main(["doctor", *words]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
