@@ -248,7 +248,7 @@ def _cluster(nodes: tuple[int, int] | None, machine: Machine) -> Finding:
         return Finding("cluster", "ok", "needs no GPU")
     (count, needed), seen = nodes, len(machine.gpus)
     text = f"needs {count} node{'s' if count > 1 else ''} with {needed} GPUs; here {seen} visible"
-    if seen >= needed:
-        return Finding("cluster", "ok", text, "run this on each of them" if count > 1 else "")
-    level: Level = "not checked" if machine.without_gpus else "missing"
-    return Finding("cluster", level, text, f"another machine, or: oar plan RECIPE trainer.n_gpus_per_node={seen or 1}")
+    if seen < needed and not machine.without_gpus:
+        fewer = f"another machine, or: oar plan RECIPE trainer.n_gpus_per_node={seen}"
+        return Finding("cluster", "missing", text, fewer if seen else "a machine with GPUs, and a torch build for them")
+    return Finding("cluster", "ok" if seen else "not checked", text, "run this on each of them" if count > 1 else "")

@@ -45,7 +45,7 @@ def ask(question: Callable[..., Pairs], *arguments: Any) -> dict[str, Any]:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        told = dict(map(json.loads, file))
+        told = dict(json.loads(line) for line in file if line.endswith("\n"))  # the last one may be incomplete
     fault, doing = told.pop("fault", end), told.pop("doing", None)
     return {**told, "fault": f"{fault} ({doing})" if fault and doing else fault}
 

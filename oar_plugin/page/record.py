@@ -109,5 +109,6 @@ def header_for(config: "OarConfig", scales: Mapping[str, bool] | None = None, **
     """
     importance = config.importance_object
     scales = {importance.name: importance.arbitrary_scale} if scales is None else scales
-    versions |= {name: package.version for name in PACKAGES for package in distributions(name=name)}
+    installed = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
+    versions |= {name: package.version for name, package in installed.items() if package}
     return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales)
