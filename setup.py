@@ -55,6 +55,8 @@ setup(
     package_data={
         "oar_plugin": [
             "py.typed",
+            "cli/*.json",
+            "runs/*.yaml",
             "hosts/verl/conf/**/*.yaml",
             "page/*.j2",
             "page/*.js",

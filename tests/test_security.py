@@ -13,8 +13,6 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.tiny.model import Shape, model_of
-from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.cli.main import main
 from oar_plugin.output import write_whole
 from oar_plugin.page.dumps import Dumps
@@ -24,6 +22,7 @@ from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemS
 from oar_plugin.runs.math.answer import _parse, final_answer
 from oar_plugin.runs.math.prepare import DataError, load
 from oar_plugin.runs.report.logs import NoLogs, read_run
+from tests.cli.test_inspect import model_folder as model_folder
 from tests.hostile import PIECES, Bomb
 from tests.page.dumped import HEADER, RESPONSE, write_dump
 
@@ -58,14 +57,6 @@ def test_nothing_is_unpickled():
 
 
 # ---- files that somebody else made
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer(by_bytes=True)
-    model_of(Shape(32, 64, 2, 2, 2, vocab=len(tokenizer)), 100, architecture="llama").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def code_of(made):

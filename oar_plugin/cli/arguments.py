@@ -4,28 +4,23 @@ import argparse
 import math
 
 
+def whole(text: str, least: int = 0) -> int:
+    """A whole number, at least 0."""
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text}: at least {least}")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """A whole number, at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
-    return number
-
-
-def whole(text: str) -> int:
-    """A whole number, at least 0."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: at least 0")
-    return number
+    return whole(text, least=1)
 
 
 def number(text: str) -> float:
     """A number above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
+    if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return value
+    return float(text)
 
 
 def share(text: str) -> float:

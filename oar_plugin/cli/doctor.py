@@ -8,11 +8,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from oar_plugin.cli import questions
-from oar_plugin.cli.questions import Answer, Machine, ask
+from oar_plugin.cli.questions import Machine, ask
 from oar_plugin.hosts.vllm import versions
 from oar_plugin.output import say
 from oar_plugin.runs.launch.preflight import LOGGERS, Finding, Level, importable
@@ -33,7 +34,6 @@ examples:
   oar doctor --json | jq -r '.findings[] | select(.level == "missing") | .subject'
   srun --ntasks-per-node=1 oar doctor --recipe qwen2_5_32b_megatron        on each node of a job: environments differ
 """
-STATUS = {"ready": 0, "not ready": 1, "not checked": 3}
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path("/dev/kfd"))
 DRIVER_ERROR = re.compile(r"libcuda|libnvidia|nvidia driver|cuda driver|no cuda|cuda is not available", re.IGNORECASE)
 
@@ -42,29 +42,12 @@ class Package(NamedTuple):
     """A package that verl or OAR may need."""
 
     module: str  # its import shows that the package works
-    install: str
     tested: str = ""  # versions; empty: a package for GPUs, untested
+    advice: str = ""  # how to install it; empty: by its name and the tested versions
 
 
-_RECIPES = "pip install '.[recipes]' in a checkout, or see recipes/CLUSTERS.md for verl's image"
-_WHEEL = "the wheel for your torch and CUDA; verl's image has it"
-PACKAGES = {
-    "torch": Package("torch", "pip install torch", ">=2.11,<2.14"),
-    "ray": Package("ray", 'pip install "ray[default]"', ">=2.50,<2.61"),
-    "transformers": Package("transformers", 'pip install "transformers>=5.5.3,<5.11,!=5.6.0"', ">=5.5.3,<5.11"),
-    "TransferQueue": Package("transfer_queue", 'pip install "TransferQueue>=0.1.10"', "==0.1.11"),
-    "vllm": Package("vllm._C", "the vllm for your torch; without a GPU: bash recipes/cpu_demo/run.sh", ">=0.24,<0.32"),
-    "flash-attn": Package("flash_attn", _WHEEL),
-    "transformer-engine": Package("transformer_engine.pytorch", _WHEEL),
-    "megatron-core": Package("megatron.core", "see docs/megatron.md", ">=0.16.1,<0.19"),
-    "mbridge": Package("mbridge", "pip install --no-deps mbridge", ">=0.15,<0.16"),
-    "megatron-bridge": Package("megatron.bridge", "see docs/megatron.md", ">=0.5,<0.6"),
-    "tensorboard": Package("torch.utils.tensorboard", "pip install tensorboard", ">=2.20,<2.22"),
-    "wandb": Package("wandb", "pip install wandb", ">=0.27,<0.32"),
-    "math-verify": Package("math_verify", _RECIPES, ">=0.9,<0.10"),
-    "pebble": Package("pebble", _RECIPES, ">=5.1,<5.3"),
-    "datasets": Package("datasets", _RECIPES, ">=4,<6"),
-}
+_TABLE = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
+PACKAGES = {name: Package(**fields) for name, fields in _TABLE.items()}
 PLAIN: dict[str, Any] = {
     **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
     **{"loggers": ["console", "wandb"], "offloads": False},
@@ -91,34 +74,31 @@ def run(args: argparse.Namespace) -> int:
         say(f"oar doctor: {error}", sys.stderr)
         return 2
     findings = list(examine(recipe, args.overrides))
-    levels = {finding.level for finding in findings}
-    verdict = "not ready" if "missing" in levels else "not checked" if "not checked" in levels else "ready"
+    missing, unseen = ([one.subject for one in findings if one.level == level] for level in ("missing", "not checked"))
+    verdict, status = ("not ready", 1) if missing else ("not checked", 3) if unseen else ("ready", 0)
     if args.json:
         print(json.dumps({"verdict": verdict, "findings": [finding._asdict() for finding in findings]}, indent=1))
-        return STATUS[verdict]
+        return status
     for subject, level, text, advice in findings:
         say(f"{level:12} {subject}: {text}{advice and f'  -> {advice}'}")
-    worst = "missing" if verdict == "not ready" else "not checked"
-    subjects = ", ".join(dict.fromkeys(finding.subject for finding in findings if finding.level == worst))
     command = "add algorithm.adv_estimator=oar to your verl command."
     if recipe is not None:
         command = f"oar launch {shlex.join([args.recipe, *args.overrides])}"
-    say(f"{verdict.capitalize()}: {subjects or command}")
-    return STATUS[verdict]
+    say(f"{verdict.capitalize()}: {', '.join(missing or unseen) or command}")
+    return status
 
 
 def examine(recipe: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
     """Yield all findings for a recipe, given by its folder, or for a run with verl's defaults."""
     if sys.stderr.isatty():
         say("oar doctor: imports what a run imports, a moment ...", sys.stderr)
-    told, fault = ask(questions.devices)
-    machine = Machine(**told, fault=fault)
-    asked = Answer({}) if recipe is None else ask(questions.recipe, recipe, overrides, machine)
-    wanted = PLAIN | asked.told
+    machine = Machine(**ask(questions.devices))
+    asked = {} if recipe is None else ask(questions.recipe, str(recipe), list(overrides), bool(machine.gpus))
+    wanted = PLAIN | asked
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "packages": lambda: _packages(_needed(wanted, machine.on_cpu), machine),
         "verl": lambda: _verl(ask(questions.features), wanted, machine),
-        "GPUs": lambda: _gpus(machine, asked.told.get("share")),
+        "GPUs": lambda: _gpus(machine, asked.get("share")),
         "recipe": lambda: [] if recipe is None else _recipe(asked, machine),
     }
     for subject, check in checks.items():
@@ -129,7 +109,7 @@ def examine(recipe: Path | None = None, overrides: Sequence[str] = ()) -> Iterat
 
 
 def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
-    """Packages without which the run cannot start."""
+    """Return the packages without which the run cannot start."""
     needed = {"torch", "ray", "transformers", "TransferQueue", "datasets"}
     needed |= {LOGGERS[name] for name in wanted["loggers"] if name in LOGGERS}
     if wanted["engine"] == "vllm":
@@ -137,7 +117,7 @@ def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
     if wanted["strategy"] == "megatron":
         needed |= {"megatron-core", "mbridge" if wanted["vanilla_mbridge"] else "megatron-bridge"}
         needed |= set() if on_cpu else {"transformer-engine"}
-    # Where `kernels` is installed, transformers downloads a kernel in place of this package.
+    # If `kernels` is installed, transformers downloads a kernel in place of this package.
     elif wanted["attention"] == "flash_attention_2" and not on_cpu and not importable("kernels"):
         needed.add("flash-attn")
     return needed
@@ -148,8 +128,8 @@ def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
     if machine.on_cpu:
         modules["vllm"] = "vllm._custom_ops"  # it chooses the kernels that this processor has the instructions for
     faults = import_faults(modules)
-    for name, (module, install, tested) in PACKAGES.items():
-        version, fault = version_of(name), faults[name]
+    for name, (module, tested, advice) in PACKAGES.items():
+        version, fault, install = version_of(name), faults[name], advice or f'pip install "{name}{tested}"'
         level: Level = "missing" if name in needed else "note"
         absent = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", fault or "")
         if fault is None:
@@ -166,10 +146,11 @@ def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
 
 
 def import_faults(modules: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what is wrong with the import of each module, None where it works; another process goes on after a crash."""
+    """Return what is wrong with the import of each module, None if it works; another process goes on after a crash."""
     faults: dict[str, str | None] = {}
     while left := {name: module for name, module in modules.items() if name not in faults}:
-        told, fault = ask(questions.imports, left)
+        told = ask(questions.imports, left)
+        fault = told.pop("fault")
         faults |= told
         if len(told) < len(left):
             faults[next(name for name in left if name not in told)] = fault
@@ -177,37 +158,33 @@ def import_faults(modules: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of an installed package; None without one, or for a checkout on the search path."""
+    """Return the version of an installed package; None if it is absent, or a checkout on the search path."""
     found = importlib.metadata.distributions(name=name)
     return versions.installed() if name == "vllm" else next((each.version for each in found), None)
 
 
-def _verl(answer: Answer, wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
+def _verl(told: Mapping[str, Any], wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     """verl itself, whether it loads the plugin, and which features fit."""
-    told, fault = answer
     if "folder" in told:
-        note = told.get("note") or ""
+        note = told["note"] or ""
         yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note)
     else:
-        yield Finding("verl", "missing", f"{told.get('verl', '')} {fault}".strip(), "pip install 'verl>=0.9.0'")
-    yield _plugin(answer)
+        yield Finding("verl", "missing", f"{told.get('verl', '')} {told['fault']}".strip(), "pip install 'verl>=0.9.0'")
+    yield _plugin(told)
     engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
     needed = {str(wanted["mode"]), engine, "offload" if wanted["offloads"] else ""}
     unseen: Level = "not checked" if machine.without_gpus else "missing"  # a node with GPUs may import it
-    for key, value in told.items():
-        if key.startswith("feature "):
-            name, (lacking, unchecked) = key.removeprefix("feature "), value
-            faults = "; ".join([*lacking, *unchecked])
-            level: Level = "ok" if not faults else "note" if name not in needed else "missing" if lacking else unseen
-            advice = "perturbation.backend=actor computes the same importance" if faults and name == "offload" else ""
-            yield Finding(name, level, f"not supported: {faults}" if faults else "supported", advice)
+    for name, (lacking, unchecked) in told.get("features", {}).items():
+        faults = "; ".join([*lacking, *unchecked])
+        level: Level = "ok" if not faults else "note" if name not in needed else "missing" if lacking else unseen
+        advice = "perturbation.backend=actor computes the same importance" if faults and name == "offload" else ""
+        yield Finding(name, level, f"not supported: {faults}" if faults else "supported", advice)
     if wanted["engine"] == "vllm" and told.get("rollout"):
         yield Finding("rollout", unseen, f"verl's server for vLLM does not import: {told['rollout']}")
 
 
-def _plugin(answer: Answer) -> Finding:
+def _plugin(told: Mapping[str, Any]) -> Finding:
     """Whether verl loads oar_plugin."""
-    told, fault = answer
     version = version_of("oar_plugin")
     if reason := _left_out("oar"):
         return Finding("oar_plugin", "missing", reason, "pip install --no-deps . in a checkout, on every node")
@@ -215,13 +192,13 @@ def _plugin(answer: Answer) -> Finding:
         return Finding("oar_plugin", "ok", f"{version}, loaded by verl")
     if "verl" not in told:
         return Finding("oar_plugin", "note", f"{version}, registered")
-    why = told.get("wrapt") or told.get("hydra_conf") or fault or "it knows no estimator named oar"
+    why = told.get("wrapt") or told.get("hydra_conf") or told["fault"] or "it knows no estimator named oar"
     text = f"{version}: verl did not load it: {why}"
     return Finding("oar_plugin", "missing", text, 'python -c "import verl" says more')
 
 
 def _left_out(name: str) -> str | None:
-    """Return why verl would not load the plugin with this entry point; None where it would."""
+    """Return why verl would not load the plugin with this entry point; None if it would."""
     if not any(entry.name == name for entry in importlib.metadata.entry_points(group="verl.plugins")):
         return "not installed here"
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
@@ -254,15 +231,24 @@ def _gpus(machine: Machine, share: float | None) -> Iterator[Finding]:
         yield Finding("GPUs", "missing" if here else "not checked", text, advice if here else elsewhere)
 
 
-def _recipe(answer: Answer, machine: Machine) -> Iterator[Finding]:
+def _recipe(told: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     """Nodes, configuration and the findings of `oar launch`."""
-    told, fault = answer
-    if "cluster" in told:
-        yield told["cluster"]
-    if refused := told.get("refused") or fault:
+    if "nodes" in told:
+        yield _cluster(told["nodes"], machine)
+    if refused := told.get("refused") or told["fault"]:
         yield Finding("configuration", "missing", refused, "oar plan RECIPE shows the whole error")
     else:
         yield Finding("configuration", "ok", f"strategy={told.get('strategy')}, trainer_mode={told.get('mode')}")
-    for finding in told.get("findings", []):
-        unseen = finding.subject == "memory" and finding.level == "ok" and not machine.gpus
-        yield finding._replace(level="not checked") if unseen else finding
+    yield from starmap(Finding, told.get("findings", []))
+
+
+def _cluster(nodes: tuple[int, int] | None, machine: Machine) -> Finding:
+    """Whether this machine can be one of the recipe's nodes. `nodes`: their number and GPUs of each; None: no GPU."""
+    if nodes is None:
+        return Finding("cluster", "ok", "needs no GPU")
+    (count, needed), seen = nodes, len(machine.gpus)
+    text = f"needs {count} node{'s' if count > 1 else ''} with {needed} GPUs; here {seen} visible"
+    if seen < needed and not machine.without_gpus:
+        fewer = f"another machine, or: oar plan RECIPE trainer.n_gpus_per_node={seen}"
+        return Finding("cluster", "missing", text, fewer if seen else "a machine with GPUs, and a torch build for them")
+    return Finding("cluster", "ok" if seen else "not checked", text, "run this on each of them" if count > 1 else "")

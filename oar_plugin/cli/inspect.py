@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from oar_plugin.cli.arguments import listed, positive
+from oar_plugin.cli.arguments import listed
 from oar_plugin.cli.browser import open_page
 from oar_plugin.cli.tables import console, table
 from oar_plugin.output import say, write_whole
@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
     text = f"training steps to show (default: the newest, up to {TOKENS:,} tokens)"
     add("--steps", type=_steps, metavar="N,...", help=text)
-    add("--limit", type=positive, metavar="N", help="largest number of responses, of the newest steps, in whole groups")
     text = "output (default: inspect.html in the folder or beside the file; json and text: the terminal)"
     add("--out", type=Path, metavar="FILE", help=text)
     add("--format", choices=("html", "json", "text"), default="html", help="default: %(default)s")
@@ -61,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 2 for wrong input or nothing to show, 1 if the model cannot be used; the message says what to do."""
     words = [*args.words, *args.overrides]
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     places = [Path(word) for word in words if word not in settings]
@@ -75,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) -> str | None:
+    """Return what is wrong with the arguments; None if nothing is."""
     for_models = [*settings, *(f"--{name}" for name in ("importance", "device") if getattr(args, name))]
     for_pages = [f"--{name}" for name in ("open", "follow") if getattr(args, name)]
     if not places:
@@ -89,11 +88,12 @@ def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) 
 
 
 def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> int:
+    configs = {}
     if args.model:
         from oar_plugin.cli import score
 
         configs = score.configs_of(args.importance, settings)
-    loaded = read(places, args.steps, args.limit)
+    loaded = read(places, args.steps)
     responses = [item for item in loaded.items if isinstance(item, Response)]
     texts, header = [item for item in loaded.items if isinstance(item, Text)], loaded.header
     if responses and args.model:
@@ -104,11 +104,11 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
 
         texts = score.graded(texts)
         try:
-            responses += score.scored(args.model, args.device, texts, configs) if args.model else unscored(texts)
+            responses += score.scored(args.model, args.device, texts, configs) if configs else unscored(texts)
         except EvaluationError as error:
             say(f"oar inspect: --model={args.model}: {error}", sys.stderr)
             return 1
-        header = header or score.header_of(configs if args.model else {})
+        header = header or score.header_of(configs)
     assert header is not None
     for note in loaded.notes():
         say(f"oar inspect: {note}", sys.stderr)
@@ -169,7 +169,7 @@ def _follow(args: argparse.Namespace, places: list[Path]) -> int:
 
 
 def _ended(places: list[Path]) -> bool:
-    """Whether the records of all these runs say that they ended; False without a record."""
+    """Return whether the records of all these runs say that they ended; False without a record."""
     from oar_plugin.runs.run_folder import is_begun, state
 
     folders = [folder for place in places for folder in (place.resolve(), place.resolve().parent) if is_begun(folder)]

@@ -1,4 +1,4 @@
-"""`oar patch`: add a hook to an installed host that has none, or remove it again."""
+"""`oar patch`: add a hook to an installed host that has none, or remove it again. It needs git, which checks a patch first."""
 
 import argparse
 import os
@@ -8,17 +8,13 @@ import sys
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import oar_plugin
-from oar_plugin.output import say, write_whole
-
-TOOLS = {"git": ["git", "apply"], "patch": ["patch", "-p1", "--forward", "--fuzz=0", "--silent"]}
-"""Programs that apply a patch from standard input; the first one that is installed is used."""
+from oar_plugin.output import say
 
 
 class PatchError(Exception):
-    """Nothing was changed. The message says why, and what to do."""
+    """Nothing was changed, if the message does not say otherwise. It says why, and what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,23 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say what would be done, and change nothing")
     parser.add_argument("--revert", action="store_true", help="remove the patch again")
     parser.add_argument("--path", type=Path, metavar="DIR", help="site-packages or checkout with the host's package")
-    parser.epilog = (
-        "Run it on every node. Reinstalling the host removes the patch as well, also one that is there in part."
-    )
+    parser.epilog = "Run it on every node. Reinstalling the host removes the patch as well, also a part of it."
 
 
 def run(args: argparse.Namespace) -> int:
     if args.path and not (args.path / args.host / "__init__.py").is_file():
-        say(
-            f"oar patch: --path={args.path}: no folder {args.host}/ in it; name the folder with the package", sys.stderr
-        )
+        fault = f"--path={args.path}: no folder {args.host}/ in it; name the folder with the package"
+        say(f"oar patch: {fault}", sys.stderr)
         return 2
     try:
         say(patch(args.host, args.path, args.check, args.revert))
         return 0
-    except (PatchError, OSError) as error:
-        hint = "" if isinstance(error, PatchError) else f"; some files may be changed: reinstall {args.host}"
-        say(f"oar patch: {error}{hint}", sys.stderr)
+    except PatchError as error:
+        say(f"oar patch: {error}", sys.stderr)
         return 1
 
 
@@ -57,9 +49,10 @@ def patch(host: str, path: Path | None = None, check: bool = False, revert: bool
     """Apply or revert the patch for a host, found by Python or in the folder `path`; return what was, or would be, done.
 
     Raises:
-        PatchError: there is no patch for this host, or its files are not as released; nothing was changed.
-        OSError: a file could not be written; others may be changed.
+        PatchError: there is no git, no patch for this host, its files are not as released, or they cannot be written.
     """
+    if shutil.which("git") is None:
+        raise PatchError("git: not installed here; install it")
     spec = find_spec(host) if path is None else None
     if path is None and (spec is None or spec.origin is None):
         raise PatchError(f"{host}: not installed here; install it, or name its folder with --path")
@@ -72,39 +65,36 @@ def patch(host: str, path: Path | None = None, check: bool = False, revert: bool
     if not file.is_file():
         known = ", ".join(sorted(other.stem for other in patches_folder().glob(f"{host}-*.patch")))
         raise PatchError(f"{host}={version}: there is no patch for this version; install one of: {known}")
-    (ahead, fault), (back, other) = _patched(file, folder), _patched(file, folder, "-R")
-    if not ahead and not back:
-        why = f"were changed, or patched in part (to apply it: {fault}; to revert it: {other})"
+    package = (folder / host).resolve()  # git follows no link inside of a path
+    cannot_apply, cannot_revert = _git_apply(package, file, "--check"), _git_apply(package, file, "--check", "-R")
+    if cannot_apply and cannot_revert:
+        why = f"were changed, or patched in part (to apply it: {cannot_apply}; to revert it: {cannot_revert})"
         raise PatchError(f"{folder}: files of {host} {version} {why}; reinstall {host}=={version} and try again")
-    new = back if revert else ahead
-    if not new:
+    if cannot_revert if revert else cannot_apply:
         return f"{folder}: {host} {version} is {'not patched' if revert else 'patched'}, nothing to do"
-    locked = [str(name.parent) for name in new if not os.access(name.parent, os.W_OK)]
-    if locked and not check:
-        raise PatchError(f"{locked[0]}: this user may not write there")
-    for name, content in ({} if check else new).items():
-        mode = name.stat().st_mode
-        write_whole(name, content)  # a new file: installers share files between environments by hard links
-        name.chmod(mode)
+    if not check:
+        _write(package, file, ["-R"] if revert else [], f"reinstall {host}=={version}")
     return f"{folder}: {file.name} {'would be ' if check else ''}{'reverted' if revert else 'applied'}"
 
 
-def _patched(file: Path, folder: Path, *options: str) -> tuple[dict[Path, bytes], str]:
-    """Return the new content of each file, made on copies; or nothing and the reason why the patch does not fit."""
-    tool = next((TOOLS[name] for name in TOOLS if shutil.which(name)), None)
-    if tool is None:
-        raise PatchError(f"{' or '.join(TOOLS)}: not installed here; install one of them")
-    names = [line[6:] for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("+++ b/")]
-    with TemporaryDirectory() as temporary:
-        copies = Path(temporary).resolve()
-        for name in names:
-            if not (folder / name).is_file():
-                return {}, f"{name} is not there"
-            (copies / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, copies / name)
-        # git must not take a repository around the folder for the one that is patched.
-        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(copies.parent)}
-        done = subprocess.run([*tool, *options], cwd=copies, env=env, input=file.read_bytes(), capture_output=True)
-        if done.returncode:
-            return {}, (done.stdout + done.stderr).decode(errors="replace").strip().rpartition("\n")[2]
-        return {folder / name: (copies / name).read_bytes() for name in names}, ""
+def _write(package: Path, file: Path, options: list[str], advice: str) -> None:
+    """Let git replace the files: installers share files between environments by hard links, so none is changed in place."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    names = [package / line.split("/", 2)[2] for line in lines if line.startswith("+++ b/")]
+    if locked := [name.parent for name in names if not os.access(name.parent, os.W_OK)]:
+        raise PatchError(f"{locked[0]}: this user may not write there")
+    modes = {name: name.stat().st_mode for name in names}
+    if fault := _git_apply(package, file, *options):
+        raise PatchError(f"{package}: {fault}; some files may be changed: {advice}")
+    for name, mode in modes.items():
+        name.chmod(mode)
+
+
+def _git_apply(package: Path, file: Path, *options: str) -> str:
+    """Run `git apply` in a host's package. Return an empty string, or why the patch does not fit."""
+    # git must not take a repository around the package for the one that is patched, and must ignore the user's settings.
+    own = {"GIT_CEILING_DIRECTORIES": str(package.parent), "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    words = ["git", "apply", "-p2", *options, str(file)]
+    done = subprocess.run(words, cwd=package, env=os.environ | own, capture_output=True, text=True, errors="replace")
+    fault = done.stderr.strip().rpartition("\n")[2] or f"git apply: exit status {done.returncode}"
+    return fault if done.returncode else ""

@@ -1,77 +1,66 @@
-"""Questions of `oar doctor` that import packages. A process of its own answers each: it may crash, hang or change itself.
+"""Questions of `oar doctor` that import packages. Another process answers each, because an import may crash or hang.
 
-A question is a generator of pairs `(key, value)`. The key `doing` names the next step: a message says where the process ended.
+A question is a generator of pairs `(key, value)`. The process writes each pair to a file at once, so a crash loses only what
+comes after it. The key `doing` names the next step: a message says where the process ended.
 """
 
 import importlib
-import multiprocessing
+import json
 import os
 import signal
+import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oar_plugin.runs.launch.preflight import Finding, cause
+from oar_plugin.runs.launch.preflight import cause
 
 LIMIT_S = 300.0
 """Seconds for one question. Imports take most of them: ten seconds, or minutes from a slow network disk."""
 Pairs = Iterator[tuple[str, Any]]
 
 
-class Answer(NamedTuple):
-    """The pairs that the process sent, and why it ended before the last one; None where it did not."""
+def ask(question: Callable[..., Pairs], *arguments: Any) -> dict[str, Any]:
+    """Return the pairs of a new process, which ends with all that it started.
 
-    told: dict[str, Any]
-    fault: str | None = None
-
-
-def ask(question: Callable[..., Pairs], *arguments: Any) -> Answer:
-    """Put a question to a new process, which ends with all that it started, and return the answer."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, question, arguments), daemon=True)
-    try:
-        process.start()
-    except OSError as error:  # no memory, no more processes
-        return Answer({}, f"no process could be started: {error}")
-    assert process.pid  # it was started; 0 would name this process's own group below
-    sender.close()
-    told: dict[str, Any] = {}
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        while "error" not in told and receiver.poll(max(0.0, deadline - time.monotonic())):
-            told.update([receiver.recv()])
-        told.setdefault("error", f"no answer within {LIMIT_S:g} s")
-    except EOFError:  # the process ended by itself
-        process.join(10)
-        code = process.exitcode or 0
-        told["error"] = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-    fault, doing = told.pop("error"), told.pop("doing", None)
-    return Answer(told, f"{fault} ({doing})" if fault and doing else fault)
+    One more key, `fault`, has the reason why the process ended before the last pair; None if it did not.
+    """
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+        # With -m the working directory is on the search path, as for `python -m verl.trainer.main_ppo`.
+        words = [sys.executable, "-m", __name__, question.__name__, json.dumps(arguments), file.name]
+        nowhere = subprocess.DEVNULL  # packages print when they are imported
+        try:
+            process = subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+        except OSError as error:  # no memory, no more processes
+            return {"fault": f"no process could be started: {error}"}
+        try:
+            code = process.wait(LIMIT_S)
+            end = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            end = f"no answer within {LIMIT_S:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        told = dict(json.loads(line) for line in file if line.endswith("\n"))  # the last one may be incomplete
+    fault, doing = told.pop("fault", end), told.pop("doing", None)
+    return {**told, "fault": f"{fault} ({doing})" if fault and doing else fault}
 
 
-def _answer(sender: Connection, question: Callable[..., Pairs], arguments: tuple[Any, ...]) -> None:
-    """Send every pair, and at the end the pair `error`: None, or what the question raised."""
-    os.setsid()  # whatever it starts can be ended with it
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # packages print when they are imported
-        os.dup2(nowhere, stream)
-    sys.path.insert(0, os.getcwd())  # as for `python -m verl.trainer.main_ppo`
-    try:
-        for pair in question(*arguments):
-            sender.send(pair)
-        sender.send(("error", None))
-    except (Exception, SystemExit) as error:
-        sender.send(("error", cause(error)))
+def _answer(question: str, arguments: str, file: str) -> None:
+    """Write every pair, and at the end the pair `fault`: None, or what the question raised."""
+    with open(file, "w", encoding="utf-8", buffering=1) as lines:
+        try:
+            for pair in globals()[question](*json.loads(arguments)):
+                print(json.dumps(pair, default=str), file=lines)
+            fault = None
+        except (Exception, SystemExit) as error:
+            fault = cause(error)
+        print(json.dumps(("fault", fault)), file=lines)
+    os._exit(0)  # what packages do at a normal exit may hang
 
 
 class Machine(NamedTuple):
@@ -99,7 +88,7 @@ class Machine(NamedTuple):
 
 
 def imports(modules: Mapping[str, str]) -> Pairs:
-    """For each name: what the import of its module raised, None where it works."""
+    """For each name: what the import of its module raised, None if it works."""
     for name, module in modules.items():
         yield "doing", f"import {module}"
         try:
@@ -137,12 +126,14 @@ def features() -> Pairs:
 
     yield "folder", str(Path(verl.__file__ or "").parent)
     yield "note", capabilities.version_note()
+    found: dict[str, tuple[list[str], list[str]]] = {}
     for feature in capabilities.FEATURES:
         yield "doing", f"looking at {feature}"
         lacking = capabilities.missing(feature)
         if feature == "offload" and (reason := versions.unsupported(versions.installed())):
             lacking = [*lacking, reason]
-        yield f"feature {feature}", (lacking, capabilities.unchecked(feature))
+        found[feature] = lacking, capabilities.unchecked(feature)
+        yield "features", found
     yield from imports({"rollout": "verl.workers.rollout.vllm_rollout.vllm_async_server"})
     yield "doing", "asking verl for the estimator"
     from verl.trainer.ppo import core_algos
@@ -151,7 +142,7 @@ def features() -> Pairs:
     yield from imports({"wrapt": "wrapt", "hydra_conf": "oar_plugin.hosts.verl.hydra_conf"})  # what the plugin imports
 
 
-def recipe(folder: Path, overrides: Sequence[str], machine: Machine) -> Pairs:
+def recipe(folder: str, overrides: Sequence[str], sees_gpus: bool) -> Pairs:
     """What a recipe needs, the findings of `oar launch` for it, and why `oar launch` would refuse it."""
     from omegaconf import OmegaConf
 
@@ -161,7 +152,7 @@ def recipe(folder: Path, overrides: Sequence[str], machine: Machine) -> Pairs:
 
     yield "doing", "composing the recipe"
     try:
-        config = compose_recipe(folder, "oar", overrides)
+        config = compose_recipe(Path(folder), "oar", overrides)
         for name, key in {
             "mode": "trainer.v1.trainer_mode",
             "strategy": "actor_rollout_ref.actor.strategy",
@@ -175,23 +166,14 @@ def recipe(folder: Path, overrides: Sequence[str], machine: Machine) -> Pairs:
         yield "loggers", preflight.strings(config, "trainer.logger")
         yield "offloads", switched_on(config) and resolve(config).offloads
         check_config(config)
-        job.template_values(config, folder, "oar", overrides)
-        yield "cluster", _cluster(str(config.trainer.device), *gpus_needed(config)[:2], machine)
+        job.template_values(config, Path(folder), "oar", overrides)
+        yield "nodes", None if config.trainer.device == "cpu" else gpus_needed(config)[:2]
         yield "doing", "looking at memory, data, model, reward and loggers"
         gpu = preflight.gpu_of_run(None, None, local=True)
-        yield "findings", preflight.examine(config, gpu, gpu_seen=bool(machine.gpus))[1]
+        yield "findings", preflight.examine(config, gpu, gpu_seen=sees_gpus)[1]
     except ValueError as error:
         yield "refused", str(error)
 
 
-def _cluster(device: str, nodes: int, needed: int, machine: Machine) -> Finding:
-    """Whether this machine can be one of the recipe's nodes."""
-    seen = len(machine.gpus)
-    text = f"needs {nodes} node{'s' if nodes > 1 else ''} with {needed} GPUs; here {seen} visible"
-    if device == "cpu":
-        return Finding("cluster", "ok", "needs no GPU")
-    if seen < needed and not machine.without_gpus:
-        fewer = f"another machine, or: oar plan RECIPE trainer.n_gpus_per_node={seen}"
-        cuda = f"torch {machine.torch} runs on the CPU: a torch build for CUDA, and VERL_PLATFORM unset"
-        return Finding("cluster", "missing", text, cuda if machine.on_cpu else fewer)
-    return Finding("cluster", "ok" if seen else "not checked", text, "run this on each of them" if nodes > 1 else "")
+if __name__ == "__main__":
+    _answer(*sys.argv[1:])

@@ -29,7 +29,7 @@ ROWS = 512
 
 
 def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> dict[str, OarConfig]:
-    """The settings for each importance, by its name; `settings` are `key=value`. Raises SourceError."""
+    """Return the settings for each importance, by its name; `settings` are `key=value`. Raises SourceError."""
     given: dict[str, Any] = {}
     for key, _, text in (word.partition("=") for word in settings):
         group, _, name = key.removeprefix("algorithm.oar.").rpartition(".")
@@ -46,37 +46,32 @@ def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> dict[str
 
 
 def header_of(configs: Mapping[str, OarConfig]) -> Header:
-    """The header of responses that no run dumped; `configs` from `configs_of`, empty without a model."""
+    """Return the header of responses that no run dumped; `configs` from `configs_of`, empty without a model."""
     scales = {name: config.importance_object.arbitrary_scale for name, config in configs.items()}
     return header_for(next(iter(configs.values()), OarConfig()), scales)
 
 
 def graded(texts: Sequence[Text]) -> list[Text]:
-    """The same texts; those with a truth and without a reward get the reward of the recipes."""
-    if all(text.truth is None or text.reward is not None for text in texts):
-        return list(texts)
-    try:
-        from oar_plugin.runs.reward import compute_score
-    except ImportError as error:
-        say(f"oar inspect: responses are not graded: {error}", sys.stderr)
-        return list(texts)
+    """Return the same texts; those with a truth and without a reward get the reward of the recipes."""
 
     def grade(text: Text) -> Text:
         if text.truth is None or text.reward is not None:
             return text
+        from oar_plugin.runs.reward import compute_score
+
         return replace(text, reward=compute_score(text.source, text.response, text.truth)["score"])
 
-    return list(map(grade, texts))
+    try:
+        return list(map(grade, texts))
+    except ImportError as error:
+        say(f"oar inspect: responses are not graded: {error}", sys.stderr)
+        return list(texts)
 
 
 def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mapping[str, OarConfig]) -> list[Response]:
-    """The texts as tokens, with the importances of `configs` and the weights of the first of them.
+    """Return the texts as tokens, with the importances of `configs` (from `configs_of`) and the weights of the first of them.
 
-    Args:
-        name: of the model, as in `oar eval`.
-        device: None: a GPU if there is one.
-        texts: the responses.
-        configs: from `configs_of`.
+    `name` is that of a model, as in `oar eval`; `device` None is a GPU if there is one.
 
     Raises:
         SourceError: the tokenizer has no template for a prompt, or a setting is for runs only.
@@ -105,7 +100,7 @@ def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mappin
 
 
 def _load(name: str, device: str | None) -> tuple[Any, Any]:
-    """Model and tokenizer. Raises EvaluationError."""
+    """Return the model and its tokenizer. Raises EvaluationError."""
     path = find(name, False, lambda text: say(f"oar inspect: {text}", sys.stderr))
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,7 +130,7 @@ def _prompt_ids(tokenizer: Any, text: Text) -> list[int]:
 def _credit(
     model: Any, tokenizer: Any, prompt: list[int], ids: list[int], step: int, configs: Mapping[str, OarConfig]
 ) -> dict[str, Any]:
-    """The fields of `Response` that a model adds: its numbers for each token, and the status."""
+    """Return the fields of `Response` that a model adds: its numbers for each token, and the status."""
     given: dict[str, Any] = {"prompts": [prompt], "responses": [ids], "tokenizer": tokenizer, "step": step}
     credits = {name: importance(model, **given, **config.model_dump()) for name, config in configs.items()}
     first, own = next(iter(credits.values())), slice(len(prompt), None)
@@ -152,7 +147,7 @@ def _credit(
 
 @torch.no_grad()
 def _log_probs_and_entropies(model: Any, token_L: Tensor, begin: int) -> tuple[Tensor, Tensor]:
-    """Log-probs of the tokens from `begin` on and entropies of their distributions, in nats, float32 `[L - begin]` each."""
+    """Return log-probs of the tokens from `begin` on and entropies of their distributions, in nats, float32 `[L - begin]`."""
     hidden_NH = model.base_model(input_ids=token_L[None], use_cache=False).last_hidden_state[0, begin - 1 : -1]
     pairs = zip(hidden_NH.split(ROWS), token_L[begin:].split(ROWS), strict=True)
     chunks = ((model.get_output_embeddings()(rows_NH), token_N) for rows_NH, token_N in pairs)

@@ -1,7 +1,4 @@
-"""What `algorithm.oar.dump` asks of every host: files of responses for people to look at (`oar inspect`).
-
-No fault in it stops the run: a metric counts it, and the log says it once.
-"""
+"""Writes what `algorithm.oar.dump` asks for: files of responses for `oar inspect`. No fault in it stops the run."""
 
 import logging
 import socket
@@ -31,10 +28,10 @@ class Sibling(NamedTuple):
 
 
 def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
-    """Returns the groups to look at, at most `groups`, their siblings in the order given.
+    """Returns at most `groups` groups, with all their siblings in the order given.
 
-    First come groups with right and wrong responses of which one was scored, then others with a scored response, then those in
-    which a response falls back to GRPO.
+    First come groups with right and wrong responses, at least one of them scored; then others with a scored response; then
+    those in which a response falls back to GRPO.
     """
 
     def comes_later(group: Sequence[Sibling]) -> tuple[bool, bool]:
@@ -49,15 +46,11 @@ def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
 
 
 class Dumps:
-    """The folder of a run's dumps.
+    """The folder of a run's dumps: `folder`, which exists; None if the settings ask for no files.
 
     Args:
-        config: the settings.
         home: a relative `dump.dir` is below it.
-        prefix: how the user calls the settings, for messages.
-
-    Attributes:
-        folder: the folder, which exists; None where no files are asked for.
+        prefix: the user's name for the settings, for messages.
 
     Raises:
         OarConfigError: the folder cannot be made.
@@ -71,9 +64,8 @@ class Dumps:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise OarConfigError(
-                    f"{prefix}.dump.dir={config.dir}: {error}; allowed: a folder to write in"
-                ) from error
+                fault = f"{prefix}.dump.dir={config.dir}: {error}"
+                raise OarConfigError(f"{fault}; allowed: a folder to write in") from error
             print(f"{prefix}.dump.dir: {self.folder}, as node {socket.gethostname()} sees it")
 
     def due(self, step: int) -> bool:

@@ -35,13 +35,10 @@ _PART_OF_A_CHARACTER = re.compile(r"(\\x[0-9a-f]{2})+")
 
 
 def inspector_page(responses: Sequence[Response], header: Header, title: str, as_recorded: bool = False) -> str:
-    """The page as one string.
+    """Returns the page. `title` is plain text; responses of the same step and group are siblings.
 
-    Args:
-        responses: in the order of the page; responses of the same step and group are siblings.
-        header: its `config` says how weights were made. The page lacks a user's own gate and shows its recorded weights.
-        title: plain text.
-        as_recorded: show recorded weights, because settings differ between steps and `header` has the newest.
+    The page computes weights with the settings in `header.config`. It shows recorded weights for a user's own gate, and if
+    `as_recorded`: settings differ between steps, and `header` has the newest.
     """
     files = [Path(__file__).with_suffix(end) for end in (".css", ".js")]
     style, script = (Markup(file.read_text("utf-8")) for file in files)  # noqa: S704  the package's own
@@ -60,7 +57,7 @@ def inspector_page(responses: Sequence[Response], header: Header, title: str, as
 
 
 def kind_of(text: str) -> str:
-    """The kind of a token's text, one of `KINDS`."""
+    """Returns the kind of a token's text, one of `KINDS`."""
     bare = text.strip()
     if bare and set(bare) <= _OPERATORS:
         return "operators"

@@ -66,9 +66,9 @@ class Response:
     status: str  # name of a `Status` in small letters
 
     def __post_init__(self) -> None:
-        a_token: list[Sequence[object]] = [self.tokens, self.segments, *self.importance.values()]
-        a_token += [row for row in (self.weights, self.log_probs, self.entropies, self.mask) if row is not None]
-        if {len(row) for row in a_token} != {len(self.token_ids)}:
+        rows: list[Sequence[object] | None] = [self.tokens, self.segments, *self.importance.values()]
+        rows += [self.weights, self.log_probs, self.entropies, self.mask]
+        if any(row is not None and len(row) != len(self.token_ids) for row in rows):
             raise ValueError(f"response {self.uid!r}: its rows differ in length")
 
     @property
@@ -84,7 +84,7 @@ _RESPONSE, _HEADER = TypeAdapter(Response), TypeAdapter(Header)
 
 
 def parse_response(line: str) -> Response:
-    """Reads a line of a dump. ValueError: it is not one, or only a part of one."""
+    """Reads a line of a dump. ValueError: it is another line, or only a part of one."""
     return _RESPONSE.validate_json(line, strict=True)
 
 
@@ -104,12 +104,11 @@ def parse_header(line: str) -> Header:
 def header_for(config: "OarConfig", scales: Mapping[str, bool] | None = None, **versions: str) -> Header:
     """Returns the header of responses with these settings.
 
-    Args:
-        scales: `Header.arbitrary_scale`; None: that of the settings' own importance.
-        versions: by name, beside those of `PACKAGES` that are installed.
+    `scales` is `Header.arbitrary_scale`, by default that of the settings' own importance. `versions` are added to those of the
+    installed `PACKAGES`.
     """
-    installed = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     importance = config.importance_object
     scales = {importance.name: importance.arbitrary_scale} if scales is None else scales
+    installed = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     versions |= {name: package.version for name, package in installed.items() if package}
     return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales)

@@ -84,26 +84,20 @@ class Loaded:
         return any(other != made[0] for other in made)
 
     def notes(self) -> list[str]:
-        """Messages about what is not shown."""
+        """Return messages about what is not shown."""
         notes = {
             f"{self.skipped} of {self.lines} lines skipped: half-written, or of something else": self.skipped,
             f"steps {steps_text(self.left_out)} not shown: --steps N,... shows them": self.left_out,
-            f"{self.cut} more responses of these steps not shown: --steps N,... or a larger --limit shows them": self.cut,
+            f"{self.cut} more responses of these steps not shown: --steps N,... shows them": self.cut,
             "settings differ between these steps: weights are as recorded": self.settings_differ,
         }
         return [note for note, holds in notes.items() if holds]
 
 
-def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int | None = None) -> Loaded:
-    """Read responses of these files and folders, in whole groups.
+def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
+    """Read responses of files, of dump folders, and of folders with a single dump folder, in whole groups.
 
-    Args:
-        sources: files, dump folders, or folders with a single dump folder.
-        steps: None: the newest steps, up to `TOKENS` tokens, at least one group.
-        limit: number of responses, of the newest steps, at least one group; None: see `steps`.
-
-    Raises:
-        SourceError: there is nothing to show.
+    By default these are the newest steps, up to `TOKENS` tokens, at least one group. SourceError: there is nothing to show.
     """
     loaded, parts = Loaded(), defaultdict[int, list[Path | Item]](list)
     for step, file in (pair for source in sources for pair in files(source)):
@@ -114,7 +108,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int
             parts[item.step].append(item)
     if unknown := sorted(set(steps or ()) - parts.keys()):
         raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(sorted(parts))}")
-    wanted, room = sorted(set(steps or parts), reverse=True), limit or (math.inf if steps else TOKENS)
+    wanted, room = sorted(set(steps or parts), reverse=True), math.inf if steps else TOKENS
     for place, step in enumerate(wanted):
         groups: dict[str, list[Item]] = defaultdict(list)
         for part in parts[step]:
@@ -122,7 +116,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int
                 groups[item.group].append(item)
         shown: list[Item] = []
         for group in groups.values():
-            used = len(group) if limit else sum(map(_size, group))
+            used = sum(map(_size, group))
             if used > room and (loaded.items or shown):
                 room = 0
                 break
@@ -142,7 +136,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None, limit: int
 
 
 def files(source: Path) -> list[tuple[int | None, Path]]:
-    """The files of a source, each with the step of its name. Raises SourceError."""
+    """Return the files of a source, each with the step in its name. Raises SourceError."""
     if source.is_file():
         return [(None, source)]
     if not source.is_dir():
@@ -164,19 +158,22 @@ def files(source: Path) -> list[tuple[int | None, Path]]:
 
 
 def advantages(texts: Sequence[Text]) -> list[float | None]:
-    """The advantages of GRPO; None for a group of one, and for a group in which a reward is unknown."""
+    """Return GRPO's advantages; None in a group of one, and in a group in which a reward is unknown."""
     groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-    rewards = [math.nan if text.reward is None else text.reward for text in texts]
-    for text, reward in zip(texts, rewards, strict=True):
-        groups[text.step, text.group].append(reward)
-    known = {key: group for key, group in groups.items() if len(group) > 1 and not any(map(math.isnan, group))}
-    scales = {key: (mean(group), stdev(group) + 1e-6) for key, group in known.items()}
-    pairs = ((reward, scales.get((text.step, text.group))) for text, reward in zip(texts, rewards, strict=True))
-    return [None if scale is None else (reward - scale[0]) / scale[1] for reward, scale in pairs]
+    for text in texts:
+        groups[text.step, text.group].append(math.nan if text.reward is None else text.reward)
+
+    def advantage(text: Text) -> float | None:
+        group = groups[text.step, text.group]
+        if text.reward is None or len(group) == 1 or any(map(math.isnan, group)):
+            return None
+        return (text.reward - mean(group)) / (stdev(group) + 1e-6)
+
+    return list(map(advantage, texts))
 
 
 def unscored(texts: Sequence[Text]) -> list[Response]:
-    """Responses without credit, whose tokens are words with the ids -1, -2, ..."""
+    """Return responses without credit. Their tokens are words, with the ids -1, -2, ..."""
     from oar_plugin.config import OarConfig  # imports torch
     from oar_plugin.credit.answer import make_finder, segment_tokens
 
@@ -197,7 +194,7 @@ def steps_text(steps: Sequence[int]) -> str:
 
 
 def _read(file: Path, step: int, loaded: Loaded) -> list[Item]:
-    """The responses of a file; the last line counts among those of one step and uid. `step`: for lines without a step."""
+    """Return the responses of a file; of lines with one step and uid the last one counts. `step`: for lines without a step."""
     # Not splitlines: verl does not escape characters, and some of them end a line for Python but not for JSON.
     lines = [line for line in file.read_text(encoding="utf-8-sig", errors="replace").split("\n") if line.strip()]
     head, items = None, dict[tuple[int, str], Item]()

@@ -1,9 +1,8 @@
 """Keeps the checkpoint with the best validation accuracy: a class for verl's `trainer.checkpoint_callback_class`.
 
-verl deletes old checkpoints, even the best one. verl 0.9.1 and newer call this class at each save. It then adds itself to the
-run's loggers to receive the metrics. If the saved step has the best accuracy so far, it hard-links the checkpoint's files into
-`best/global_step_N`. Links take no time, and no disk space until verl deletes its own files. No best checkpoint is kept if the
-file system has no hard links. Errors in this module are logged and never end a run.
+verl deletes old checkpoints, even the best one. verl 0.9.1 and newer call this class at each save. If the saved step has the
+best accuracy so far, the class hard-links the checkpoint's files into `best/global_step_N`. Links take no time, and no disk
+space until verl deletes its own files. Errors, such as a file system without hard links, are logged and never end a run.
 """
 
 import json
@@ -38,11 +37,10 @@ class KeepBest(CheckpointCallback):
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **_: Any) -> None:
         # An asynchronous save is still writing its files, so they are not linked.
         self._saved = None if async_save else Path(checkpoint_dir)
-        trainer.logger.logger["oar_best_checkpoint"] = self
+        trainer.logger.logger["oar_best_checkpoint"] = self  # to receive the metrics
         self._guarded(self._delete_old, global_step)
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        """Receive the metrics of one step, as verl's loggers do."""
         accuracy = mean_accuracy(data)
         if accuracy is not None and self._saved is not None and self._saved.name == f"global_step_{step}":
             self._guarded(self._keep, self._saved, step, accuracy)
@@ -55,7 +53,7 @@ class KeepBest(CheckpointCallback):
             logger.warning("the best checkpoint in %s: %s: %s", self._best, type(error).__name__, error)
 
     def _keep(self, saved: Path, step: int, accuracy: float) -> None:
-        record, new = self._best / RECORD, self._best / "new"
+        record, new, kept = self._best / RECORD, self._best / "new", self._best / saved.name
         if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["accuracy"] >= accuracy:
             return
         shutil.rmtree(new, ignore_errors=True)  # left if an earlier process was killed here
@@ -64,12 +62,11 @@ class KeepBest(CheckpointCallback):
         except (OSError, shutil.Error):
             shutil.rmtree(new, ignore_errors=True)
             raise
-        shutil.rmtree(self._best / saved.name, ignore_errors=True)
-        new.rename(self._best / saved.name)
+        shutil.rmtree(kept, ignore_errors=True)
+        new.rename(kept)
         write_whole(record, json.dumps({"step": step, "accuracy": accuracy}))
-        for number, old in _steps(self._best).items():
-            if number != step:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in set(_steps(self._best).values()) - {kept}:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _put_aside(self) -> None:
         """Rename `best`, which earlier training in this folder wrote, and delete verl's checkpoint that shares its files.

@@ -1,7 +1,6 @@
 """The second `verl.plugins` entry point: keeps old module names importable for copied recipes and older runs.
 
-`import verl` loads this module in every process. It therefore imports only the standard library at first. It imports a module
-of `runs/` only when the module's old name is imported.
+`import verl` loads this module in every process, so it imports only the standard library until an old name is imported.
 """
 
 import importlib
@@ -15,8 +14,8 @@ from typing import Any
 
 MOVED = {
     f"oar_plugin.hosts.verl.{name}": f"oar_plugin.runs.{name}"
-    for name in ("run_folder", "best_checkpoint", "reward", "recipe", "keys")
-}
+    for name in ("run_folder", "best_checkpoint", "reward", "recipe")
+} | dict.fromkeys(("oar_plugin.hosts.verl.keys", "oar_plugin.runs.keys"), "oar_plugin.runs.recipe")
 """Old module name -> new module name, for the modules that recipes refer to."""
 _HYDRA_CONF = "oar_plugin.hosts.verl.hydra_conf"  # `KeepRun` was defined there
 

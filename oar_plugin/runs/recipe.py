@@ -1,17 +1,19 @@
 """Recipes: a folder with `recipe.yaml` (model, cluster, data) and two entry points, `oar.yaml` and `grpo.yaml`.
 
 Each entry point adds three lines to `recipe.yaml`, which extends verl's own `ppo_trainer` through Hydra's `pkg://`. The
-functions raise `RecipeError` for a recipe that cannot run.
+functions raise `RecipeError` for a recipe that cannot run, also for one with a key that verl does not know.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import oar_plugin
 from oar_plugin.output import did_you_mean
@@ -61,29 +63,115 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     from yaml import YAMLError
 
     from oar_plugin.hosts.verl.hydra_conf import command_line, misspelt
-    from oar_plugin.runs import keys
 
     if not (folder / f"{variant}.yaml").is_file():
-        raise RecipeError(
-            f"{folder} has no {variant}.yaml: name the folder of a recipe, such as recipes/qwen2_5_7b_math"
-        )
+        advice = "name the folder of a recipe, such as recipes/qwen2_5_7b_math"
+        raise RecipeError(f"{folder} has no {variant}.yaml: {advice}")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
-
     try:
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
             config = compose(config_name=variant, overrides=list(overrides))
-        faults = keys.unknown_in_files(folder, variant, str(config.model_engine))
+        faults = _unknown_in_files(folder, variant, str(config.model_engine))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
-        faults = keys.unknown_in_overrides(overrides)
+        faults = _unknown_in_overrides(overrides)
         raise RecipeError("\n".join(faults) or f"{folder.name}/{variant}.yaml does not compose: {reason}") from error
     if faults:
         raise RecipeError("\n".join(faults))
     return config
+
+
+# ---- mistyped keys: Hydra accepts an unknown key in a yaml file, and verl then runs with its default for the key that was
+# meant. On the command line Hydra refuses an unknown key, but suggests adding it even if it is only mistyped.
+
+_NOT_VERLS = ("defaults", "hydra", "algorithm.oar")
+"""Keys that are not looked up in verl's schema: Hydra's own, and OAR's, which `OarConfig` checks."""
+
+
+def _unknown_in_files(folder: Path, name: str, engine: str) -> list[str]:
+    """Return one line for each unknown key in a yaml file of a recipe, and in the files beside it that its `defaults` name."""
+    from omegaconf import OmegaConf
+
+    file, schema = folder / f"{name}.yaml", _schema(engine)
+    if not file.is_file():
+        return []
+    tree: Any = OmegaConf.to_container(OmegaConf.load(file))
+    lines = [f"{file}: {key}: verl has no such key{_hint(key, _names(schema))}" for key in _unknown(tree, schema)]
+    for entry in tree.get("defaults") or []:
+        if isinstance(entry, str) and entry != "_self_":
+            lines += _unknown_in_files(folder, entry, engine)
+    return lines
+
+
+def _unknown_in_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return one line for each override whose key is not in verl's schema."""
+    known = _names(_schema("dp")) | _names(_schema("megatron"))
+    lines = []
+    for word in overrides:
+        key = word.partition("=")[0]
+        if "." in key and not key.startswith(("+", "~", "hydra.", "algorithm.oar.")) and key not in known:
+            hint = "" if any(map(_accepts_any_key, key.split("."))) else _hint(key, known)
+            lines.append(f"{word}: verl's schema has no such key{hint or ';'} to add one, write +{word}")
+    return lines
+
+
+def _unknown(tree: Mapping[Any, Any], schema: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        key, free = f"{prefix}{name}", _accepts_any_key(str(name))
+        # Top-level keys with plain values are variables, which other values refer to.
+        if key in _NOT_VERLS or (not prefix and not isinstance(value, Mapping)):
+            continue
+        if name not in schema:
+            if not free:
+                yield key
+        elif isinstance(value, Mapping) and isinstance(schema[name], Mapping) and schema[name] and not free:
+            yield from _unknown(value, schema[name], f"{key}.")
+
+
+def _accepts_any_key(name: str) -> bool:
+    """Return whether verl accepts any key in a group of this name, as in groups that are empty in its schema."""
+    return "kwargs" in name or name.startswith("override_")
+
+
+def _hint(key: str, known: Collection[str]) -> str:
+    """Return a suggestion, a key with a similar name in the same group or with the same name elsewhere; or an empty string."""
+    group, _, name = key.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == group}
+    close = [siblings[each] for each in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)]
+    namesakes = [other for other in known if other.rpartition(".")[2] == name]
+    close += difflib.get_close_matches(key, namesakes, n=1, cutoff=0.0)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+@functools.cache
+def _schema(engine: str) -> Any:
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return OmegaConf.to_container(compose("ppo_trainer", [f"model_engine={engine}"]))
+
+
+def _names(schema: Mapping[str, Any]) -> set[str]:
+    """Return the dotted names of all keys and groups."""
+    words = [key.split(".") for key, _ in flat(schema)]
+    return {".".join(each[:length]) for each in words for length in range(1, len(each) + 1)}
+
+
+def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `a.b.c`, value for all keys of a configuration; an empty group is a value."""
+    for key, value in group.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# ---- what a recipe needs
 
 
 def gpus_needed(config: DictConfig) -> tuple[int, int, int]:

@@ -5,8 +5,6 @@ The driver opens the folder before Ray starts, through Hydra's callback `KeepRun
 if it can see it.
 """
 
-import errno
-import fcntl
 import importlib.metadata
 import itertools
 import json
@@ -14,7 +12,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
@@ -26,8 +24,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.capabilities import host_version
-from oar_plugin.output import no_link, say, write_whole
+from oar_plugin.output import locked, no_link, say, write_whole
 from oar_plugin.runs.plugin import with_new_names
+from oar_plugin.runs.recipe import flat
 
 START = "OAR_START"
 """Environment variable that says how to start: `resume`, `fresh`, `fresh:ID`, or empty. `fresh:ID` starts
@@ -38,19 +37,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
 MAX_LISTED_KEYS = 12  # in one message
-IGNORED = (
-    # Output folders, logging, profiling.
-    *("trainer.project_name", "trainer.experiment_name", "trainer.default_*_dir", "trainer.*_data_dir", "hydra.*"),
-    *("trainer.logger", "trainer.log_*", "algorithm.oar.dump.*", "global_profiler*", "*.profiler.*"),
-    # When to save and to validate.
-    *("trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "trainer.esi_*"),
-    *("trainer.max_*_ckpt_to_keep", "trainer.checkpoint_*", "actor_rollout_ref.actor.checkpoint.*"),
-    # Ray, and the number of worker processes.
-    *("ray_kwargs*", "transfer_queue*", "*.num_workers", "*.dataloader_num_workers", "actor_rollout_ref.nccl_timeout"),
-    # Paths, under keys that only the recipes have.
-    *("oar_data", "smoke"),
-)
-"""Keys that change no result. They are not part of a run's name and may differ on resume."""
+_IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
 
 _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; --fresh (or {START}=fresh) "
@@ -66,7 +53,7 @@ class RunRefused(ValueError):
 
 def affects_results(key: str) -> bool:
     """Return whether the results of a run may depend on this key."""
-    return not any(fnmatch(key, pattern) for pattern in IGNORED)
+    return not any(fnmatch(key, pattern) for pattern in _IGNORED)
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
@@ -78,32 +65,21 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
         plain = OmegaConf.to_container(run, resolve=True)
     assert isinstance(plain, dict)
-    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in _flat(plain) if affects_results(key)}))
+    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in flat(plain) if affects_results(key)}))
     return {key: with_new_names(value) for key, value in kept.items()}
-
-
-def _flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in group.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def check(config: DictConfig, start: str = "") -> None:
     """Raise RunRefused if the folder's run had other or unknown settings. `start` is a value of `OAR_START`."""
-    _check(config, start, _record(_folder(config)), settings_of(config))
-
-
-def _check(config: DictConfig, start: str, record: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     folder = _folder(config)
+    record = _record(folder)
     if start == "resume" or _starts_fresh(record, start):
         return
     if not record:
         if config.trainer.resume_mode == "auto" and (folder / TRACKER).is_file():
             raise RunRefused(f"{folder} holds checkpoints but no {RECORD}, so their settings are unknown:\n{_ADVICE}")
         return
-    old = record["settings"]
+    old, new = record["settings"], settings_of(config)
     differing, unmatched = _compared(record, new)
     if unmatched:
         versions = f"{record['versions'] or 'other versions'}, now {_versions()}"
@@ -114,26 +90,27 @@ def _check(config: DictConfig, start: str, record: Mapping[str, Any], new: Mappi
         raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *_shortened(values), _ADVICE]))
 
 
+def has_finished(config: DictConfig, start: str = "") -> bool:
+    """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
+    record = _record(_folder(config))
+    if record.get("state") != "finished" or _starts_fresh(record, start) or config.trainer.resume_mode != "auto":
+        return False
+    differing, _ = _compared(record, settings_of(config))
+    return not differing
+
+
 def begin(config: DictConfig, start: str = "") -> Path | None:
     """Open a run's folder, write `run.yaml`, and lock the folder until this process ends.
 
     With `fresh`, an existing folder is moved aside. If the recorded settings differ, the old `run.yaml` is renamed.
-
-    Args:
-        config: The run's configuration.
-        start: A value of `OAR_START`.
-
-    Returns:
-        The folder, or None if the run has already finished.
-
-    Raises:
-        RunRefused: the folder's run had other or unknown settings, or another process trains there.
+    Return the folder, or None if the run has already finished. Raise RunRefused as `check` does, or if another process
+    trains there.
     """
-    folder = _folder(config)
-    record, settings = _record(folder), settings_of(config)
-    _check(config, start, record, settings)
-    if _has_finished(config, start, record, settings):
+    check(config, start)
+    if has_finished(config, start):
         return None
+    folder, settings = _folder(config), settings_of(config)
+    record = _record(folder)
     moves = folder.exists() and _starts_fresh(record, start)
     if start == "resume" and not is_begun(folder):
         say(f"oar: {folder}: {START}=resume, but the folder holds no run; training starts at step 0", sys.stderr)
@@ -154,17 +131,6 @@ def is_begun(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (RECORD, TRACKER))
 
 
-def has_finished(config: DictConfig, start: str = "") -> bool:
-    """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
-    return _has_finished(config, start, _record(_folder(config)), settings_of(config))
-
-
-def _has_finished(config: DictConfig, start: str, record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    if record.get("state") != "finished" or _starts_fresh(record, start):
-        return False
-    return bool(config.trainer.resume_mode == "auto" and not _compared(record, settings)[0])
-
-
 def end(folder: Path, state: str) -> None:
     """Record how a run ended: `finished` or `failed`. A run that was killed remains `unfinished`."""
     _write(folder, _record(folder) | {"state": state})
@@ -180,13 +146,10 @@ def variables(folder: Path) -> dict[str, str]:
 
     Variables that are already set are left out.
     """
-    files = folder / "metrics"
-    files.mkdir(parents=True, exist_ok=True)
-    place = {
-        "VERL_FILE_LOGGER_PATH": str(free_path(files / "start.jsonl")),
-        "TENSORBOARD_DIR": str(folder / "tensorboard"),
-    }
-    return {name: value for name, value in place.items() if name not in os.environ}
+    (folder / "metrics").mkdir(parents=True, exist_ok=True)
+    metrics = free_path(folder / "metrics" / "start.jsonl")
+    places = {"VERL_FILE_LOGGER_PATH": str(metrics), "TENSORBOARD_DIR": str(folder / "tensorboard")}
+    return {name: value for name, value in places.items() if name not in os.environ}
 
 
 def mean_accuracy(metrics: Mapping[str, Any]) -> float | None:
@@ -221,25 +184,16 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _lock(folder: Path) -> None:
-    """Lock the folder against other processes, also on other machines if the file system supports it.
-
-    Raises:
-        RunRefused: another process holds the lock.
-    """
+    """Lock the folder, also on other machines if the file system supports it. RunRefused: another process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _locks:
         _locks.pop(folder).close()
     file = open(folder / LOCK, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115  stays open until the process ends
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not locked(file):
         with file:
             file.seek(0)
             advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {file.name}"
-            raise RunRefused(f"{folder}: another process trains there: {file.read()}; {advice}") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
+            raise RunRefused(f"{folder}: another process trains there: {file.read()}; {advice}")
     file.truncate(0)
     print(f"host {socket.gethostname()}, pid {os.getpid()}", end="", file=file, flush=True)
     _locks[folder] = file

@@ -5,7 +5,6 @@ down real processes answer, with broken packages in front of the search path.
 """
 
 import json
-import multiprocessing.context
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from oar_plugin.cli import doctor, questions
 from oar_plugin.cli.doctor import PACKAGES, import_faults, version_of
 from oar_plugin.cli.main import main
-from oar_plugin.cli.questions import Answer, Machine, ask
+from oar_plugin.cli.questions import Machine, ask
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm import versions
 from oar_plugin.runs.launch.preflight import Finding, importable
@@ -35,23 +34,28 @@ FULL = {**GPU, "free": 20 * GIB}
 CPU = {"torch": "2.13.0+cpu", "built_for": None, "gpus": None}
 LOGIN = {"torch": "2.11.0", "built_for": "13.0", "gpus": None, "why_not": "RuntimeError: Found no NVIDIA driver"}
 LIBCUDA = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
-FITS_VERL: tuple[list[str], list[str]] = ([], [])  # what verl lacks, what could not be imported
+FITS_VERL: list[list[str]] = [[], []]  # what verl lacks, what could not be imported
 TOLD = {
     "devices": {"torch": "2.11.0", "built_for": "13.0", "gpus": [GPU] * 8},
     # The oldest version that was tested, and what its import says.
     "imports": {name: (re.findall(r"[\d.]+", f"{one.tested} 1")[0], None) for name, one in PACKAGES.items()},
     "features": {
-        **{"verl": "0.9.1", "folder": "/site/verl", "note": None, "rollout": None, "loaded": True},
-        **{f"feature {name}": FITS_VERL for name in capabilities.FEATURES},
+        **{"verl": "0.9.1", "folder": "/site/verl", "note": "", "rollout": None, "loaded": True},
+        "features": dict.fromkeys(capabilities.FEATURES, FITS_VERL),
     },
     "recipe": {
         **{"mode": "sync", "strategy": "fsdp2", "vanilla_mbridge": True, "offloads": False, "share": 0.6},
         **{"attention": "flash_attention_2", "engine": "vllm", "loggers": ["console", "tensorboard"]},
-        **{"cluster": Finding("cluster", "ok", "fits"), "findings": [Finding("memory", "ok", "fits")]},
+        **{"nodes": [1, 8], "findings": [Finding("memory", "ok", "fits")]},
     },
 }
 """A node with eight GPUs where everything is in place. None removes a key; `fault` is that of the process."""
 ABSENT = "absent"
+
+
+def lacks(feature, *lacking, unchecked=()):
+    """Changes to the answers: verl lacks something that the feature uses, or it could not be imported."""
+    return {"features": {"features": TOLD["features"]["features"] | {feature: [list(lacking), list(unchecked)]}}}
 
 
 def absent(name):
@@ -81,9 +85,8 @@ def examined(monkeypatch, tmp_path, capsys):
         def answer(question, *arguments):
             told = TOLD[question.__name__] | changes.get(question.__name__, {})
             if question is questions.imports:
-                return Answer({name: fault for name, (_, fault) in state.items()})
-            fault = told.pop("fault", None)
-            return Answer({key: value for key, value in told.items() if value is not None}, fault)
+                return {name: fault for name, (_, fault) in state.items()} | {"fault": None}
+            return {"fault": None} | {key: value for key, value in told.items() if value is not None}
 
         monkeypatch.setattr(doctor, "ask", answer)
         monkeypatch.setattr(doctor, "version_of", lambda name: "0.1" if name == "oar_plugin" else state[name][0])
@@ -108,51 +111,45 @@ def test_a_node_with_everything_is_ready(examined, capsys, words):
     assert (f"oar launch {RECIPE}" if words else "algorithm.adv_estimator=oar") in last
 
 
-NEEDED = {"torch", "ray", "transformers", "TransferQueue", "vllm", "datasets", "flash-attn", "wandb"}
+NEEDED = ("torch", "ray", "transformers", "TransferQueue", "vllm", "datasets", "flash-attn", "wandb")
 NO_MSGPACK = "ModuleNotFoundError: No module named 'msgpack'"
 NO_SYMBOL = "ImportError: undefined symbol: _ZN3c10"
 
 
+MISSING = [
+    *(({"imports": {name: ABSENT}}, name, PACKAGES[name].advice or f'pip install "{name}') for name in NEEDED),
+    ({"imports": {"flash-attn": ("2.8.3", NO_SYMBOL)}}, "flash-attn", NO_SYMBOL),
+    # A checkout on the search path has no version; the module that it lacks is not the package itself.
+    ({"imports": {"ray": (None, NO_MSGPACK)}}, "ray", NO_MSGPACK),
+    ({"features": {"verl": None, "folder": None, "fault": "verl is not installed"}}, "verl", "pip install 'verl"),
+    ({"features": {"folder": None, "fault": "ImportError: x"}}, "verl", "0.9.1 ImportError: x"),
+    ({"features": {"loaded": False}}, "oar_plugin", "verl did not load it"),
+    ({"features": {"loaded": False, "wrapt": "ImportError: no wrapt"}}, "oar_plugin", "no wrapt"),
+    ({"features": {"loaded": None, "fault": "no answer within 300 s"}}, "oar_plugin", "no answer within 300 s"),
+    (lacks("sync", "verl.x: Y is not there", "z"), "sync", "Y is not there; z"),
+    (lacks("fsdp", "verl.x: Y is not there"), "fsdp", "Y is not there"),
+    ({"features": {"rollout": "ImportError: x"}}, "rollout", "ImportError: x"),
+]
+NOTES = [
+    *(({"imports": {name: ABSENT}}, name, "not installed") for name in PACKAGES if name not in NEEDED),
+    ({"imports": {"torch": ("2.10.1", None)}}, "torch", PACKAGES["torch"].tested),
+    ({"features": {"note": "verl 1.0 was not tried with OAR"}}, "verl", "was not tried"),
+    (lacks("megatron", "no megatron"), "megatron", "no megatron"),
+    (lacks("offload", "vLLM lacks x"), "offload", "perturbation.backend=actor"),
+    ({"devices": {"gpus": [FULL, GPU]}}, "GPU memory", "20 GiB"),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "subject", "said"),
-    [
-        *(({"imports": {name: ABSENT}}, name, PACKAGES[name].install) for name in sorted(NEEDED)),
-        ({"imports": {"flash-attn": ("2.8.3", NO_SYMBOL)}}, "flash-attn", NO_SYMBOL),
-        # A checkout on the search path has no version; the module that it lacks is not the package itself.
-        ({"imports": {"ray": (None, NO_MSGPACK)}}, "ray", NO_MSGPACK),
-        ({"features": {"verl": None, "folder": None, "fault": "verl is not installed"}}, "verl", "pip install 'verl"),
-        ({"features": {"folder": None, "fault": "ImportError: x"}}, "verl", "0.9.1 ImportError: x"),
-        ({"features": {"loaded": False}}, "oar_plugin", "verl did not load it"),
-        ({"features": {"loaded": False, "wrapt": "ImportError: no wrapt"}}, "oar_plugin", "no wrapt"),
-        ({"features": {"loaded": None, "fault": "no answer within 300 s"}}, "oar_plugin", "no answer within 300 s"),
-        ({"features": {"feature sync": (["verl.x: Y is not there", "z"], [])}}, "sync", "Y is not there; z"),
-        ({"features": {"feature fsdp": (["verl.x: Y is not there"], [])}}, "fsdp", "Y is not there"),
-        ({"features": {"rollout": "ImportError: x"}}, "rollout", "ImportError: x"),
-    ],
+    ("level", "changes", "subject", "said"),
+    [*(("missing", *one) for one in MISSING), *(("note", *one) for one in NOTES)],
 )
-def test_what_a_run_cannot_start_without_comes_with_what_to_do(examined, changes, subject, said):
+def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, level, changes, subject, said):
+    """A note: only other runs need it, or it was not tested."""
     findings, status, verdict = examined(**changes)
-    assert findings[subject]["level"] == "missing"
+    assert findings[subject]["level"] == level
     assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
-    assert (status, verdict) == (1, "not ready")
-
-
-@pytest.mark.parametrize(
-    ("changes", "subject", "said"),
-    [
-        *(({"imports": {name: ABSENT}}, name, "not installed") for name in sorted(PACKAGES.keys() - NEEDED)),
-        ({"imports": {"torch": ("2.10.1", None)}}, "torch", PACKAGES["torch"].tested),
-        ({"features": {"note": "verl 1.0 was not tried with OAR"}}, "verl", "was not tried"),
-        ({"features": {"feature megatron": (["no megatron"], [])}}, "megatron", "no megatron"),
-        ({"features": {"feature offload": (["vLLM lacks x"], [])}}, "offload", "perturbation.backend=actor"),
-        ({"devices": {"gpus": [FULL, GPU]}}, "GPU memory", "20 GiB"),
-    ],
-)
-def test_what_only_other_runs_need_and_what_was_not_tested_is_a_note(examined, changes, subject, said):
-    findings, status, _ = examined(**changes)
-    assert findings[subject]["level"] == "note"
-    assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
-    assert status == 0
+    assert (status, verdict) == ((1, "not ready") if level == "missing" else (0, "ready"))
 
 
 MEGATRON = {"strategy": "megatron"}
@@ -166,14 +163,14 @@ MEGATRON = {"strategy": "megatron"}
         (MEGATRON, {"imports": {"megatron-core": ABSENT}}, "megatron-core"),
         (MEGATRON, {"imports": {"mbridge": ABSENT}}, "mbridge"),
         (MEGATRON | {"vanilla_mbridge": False}, {"imports": {"megatron-bridge": ABSENT}}, "megatron-bridge"),
-        (MEGATRON, {"features": {"feature megatron": (["verl.x: Y is not there"], [])}}, "megatron"),
-        ({"mode": "separate_async"}, {"features": {"feature separate_async": (["no Z"], [])}}, "separate_async"),
-        ({"offloads": True}, {"features": {"feature offload": (["vLLM lacks x"], [])}}, "offload"),
+        (MEGATRON, lacks("megatron", "verl.x: Y is not there"), "megatron"),
+        ({"mode": "separate_async"}, lacks("separate_async", "no Z"), "separate_async"),
+        ({"offloads": True}, lacks("offload", "vLLM lacks x"), "offload"),
         ({}, {"devices": {"gpus": [GPU] * 7 + [FULL]}}, "GPU memory"),
         ({"refused": "algorithm.oar.tau=2: x"}, {}, "configuration"),
         ({"fault": "crashed with SIGSEGV"}, {}, "configuration"),
         ({"findings": [Finding("data", "missing", "is not there")]}, {}, "data"),
-        ({"cluster": Finding("cluster", "missing", "4 visible")}, {}, "cluster"),
+        ({"nodes": [1, 16]}, {}, "cluster"),
     ],
 )
 def test_a_recipe_needs_more(examined, recipe, others, subject):
@@ -186,32 +183,32 @@ def test_a_recipe_needs_more(examined, recipe, others, subject):
 
 
 @pytest.mark.parametrize(
-    ("device", "needed", "machine", "level"),
+    ("nodes", "devices", "level"),
     [
-        ("cuda", (1, 8), {"gpus": [GPU] * 8}, "ok"),
-        ("cuda", (4, 8), {"gpus": [GPU] * 8}, "ok"),
-        ("cuda", (1, 8), {"gpus": [GPU] * 4}, "missing"),
-        ("cuda", (1, 8), {"torch": "2.13.0+cpu"}, "missing"),
-        ("cuda", (1, 8), {"torch": "2.11.0", "built_for": "13.0"}, "not checked"),
-        ("cpu", (1, 2), {"torch": "2.13.0+cpu"}, "ok"),
+        ([4, 8], {}, "ok"),
+        ([1, 8], {"gpus": [GPU] * 4}, "missing"),
+        ([1, 8], CPU, "missing"),
+        ([1, 8], LOGIN, "not checked"),
+        (None, CPU, "ok"),
     ],
 )
-def test_a_machine_has_the_gpus_of_a_node_or_not(device, needed, machine, level, monkeypatch):
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    finding = questions._cluster(device, *needed, Machine(**machine))
-    assert finding.level == level
-    assert ("each of them" in finding.advice) == (needed[0] > 1)
-    assert device == "cpu" or f"{needed[1]} GPUs" in finding.text
+def test_a_machine_has_the_gpus_of_a_node_or_not(examined, nodes, devices, level):
+    told = {**TOLD["recipe"], "nodes": nodes}
+    machine = Machine(**TOLD["devices"] | devices | {"gpus": devices.get("gpus", [GPU] * 8) or ()})
+    finding, *_ = doctor._recipe({**told, "fault": None}, machine)
+    assert (finding.subject, finding.level) == ("cluster", level)
+    assert ("each of them" in finding.advice) == (nodes == [4, 8])
+    assert nodes is None or f"{nodes[1]} GPUs" in finding.text
 
 
 @pytest.mark.parametrize("words", [(), ("--recipe", RECIPE)])
 def test_a_login_node_is_told_what_was_not_checked_and_not_that_it_is_ready(examined, capsys, words):
     """Neither is a package said to be broken that only lacks the driver."""
-    features = {"rollout": LIBCUDA, "feature fsdp": ([], [LIBCUDA])}
+    features = {"rollout": LIBCUDA, **lacks("fsdp", unchecked=[LIBCUDA])["features"]}
     login = {"devices": LOGIN, "imports": {"vllm": ("0.24.0", LIBCUDA)}, "features": features}
     findings, status, verdict = examined(*words, **login)
     unseen = {name for name, finding in findings.items() if finding["level"] == "not checked"}
-    assert unseen == {"GPUs", "vllm", "rollout", "fsdp"} | ({"memory"} if words else set())
+    assert unseen == {"GPUs", "vllm", "rollout", "fsdp"} | ({"cluster"} if words else set())
     assert (status, verdict) == (3, "not checked")
     assert main(["doctor", *words]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
@@ -220,7 +217,7 @@ def test_a_login_node_is_told_what_was_not_checked_and_not_that_it_is_ready(exam
     # The same errors beside a GPU, or another error here, are there to be mended.
     assert examined(imports=login["imports"])[1] == 1
     assert [examined(features={key: fault})[1] for key, fault in features.items()] == [1, 1]
-    assert examined(**{**login, "features": {"feature fsdp": (["no X"], [])}})[1] == 1
+    assert examined(**{**login, **lacks("fsdp", "no X")})[1] == 1
     assert examined(**{**login, "imports": {"vllm": ("0.24.0", NO_SYMBOL)}})[1] == 1
 
 
@@ -329,11 +326,11 @@ def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_loo
 
 
 def test_a_machine_that_can_start_no_process_is_told_so(monkeypatch):
-    def refuse(process):
+    def refuse(words, **options):
         raise OSError("out of memory")
 
-    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", refuse)
-    assert ask(questions.devices) == Answer({}, "no process could be started: out of memory")
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert ask(questions.devices) == {"fault": "no process could be started: out of memory"}
 
 
 TORCH = """
@@ -349,7 +346,7 @@ cuda = types.SimpleNamespace(is_available=lambda: {}, device_count=lambda: 2, me
 def test_the_gpus_that_torch_sees_are_told_or_why_it_sees_none(broken, seen):
     """A made-up torch: its calls, not its answers, are what counts."""
     broken(torch=TORCH.format(seen))
-    machine = Machine(**ask(questions.devices).told)
+    machine = Machine(**ask(questions.devices))
     assert machine.built_for == "13.0"
     assert machine.gpus == ([{"name": f"GPU {i}", "total": 80, "free": 50 + i} for i in range(2)] if seen else ())
     assert machine.why_not == ("" if seen else "RuntimeError: The NVIDIA driver on your system is too old")
@@ -359,9 +356,7 @@ def test_a_verl_that_breaks_at_import_is_told(broken):
     folder = broken(verl='raise OSError("libnccl.so: bad")')
     (folder / "verl" / "version").mkdir()
     (folder / "verl" / "version" / "version").write_text("0.9.1")
-    answer = ask(questions.features)
-    assert answer.told == {"verl": "0.9.1"}
-    assert answer.fault == "OSError: libnccl.so: bad (import verl)"
+    assert ask(questions.features) == {"verl": "0.9.1", "fault": "OSError: libnccl.so: bad (import verl)"}
 
 
 def test_an_environment_that_has_nothing_gets_a_list_and_no_traceback(tmp_path):
@@ -383,10 +378,11 @@ pytest.importorskip("verl")
 @pytest.mark.slow
 def test_this_environment_has_what_is_looked_for():
     """The processes on the packages that are here: each is asked for by names that exist."""
-    told = ask(questions.features).told
+    told = ask(questions.features)
     assert told["loaded"] is True
     assert told["rollout"] is told["wrapt"] is told["hydra_conf"] is None
-    assert [told[f"feature {name}"] for name in ("sync", "colocate_async", "separate_async", "fsdp")] == [FITS_VERL] * 4
+    needed = ("sync", "colocate_async", "separate_async", "fsdp")
+    assert [told["features"][name] for name in needed] == [FITS_VERL] * 4
     faults = import_faults({name: one.module for name, one in PACKAGES.items()} | {"vllm": "vllm._custom_ops"})
     here = {name: fault for name, fault in faults.items() if version_of(name) is not None}
     assert set(here.values()) == {None}, here
@@ -406,20 +402,20 @@ def test_a_recipe_is_read_composed_checked_and_planned(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         parquet.write_table(pyarrow.table({column: ["1+1?"]}), tmp_path / name / "train.parquet")
     (tmp_path / "gsm8k" / "test.parquet").write_bytes(b"half a downl")
-    folder, machine = find_recipe(RECIPE), Machine("2.11.0", "13.0", [GPU] * 8)
+    folder = str(find_recipe(RECIPE))
     reward = tmp_path / "reward.py"
     reward.write_text("import no_such_module\n")
     overrides = [f"reward.custom_reward_function.path={reward}", "trainer.logger=[wandb]"]
-    told, fault = ask(questions.recipe, folder, overrides, machine)
-    assert fault is None
+    told = ask(questions.recipe, folder, overrides, True)
+    assert told["fault"] is None
     assert (told["mode"], told["strategy"], told["share"], told["loggers"]) == ("sync", "fsdp2", 0.6, ["wandb"])
-    assert (told["cluster"].level, told["offloads"]) == ("ok", False)
-    levels = {finding.subject: finding.level for finding in told["findings"]}
-    texts = {finding.subject: f"{finding.text}; {finding.advice}" for finding in told["findings"]}
+    assert (told["nodes"], told["offloads"]) == ([1, 8], False)
+    levels = {subject: level for subject, level, *_ in told["findings"]}
+    texts = {subject: f"{text}; {advice}" for subject, _, text, advice in told["findings"]}
     for file in ("math/train.parquet", "gsm8k/test.parquet", "math500/test.parquet"):
         assert file in texts["data"]
     assert levels["memory"] in ("ok", "note")
     assert [levels[subject] for subject in ("data", "model", "reward")] == ["missing"] * 3
     assert "no_such_module" in texts["reward"]
-    wrong = ask(questions.recipe, folder, ["algorithm.oar.tau=2"], machine).told
+    wrong = ask(questions.recipe, folder, ["algorithm.oar.tau=2"], True)
     assert "algorithm.oar.tau=2" in wrong["refused"]

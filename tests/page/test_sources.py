@@ -108,34 +108,25 @@ def test_a_line_that_is_none_costs_nothing_but_itself(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "want", "left_out", "cut"),
-    [
-        ({}, [2, 2, 3, 3], [1], 0),
-        ({"steps": [1, 3]}, [1, 1, 3, 3], [], 0),
-        ({"limit": 1}, [3], [1, 2], 1),
-        ({"limit": 3}, [2, 3, 3], [1], 1),
-        ({"limit": 4}, [2, 2, 3, 3], [1], 0),
-        ({"steps": [1], "limit": 1}, [1], [], 1),
+    ("tokens", "steps", "want", "left_out", "cut"),
+    [  # a response has 5
+        (40, None, "a2 c2 b2 d2 a3 c3 b3 d3", [1], 0),
+        (30, None, "a2 c2 a3 c3 b3 d3", [1], 2),
+        (1, None, "a3 c3", [1, 2], 2),
+        (1, [1, 3], "a1 c1 b1 d1 a3 c3 b3 d3", [], 0),
     ],
 )
-def test_the_newest_steps_are_shown_in_whole_groups_or_those_that_are_named(arguments, want, left_out, cut, tmp_path):
+def test_the_newest_steps_are_shown_or_those_that_are_named_and_no_group_is_parted(
+    tokens, steps, want, left_out, cut, tmp_path, monkeypatch
+):
     for step in (1, 2, 3):
-        lines = [replace(RESPONSE, step=step, group=uid, uid=uid).line() for uid in "ab"]
+        pairs = zip("abcd", "xyxy", strict=True)
+        lines = [replace(RESPONSE, step=step, group=group, uid=f"{uid}{step}").line() for uid, group in pairs]
         written(tmp_path / f"step_{step}.jsonl", HEADER.line(), *lines)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "TOKENS", 20)
-        found = read([tmp_path], **arguments)
-    assert ([item.step for item in found.items], found.left_out, found.cut) == (want, left_out, cut)
-
-
-def test_a_group_is_never_parted(tmp_path):
-    uids = ["a1", "b1", "a2", "b2"]
-    lines = [replace(RESPONSE, group=uid[0], uid=uid).line() for uid in uids]
-    folder = written(tmp_path / "step_3.jsonl", HEADER.line(), *lines).parent
-    assert [item.uid for item in read([folder], limit=1).items] == ["a1", "a2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "TOKENS", 1)
-        assert [item.uid for item in read([folder]).items] == ["a1", "a2"]
+    monkeypatch.setattr(sources, "TOKENS", tokens)
+    found = read([tmp_path], steps)
+    assert ([item.uid for item in found.items], found.left_out, found.cut) == (want.split(), left_out, cut)
+    assert len(found.notes()) == bool(left_out) + bool(cut)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ import errno
 import fcntl
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
 from oar_plugin.runs.run_folder import (
@@ -190,7 +191,7 @@ def test_a_run_that_was_begun_with_old_module_names_goes_on(tmp_path, capsys):
         check(config(run, **{REWARD: "/mine.py"}))
 
 
-def test_a_record_that_is_none_is_refused(folder):
+def test_a_record_that_is_not_valid_is_refused(folder):
     (folder / RECORD).write_text("state: [")
     with pytest.raises(RunRefused, match="move it away"):
         begin(config(folder))
@@ -206,7 +207,7 @@ def test_the_driver_opens_the_folder_before_ray_starts_and_notes_how_the_run_end
     assert run.ray_kwargs.ray_init.runtime_env.env_vars == places
     run.ray_kwargs.ray_init.runtime_env["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"  # as verl 0.9.0 does
     for status, ended in ((JobStatus.FAILED, "failed"), (JobStatus.COMPLETED, "finished")):
-        KeepRun().on_job_end(run, _ended(status))
+        KeepRun().on_job_end(run, SimpleNamespace(status=status))
         assert state(folder) == ended
     for other, status in ((config(folder), 0), (config(folder, data__seed=2), 2)):
         with pytest.raises(SystemExit) as ended:
@@ -215,9 +216,3 @@ def test_the_driver_opens_the_folder_before_ray_starts_and_notes_how_the_run_end
     assert "data.seed: 1 there, 2 now" in capsys.readouterr().err
     monkeypatch.setenv("OAR_START", "fresh")
     KeepRun().on_run_start(config(folder, data__seed=2))
-
-
-def _ended(status):
-    made = JobReturn()
-    made.status = status
-    return made
