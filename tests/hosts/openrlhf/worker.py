@@ -78,6 +78,8 @@ def run(one, folder, stage, words=(), lora=0, scores=True, **settings):
 
 def main(site, folder):
     """By ZeRO stage and case, what `run` returns."""
+    # DeepSpeed would compile a kernel for collectives; killed compilers leave a lock for which later ranks wait forever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     one = Host(Path(site))
     return {(stage, name): run(one, Path(folder), stage, **given) for stage in (2, 3) for name, given in CASES.items()}

@@ -43,6 +43,10 @@ def allow_on_a_cpu() -> None:
     _init_utils._get_device_from_device_id = lambda *_, **__: None
     # accelerate asks GPUs which backend DeepSpeed is to have.
     if "deepspeed" in sys.argv:
+        import deepspeed
+
+        # DeepSpeed would compile a kernel for collectives; killed compilers leave a lock for which later ranks wait forever.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
 
 
