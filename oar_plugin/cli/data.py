@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from oar_plugin.cli.arguments import missing_package
 from oar_plugin.output import did_you_mean, say
 from oar_plugin.runs.math import data_folder
 from oar_plugin.runs.math.sources import SOURCES
@@ -85,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"oar data: {'; '.join(faults) or 'NAME is missing'}; oar data --list lists the data sets", sys.stderr)
         return 2
     if importlib.util.find_spec("datasets") is None:
-        say("oar data: datasets not installed: pip install '.[recipes]' in a checkout", sys.stderr)
-        return 1
+        return missing_package("data", "datasets")
 
     from oar_plugin.cli.tables import console, table
     from oar_plugin.runs.math.prepare import DataError, prepare

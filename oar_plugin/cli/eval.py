@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.cli.arguments import listed, positive, share, whole
+from oar_plugin.cli.arguments import listed, missing_package, positive, share, whole
 from oar_plugin.output import say, write_whole
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     needed = ("vllm", "math_verify", "pebble", "pyarrow", "scipy")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        _tell(f"{', '.join(missing)} not installed: oar doctor says how (scipy: pip install scipy)")
-        return 1
+        return missing_package("eval", *missing)
 
     from oar_plugin.runs.evaluate.problems import EvaluationError, read
     from oar_plugin.runs.evaluate.table import as_markdown

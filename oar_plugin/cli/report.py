@@ -4,10 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from oar_plugin.cli.arguments import missing_package
 from oar_plugin.cli.browser import open_page
 from oar_plugin.output import printable, say
 
-PIP = {"yaml": "pyyaml", "google": "protobuf"}  # packages whose name differs from the imported module's
 _EXAMPLES = """\
 examples:
   oar report RUN                                     a run's folder; the page goes to RUN/report
@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"oar report: {error}", sys.stderr)
             return 2
     except ModuleNotFoundError as error:
-        name = str(error.name).split(".")[0]
-        say(f"oar report: {name} is not installed here; pip install {PIP.get(name, name)}", sys.stderr)
-        return 1
+        return missing_package("report", error.name)
     titles, *rows = report.comparison
     shown = table(*titles)
     for row in rows:
