@@ -7,8 +7,7 @@ from pathlib import Path
 
 from oar_plugin.cli.arguments import missing_package
 from oar_plugin.output import did_you_mean, say
-from oar_plugin.runs.math import data_folder
-from oar_plugin.runs.math.sources import SOURCES
+from oar_plugin.runs.math.sources import SOURCES, DataError, data_folder, prepare
 
 _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
@@ -89,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
         return missing_package("data", "datasets")
 
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.runs.math.prepare import DataError, prepare
 
     try:
         prepared = prepare(args.names, args.out, args.local, args.decontaminate, repeats)

@@ -20,7 +20,7 @@ from oar_plugin.output import say, write_whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from oar_plugin.runs.evaluate.problems import ProblemSet
+    from oar_plugin.runs.evaluate.grade import ProblemSet
     from oar_plugin.runs.evaluate.table import Line
 
 FIVE = "math500,aime24,amc23,minerva,olympiadbench"
@@ -98,9 +98,10 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         return missing_package("eval", *missing)
 
-    from oar_plugin.runs.evaluate.problems import EvaluationError, read
+    from oar_plugin.runs.evaluate import EvaluationError
+    from oar_plugin.runs.evaluate.grade import read
     from oar_plugin.runs.evaluate.table import as_markdown
-    from oar_plugin.runs.math import data_folder
+    from oar_plugin.runs.math.sources import data_folder
 
     try:
         sets = [read(name, data_folder(), args.limit) for name in dict.fromkeys(args.data)]

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from oar_plugin.cli.arguments import missing_package
-from oar_plugin.cli.browser import open_page
 from oar_plugin.output import printable, say
 
 _EXAMPLES = """\
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 1 where a package is missing or there is no browser, 2 for what is no log of verl."""
     try:
-        from oar_plugin.cli.tables import console, progress_bar, table
+        from oar_plugin.cli.tables import console, open_page, progress_bar, table
         from oar_plugin.runs.report.logs import NoLogs, read_run
         from oar_plugin.runs.report.page import Side, write_report
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oar_plugin.output import no_link
+from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import fingerprint
-from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet, reason
+from oar_plugin.runs.evaluate.grade import GeneratedResponse, Problem, ProblemSet
+from oar_plugin.runs.launch.finding import cause
 
 _POLL_S = 1.0
 _GRACE_S = 15.0
@@ -36,14 +38,6 @@ class Sampling:
     top_p: float
     max_tokens: int
     seed: int
-
-
-@dataclass(frozen=True)
-class GeneratedResponse:
-    problem: int  # index in the problem set
-    sample: int
-    text: str
-    cut: bool  # truncated at the maximum length
 
 
 class ResponseFile:
@@ -115,16 +109,7 @@ class SampleRequest(NamedTuple):
     problem: int
     sample: int
     seed: int
-
-
-@dataclass(frozen=True)
-class EngineInput:
-    """Input that all engines share."""
-
-    model: str  # folder, or name on the hub
-    sampling: Sampling
-    prompts: list[list[list[int]]]  # token ids by data set and problem
-    context: int  # maximum tokens of prompt plus response
+    prompt: list[int]  # token ids
 
 
 def generate(
@@ -150,7 +135,7 @@ def generate(
         for file in files:
             stack.enter_context(file)
         missing = [
-            SampleRequest(index, problem, sample, _seed_of(sampling.seed, sets[index].problems[problem], sample))
+            (index, problem, sample)
             for index, file in enumerate(files)
             for sample in range(samples)
             for problem in range(len(sets[index].problems))
@@ -161,8 +146,18 @@ def generate(
         if not missing:
             return
         groups = _gpu_groups(tensor_parallel)[: len(missing)]
-        shared = EngineInput(model, sampling, *_prompts(model, sets, sampling.max_tokens, say))
-        with closing(_answered(shared, groups, missing)) as answered:
+        prompts, context = _prompts(model, sets, sampling.max_tokens, say)
+        requests = [
+            SampleRequest(
+                index,
+                problem,
+                sample,
+                seed=_seed_of(sampling.seed, sets[index].problems[problem], sample),
+                prompt=prompts[index][problem],
+            )
+            for index, problem, sample in missing
+        ]
+        with closing(_answered(model, sampling, context, groups, requests)) as answered:
             for done, (index, response) in enumerate(answered, start=1):
                 files[index].add(response)
                 progress(total - len(missing) + done, total)
@@ -194,7 +189,7 @@ def _prompts(
     except (OSError, ValueError, TypeError, TemplateError) as error:
         raise EvaluationError(
             f"{model}: its configuration or tokenizer cannot be loaded, or its chat template is missing or fails: "
-            f"{reason(error)}"
+            f"{cause(error)}"
         ) from error
     length, data_set, number = max(
         (len(ids), each.name, number)
@@ -231,30 +226,30 @@ def _gpu_groups(tensor_parallel: int) -> list[str]:
 
 
 def _answered(
-    shared: EngineInput, groups: Sequence[str], requests: Sequence[SampleRequest]
+    model: str, sampling: Sampling, context: int, groups: Sequence[str], requests: Sequence[SampleRequest]
 ) -> Generator[tuple[int, GeneratedResponse], None, None]:
     """Yield (index of the set, response) as responses get ready; requests are divided evenly among the engines.
 
-    All engines are terminated at the end, also after an error. Raise EvaluationError if one of them dies.
+    `context` is the maximum length of prompt plus response. All engines are terminated at the end, also after an error. Raise
+    EvaluationError if one of them dies.
     """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    shares = [requests[place :: len(groups)] for place in range(len(groups))]
-    engines = [
-        context.Process(target=_serve, args=(shared, *each, results)) for each in zip(groups, shares, strict=True)
-    ]
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    engines = []
     try:
-        for engine in engines:
+        for place, gpus in enumerate(groups):
+            share = requests[place :: len(groups)]
+            engine = spawn.Process(target=_serve, args=(model, sampling, context, gpus, share, results))
             engine.start()
+            engines.append(engine)
         for _ in requests:
-            yield _next(shared.model, engines, results)
+            yield _next(model, engines, results)
         for engine in engines:
             engine.join(_GRACE_S)
     finally:
-        started = [engine for engine in engines if engine.pid is not None]
-        for engine in started:
+        for engine in engines:
             engine.terminate()
-        for engine in started:
+        for engine in engines:
             engine.join(_GRACE_S)
             engine.kill()  # no effect on a process that has ended
 
@@ -278,7 +273,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(shared: EngineInput, gpus: str, requests: Sequence[SampleRequest], results: Any) -> None:
+def _serve(
+    model: str, sampling: Sampling, context: int, gpus: str, requests: Sequence[SampleRequest], results: Any
+) -> None:
     """Run an engine in this process, and put (index of the set, response) into `results` for each request."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the parent terminates it
@@ -294,22 +291,20 @@ def _serve(shared: EngineInput, gpus: str, requests: Sequence[SampleRequest], re
     from vllm.usage.usage_lib import UsageContext
 
     arguments = EngineArgs(
-        model=shared.model,
-        max_model_len=shared.context,
+        model=model,
+        max_model_len=context,
         tensor_parallel_size=gpus.count(",") + 1,
-        seed=shared.sampling.seed,
+        seed=sampling.seed,
         enforce_eager=not gpus,  # compiling for a CPU takes longer than it saves
         use_tqdm_on_load=False,  # there is one progress bar already
     )
     # With this usage context vLLM chooses its batch sizes for offline use.
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-    sampling = asdict(shared.sampling)
     by_key = {str(number): request for number, request in enumerate(requests)}
     for key, request in by_key.items():
-        sampling["seed"] = request.seed if shared.sampling.temperature > 0 else None
-        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = TokensPrompt(prompt_token_ids=shared.prompts[request.data_set][request.problem])
-        engine.add_request(key, prompt, parameters)
+        seed = request.seed if sampling.temperature > 0 else None
+        parameters = SamplingParams(**{**asdict(sampling), "seed": seed}, output_kind=RequestOutputKind.FINAL_ONLY)
+        engine.add_request(key, TokensPrompt(prompt_token_ids=request.prompt), parameters)
     while by_key:
         for output in engine.step():
             request, made = by_key.pop(output.request_id), output.outputs[0]

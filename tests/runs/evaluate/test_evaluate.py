@@ -14,11 +14,10 @@ import pytest
 pytest.importorskip("math_verify")
 
 from oar_plugin.cli.main import main
-from oar_plugin.runs.evaluate import checkpoints
+from oar_plugin.runs.evaluate import EvaluationError, checkpoints
 from oar_plugin.runs.evaluate.checkpoints import find, fingerprint, parse
-from oar_plugin.runs.evaluate.generate import GeneratedResponse, ResponseFile, Sampling, generate
-from oar_plugin.runs.evaluate.grade import Graded, grade
-from oar_plugin.runs.evaluate.problems import EvaluationError, read
+from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling, generate
+from oar_plugin.runs.evaluate.grade import GeneratedResponse, Graded, grade, read
 from oar_plugin.runs.evaluate.table import AVERAGE, as_markdown, lines_of, metrics
 from oar_plugin.runs.math.pool import TaskCrashed
 from tests.runs.evaluate import SAMPLING, problem_set

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 
+from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate import generate as engines
-from oar_plugin.runs.evaluate.generate import EngineInput, GeneratedResponse, ResponseFile, SampleRequest, generate
-from oar_plugin.runs.evaluate.problems import EvaluationError
+from oar_plugin.runs.evaluate.generate import ResponseFile, SampleRequest, generate
+from oar_plugin.runs.evaluate.grade import GeneratedResponse
 from tests.runs.evaluate import SAMPLING, problem_set
 
 DIE, SLEEP = 666, 777
@@ -52,8 +53,8 @@ def stub(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)  # engines are spawned with this path
 
 
-def job_of(*prompts):
-    return EngineInput("org/model", SAMPLING, [[[token] for token in each] for each in prompts], context=16)
+def answered(engine_count, requests):
+    return engines._answered("org/model", SAMPLING, 16, [""] * engine_count, requests)
 
 
 def engines_left():
@@ -62,18 +63,18 @@ def engines_left():
 
 
 def test_two_engines_answer_every_request_of_every_set_once(stub):
-    asked = [SampleRequest(of, problem, sample, 7) for of in range(2) for problem in range(3) for sample in range(2)]
-    found = sorted(engines._answered(job_of([1, 2, 3], [4, 5, 6]), ["", ""], asked), key=str)
-    assert found == [
-        (of, GeneratedResponse(problem, sample, f"{3 * of + problem + 1} 7", (3 * of + problem + 1) % 2 == 1))
-        for of, problem, sample, _ in asked
+    places = [(of, problem, sample) for of in range(2) for problem in range(3) for sample in range(2)]
+    asked = [SampleRequest(of, problem, sample, 7, [3 * of + problem]) for of, problem, sample in places]
+    assert sorted(answered(2, asked), key=str) == [
+        (of, GeneratedResponse(problem, sample, f"{3 * of + problem} 7", (3 * of + problem) % 2 == 1))
+        for of, problem, sample in places
     ]
     assert not engines_left()
 
 
 def test_an_engine_that_dies_ends_the_others_and_is_told(stub):
     with pytest.raises(EvaluationError, match="ended with status 3"):
-        list(engines._answered(job_of([SLEEP, DIE]), ["", ""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]))
+        list(answered(2, [SampleRequest(0, 0, 0, 0, [SLEEP]), SampleRequest(0, 1, 0, 0, [DIE])]))
     assert not engines_left()
 
 
@@ -81,9 +82,9 @@ def test_an_engine_ends_when_its_parent_is_killed(stub, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text("""
 import multiprocessing
-from tests.runs.evaluate.test_generate import SLEEP, SampleRequest, engines, job_of
+from tests.runs.evaluate.test_generate import SLEEP, SampleRequest, answered
 if __name__ == "__main__":
-    for _ in engines._answered(job_of([1, SLEEP]), [""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]):
+    for _ in answered(1, [SampleRequest(0, 0, 0, 0, [1]), SampleRequest(0, 1, 0, 0, [SLEEP])]):
         print(multiprocessing.active_children()[0].pid, flush=True)
 """)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
@@ -124,7 +125,7 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
         """(problem, sample) -> seed."""
         seeds = {}
 
-        def answered(job, groups, requests):
+        def answered(model, sampling, context, groups, requests):
             for request in requests:
                 seeds[sets.problems[request.problem].ground_truth, request.sample] = request.seed
                 yield 0, GeneratedResponse(request.problem, request.sample, "", False)
@@ -134,7 +135,7 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
         generate("org/model", [sets], [file], SAMPLING, samples, 1, lambda done, total: None, print)
         return seeds
 
-    monkeypatch.setattr(engines, "_prompts", lambda *_: ([], 8))
+    monkeypatch.setattr(engines, "_prompts", lambda *_: ([[[], []]], 8))
     first, more = asked("a", problem_set("1", "2"), 2), asked("a", problem_set("1", "2"), 4)
     assert {sample for _, sample in more} == {2, 3}
     assert asked("b", problem_set("2", "1"), 4) == {**first, **more}

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 import oar_plugin.hosts.verl
 from oar_plugin.cli.main import main
-from oar_plugin.runs.math.prepare import DataError, load, prepare
-from oar_plugin.runs.math.sources import INSTRUCTION, SOURCES, problem_of, verl_row
+from oar_plugin.runs.math.sources import INSTRUCTION, SOURCES, DataError, load, prepare, problem_of, verl_row
 from tests.real_data import GSM8K_TRAIN, read_lines
 
 datasets = pytest.importorskip("datasets")
@@ -214,7 +213,7 @@ def test_training_rows_that_are_in_an_evaluation_set_are_counted_and_dropped_on_
 def test_a_copy_that_does_not_fit_is_refused_with_a_reason(tmp_path, names, file, rows, message):
     write_lines(tmp_path / file, rows)
     with pytest.raises(DataError, match=message):
-        prepare(names, tmp_path / "out", tmp_path / "copy", False)
+        prepare(names, tmp_path / "out", tmp_path / "copy", False, {})
     assert not list(tmp_path.glob("out/aime24/*.parquet"))
 
 

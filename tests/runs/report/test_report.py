@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from oar_plugin.cli.main import main
-from oar_plugin.runs.report.findings import findings
-from oar_plugin.runs.report.logs import RunLog
+from oar_plugin.runs.report.logs import RunLog, findings
 from oar_plugin.runs.report.page import Side, comparison, config_differences, panels
 
 REWARD = "critic/score/mean"
