@@ -1,10 +1,12 @@
-"""What is printed for people and what is written for readers: safe text, hints for mistyped names, whole files."""
+"""What is printed for people and what is written for readers: safe text, hints for mistyped names, whole and locked files."""
 
 import difflib
+import errno
+import fcntl
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 
 def printable(text: str) -> str:
@@ -23,6 +25,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` with the known word that is closest in spelling, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def cause(error: BaseException) -> str:
+    """Return the type and the first line of the innermost cause of an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -47,3 +56,18 @@ def write_whole(file: Path, content: str | bytes) -> None:
 def no_link(file: str, flags: int) -> int:
     """Serve as the `opener` of files that are written in place. OSError: the file is a symbolic link."""
     return os.open(file, flags | os.O_NOFOLLOW, 0o666)
+
+
+def locked(file: IO[Any]) -> bool:
+    """Lock an open file for this process until it is closed; return False if another process has locked it.
+
+    Without an error, a file stays unlocked on file systems that have no locks, as some of clusters.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    return True

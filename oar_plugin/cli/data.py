@@ -32,11 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _HELP + _listed(), _EXAMPLES
     add = parser.add_argument
     add("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
-    add(
-        "--list",
-        action="store_true",
-        help="print the data sets: splits, page on the hub, licence, columns that are read",
-    )
+    text = "print the data sets: splits, page on the hub, licence, columns that are read"
+    add("--list", action="store_true", help=text)
     text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
     add("--out", type=Path, default=data_folder(), metavar="DIR", help=text)
     text = "a copy instead of the hub: a folder with its repository, or with train and test files (.parquet, .json, .jsonl). "
@@ -101,8 +98,7 @@ def run(args: argparse.Namespace) -> int:
     console().print(written)
     for part in prepared:
         if part.in_evaluation and not args.decontaminate:
-            say(
-                f"{part.name}: {part.in_evaluation} training rows are also in an evaluation set: --decontaminate drops them"
-            )
+            rows = f"{part.in_evaluation} training rows are also in an evaluation set"
+            say(f"{part.name}: {rows}: --decontaminate drops them")
     say(f"written to {args.out}")
     return 0

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from oar_plugin.cli.arguments import listed, missing_package, positive, share, whole
 from oar_plugin.output import say, write_whole
+from oar_plugin.runs.evaluate import EvaluationError
+from oar_plugin.runs.evaluate.checkpoints import find, parse
+from oar_plugin.runs.math.sources import data_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,8 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 1 where something is missing or fails, 2 for wrong input; the message says what to do."""
-    from oar_plugin.runs.evaluate.checkpoints import find, parse
-
     try:
         rows = parse(args.checkpoints)
         baseline = args.baseline or next(iter(rows))
@@ -98,10 +99,8 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         return missing_package("eval", *missing)
 
-    from oar_plugin.runs.evaluate import EvaluationError
     from oar_plugin.runs.evaluate.grade import read
     from oar_plugin.runs.evaluate.table import as_markdown
-    from oar_plugin.runs.math.sources import data_folder
 
     try:
         sets = [read(name, data_folder(), args.limit) for name in dict.fromkeys(args.data)]

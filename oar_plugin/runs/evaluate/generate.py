@@ -1,7 +1,5 @@
 """Generates one model's responses to several problem sets with vLLM; each response is written as soon as it is ready."""
 
-import errno
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -17,11 +15,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oar_plugin.output import no_link
+from oar_plugin.output import cause, locked, no_link
 from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import fingerprint
 from oar_plugin.runs.evaluate.grade import GeneratedResponse, Problem, ProblemSet
-from oar_plugin.runs.launch.finding import cause
 
 _POLL_S = 1.0
 _GRACE_S = 15.0
@@ -29,7 +26,6 @@ _VLLM_DEFAULTS = {
     **{"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"},
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
 }
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,9 @@ class ResponseFile:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b", opener=no_link)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise EvaluationError(
-                f"{self.path}: another oar eval is writing it; wait for it, or choose another --out"
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:  # some cluster file systems do not support locks
-                raise
+        if not locked(self._file):
+            self._file.close()
+            raise EvaluationError(f"{self.path}: another oar eval is writing it; wait for it, or choose another --out")
         self._file.seek(0)
         good = 0
         for number, line in enumerate(self._file, start=1):
@@ -81,9 +71,8 @@ class ResponseFile:
                 elif row != self.header:
                     raise ValueError("different header")
             except (ValueError, TypeError, KeyError) as error:
-                raise EvaluationError(
-                    f"{self.path}, line {number}: not written by oar eval; delete this file"
-                ) from error
+                text = f"{self.path}, line {number}: not written by oar eval; delete this file"
+                raise EvaluationError(text) from error
             good += len(line)
         self._file.truncate(good)
         if good == 0:
@@ -149,9 +138,7 @@ def generate(
         prompts, context = _prompts(model, sets, sampling.max_tokens, say)
         requests = [
             SampleRequest(
-                index,
-                problem,
-                sample,
+                *(index, problem, sample),
                 seed=_seed_of(sampling.seed, sets[index].problems[problem], sample),
                 prompt=prompts[index][problem],
             )
@@ -174,9 +161,7 @@ def _prompts(
     """Return the prompts' token ids (set, problem, token), and the maximum length of prompt plus response.
 
     That length is the longest prompt plus `max_tokens`, at most the model's context. As in verl, a prompt is made by the
-    tokenizer's chat template, with the generation prompt.
-
-    Raise EvaluationError if tokenizer or template fails, or if a prompt fills the context.
+    tokenizer's chat template. Raise EvaluationError if tokenizer or template fails, or if a prompt fills the context.
     """
     from jinja2 import TemplateError
     from transformers import AutoConfig, AutoTokenizer
@@ -187,10 +172,8 @@ def _prompts(
         encode = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
         prompts = [[encode(problem.prompt) for problem in each.problems] for each in sets]
     except (OSError, ValueError, TypeError, TemplateError) as error:
-        raise EvaluationError(
-            f"{model}: its configuration or tokenizer cannot be loaded, or its chat template is missing or fails: "
-            f"{cause(error)}"
-        ) from error
+        text = "its configuration or tokenizer cannot be loaded, or its chat template is missing or fails"
+        raise EvaluationError(f"{model}: {text}: {cause(error)}") from error
     length, data_set, number = max(
         (len(ids), each.name, number)
         for each, of_set in zip(sets, prompts, strict=True)
@@ -198,16 +181,13 @@ def _prompts(
     )
     if context is None or length + max_tokens <= context:
         return prompts, length + max_tokens
-    left = context - length
-    if left <= 0:
+    if length >= context:
         raise EvaluationError(
             f"{model}: problem {number} of {data_set} has {length} tokens and fills the model's context "
             f"({context}): no room for a response; remove the problem, or the set from --data"
         )
-    say(
-        f"{model}: with the longest prompt, a context of {context} tokens leaves {left} response tokens; "
-        f"max_tokens is {max_tokens}"
-    )
+    left = f"a context of {context} tokens leaves {context - length} response tokens"
+    say(f"{model}: with the longest prompt, {left}; max_tokens is {max_tokens}")
     return prompts, context
 
 

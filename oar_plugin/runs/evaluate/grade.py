@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from oar_plugin.output import cause
 from oar_plugin.runs.evaluate import EvaluationError
-from oar_plugin.runs.launch.finding import cause
 from oar_plugin.runs.math.answer import FinalAnswer, canonical, final_answer
 from oar_plugin.runs.math.pool import TaskCrashed, TaskTimedOut
 from oar_plugin.runs.reward import LONGEST_ANSWER, compute_score, start_pool

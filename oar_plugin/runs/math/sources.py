@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.output import write_whole
-from oar_plugin.runs.launch.finding import cause
+from oar_plugin.output import cause, write_whole
 from oar_plugin.runs.math.answer import final_answer
 
 if TYPE_CHECKING:

@@ -190,13 +190,8 @@ def _difference(runs: Measured, baseline: Measured) -> str:
 
 
 def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
-    """Return (label, run) of all runs; labels are unique even if folders have the same name."""
-    runs = [(f"{side.name}: {run.name}", run) for side in sides for run in side.runs]
-    names = [name for name, _ in runs]
-    return [
-        (name if names.count(name) == 1 else f"{name} ({names[:place].count(name) + 1})", run)
-        for place, (name, run) in enumerate(runs)
-    ]
+    """Return (label, run) of all runs; numbers make the labels unique, because folders can have the same name."""
+    return [(f"{side.name} {number}: {run.name}", run) for side in sides for number, run in enumerate(side.runs, 1)]
 
 
 def config_differences(sides: Sequence[Side]) -> Table:
@@ -221,30 +216,26 @@ class Report(NamedTuple):
 def write_report(
     sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> Report:
-    """Write a self-contained `report.html`, and two PNG files per figure.
-
-    Raise ModuleNotFoundError if matplotlib is missing.
-    """
+    """Write a self-contained `report.html` and two PNG files per figure. ModuleNotFoundError: matplotlib is missing."""
     shown, figures = list(panels(sides)), []
     for place, panel in enumerate(shown):
         progress(panel.title, place, len(shown))
-        whole = re.sub(r"\W+", "_", panel.title.lower())
-        # Cut names stay unique even if titles begin alike.
-        stem = whole if len(whole) <= LONGEST_STEM else f"{whole[:LONGEST_STEM]}_{place}"
+        stem = re.sub(r"\W+", "_", panel.title.lower())
+        if len(stem) > LONGEST_STEM:
+            stem = f"{stem[:LONGEST_STEM]}_{place}"  # unique even if titles begin alike
         figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
     runs = labelled(sides)
     wrong = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
     report = Report(folder / "report.html", comparison(sides), wrong)
     templates = TEMPLATES.overlay(loader=jinja2.FileSystemLoader(Path(__file__).parent))
-    page = templates.get_template("report.html.j2").render(
-        **report._asdict(),
-        sides=sides,
-        runs=runs,
-        settings=config_differences(sides),
-        figures=figures,
-        points=POINTS,
-    )
-    write_whole(report.page, page)
+    content = {
+        "sides": sides,
+        "runs": runs,
+        "settings": config_differences(sides),
+        "figures": figures,
+        "points": POINTS,
+    }
+    write_whole(report.page, templates.get_template("report.html.j2").render(**report._asdict(), **content))
     return report
 
 

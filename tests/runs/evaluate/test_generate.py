@@ -140,6 +140,8 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
     assert {sample for _, sample in more} == {2, 3}
     assert asked("b", problem_set("2", "1"), 4) == {**first, **more}
     assert len({*first.values(), *more.values()}) == 8
+    monkeypatch.setattr(engines, "_prompts", None)
+    assert asked("a", problem_set("1", "2"), 4) == {}, "no model is loaded where all responses are there"
 
 
 @pytest.fixture
