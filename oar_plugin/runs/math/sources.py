@@ -48,6 +48,10 @@ def _without_dollars(answers: Any) -> str:
     return ", ".join(str(part).replace("$", "").strip() for part in parts)
 
 
+def _dapo_answer(reward_model: Any) -> str:
+    return _text(reward_model["ground_truth"])
+
+
 def _dapo_question(prompt: Any) -> str:
     """Return the problem from chat messages; open-r1/DAPO-Math-17k-Processed has a string instead of messages."""
     return _DAPO_ASKS.sub("", str(prompt[0]["content"] if isinstance(prompt, list) else prompt)).strip()
@@ -67,34 +71,28 @@ class Source:
     answer: str  # name of the column with the answer, or with the solution that contains it
     splits: Mapping[str, str]  # split (`train`, `test`) -> its name on the hub
     licence: str  # as the hub's page states it
-    config: str | None = None  # None if the data set has only one
     read: Callable[[Any], str] = _text  # value of `answer` -> ground truth; empty if there is none
     ask: Callable[[Any], str] = _text  # value of `question` -> problem
+    config: str | None = None  # None if the data set has only one
 
 
 _BOTH, _TRAIN, _TEST = {"train": "train", "test": "test"}, {"train": "train"}, {"test": "test"}
-_TEST_CALLED_TRAIN = {"test": "train"}
+_AS_TRAIN = {"test": "train"}  # the hub calls the test split `train`
 
 SOURCES: dict[str, Source] = {
-    "gsm8k": Source("openai/gsm8k", "question", "answer", _BOTH, "MIT", "main", _after_hash),
+    "gsm8k": Source("openai/gsm8k", "question", "answer", _BOTH, "MIT", _after_hash, config="main"),
     # Replaces hendrycks/competition_math, which was removed from the hub; same columns and splits.
     "math": Source(
-        "DigitalLearningGmbH/MATH-lighteval", "problem", "solution", _BOTH, "MIT", "default", _in_the_last_box
+        "DigitalLearningGmbH/MATH-lighteval", "problem", "solution", _BOTH, "MIT", _in_the_last_box, config="default"
     ),
     # 500 problems from MATH's test split; none of them is in the train split of `math`.
     "math500": Source("HuggingFaceH4/MATH-500", "problem", "answer", _TEST, NOT_STATED),
     "deepmath": Source("zwhe99/DeepMath-103K", "question", "final_answer", _TRAIN, "MIT"),
     # The authors' file repeats each problem about a hundred times; only the first of equal rows is kept.
     "dapo": Source(
-        "BytedTsinghua-SIA/DAPO-Math-17k",
-        "prompt",
-        "reward_model",
-        _TRAIN,
-        "Apache-2.0",
-        read=lambda reward_model: _text(reward_model["ground_truth"]),
-        ask=_dapo_question,
+        "BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model", _TRAIN, "Apache-2.0", _dapo_answer, _dapo_question
     ),
-    "aime24": Source("HuggingFaceH4/aime_2024", "problem", "answer", _TEST_CALLED_TRAIN, NOT_STATED),
+    "aime24": Source("HuggingFaceH4/aime_2024", "problem", "answer", _AS_TRAIN, NOT_STATED),
     "aime25": Source("math-ai/aime25", "problem", "answer", _TEST, "Apache-2.0"),
     "amc23": Source("math-ai/amc23", "question", "answer", _TEST, NOT_STATED),
     "minerva": Source("math-ai/minervamath", "question", "answer", _TEST, NOT_STATED),
@@ -103,10 +101,10 @@ SOURCES: dict[str, Source] = {
         "Hothan/OlympiadBench",
         "question",
         "final_answer",
-        _TEST_CALLED_TRAIN,
+        _AS_TRAIN,
         "Apache-2.0",
-        "OE_TO_maths_en_COMP",
         _without_dollars,
+        config="OE_TO_maths_en_COMP",
     ),
 }
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -182,20 +183,12 @@ def _wandb_records(written: bytes) -> Iterator[bytes]:
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row, and inf for those that are not finite; for nan and inf verl's file logger writes null."""
     return {
-        name: _number(value)
+        name: float(value) if value is not None and abs(value) <= sys.float_info.max else math.inf
         for name, value in row.items()
         if not name.startswith("_") and isinstance(value, int | float | None)
     }
-
-
-def _number(value: float | None) -> float:
-    """Return the value, or inf if it is not finite; verl's file logger writes nan and inf as JSON's null."""
-    try:
-        number = math.nan if value is None else float(value)
-    except OverflowError:  # Python's integers are unbounded
-        return math.inf
-    return math.inf if math.isnan(number) else number
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -231,12 +224,7 @@ BOUNDS = (
     ("oar/answer_found", 0.8, 1.0, "responses with an answer; does algorithm.oar.answer_patterns fit?"),
     # At 0.05, one token in twenty has all the credit.
     ("oar/ess_ratio", 0.05, 1.0, "few tokens hold all credit; lower beta or raise floor"),
-    (
-        "oar/lost_responses",
-        0.0,
-        0.0,
-        "responses missing from their groups; did a reward function raise, or an engine die?",
-    ),
+    ("oar/lost_responses", 0.0, 0.0, "responses missing from their groups; did a reward function or an engine fail?"),
     ("oar/dump_failed", 0.0, 0.0, "responses that could not be dumped; is the disk full?"),
     ("oar/dashboard_failed", 0.0, 0.0, "a dashboard refused weights and responses; the run's output says why"),
     # A truncated response has no answer and no reward, so the model learns to write less instead of to be right.
@@ -247,10 +235,9 @@ Finding = tuple[int, int, int, str]  # first step, last step, number of steps, w
 
 def findings(run: RunLog) -> list[list[str]]:
     """Return [steps, description] of each finding, ordered by first step."""
-    ordered = sorted(_by_metric(run), key=lambda finding: finding[0])
     return [
         [f"{first} to {last}, {number} steps" if number > 1 else str(first), text]
-        for first, last, number, text in ordered
+        for first, last, number, text in sorted(_by_metric(run), key=lambda finding: finding[0])
     ]
 
 
@@ -268,10 +255,8 @@ def _by_metric(run: RunLog) -> Iterator[Finding]:
         yield from where(beyond > 0, f"{name} at {worst:.3g} (fine: {least:g} to {most:g}): {text}")
     norm = run.column("actor/grad_norm")
     usual = norm.rolling(BEFORE, min_periods=START).median().shift()
-    yield from where(
-        norm > GRADIENT_SPIKE * usual,
-        f"actor/grad_norm: over {GRADIENT_SPIKE} times the median of up to {BEFORE} earlier steps",
-    )
+    text = f"actor/grad_norm: over {GRADIENT_SPIKE} times the median of up to {BEFORE} earlier steps"
+    yield from where(norm > GRADIENT_SPIKE * usual, text)
     entropy = run.column(*ENTROPY)
     start = entropy.iloc[:START].mean()
     text = f"actor/entropy: below {ENTROPY_LEFT:.0%} of its start ({start:.3g})"

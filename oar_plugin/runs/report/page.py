@@ -228,14 +228,10 @@ def write_report(
     wrong = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
     report = Report(folder / "report.html", comparison(sides), wrong)
     templates = TEMPLATES.overlay(loader=jinja2.FileSystemLoader(Path(__file__).parent))
-    content = {
-        "sides": sides,
-        "runs": runs,
-        "settings": config_differences(sides),
-        "figures": figures,
-        "points": POINTS,
-    }
-    write_whole(report.page, templates.get_template("report.html.j2").render(**report._asdict(), **content))
+    page = templates.get_template("report.html.j2").render(
+        **report._asdict(), sides=sides, runs=runs, settings=config_differences(sides), figures=figures, points=POINTS
+    )
+    write_whole(report.page, page)
     return report
 
 
