@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from oar_plugin.output import cause, locked, no_link
 from oar_plugin.runs.evaluate import EvaluationError
@@ -26,6 +26,9 @@ _VLLM_DEFAULTS = {
     **{"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"},
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
 }
+
+
+Request = tuple[int, list[int], int]  # number, token ids of the prompt, seed
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,6 @@ class ResponseFile:
         self._file.flush()
 
 
-class SampleRequest(NamedTuple):
-    """One sample of one problem of a set."""
-
-    data_set: int
-    problem: int
-    sample: int
-    seed: int
-    prompt: list[int]  # token ids
-
-
 def generate(
     model: str,
     sets: Sequence[ProblemSet],
@@ -137,17 +130,14 @@ def generate(
         groups = _gpu_groups(tensor_parallel)[: len(missing)]
         prompts, context = _prompts(model, sets, sampling.max_tokens, say)
         requests = [
-            SampleRequest(
-                *(index, problem, sample),
-                seed=_seed_of(sampling.seed, sets[index].problems[problem], sample),
-                prompt=prompts[index][problem],
-            )
-            for index, problem, sample in missing
+            (number, prompts[index][problem], _seed_of(sampling.seed, sets[index].problems[problem], sample))
+            for number, (index, problem, sample) in enumerate(missing)
         ]
         with closing(_answered(model, sampling, context, groups, requests)) as answered:
-            for done, (index, response) in enumerate(answered, start=1):
-                files[index].add(response)
-                progress(total - len(missing) + done, total)
+            for done, (number, text, cut) in enumerate(answered, start=total - len(missing) + 1):
+                index, problem, sample = missing[number]
+                files[index].add(GeneratedResponse(problem, sample, text, cut))
+                progress(done, total)
 
 
 def _seed_of(seed: int, problem: Problem, sample: int) -> int:
@@ -206,9 +196,9 @@ def _gpu_groups(tensor_parallel: int) -> list[str]:
 
 
 def _answered(
-    model: str, sampling: Sampling, context: int, groups: Sequence[str], requests: Sequence[SampleRequest]
-) -> Generator[tuple[int, GeneratedResponse], None, None]:
-    """Yield (index of the set, response) as responses get ready; requests are divided evenly among the engines.
+    model: str, sampling: Sampling, context: int, groups: Sequence[str], requests: Sequence[Request]
+) -> Generator[tuple[int, str, bool], None, None]:
+    """Yield (number, text, truncated) as responses get ready; requests are divided evenly among the engines.
 
     `context` is the maximum length of prompt plus response. All engines are terminated at the end, also after an error. Raise
     EvaluationError if one of them dies.
@@ -253,10 +243,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(
-    model: str, sampling: Sampling, context: int, gpus: str, requests: Sequence[SampleRequest], results: Any
-) -> None:
-    """Run an engine in this process, and put (index of the set, response) into `results` for each request."""
+def _serve(model: str, sampling: Sampling, context: int, gpus: str, requests: Sequence[Request], results: Any) -> None:
+    """Run an engine in this process, and put (number, text, truncated) into `results` for each request."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the parent terminates it
     if gpus:
@@ -280,14 +268,12 @@ def _serve(
     )
     # With this usage context vLLM chooses its batch sizes for offline use.
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-    by_key = {str(number): request for number, request in enumerate(requests)}
-    for key, request in by_key.items():
-        seed = request.seed if sampling.temperature > 0 else None
-        parameters = SamplingParams(**{**asdict(sampling), "seed": seed}, output_kind=RequestOutputKind.FINAL_ONLY)
-        engine.add_request(key, TokensPrompt(prompt_token_ids=request.prompt), parameters)
-    while by_key:
+    for number, prompt, seed in requests:
+        given = {**asdict(sampling), "seed": seed if sampling.temperature > 0 else None}
+        parameters = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+        engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), parameters)
+    while engine.has_unfinished_requests():
         for output in engine.step():
-            request, made = by_key.pop(output.request_id), output.outputs[0]
-            response = GeneratedResponse(request.problem, request.sample, made.text, made.finish_reason == "length")
-            results.put((request.data_set, response))
+            made = output.outputs[0]
+            results.put((int(output.request_id), made.text, made.finish_reason == "length"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides warnings that vLLM's libraries print at exit
