@@ -27,7 +27,6 @@ _VLLM_DEFAULTS = {
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
 }
 
-
 Request = tuple[int, list[int], int]  # number, token ids of the prompt, seed
 
 
