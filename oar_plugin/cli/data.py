@@ -11,7 +11,7 @@ from oar_plugin.runs.math.sources import SOURCES, DataError, data_folder, prepar
 
 _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
-with the instruction to box the final answer. Of equal rows one is kept.
+with the instruction to box the final answer. Equal rows are kept once.
 
 Data sets, with the hub's page of each and the licence that it states; read it before you use or pass on a set:
 """

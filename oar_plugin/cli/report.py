@@ -23,13 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folders of runs that differ in their seeds, or what a logger of verl wrote"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
     add("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with")
-    text = "of the page and its pictures (default: report/ in the first run's folder; for bare logs in the current one)"
+    text = (
+        "folder of page and pictures (default: report/ in the first run's folder; without one, in the current folder)"
+    )
     add("--out", type=Path, metavar="DIR", help=text)
     add("--open", action="store_true", help="show the page in a browser")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 where a package is missing or there is no browser, 2 for what is no log of verl."""
+    """Return 1 if a package or a browser is missing, 2 for wrong input."""
     try:
         from oar_plugin.cli.tables import console, open_page, progress_bar, table
         from oar_plugin.runs.report.logs import NoLogs, read_run

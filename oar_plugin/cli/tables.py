@@ -1,4 +1,4 @@
-"""Tables, of which nothing is cut off in a narrow terminal or in a pipe; a progress bar; and pages in a browser."""
+"""Tables that are complete even in a narrow terminal or in a pipe, a progress bar, and pages in a browser."""
 
 import os
 import sys
