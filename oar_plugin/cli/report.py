@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folders of runs that differ in their seeds, or what a logger of verl wrote"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
     add("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with")
-    text = (
-        "folder of page and pictures (default: report/ in the first run's folder; without one, in the current folder)"
-    )
+    text = "folder of page and pictures (default: report/ in the first run's folder, for bare logs in the current one)"
     add("--out", type=Path, metavar="DIR", help=text)
     add("--open", action="store_true", help="show the page in a browser")
 
