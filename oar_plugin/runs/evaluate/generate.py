@@ -204,21 +204,22 @@ def _answered(
     """
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    engines = []
+    engines = [
+        spawn.Process(target=_serve, args=(model, sampling, context, gpus, requests[place :: len(groups)], results))
+        for place, gpus in enumerate(groups)
+    ]
     try:
-        for place, gpus in enumerate(groups):
-            share = requests[place :: len(groups)]
-            engine = spawn.Process(target=_serve, args=(model, sampling, context, gpus, share, results))
+        for engine in engines:
             engine.start()
-            engines.append(engine)
         for _ in requests:
             yield _next(model, engines, results)
         for engine in engines:
             engine.join(_GRACE_S)
     finally:
-        for engine in engines:
+        started = [engine for engine in engines if engine.pid is not None]
+        for engine in started:
             engine.terminate()
-        for engine in engines:
+        for engine in started:
             engine.join(_GRACE_S)
             engine.kill()  # no effect on a process that has ended
 
