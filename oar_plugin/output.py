@@ -27,6 +27,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def cause(error: BaseException) -> str:
+    """Return the type and the first line of the innermost cause of an error; verl wraps a reward function's errors in its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def write_whole(file: Path, content: str | bytes) -> None:
     """Write a file completely or not at all, and create its folder.
 

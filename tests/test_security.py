@@ -16,11 +16,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from oar_plugin.cli.main import main
 from oar_plugin.output import write_whole
 from oar_plugin.page.dumps import Dumps
+from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import find
 from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling
-from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet
+from oar_plugin.runs.evaluate.grade import Problem, ProblemSet
 from oar_plugin.runs.math.answer import _parse, final_answer
-from oar_plugin.runs.math.prepare import DataError, load
+from oar_plugin.runs.math.sources import DataError, load
 from oar_plugin.runs.report.logs import NoLogs, read_run
 from tests.cli.test_inspect import model_folder as model_folder
 from tests.hostile import PIECES, Bomb

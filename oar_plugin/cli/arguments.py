@@ -1,7 +1,25 @@
-"""Types of command-line arguments: they refuse a value before anything heavy is imported."""
+"""Types of arguments, which refuse a value before anything heavy is imported; and the message for missing packages."""
 
 import argparse
 import math
+import sys
+
+from oar_plugin.output import say
+
+_RECIPES = "pip install '.[recipes]' in a checkout"
+_INSTALL = {
+    **dict.fromkeys(("datasets", "math_verify", "pebble"), _RECIPES),
+    **{"google": "pip install protobuf", "verl": "pip install 'verl>=0.9'", "yaml": "pip install pyyaml"},
+    "vllm": "oar doctor says how",  # it depends on the machine
+}
+"""Module -> how to install it, where that is not `pip install MODULE`."""
+
+
+def missing_package(command: str, *modules: str | None) -> int:
+    """Print that `oar command` needs these modules, one line each, and return the exit status 1."""
+    for name in (str(module).partition(".")[0] for module in modules):
+        say(f"oar {command}: {name} is not installed here; {_INSTALL.get(name, f'pip install {name}')}", sys.stderr)
+    return 1
 
 
 def whole(text: str, least: int = 0) -> int:

@@ -5,13 +5,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from oar_plugin.cli.arguments import missing_package
 from oar_plugin.output import did_you_mean, say
-from oar_plugin.runs.math import data_folder
-from oar_plugin.runs.math.sources import SOURCES
+from oar_plugin.runs.math.sources import SOURCES, DataError, data_folder, prepare
 
 _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
-with the instruction to box the final answer. Of equal rows one is kept.
+with the instruction to box the final answer. Equal rows are kept once.
 
 Data sets, with the hub's page of each and the licence that it states; read it before you use or pass on a set:
 """
@@ -32,11 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _HELP + _listed(), _EXAMPLES
     add = parser.add_argument
     add("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
-    add(
-        "--list",
-        action="store_true",
-        help="print the data sets: splits, page on the hub, licence, columns that are read",
-    )
+    text = "print the data sets: splits, page on the hub, licence, columns that are read"
+    add("--list", action="store_true", help=text)
     text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
     add("--out", type=Path, default=data_folder(), metavar="DIR", help=text)
     text = "a copy instead of the hub: a folder with its repository, or with train and test files (.parquet, .json, .jsonl). "
@@ -85,11 +82,9 @@ def run(args: argparse.Namespace) -> int:
         say(f"oar data: {'; '.join(faults) or 'NAME is missing'}; oar data --list lists the data sets", sys.stderr)
         return 2
     if importlib.util.find_spec("datasets") is None:
-        say("oar data: datasets not installed: pip install '.[recipes]' in a checkout", sys.stderr)
-        return 1
+        return missing_package("data", "datasets")
 
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.runs.math.prepare import DataError, prepare
 
     try:
         prepared = prepare(args.names, args.out, args.local, args.decontaminate, repeats)
@@ -103,8 +98,7 @@ def run(args: argparse.Namespace) -> int:
     console().print(written)
     for part in prepared:
         if part.in_evaluation and not args.decontaminate:
-            say(
-                f"{part.name}: {part.in_evaluation} training rows are also in an evaluation set: --decontaminate drops them"
-            )
+            rows = f"{part.in_evaluation} training rows are also in an evaluation set"
+            say(f"{part.name}: {rows}: --decontaminate drops them")
     say(f"written to {args.out}")
     return 0

@@ -14,13 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.cli.arguments import listed, positive, share, whole
+from oar_plugin.cli.arguments import listed, missing_package, positive, share, whole
 from oar_plugin.output import say, write_whole
+from oar_plugin.runs.evaluate import EvaluationError
+from oar_plugin.runs.evaluate.checkpoints import find, parse
+from oar_plugin.runs.math.sources import data_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from oar_plugin.runs.evaluate.problems import ProblemSet
+    from oar_plugin.runs.evaluate.grade import ProblemSet
     from oar_plugin.runs.evaluate.table import Line
 
 FIVE = "math500,aime24,amc23,minerva,olympiadbench"
@@ -31,11 +34,11 @@ Generate K responses to every problem with vLLM, grade them with the recipes' re
 over problems, with 95 % intervals.
 
 A CHECKPOINT is a folder in HuggingFace's format, a name on the hub, a checkpoint of verl (global_step_N, or its actor; shards
-are merged once, into a folder `merged` beside them), or a run's folder: its last checkpoint is taken. NAME=CHECKPOINT names a
+are merged once, into a folder `merged` beside them), or a run's folder, whose last checkpoint is used. NAME=CHECKPOINT names a
 line of the table; NAME=A,B,C are the seeds of one method, and the table shows their mean.
 
-Every response is written when it is there: the same command goes on where it was stopped, and a larger --k adds to what there
-is. All visible GPUs are used, each with an engine of its own.
+Each response is written as soon as it is ready: the same command continues where it was stopped, and a larger --k adds
+responses. All visible GPUs are used; every --tp GPUs run one engine.
 """
 _EXAMPLES = """\
 examples:
@@ -62,19 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _HELP, _EXAMPLES
     add = parser.add_argument
-    add("checkpoints", nargs="+", metavar="[NAME=]CHECKPOINT", help="see above; with commas the seeds of one method")
+    add("checkpoints", nargs="+", metavar="[NAME=]CHECKPOINT", help="see above; commas separate seeds of one method")
     text = "sets in OAR_DATA (or ~/data/oar), or parquet files in verl's columns (default: %(default)s)"
     add("--data", type=listed, default=FIVE, metavar="NAME,...", help=text)
     add("--k", type=positive, default=32, metavar="K", help="responses to each problem (default: %(default)s)")
     add("--baseline", metavar="NAME", help="the line that the others are compared with (default: the first)")
-    add("--best", action="store_true", help="of a run's folder its checkpoint `best`, not the last")
+    add("--best", action="store_true", help="use the checkpoint `best` of a run's folder instead of the last")
     text = "default: %(default)s, as the recipes validate; 0 is greedy"
     add("--temperature", type=_temperature, default=0.6, metavar="T", help=text)
     add("--top-p", type=share, default=0.95, metavar="P", help="default: %(default)s")
-    text = "of a response (default: %(default)s): data.max_response_length of the training, if that is more"
+    text = "per response (default: %(default)s); use the training's data.max_response_length if that is larger"
     add("--max-tokens", type=positive, default=3072, metavar="N", help=text)
-    add("--seed", type=whole, default=0, metavar="N", help="of sampling (default: %(default)s)")
-    add("--tp", type=positive, default=1, metavar="N", help="GPUs of an engine, for a model that one does not hold")
+    add("--seed", type=whole, default=0, metavar="N", help="seed of sampling (default: %(default)s)")
+    add("--tp", type=positive, default=1, metavar="N", help="GPUs per engine, for a model that does not fit on one")
     add("--limit", type=positive, metavar="N", help="the first N problems of each set")
     text = "for responses, results.json and table.md (default: ./%(default)s)"
     add("--out", type=Path, default=Path("evaluation"), metavar="DIR", help=text)
@@ -82,8 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 1 where something is missing or fails, 2 for wrong input; the message says what to do."""
-    from oar_plugin.runs.evaluate.checkpoints import find, parse
-
     try:
         rows = parse(args.checkpoints)
         baseline = args.baseline or next(iter(rows))
@@ -96,12 +97,10 @@ def run(args: argparse.Namespace) -> int:
         return 2
     needed = ("vllm", "math_verify", "pebble", "pyarrow", "scipy")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        _tell(f"{', '.join(missing)} not installed: oar doctor says how (scipy: pip install scipy)")
-        return 1
+        return missing_package("eval", *missing)
 
-    from oar_plugin.runs.evaluate.problems import EvaluationError, read
+    from oar_plugin.runs.evaluate.grade import read
     from oar_plugin.runs.evaluate.table import as_markdown
-    from oar_plugin.runs.math import data_folder
 
     try:
         sets = [read(name, data_folder(), args.limit) for name in dict.fromkeys(args.data)]

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from oar_plugin.cli.arguments import listed
-from oar_plugin.cli.browser import open_page
-from oar_plugin.cli.tables import console, table
+from oar_plugin.cli.tables import console, open_page, table
 from oar_plugin.output import say, write_whole
 from oar_plugin.page.record import Header, Response
 from oar_plugin.page.sources import TOKENS, NothingYet, SourceError, Text, files, read, steps_text, unscored
@@ -100,7 +99,7 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
         raise SourceError(f"--model={args.model}: a run's dump is scored already; leave it out")
     if texts:
         from oar_plugin.cli import score
-        from oar_plugin.runs.evaluate.problems import EvaluationError
+        from oar_plugin.runs.evaluate import EvaluationError
 
         texts = score.graded(texts)
         try:

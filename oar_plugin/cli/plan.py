@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from oar_plugin.cli.arguments import number, share
+from oar_plugin.cli.arguments import missing_package, number, share
 from oar_plugin.output import say
 from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED, choose_gpu
 
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("verl") is None:
-        say("oar plan: verl is not installed here, and composes the recipe: pip install 'verl>=0.9'", sys.stderr)
-        return 1
+        return missing_package("plan", "verl")  # it composes the recipe
     from oar_plugin.runs.plan.planning import Plan
     from oar_plugin.runs.plan.setup import Expected
     from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oar_plugin.runs.launch.preflight import cause
+from oar_plugin.output import cause
 
 LIMIT_S = 300.0
 """Seconds for one question. Imports take most of them: ten seconds, or minutes from a slow network disk."""

@@ -4,10 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from oar_plugin.cli.browser import open_page
+from oar_plugin.cli.arguments import missing_package
 from oar_plugin.output import printable, say
 
-PIP = {"yaml": "pyyaml", "google": "protobuf"}  # packages whose name differs from the imported module's
 _EXAMPLES = """\
 examples:
   oar report RUN                                     a run's folder; the page goes to RUN/report
@@ -24,15 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folders of runs that differ in their seeds, or what a logger of verl wrote"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
     add("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with")
-    text = "of the page and its pictures (default: report/ in the first run's folder; for bare logs in the current one)"
+    text = "folder of page and pictures (default: report/ in the first run's folder, for bare logs in the current one)"
     add("--out", type=Path, metavar="DIR", help=text)
     add("--open", action="store_true", help="show the page in a browser")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 where a package is missing or there is no browser, 2 for what is no log of verl."""
+    """Return 1 if a package or a browser is missing, 2 for wrong input."""
     try:
-        from oar_plugin.cli.tables import console, progress_bar, table
+        from oar_plugin.cli.tables import console, open_page, progress_bar, table
         from oar_plugin.runs.report.logs import NoLogs, read_run
         from oar_plugin.runs.report.page import Side, write_report
 
@@ -48,9 +47,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"oar report: {error}", sys.stderr)
             return 2
     except ModuleNotFoundError as error:
-        name = str(error.name).split(".")[0]
-        say(f"oar report: {name} is not installed here; pip install {PIP.get(name, name)}", sys.stderr)
-        return 1
+        return missing_package("report", error.name)
     titles, *rows = report.comparison
     shown = table(*titles)
     for row in rows:

@@ -21,8 +21,8 @@ from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.page.sources import SourceError, Text, advantages
 from oar_plugin.passes.taps import UnsupportedModelError
 from oar_plugin.passes.tokens import TokenBytes
+from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import find
-from oar_plugin.runs.evaluate.problems import EvaluationError
 
 ROWS = 512
 """Positions whose logits are in memory at once: 0.3 GB of float32 for a vocabulary of 152,000."""

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from oar_plugin.runs.evaluate.problems import EvaluationError
+from oar_plugin.runs.evaluate import EvaluationError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 SETTINGS = ("*.json", "*.jinja")  # architecture, tokenizer, chat template, end-of-text tokens
@@ -42,13 +42,9 @@ def parse(words: Sequence[str]) -> dict[str, list[str]]:
 def find(text: str, best: bool, say: Callable[[str], None]) -> str:
     """Return the folder or hub name of a checkpoint's model. The first call on a sharded checkpoint merges its shards.
 
-    Args:
-        text: a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
-            checkpoints (its last one is used), or a name on the hub.
-        best: use the checkpoint in `best` instead of the last one.
-        say: called with a message before a merge, which takes minutes for a large model.
-
-    Raise EvaluationError if there is no model, or if the merge fails.
+    `text` is a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
+    checkpoints (the last one is used; with `best`, the one in its folder `best`), or a name on the hub. `say` gets a message
+    before a merge, which takes minutes for a large model. Raise EvaluationError if there is no model or if the merge fails.
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():
@@ -60,13 +56,12 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
         return str(folder.resolve())
     folder = _step_of(folder, best)
     actor = (folder / "actor" if (folder / "actor").is_dir() else folder).resolve()
-    for ready in (actor / "huggingface", actor / "model" / "huggingface", actor / MERGED):
-        if _is_model(ready):
-            return str(ready)
-    if (actor / "fsdp_config.json").is_file():
-        return str(_merge(actor, "fsdp", say))
-    if (actor / "model" / "dist_ckpt").is_dir() or (actor / "dist_ckpt").is_dir():
-        return str(_merge(actor, "megatron", say))
+    for ready in ("huggingface", "model/huggingface", MERGED):
+        if _is_model(actor / ready):
+            return str(actor / ready)
+    for shards, backend in (("fsdp_config.json", "fsdp"), ("model/dist_ckpt", "megatron"), ("dist_ckpt", "megatron")):
+        if (actor / shards).exists():
+            return str(_merge(actor, backend, say))
     raise EvaluationError(
         f"{text}: holds no model: neither config.json with weights ({', '.join(WEIGHTS)}), nor a checkpoint of verl "
         "(global_step_N/actor with fsdp_config.json or dist_ckpt), nor a folder of such checkpoints"
@@ -107,7 +102,7 @@ def _step_of(folder: Path, best: bool) -> Path:
     steps = {step.name: step for step in place.glob("global_step_*") if step.name[12:].isdigit()}
     if not steps and best:
         raise EvaluationError(
-            f"--best: {folder} has no checkpoint best/global_step_N; without --best the last checkpoint is used"
+            f"--best: {folder} has no checkpoint best/global_step_N; without --best the last one is used"
         )
     if not steps:
         return folder
@@ -121,7 +116,7 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
     target = actor / MERGED
     unpickled = "; Megatron shards are unpickled; merge only runs that you trust" if backend == "megatron" else ""
     say(f"merging {actor} into {target} with verl.model_merger; later evaluations reuse it{unpickled}")
-    words = ["merge", "--backend", backend, "--local_dir", str(actor), "--target_dir"]
+    merger = ["verl.model_merger", "merge", "--backend", backend, "--local_dir", str(actor), "--target_dir"]
     try:
         # Merge in a temporary folder: another evaluation may be merging the same checkpoint.
         with tempfile.TemporaryDirectory(prefix=f"{MERGED}.", dir=actor) as place:
@@ -129,7 +124,7 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
             partial.mkdir()
             # A separate process: it imports verl, and its end frees the memory of all shards.
             done = subprocess.run(
-                [sys.executable, "-m", "verl.model_merger", *words, str(partial)],
+                [sys.executable, "-m", *merger, str(partial)],
                 # Without these, verl would unpickle any object in the shards.
                 env={**os.environ, "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"},
                 capture_output=True,
@@ -146,8 +141,8 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
                     raise
     except OSError as error:
         raise EvaluationError(
-            f"{actor}: cannot write {target}: {error.strerror or error}; merge it elsewhere with python -m "
-            f"verl.model_merger merge --backend {backend} --local_dir {actor} --target_dir DIR, and evaluate DIR"
+            f"{actor}: cannot write {target}: {error.strerror or error}; merge it elsewhere with "
+            f"python -m {' '.join(merger)} DIR, and evaluate DIR"
         ) from error
     return target
 

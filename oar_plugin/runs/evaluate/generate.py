@@ -1,7 +1,5 @@
 """Generates one model's responses to several problem sets with vLLM; each response is written as soon as it is ready."""
 
-import errno
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -15,11 +13,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from oar_plugin.output import no_link
+from oar_plugin.output import cause, locked, no_link
+from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import fingerprint
-from oar_plugin.runs.evaluate.problems import EvaluationError, Problem, ProblemSet, reason
+from oar_plugin.runs.evaluate.grade import GeneratedResponse, Problem, ProblemSet
 
 _POLL_S = 1.0
 _GRACE_S = 15.0
@@ -27,7 +26,8 @@ _VLLM_DEFAULTS = {
     **{"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"},
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
 }
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+Request = tuple[int, list[int], int]  # number, token ids of the prompt, seed
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,6 @@ class Sampling:
     top_p: float
     max_tokens: int
     seed: int
-
-
-@dataclass(frozen=True)
-class GeneratedResponse:
-    problem: int  # index in the problem set
-    sample: int
-    text: str
-    cut: bool  # truncated at the maximum length
 
 
 class ResponseFile:
@@ -66,15 +58,9 @@ class ResponseFile:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b", opener=no_link)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise EvaluationError(
-                f"{self.path}: another oar eval is writing it; wait for it, or choose another --out"
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:  # some cluster file systems do not support locks
-                raise
+        if not locked(self._file):
+            self._file.close()
+            raise EvaluationError(f"{self.path}: another oar eval is writing it; wait for it, or choose another --out")
         self._file.seek(0)
         good = 0
         for number, line in enumerate(self._file, start=1):
@@ -87,9 +73,8 @@ class ResponseFile:
                 elif row != self.header:
                     raise ValueError("different header")
             except (ValueError, TypeError, KeyError) as error:
-                raise EvaluationError(
-                    f"{self.path}, line {number}: not written by oar eval; delete this file"
-                ) from error
+                text = f"{self.path}, line {number}: not written by oar eval; delete this file"
+                raise EvaluationError(text) from error
             good += len(line)
         self._file.truncate(good)
         if good == 0:
@@ -106,25 +91,6 @@ class ResponseFile:
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
-
-
-class SampleRequest(NamedTuple):
-    """One sample of one problem of a set."""
-
-    data_set: int
-    problem: int
-    sample: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class EngineInput:
-    """Input that all engines share."""
-
-    model: str  # folder, or name on the hub
-    sampling: Sampling
-    prompts: list[list[list[int]]]  # token ids by data set and problem
-    context: int  # maximum tokens of prompt plus response
 
 
 def generate(
@@ -150,7 +116,7 @@ def generate(
         for file in files:
             stack.enter_context(file)
         missing = [
-            SampleRequest(index, problem, sample, _seed_of(sampling.seed, sets[index].problems[problem], sample))
+            (index, problem, sample)
             for index, file in enumerate(files)
             for sample in range(samples)
             for problem in range(len(sets[index].problems))
@@ -161,11 +127,16 @@ def generate(
         if not missing:
             return
         groups = _gpu_groups(tensor_parallel)[: len(missing)]
-        shared = EngineInput(model, sampling, *_prompts(model, sets, sampling.max_tokens, say))
-        with closing(_answered(shared, groups, missing)) as answered:
-            for done, (index, response) in enumerate(answered, start=1):
-                files[index].add(response)
-                progress(total - len(missing) + done, total)
+        prompts, context = _prompts(model, sets, sampling.max_tokens, say)
+        requests = [
+            (number, prompts[index][problem], _seed_of(sampling.seed, sets[index].problems[problem], sample))
+            for number, (index, problem, sample) in enumerate(missing)
+        ]
+        with closing(_answered(model, sampling, context, groups, requests)) as answered:
+            for done, (number, text, cut) in enumerate(answered, start=total - len(missing) + 1):
+                index, problem, sample = missing[number]
+                files[index].add(GeneratedResponse(problem, sample, text, cut))
+                progress(done, total)
 
 
 def _seed_of(seed: int, problem: Problem, sample: int) -> int:
@@ -179,9 +150,7 @@ def _prompts(
     """Return the prompts' token ids (set, problem, token), and the maximum length of prompt plus response.
 
     That length is the longest prompt plus `max_tokens`, at most the model's context. As in verl, a prompt is made by the
-    tokenizer's chat template, with the generation prompt.
-
-    Raise EvaluationError if tokenizer or template fails, or if a prompt fills the context.
+    tokenizer's chat template. Raise EvaluationError if tokenizer or template fails, or if a prompt fills the context.
     """
     from jinja2 import TemplateError
     from transformers import AutoConfig, AutoTokenizer
@@ -192,10 +161,8 @@ def _prompts(
         encode = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
         prompts = [[encode(problem.prompt) for problem in each.problems] for each in sets]
     except (OSError, ValueError, TypeError, TemplateError) as error:
-        raise EvaluationError(
-            f"{model}: its configuration or tokenizer cannot be loaded, or its chat template is missing or fails: "
-            f"{reason(error)}"
-        ) from error
+        text = "its configuration or tokenizer cannot be loaded, or its chat template is missing or fails"
+        raise EvaluationError(f"{model}: {text}: {cause(error)}") from error
     length, data_set, number = max(
         (len(ids), each.name, number)
         for each, of_set in zip(sets, prompts, strict=True)
@@ -203,16 +170,13 @@ def _prompts(
     )
     if context is None or length + max_tokens <= context:
         return prompts, length + max_tokens
-    left = context - length
-    if left <= 0:
+    if length >= context:
         raise EvaluationError(
             f"{model}: problem {number} of {data_set} has {length} tokens and fills the model's context "
             f"({context}): no room for a response; remove the problem, or the set from --data"
         )
-    say(
-        f"{model}: with the longest prompt, a context of {context} tokens leaves {left} response tokens; "
-        f"max_tokens is {max_tokens}"
-    )
+    left = f"a context of {context} tokens leaves {context - length} response tokens"
+    say(f"{model}: with the longest prompt, {left}; max_tokens is {max_tokens}")
     return prompts, context
 
 
@@ -231,23 +195,24 @@ def _gpu_groups(tensor_parallel: int) -> list[str]:
 
 
 def _answered(
-    shared: EngineInput, groups: Sequence[str], requests: Sequence[SampleRequest]
-) -> Generator[tuple[int, GeneratedResponse], None, None]:
-    """Yield (index of the set, response) as responses get ready; requests are divided evenly among the engines.
+    model: str, sampling: Sampling, context: int, groups: Sequence[str], requests: Sequence[Request]
+) -> Generator[tuple[int, str, bool], None, None]:
+    """Yield (number, text, truncated) as responses get ready; requests are divided evenly among the engines.
 
-    All engines are terminated at the end, also after an error. Raise EvaluationError if one of them dies.
+    `context` is the maximum length of prompt plus response. All engines are terminated at the end, also after an error. Raise
+    EvaluationError if one of them dies.
     """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    shares = [requests[place :: len(groups)] for place in range(len(groups))]
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
     engines = [
-        context.Process(target=_serve, args=(shared, *each, results)) for each in zip(groups, shares, strict=True)
+        spawn.Process(target=_serve, args=(model, sampling, context, gpus, requests[place :: len(groups)], results))
+        for place, gpus in enumerate(groups)
     ]
     try:
         for engine in engines:
             engine.start()
         for _ in requests:
-            yield _next(shared.model, engines, results)
+            yield _next(model, engines, results)
         for engine in engines:
             engine.join(_GRACE_S)
     finally:
@@ -278,8 +243,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(shared: EngineInput, gpus: str, requests: Sequence[SampleRequest], results: Any) -> None:
-    """Run an engine in this process, and put (index of the set, response) into `results` for each request."""
+def _serve(model: str, sampling: Sampling, context: int, gpus: str, requests: Sequence[Request], results: Any) -> None:
+    """Run an engine in this process, and put (number, text, truncated) into `results` for each request."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the parent terminates it
     if gpus:
@@ -294,25 +259,21 @@ def _serve(shared: EngineInput, gpus: str, requests: Sequence[SampleRequest], re
     from vllm.usage.usage_lib import UsageContext
 
     arguments = EngineArgs(
-        model=shared.model,
-        max_model_len=shared.context,
+        model=model,
+        max_model_len=context,
         tensor_parallel_size=gpus.count(",") + 1,
-        seed=shared.sampling.seed,
+        seed=sampling.seed,
         enforce_eager=not gpus,  # compiling for a CPU takes longer than it saves
         use_tqdm_on_load=False,  # there is one progress bar already
     )
     # With this usage context vLLM chooses its batch sizes for offline use.
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-    sampling = asdict(shared.sampling)
-    by_key = {str(number): request for number, request in enumerate(requests)}
-    for key, request in by_key.items():
-        sampling["seed"] = request.seed if shared.sampling.temperature > 0 else None
-        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = TokensPrompt(prompt_token_ids=shared.prompts[request.data_set][request.problem])
-        engine.add_request(key, prompt, parameters)
-    while by_key:
+    for number, prompt, seed in requests:
+        given = {**asdict(sampling), "seed": seed if sampling.temperature > 0 else None}
+        parameters = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+        engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), parameters)
+    while engine.has_unfinished_requests():
         for output in engine.step():
-            request, made = by_key.pop(output.request_id), output.outputs[0]
-            response = GeneratedResponse(request.problem, request.sample, made.text, made.finish_reason == "length")
-            results.put((request.data_set, response))
+            made = output.outputs[0]
+            results.put((int(output.request_id), made.text, made.finish_reason == "length"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides warnings that vLLM's libraries print at exit

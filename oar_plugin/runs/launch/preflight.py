@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from oar_plugin.output import cause
 from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu, choose_gpu
 from oar_plugin.runs.recipe import gpus_needed
 
@@ -38,13 +39,6 @@ class Finding(NamedTuple):
     level: Level
     text: str
     advice: str = ""
-
-
-def cause(error: BaseException) -> str:
-    """Return the first line of the innermost cause of an error; verl wraps a reward function's errors in its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def importable(module: str) -> bool:

@@ -56,9 +56,8 @@ class GuardedPool:
         for attempt in (1, 2):
             try:
                 arguments = [self.timeout_s, function, args]
-                result: Result = (
-                    self._running().schedule(_limited, arguments, timeout=self.timeout_s).result(_PATIENCE_S)
-                )
+                task = self._running().schedule(_limited, arguments, timeout=self.timeout_s)
+                result: Result = task.result(_PATIENCE_S)
                 return result
             except FutureTimeoutError as error:
                 raise TaskTimedOut(f"{function.__name__} took longer than {self.timeout_s:g} s") from error

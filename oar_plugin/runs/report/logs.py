@@ -1,11 +1,13 @@
-"""Reads a run's metrics from the files of verl's own loggers: `file`, `tensorboard`, `wandb` (offline)."""
+"""Reads a run's metrics from the files of verl's own loggers (`file`, `tensorboard`, offline `wandb`), and finds its faults."""
 
 import json
 import math
 import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from oar_plugin.runs.plugin import with_new_names
 Row = tuple[int, dict[str, float]]  # step and metrics
 
 SECONDS = "timing_s/step"
+REWARD = ("critic/score/mean", "critic/rewards/mean")
+ENTROPY = ("actor/entropy", "actor/entropy_loss")
 
 
 class NoLogs(ValueError):
@@ -79,10 +83,8 @@ def read_run(path: Path) -> RunLog:
 
         try:
             run = yaml.safe_load(record.read_text(encoding="utf-8"))
-            state, settings = (
-                str(run["state"]),
-                {key: with_new_names(each) for key, each in dict(run["settings"]).items()},
-            )
+            state = str(run["state"])
+            settings = {key: with_new_names(value) for key, value in dict(run["settings"]).items()}
         except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
             raise NoLogs(f"{record}: not a valid run.yaml ({type(error).__name__}); move it away") from error
     metrics = pd.DataFrame.from_dict(steps, orient="index").sort_index()
@@ -181,20 +183,12 @@ def _wandb_records(written: bytes) -> Iterator[bytes]:
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row, and inf for those that are not finite; for nan and inf verl's file logger writes null."""
     return {
-        name: _number(value)
+        name: float(value) if value is not None and abs(value) <= sys.float_info.max else math.inf
         for name, value in row.items()
         if not name.startswith("_") and isinstance(value, int | float | None)
     }
-
-
-def _number(value: float | None) -> float:
-    """Return the value, or inf if it is not finite; verl's file logger writes nan and inf as JSON's null."""
-    try:
-        number = math.nan if value is None else float(value)
-    except OverflowError:  # Python's integers are unbounded
-        return math.inf
-    return math.inf if math.isnan(number) else number
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -212,3 +206,79 @@ PLACES = {
     "tensorboard": ("tensorboard/events.out.tfevents.*", "events.out.tfevents.*"),
     "wandb": ("wandb/*run-*/run-*.wandb", "run-*.wandb"),
 }
+
+
+# ---- faults
+
+START = 5  # number of first steps whose mean is a metric's start
+GRADIENT_SPIKE = 10  # times the median of earlier norms; Adam's second moment remembers a spike for many steps
+BEFORE = 20  # maximum number of earlier steps in that median
+ENTROPY_LEFT = 0.1  # share of the start's entropy; below it responses hardly differ, and groups give no signal
+REWARD_LEFT = 0.5  # share of the best reward; both are measured from the lowest reward of any response
+SMOOTH = 10  # steps per mean of the reward
+REWARD_SEEN = 0.1  # share of the range of rewards; a best mean below it comes from few responses
+# (metric, lowest and highest healthy value, meaning of other values)
+BOUNDS = (
+    # Above 0.2, OAR changes fewer than four of five responses.
+    ("oar/fallback/any", 0.0, 0.2, "responses that fell back to GRPO"),
+    ("oar/answer_found", 0.8, 1.0, "responses with an answer; does algorithm.oar.answer_patterns fit?"),
+    # At 0.05, one token in twenty has all the credit.
+    ("oar/ess_ratio", 0.05, 1.0, "few tokens hold all credit; lower beta or raise floor"),
+    ("oar/lost_responses", 0.0, 0.0, "responses missing from their groups; did a reward function or an engine fail?"),
+    ("oar/dump_failed", 0.0, 0.0, "responses that could not be dumped; is the disk full?"),
+    ("oar/dashboard_failed", 0.0, 0.0, "a dashboard refused weights and responses; the run's output says why"),
+    # A truncated response has no answer and no reward, so the model learns to write less instead of to be right.
+    ("response_length/clip_ratio", 0.0, 0.2, "responses at data.max_response_length"),
+)
+Finding = tuple[int, int, int, str]  # first step, last step, number of steps, what went wrong
+
+
+def findings(run: RunLog) -> list[list[str]]:
+    """Return [steps, description] of each finding, ordered by first step."""
+    return [
+        [f"{first} to {last}, {number} steps" if number > 1 else str(first), text]
+        for first, last, number, text in sorted(_by_metric(run), key=lambda finding: finding[0])
+    ]
+
+
+def _by_metric(run: RunLog) -> Iterator[Finding]:
+    def where(bad: pd.Series, text: str) -> Iterator[Finding]:
+        if steps := bad.index[bad].tolist():
+            yield steps[0], steps[-1], len(steps), text
+
+    for name, column in run.metrics.items():
+        yield from where(np.isinf(column), f"{name} is not finite")
+    for name, least, most, text in BOUNDS:
+        column = run.column(name)
+        beyond = (column - column.clip(least, most)).abs()
+        worst = column[beyond.idxmax()] if len(column) else 0.0
+        yield from where(beyond > 0, f"{name} at {worst:.3g} (fine: {least:g} to {most:g}): {text}")
+    norm = run.column("actor/grad_norm")
+    usual = norm.rolling(BEFORE, min_periods=START).median().shift()
+    text = f"actor/grad_norm: over {GRADIENT_SPIKE} times the median of up to {BEFORE} earlier steps"
+    yield from where(norm > GRADIENT_SPIKE * usual, text)
+    entropy = run.column(*ENTROPY)
+    start = entropy.iloc[:START].mean()
+    text = f"actor/entropy: below {ENTROPY_LEFT:.0%} of its start ({start:.3g})"
+    yield from where(entropy < ENTROPY_LEFT * start, text)
+    lowest = np.nan_to_num(run.column("critic/score/min").min())
+    highest = np.nan_to_num(run.column("critic/score/max").max(), nan=1.0)
+    reward = run.column(*REWARD).rolling(SMOOTH).mean() - lowest
+    best = reward.cummax()
+    collapsed = (reward < REWARD_LEFT * best) & (best > REWARD_SEEN * (highest - lowest))
+    yield from where(collapsed, f"reward: below {REWARD_LEFT:.0%} of its best (means over {SMOOTH} steps)")
+    yield from _by_step(run)
+
+
+def _by_step(run: RunLog) -> Iterator[Finding]:
+    """Yield restarts, gaps in the log, and an early end."""
+    for step, again in run.resumed.items():
+        yield step, step, 1, f"resumed here from a checkpoint; {again} logged steps were repeated"
+    gaps = [(before + 1, after - 1) for before, after in pairwise(run.column(*REWARD).index) if after > before + 1]
+    if gaps:  # counted, not listed: a broken line may contain a huge step
+        yield gaps[0][0], gaps[-1][1], sum(last - first + 1 for first, last in gaps), "not in the log"
+    total, last = run.whole("trainer.total_training_steps"), int(run.metrics.index[-1])
+    if total and last < total:
+        yield last, last, 1, f"ended before its last step, {total}"
+    elif run.state not in ("", "finished"):
+        yield last, last, 1, f"the last step in the log; run.yaml calls the run {run.state}"

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,11 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from oar_plugin.output import write_whole
 from oar_plugin.page.templates import TEMPLATES
-from oar_plugin.runs.evaluate.statistics import half_95
-from oar_plugin.runs.report.findings import ENTROPY, REWARD, findings
-from oar_plugin.runs.report.logs import SECONDS, RunLog
+from oar_plugin.runs.report.logs import ENTROPY, REWARD, SECONDS, RunLog, findings
 
 LINES = (
     ("Reward", REWARD, "Mean over a step's responses."),
@@ -91,16 +91,12 @@ class Panel:
 def panels(sides: Sequence[Side]) -> Iterator[Panel]:
     """Yield the panels for which a side has data."""
     accuracies = [(f"Accuracy: {name.removeprefix('val-core/')}", (name,), ACCURACY) for name in _accuracies(sides)]
-    every = [
-        *(
-            Panel(title, note, {s: _line(s, names) for s in sides}, False)
-            for title, names, note in (LINES[0], *accuracies, *LINES[1:])
-        ),
-        *(Panel(title, note, {s: _parts(s, *of) for s in sides}, True) for title, *of, note in STACKS),
-    ]
-    for panel in every:
-        if logged := {side: frame for side, frame in panel.frames.items() if frame.size}:
-            yield Panel(panel.title, panel.note, logged, panel.stacked)
+    lines = (LINES[0], *accuracies, *LINES[1:])
+    drawn = [(title, note, False, [_line(side, names) for side in sides]) for title, names, note in lines]
+    drawn += [(title, note, True, [_parts(side, *of) for side in sides]) for title, *of, note in STACKS]
+    for title, note, stacked, frames in drawn:
+        if logged := {side: frame for side, frame in zip(sides, frames, strict=True) if frame.size}:
+            yield Panel(title, note, logged, stacked)
 
 
 def _accuracies(sides: Sequence[Side]) -> list[str]:
@@ -144,9 +140,7 @@ def comparison(sides: Sequence[Side]) -> Table:
     """
     until = min(run.metrics.index[-1] for side in sides for run in side.runs)
     measured = [("reward", REWARD), *((name.removeprefix("val-core/"), (name,)) for name in _accuracies(sides))]
-    asked = [
-        (f"{quantity}, {how}", names, summary) for quantity, names in measured for how, summary in SUMMARIES.items()
-    ]
+    asked = [(f"{what}, {how}", names, summary) for what, names in measured for how, summary in SUMMARIES.items()]
     table = [["", *(side.name for side in sides), *["difference, 95 % interval"] * (len(sides) > 1)]]
     for quantity, names, summary in [*asked, ("seconds per step, median", (SECONDS,), pd.Series.median)]:
         logged = [[(run.seed, run.column(*names).loc[:until]) for run in side.runs] for side in sides]
@@ -177,25 +171,27 @@ def _range(runs: Measured) -> str:
 
 def _difference(runs: Measured, baseline: Measured) -> str:
     """Return the difference and its 95 % interval: paired if both sides have the same seeds, each once; else Welch's."""
-    ours, theirs = (pd.Series([value for _, value in side], [seed for seed, _ in side]) for side in (runs, baseline))
-    mean = ours.mean() - theirs.mean()
+    ours, theirs = ([value for _, value in side] for side in (runs, baseline))
+    if not (ours and theirs):
+        return ""
+    mean = np.mean(ours) - np.mean(theirs)
     if min(len(ours), len(theirs)) < 2:
-        return f"{mean:+.3f}, one run: no interval" if len(ours) and len(theirs) else ""
-    seeds = {*ours.index}
-    paired = seeds == {*theirs.index} and None not in seeds and len(seeds) == len(ours) == len(theirs)
-    parts = [(x.var() / len(x), len(x) - 1) for x in ([ours - theirs] if paired else [ours, theirs])]
-    half = half_95(parts)
-    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}], {'paired' if paired else 'unpaired'}"
+        return f"{mean:+.3f}, one run: no interval"
+    own, other = dict(runs), dict(baseline)  # by seed
+    paired = own.keys() == other.keys() and None not in own and len(own) == len(ours) == len(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scipy warns if all runs of a side are equal
+        if paired:
+            test = stats.ttest_rel(ours, [other[seed] for seed in own])
+        else:
+            test = stats.ttest_ind(ours, theirs, equal_var=False)
+        low, high = test.confidence_interval()
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], {'paired' if paired else 'unpaired'}"
 
 
 def labelled(sides: Sequence[Side]) -> list[tuple[str, RunLog]]:
-    """Return (label, run) of all runs; labels are unique even if folders have the same name."""
-    runs = [(f"{side.name}: {run.name}", run) for side in sides for run in side.runs]
-    names = [name for name, _ in runs]
-    return [
-        (name if names.count(name) == 1 else f"{name} ({names[:place].count(name) + 1})", run)
-        for place, (name, run) in enumerate(runs)
-    ]
+    """Return (label, run) of all runs; numbers make the labels unique, because folders can have the same name."""
+    return [(f"{side.name} {number}: {run.name}", run) for side in sides for number, run in enumerate(side.runs, 1)]
 
 
 def config_differences(sides: Sequence[Side]) -> Table:
@@ -220,28 +216,20 @@ class Report(NamedTuple):
 def write_report(
     sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> Report:
-    """Write a self-contained `report.html`, and two PNG files per figure.
-
-    Raise ModuleNotFoundError if matplotlib is missing.
-    """
+    """Write a self-contained `report.html` and two PNG files per figure. ModuleNotFoundError: matplotlib is missing."""
     shown, figures = list(panels(sides)), []
     for place, panel in enumerate(shown):
         progress(panel.title, place, len(shown))
-        whole = re.sub(r"\W+", "_", panel.title.lower())
-        # Cut names stay unique even if titles begin alike.
-        stem = whole if len(whole) <= LONGEST_STEM else f"{whole[:LONGEST_STEM]}_{place}"
+        stem = re.sub(r"\W+", "_", panel.title.lower())
+        if len(stem) > LONGEST_STEM:
+            stem = f"{stem[:LONGEST_STEM]}_{place}"  # unique even if titles begin alike
         figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
     runs = labelled(sides)
     wrong = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
     report = Report(folder / "report.html", comparison(sides), wrong)
     templates = TEMPLATES.overlay(loader=jinja2.FileSystemLoader(Path(__file__).parent))
     page = templates.get_template("report.html.j2").render(
-        **report._asdict(),
-        sides=sides,
-        runs=runs,
-        settings=config_differences(sides),
-        figures=figures,
-        points=POINTS,
+        **report._asdict(), sides=sides, runs=runs, settings=config_differences(sides), figures=figures, points=POINTS
     )
     write_whole(report.page, page)
     return report

@@ -1,7 +1,7 @@
 """What several tests of `oar eval` ask."""
 
 from oar_plugin.runs.evaluate.generate import Sampling
-from oar_plugin.runs.evaluate.problems import Problem, ProblemSet
+from oar_plugin.runs.evaluate.grade import Problem, ProblemSet
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_tokens=8, seed=0)
 

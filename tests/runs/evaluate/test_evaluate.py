@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,10 @@ import pytest
 pytest.importorskip("math_verify")
 
 from oar_plugin.cli.main import main
-from oar_plugin.runs.evaluate import checkpoints
+from oar_plugin.runs.evaluate import EvaluationError, checkpoints
 from oar_plugin.runs.evaluate.checkpoints import find, fingerprint, parse
-from oar_plugin.runs.evaluate.generate import GeneratedResponse, ResponseFile, Sampling, generate
-from oar_plugin.runs.evaluate.grade import Graded, grade
-from oar_plugin.runs.evaluate.problems import EvaluationError, read
+from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling
+from oar_plugin.runs.evaluate.grade import GeneratedResponse, Graded, grade, read
 from oar_plugin.runs.evaluate.table import AVERAGE, as_markdown, lines_of, metrics
 from oar_plugin.runs.math.pool import TaskCrashed
 from tests.runs.evaluate import SAMPLING, problem_set
@@ -130,13 +130,13 @@ def test_what_was_written_is_read_again_and_a_cut_last_line_is_made_anew(file, t
         assert file.path.read_bytes() == whole
 
 
-def test_other_settings_and_problems_have_a_file_of_their_own(file, tmp_path):
-    other = [
-        ResponseFile(tmp_path, "org/model", Sampling(0.6, 0.95, 9, 0), problem_set("1", "2")),
-        ResponseFile(tmp_path, "org/model", SAMPLING, problem_set("1", "3")),
-        ResponseFile(tmp_path, "org/other", SAMPLING, problem_set("1", "2")),
-    ]
-    assert len({each.path for each in (file, *other)}) == 4
+def test_other_settings_problems_and_models_have_a_file_of_their_own(file, tmp_path):
+    others = (
+        ("org/model", Sampling(0.6, 0.95, 9, 0), problem_set("1", "2")),
+        ("org/model", SAMPLING, problem_set("1", "3")),
+        ("org/other", SAMPLING, problem_set("1", "2")),
+    )
+    assert len({file.path, *(ResponseFile(tmp_path, *other).path for other in others)}) == 4
 
 
 @pytest.mark.parametrize(
@@ -150,32 +150,16 @@ def test_a_file_that_is_not_ours_is_refused_and_left_alone(content, said, file):
     assert file.path.read_bytes() == content
 
 
-def test_two_evaluations_do_not_write_the_same_file(file, tmp_path):
-    with (
-        file,
-        pytest.raises(EvaluationError, match="another oar eval"),
-        ResponseFile(tmp_path, "org/model", SAMPLING, problem_set("1", "2")),
-    ):
-        pass
-
-
-def test_a_file_system_without_locks_is_no_obstacle(file, monkeypatch):
+def test_two_evaluations_do_not_write_the_same_file_and_a_file_system_without_locks_is_no_obstacle(file, monkeypatch):
     def no_lock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
+    other = ResponseFile(file.path.parent, "org/model", SAMPLING, problem_set("1", "2"))
+    with file, pytest.raises(EvaluationError, match="another oar eval"), other:
+        pass
     monkeypatch.setattr(fcntl, "flock", no_lock)
-    with file:
-        file.add(GeneratedResponse(0, 0, "", False))
-    assert file.path.read_bytes().count(b"\n") == 2
-
-
-def test_where_all_responses_are_there_no_model_is_needed(file):
-    with file:
-        for problem in range(2):
-            file.add(GeneratedResponse(problem, 0, "", False))
-    seen = []
-    generate("org/model", [problem_set("1", "2")], [file], SAMPLING, 1, 1, lambda *numbers: seen.append(numbers), print)
-    assert seen == [(2, 2)]
+    with file, other:
+        assert file.path == other.path
 
 
 # ---- grading
@@ -213,14 +197,8 @@ def test_comparisons_that_fail_are_counted_and_none_that_works_is_an_error(fails
     monkeypatch.setattr("oar_plugin.runs.evaluate.grade.compute_score", compare)
     responses = {(0, s): GeneratedResponse(0, s, rf"\boxed{{{answer}}}", False) for s, answer in enumerate("1112")}
 
-    def graded():
-        return grade(problem_set("3"), responses, 4, lambda done, total: None)
-
-    if said:
-        with pytest.raises(EvaluationError, match=said):
-            graded()
-    else:
-        assert graded().failed == 0.25
+    with pytest.raises(EvaluationError, match=said) if said else nullcontext():
+        assert grade(problem_set("3"), responses, 4, lambda done, total: None).failed == 0.25
 
 
 # ---- the table

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 
+from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate import generate as engines
-from oar_plugin.runs.evaluate.generate import EngineInput, GeneratedResponse, ResponseFile, SampleRequest, generate
-from oar_plugin.runs.evaluate.problems import EvaluationError
+from oar_plugin.runs.evaluate.generate import ResponseFile, generate
 from tests.runs.evaluate import SAMPLING, problem_set
 
 DIE, SLEEP = 666, 777
@@ -28,6 +28,8 @@ class LLMEngine:
         return engine
     def add_request(self, *request):
         self.requests.append(request)
+    def has_unfinished_requests(self):
+        return bool(self.requests)
     def step(self):
         key, (token,), parameters = self.requests.pop(0)
         if token == {DIE}:
@@ -52,8 +54,8 @@ def stub(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)  # engines are spawned with this path
 
 
-def job_of(*prompts):
-    return EngineInput("org/model", SAMPLING, [[[token] for token in each] for each in prompts], context=16)
+def answered(engine_count, requests):
+    return engines._answered("org/model", SAMPLING, 16, [""] * engine_count, requests)
 
 
 def engines_left():
@@ -62,18 +64,14 @@ def engines_left():
 
 
 def test_two_engines_answer_every_request_of_every_set_once(stub):
-    asked = [SampleRequest(of, problem, sample, 7) for of in range(2) for problem in range(3) for sample in range(2)]
-    found = sorted(engines._answered(job_of([1, 2, 3], [4, 5, 6]), ["", ""], asked), key=str)
-    assert found == [
-        (of, GeneratedResponse(problem, sample, f"{3 * of + problem + 1} 7", (3 * of + problem + 1) % 2 == 1))
-        for of, problem, sample, _ in asked
-    ]
+    made = answered(2, [(number, [number // 2], 7) for number in range(12)])
+    assert sorted(made) == [(number, f"{number // 2} 7", number // 2 % 2 == 1) for number in range(12)]
     assert not engines_left()
 
 
 def test_an_engine_that_dies_ends_the_others_and_is_told(stub):
     with pytest.raises(EvaluationError, match="ended with status 3"):
-        list(engines._answered(job_of([SLEEP, DIE]), ["", ""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]))
+        list(answered(2, [(0, [SLEEP], 0), (1, [DIE], 0)]))
     assert not engines_left()
 
 
@@ -81,9 +79,9 @@ def test_an_engine_ends_when_its_parent_is_killed(stub, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text("""
 import multiprocessing
-from tests.runs.evaluate.test_generate import SLEEP, SampleRequest, engines, job_of
+from tests.runs.evaluate.test_generate import SLEEP, answered
 if __name__ == "__main__":
-    for _ in engines._answered(job_of([1, SLEEP]), [""], [SampleRequest(0, 0, 0, 0), SampleRequest(0, 1, 0, 0)]):
+    for _ in answered(1, [(0, [1], 0), (1, [SLEEP], 0)]):
         print(multiprocessing.active_children()[0].pid, flush=True)
 """)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
@@ -120,25 +118,34 @@ def test_gpus_are_dealt_out_to_engines(count, visible, tensor_parallel, groups, 
 
 
 def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_nor_order(tmp_path, monkeypatch):
-    def asked(folder, sets, samples):
-        """(problem, sample) -> seed."""
-        seeds = {}
+    asked = []
 
-        def answered(job, groups, requests):
-            for request in requests:
-                seeds[sets.problems[request.problem].ground_truth, request.sample] = request.seed
-                yield 0, GeneratedResponse(request.problem, request.sample, "", False)
+    def answered(model, sampling, context, groups, requests):
+        asked.append(len(requests))
+        for number, (truth,), seed in requests:
+            yield number, f"{truth} {seed}", False
 
-        monkeypatch.setattr(engines, "_answered", answered)
+    def made(folder, sets, samples):
+        """(problem, sample) -> text."""
         file = ResponseFile(tmp_path / folder, "org/model", SAMPLING, sets)
         generate("org/model", [sets], [file], SAMPLING, samples, 1, lambda done, total: None, print)
-        return seeds
+        return {
+            (sets.problems[problem].ground_truth, sample): r.text for (problem, sample), r in file.responses.items()
+        }
 
-    monkeypatch.setattr(engines, "_prompts", lambda *_: ([], 8))
-    first, more = asked("a", problem_set("1", "2"), 2), asked("a", problem_set("1", "2"), 4)
-    assert {sample for _, sample in more} == {2, 3}
-    assert asked("b", problem_set("2", "1"), 4) == {**first, **more}
-    assert len({*first.values(), *more.values()}) == 8
+    def prompts(model, sets, *_):
+        return [[[problem.ground_truth] for problem in each.problems] for each in sets], 8
+
+    monkeypatch.setattr(engines, "_answered", answered)
+    monkeypatch.setattr(engines, "_prompts", prompts)
+    first, more = made("a", problem_set("1", "2"), 2), made("a", problem_set("1", "2"), 4)
+    assert first.items() < more.items()
+    assert made("b", problem_set("2", "1"), 4) == more
+    assert len({*more.values()}) == 8, "a seed of its own for each"
+    assert all(text.startswith(problem) for (problem, _), text in more.items())
+    monkeypatch.setattr(engines, "_prompts", None)
+    assert made("a", problem_set("1", "2"), 4) == more, "no model is loaded where all responses are there"
+    assert asked == [4, 4, 8]
 
 
 @pytest.fixture

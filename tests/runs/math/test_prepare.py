@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 import oar_plugin.hosts.verl
 from oar_plugin.cli.main import main
-from oar_plugin.runs.math.prepare import DataError, load, prepare
-from oar_plugin.runs.math.sources import INSTRUCTION, SOURCES, problem_of, verl_row
+from oar_plugin.runs.math.sources import INSTRUCTION, SOURCES, DataError, load, prepare, problem_of, verl_row
 from tests.real_data import GSM8K_TRAIN, read_lines
 
 datasets = pytest.importorskip("datasets")
@@ -158,18 +157,15 @@ def test_files_stand_where_the_recipes_look_for_them(tmp_path):
         assert {Path(file) for file in (*trained_on, *config.data.val_files)} <= written, group.name
 
 
-def test_rows_without_an_answer_are_dropped(tmp_path):
-    rows = [a_row("aime24", 1), {"problem": "q", "answer": ""}, {"problem": "r", "answer": r"\frac{"}]
-    done = prepared("aime24", copy_of(tmp_path / "aime", rows), tmp_path)
-    assert (truths(done.path), done.rows, done.dropped) == (["1", r"\frac{"], 2, {"no answer": 1})
-
-
-def test_equal_rows_are_kept_once_and_a_test_set_is_repeated_on_request(tmp_path):
-    done = prepared("dapo", copy_of(tmp_path / "copy", [a_row("dapo", number) for number in (1, 2, 1, 1)]), tmp_path)
-    assert (truths(done.path), done.dropped) == (["1", "2"], {"a copy of another": 2})
-    aime = copy_of(tmp_path / "aime", [a_row("aime24", number) for number in (1, 2)])
-    done = prepared("aime24", aime, tmp_path, repeats={"aime24": 3})
-    assert (truths(done.path), done.rows) == (["1", "2"] * 3, 2)
+def test_rows_without_an_answer_and_copies_are_dropped_and_a_test_set_is_repeated_on_request(tmp_path):
+    rows = [
+        *(a_row("aime24", 1) for _ in range(3)),
+        {"problem": "q", "answer": ""},
+        {"problem": "r", "answer": r"\frac{"},
+    ]
+    done = prepared("aime24", copy_of(tmp_path / "aime", rows), tmp_path, repeats={"aime24": 3})
+    assert (truths(done.path), done.rows) == (["1", r"\frac{"] * 3, 2)
+    assert done.dropped == {"a copy of another": 2, "no answer": 1}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +210,7 @@ def test_training_rows_that_are_in_an_evaluation_set_are_counted_and_dropped_on_
 def test_a_copy_that_does_not_fit_is_refused_with_a_reason(tmp_path, names, file, rows, message):
     write_lines(tmp_path / file, rows)
     with pytest.raises(DataError, match=message):
-        prepare(names, tmp_path / "out", tmp_path / "copy", False)
+        prepare(names, tmp_path / "out", tmp_path / "copy", False, {})
     assert not list(tmp_path.glob("out/aime24/*.parquet"))
 
 

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from oar_plugin.cli.main import main
-from oar_plugin.runs.report.findings import findings
-from oar_plugin.runs.report.logs import RunLog
+from oar_plugin.runs.report.logs import RunLog, findings
 from oar_plugin.runs.report.page import Side, comparison, config_differences, panels
 
 REWARD = "critic/score/mean"
@@ -131,7 +130,7 @@ def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where
 
 def test_settings_of_runs_whose_folders_share_a_name_stand_beside_each_other():
     sides = [Side("a", [run_of(FINE, lr=1, n=8), run_of(FINE, lr=2, n=8)]), Side("b", [run_of(FINE, lr=1, n=8)])]
-    assert config_differences(sides) == [["", "a: r (1)", "a: r (2)", "b: r"], ["lr", "1", "2", "1"]]
+    assert config_differences(sides) == [["", "a 1: r", "a 2: r", "b 1: r"], ["lr", "1", "2", "1"]]
 
 
 # ---- the page
