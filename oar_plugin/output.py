@@ -28,7 +28,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Return the type and the first line of the innermost cause of an error; verl wraps a reward function's errors in its own."""
+    """Return the type and the first line of the innermost cause of an error: verl wraps errors of rewards in its own."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}".splitlines()[0]
