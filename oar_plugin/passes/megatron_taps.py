@@ -64,7 +64,7 @@ class MegatronTaps(Taps):
             self.freeze(chunk)
             self._recompute(chunk)
             self._keep_for_backward(chunk)
-            model = unwrapped(chunk)
+            model: GPTModel = unwrapped(chunk)
             if model.pre_process:
                 self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)
             if model.post_process:

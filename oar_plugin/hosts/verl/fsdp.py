@@ -21,8 +21,13 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engines, score_fields
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
+from oar_plugin.hosts.verl.importance_pass import (
+    SEQUENCE_SEGMENTS,
+    ImportancePass,
+    elapsed,
+    register_engines,
+    score_fields,
+)
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request

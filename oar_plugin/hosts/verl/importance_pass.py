@@ -24,14 +24,15 @@ from verl.workers.engine.base import EngineRegistry
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import scored_first
-from oar_plugin.hosts.verl.registration import subclass
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, segment_batch, sequence_segments
+from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import IMPORTANCE, REQUEST, SECONDS, SEGMENTS, STATUS, Request
-from oar_plugin.passes.segments import end_of_sequence_tokens
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, Request
+from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
+
+SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
 
 def register_engines(mixin: type, host: type, *backends: str) -> None:
@@ -127,7 +128,12 @@ class ImportancePass:
             self._check_supported(request)
             self._checked |= {request.importance}
         maybe_fix_3d_position_ids(data)
-        segments, status_B = segment_batch(data, request, self._token_bytes, self._eos_ids)
+        columns = (data[name].unbind() for name in ("responses", "response_mask", NEEDED))
+        rows = (
+            (ids.tolist(), own.cpu().numpy().astype(bool), bool(needed.any()))
+            for ids, own, needed in zip(*columns, strict=True)
+        )
+        segments, status_B = segment_rows(rows, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
@@ -277,6 +283,16 @@ class ImportancePass:
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)
         return int(counts.item())
+
+
+def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
+    """Returns the segments of whole sequences, nested int64 like `input_ids`; prompt tokens are OUTSIDE."""
+    lengths = [len(row) for row in input_ids.unbind()]
+    rows = [
+        torch.nn.functional.pad(segment.long(), (length - len(segment), 0), value=int(Segment.OUTSIDE))
+        for segment, length in zip(segments, lengths, strict=True)
+    ]
+    return nested(rows)
 
 
 def score_fields(request: Request, packed: Packed, scores: Scores, seconds: float) -> dict[str, Tensor]:

@@ -29,8 +29,13 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engines, score_fields
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
+from oar_plugin.hosts.verl.importance_pass import (
+    SEQUENCE_SEGMENTS,
+    ImportancePass,
+    elapsed,
+    register_engines,
+    score_fields,
+)
 from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -133,7 +138,8 @@ class OarMegatronMixin(ImportancePass):
             logits_processor_func=logits_processor_func,
             postprocess_micro_batch_func=postprocess_micro_batch_func,
         )
-        schedules, chunk = self._schedules, unwrapped(model)
+        schedules = self._schedules
+        chunk: GPTModel = unwrapped(model)
         if schedules is None or not (chunk.pre_process or chunk.post_process):
             return step(batch_iter)
         started = time.perf_counter()
@@ -269,7 +275,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         UnsupportedModelError: names what is refused, and what to change.
     """
     for chunk in chunks:
-        model = unwrapped(chunk)
+        model: GPTModel = unwrapped(chunk)
         if type(model) is not GPTModel:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: under Megatron, OAR supports megatron.core's GPTModel only (no vision-language, "

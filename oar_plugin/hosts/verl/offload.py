@@ -107,7 +107,6 @@ def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfi
         padded: `advantages` `[B, L]`, the engines' fields, and the actor's if it was asked for any row.
         asked_B: bool, rows that the actor was to score.
         padding_B: bool, rows that verl added to fill up the batch: copies of others, shorter than what the engines scored.
-        oar: the settings.
     """
     length = padded["advantages"].shape[-1]
     seconds_B1 = padded.get(SECONDS, torch.zeros(len(asked_B), 1))
@@ -148,8 +147,7 @@ class OffloadRecord:
 
     @classmethod
     def from_row(cls, row: Tensor) -> "OffloadRecord":
-        status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
-        return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
+        return cls(*map(int, row[:6].tolist()), generated_at=row[6].item(), done_at=tuple(row[7:].tolist()))
 
     def done_by(self, moment: float) -> float:
         """Number of copies that were finished at a moment of the wall clock, interpolated."""

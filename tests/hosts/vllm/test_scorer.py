@@ -11,8 +11,7 @@ import pytest
 
 from oar_plugin.hosts.vllm import scorer as scorer_module
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, DrawSpec
-from oar_plugin.hosts.vllm.request import Refused
-from oar_plugin.hosts.vllm.scorer import RESPONSES_AT_ONCE, ResponseScorer, ScoringTask
+from oar_plugin.hosts.vllm.scorer import RESPONSES_AT_ONCE, Refused, ResponseScorer, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 
 TASK = ScoringTask(
