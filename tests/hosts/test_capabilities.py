@@ -77,7 +77,7 @@ def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, monke
     with pytest.raises(OarConfigError) as refused:
         resolve_here(config(**changes))
     text = str(refused.value)
-    assert text.startswith(f"{asked}: not served on this verl ({verl.__version__})")
+    assert text.startswith(f"{asked}: not supported on this verl ({verl.__version__})")
     assert "(x: f takes (a))" in text
     assert f"allowed: {allowed}" in text
     strategy = "megatron" if feature == "fsdp" else "fsdp"

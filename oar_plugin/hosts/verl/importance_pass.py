@@ -129,11 +129,11 @@ class ImportancePass:
             self._checked |= {request.importance}
         maybe_fix_3d_position_ids(data)
         columns = (data[name].unbind() for name in ("responses", "response_mask", NEEDED))
-        rows = (
+        responses = (
             (ids.tolist(), own.cpu().numpy().astype(bool), bool(needed.any()))
             for ids, own, needed in zip(*columns, strict=True)
         )
-        segments, status_B = segment_rows(rows, request, self._token_bytes, self._eos_ids)
+        segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
@@ -270,9 +270,8 @@ class ImportancePass:
 
     def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
         """Importance of each row, for an importance that needs no gradient pass; zeros if only masked copies compute it."""
-        input_ids = data["input_ids"]
-        packed = Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
-        nothing = Scores(request.importance_object, len(packed.token_T), input_ids.device)
+        packed = packed_of(data)
+        nothing = Scores(request.importance_object, len(packed.token_T), packed.token_T.device)
         importance_T = importance_of_scores(request, packed, nothing)
         rows = importance_T.split(packed.offsets.diff().tolist())
         return [row[len(row) - len(segment) :].cpu() for row, segment in zip(rows, segments, strict=True)]
@@ -293,6 +292,12 @@ def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
         for segment, length in zip(segments, lengths, strict=True)
     ]
     return nested(rows)
+
+
+def packed_of(data: TensorDict, device: torch.device | None = None) -> Packed:
+    """Returns the sequences of a batch and their segments, on this device; None: on that of the token ids."""
+    input_ids = data["input_ids"] if device is None else data["input_ids"].to(device)
+    return Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
 
 
 def score_fields(request: Request, packed: Packed, scores: Scores, seconds: float) -> dict[str, Tensor]:

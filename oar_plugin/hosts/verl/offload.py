@@ -147,7 +147,8 @@ class OffloadRecord:
 
     @classmethod
     def from_row(cls, row: Tensor) -> "OffloadRecord":
-        return cls(*map(int, row[:6].tolist()), generated_at=row[6].item(), done_at=tuple(row[7:].tolist()))
+        status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
+        return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
 
     def done_by(self, moment: float) -> float:
         """Number of copies that were finished at a moment of the wall clock, interpolated."""
