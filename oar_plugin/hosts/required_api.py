@@ -3,13 +3,14 @@
 Nothing is imported, which may take seconds, change the process, or fail for a reason of its own. Uses are:
 
 * every import from a host;
-* attributes and calls, with their arguments, of what was imported, made by a call of an imported class, or annotated with a
-  host's class (under `TYPE_CHECKING` where that must not be imported);
+* attributes and calls, with their arguments, of what was imported, or of what is annotated with a host's class (under
+  `TYPE_CHECKING` where that must not be imported);
 * in a subclass of a host's class, and in a mixin that precedes one: attributes of `self` that are not ours; public names that
   are annotated without a value; the parameters of methods that call `super()`'s of their name or are marked `@override`;
 * the parameters of a function of ours that is assigned to a host's attribute.
 
-Nothing below `if hasattr(...)` is required, and nothing that `getattr` reads.
+Nothing below `if hasattr(...)` is required, and nothing that `getattr` reads. What an expression stands for is known from
+imports, base classes and annotations only: a use of anything else is not seen.
 """
 
 import ast
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 HOSTS = ("verl", "vllm", "megatron", "transfer_queue")
 OURS = "oar_plugin"
@@ -27,7 +28,10 @@ SUPER = "super()"  # the owner of a class that is looked up in its bases
 
 
 class Feature(NamedTuple):
-    """Modules of ours that are used together. Of mixins: their names, and the host's class that they precede."""
+    """Modules of ours (names below `oar_plugin`) that are used together.
+
+    If they have mixins: the mixins' names, and the host's class that they precede.
+    """
 
     modules: tuple[str, ...]
     host: str = ""
@@ -36,11 +40,10 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True)
 class Thing:
-    """A module, a statement of one (a class or a function, say), or an instance of a class."""
+    """A module, or a statement of one: a class, a function, an assignment. A class also represents its instances."""
 
     module: str
     node: ast.AST | None = None  # None: the module itself
-    instance: bool = False
     owner: str = ""  # name of the class that has it
 
     @property
@@ -50,13 +53,10 @@ class Thing:
         return f"{self.owner}.{name}" if self.owner not in ("", SUPER) else name
 
     @property
-    def package(self) -> str:
-        return self.module.partition(".")[0]
+    def of_host(self) -> bool:
+        return _package(self.module) in HOSTS
 
     @property
-    def of_host(self) -> bool:
-        return self.package in HOSTS
-
     def signature(self) -> inspect.Signature | None:
         """None for what is not called. Methods come without their first parameter."""
         if not isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_marked(self.node, "property"):
@@ -77,10 +77,16 @@ class Thing:
         bound = self.owner and not _is_marked(self.node, "staticmethod")
         return inspect.Signature(parameters[1:] if bound else parameters)
 
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters, `*` and `**` for those that take any argument."""
+        stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+        signature = self.signature or inspect.Signature()
+        return [stars.get(one.kind, one.name) for one in signature.parameters.values()]
 
-Scope: TypeAlias = Mapping[
-    str, "ast.AST | Thing | None"
-]  # what binds each name in a function; None: nothing that can be told
+
+Scope = Mapping[str, list[Thing]]
+"""What each name in a function may stand for; empty where that cannot be told."""
 
 
 @dataclass
@@ -96,12 +102,16 @@ class Requirements:
 def requirements(feature: Feature) -> Requirements:
     """A host that is not installed is not looked at."""
     reader = _Reader(feature)
-    for module in feature.modules:
+    for module in (f"{OURS}.{name}" for name in feature.modules):
         reader.visit(module, tree(module), {}, None)
     return Requirements(list(dict.fromkeys(reader.modules)), reader.uses, list(dict.fromkeys(reader.faults)))
 
 
 # ---- names in a module and in a class
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 @cache
@@ -132,21 +142,26 @@ def tree(module: str) -> ast.Module | None:
 
 @cache
 def _names(module: str) -> Mapping[str, ast.AST]:
-    names: dict[str, ast.AST] = {}
-    for statement in _statements(getattr(tree(module), "body", ())):
-        names = dict.fromkeys(_bound(statement), statement) | names
-    return names
+    return _first_bound(_statements(getattr(tree(module), "body", ())))
 
 
 @cache
 def _members(cls: Thing) -> Mapping[str, ast.AST]:
     """What a class defines or declares, and the attributes that its methods set."""
-    members: dict[str, ast.AST] = {}
-    for statement in _statements(getattr(cls.node, "body", ())):
-        if not _declares(cls, statement):
-            members = dict.fromkeys(_bound(statement), statement) | members
-    stored = (part for part in ast.walk(cls.node) if isinstance(part, ast.Attribute)) if cls.node else ()
-    return {part.attr: part for part in stored if isinstance(part.ctx, ast.Store)} | members
+    assert cls.node is not None
+    statements = _statements(getattr(cls.node, "body", ()))
+    stored = (part for part in ast.walk(cls.node) if isinstance(part, ast.Attribute))
+    return {part.attr: part for part in stored if isinstance(part.ctx, ast.Store)} | _first_bound(
+        statement for statement in statements if not _declares(cls, statement)
+    )
+
+
+def _first_bound(statements: Iterable[ast.AST]) -> dict[str, ast.AST]:
+    """Each name with the first statement that binds it."""
+    names: dict[str, ast.AST] = {}
+    for statement in statements:
+        names = dict.fromkeys(_bound(statement), statement) | names
+    return names
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -170,7 +185,7 @@ def _bound(node: ast.AST) -> list[str]:
 
 def _declares(cls: Thing, node: ast.AST) -> bool:
     """Whether a statement of a class of ours says that the host has an attribute."""
-    bare = cls.package == OURS and isinstance(node, ast.AnnAssign) and not node.value
+    bare = _package(cls.module) == OURS and isinstance(node, ast.AnnAssign) and not node.value
     return bare and "ClassVar" not in ast.unparse(node)
 
 
@@ -196,11 +211,11 @@ def _imported(module: str, node: ast.ImportFrom | ast.Import, name: str, anywher
     original = next(alias.name for alias in node.names if name == (alias.asname or alias.name))
     if isinstance(node, ast.Import):
         return Thing(original)
-    source = Thing(_source(module, node))
-    if source.module == module:  # a package that imports one of its own modules
+    source = _source(module, node)
+    if source == module:  # a package that imports one of its own modules
         return Thing(f"{module}.{original}")
-    known = anywhere or source.package in (*HOSTS, OURS, Thing(module).package)
-    return find(source.module, original) if known and folders(source.package) else Thing(module, node)
+    known = anywhere or _package(source) in (*HOSTS, OURS)
+    return find(source, original) if known and folders(_package(source)) else Thing(module, node)
 
 
 def _source(module: str, node: Any) -> str:
@@ -228,9 +243,9 @@ class _Reader:
         children = list(ast.iter_child_nodes(node)) if node else []
         if isinstance(node, ast.If) and any(getattr(part, "id", "") == "hasattr" for part in ast.walk(node.test)):
             children = list(node.orelse)
-        elif isinstance(node, ast.ImportFrom) and node.module and Thing(node.module).of_host:
+        elif isinstance(node, ast.ImportFrom) and _package(node.module or "") in HOSTS:
             for alias in node.names:
-                self._import(node.module, alias.name)
+                self._import(str(node.module), alias.name)
         elif isinstance(node, ast.ClassDef):
             cls = Thing(module, node)
             self._visit_class(cls, node)
@@ -240,15 +255,15 @@ class _Reader:
             self._visit_call(module, node, scope)
         elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
             for ours in self._things(module, node.value, scope):
-                if ours.signature() and not ours.of_host:
+                if ours.signature and not ours.of_host:
                     self._compare(ours, self._use(self._things(module, target.value, scope), target.attr))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            scope = {**scope, **_scope(node, cls)}
+            scope = {**scope, **self._scope(module, node, cls)}
         for child in children:
             self.visit(module, child, scope, cls)
 
     def _import(self, module: str, name: str) -> Thing | None:
-        if not folders(Thing(module).package):
+        if not folders(_package(module)):
             return None
         self.modules.append(module)
         thing = find(module, name)
@@ -261,35 +276,32 @@ class _Reader:
     def _visit_class(self, cls: Thing, node: ast.ClassDef) -> None:
         for statement in node.body if self._host_of(cls) else ():
             name = next(iter(_bound(statement)), "_")
-            above = [replace(cls, instance=True, owner=SUPER)]
+            above = [replace(cls, owner=SUPER)]
             if _declares(cls, statement) and not name.startswith("_"):
                 self._use(above, name)
             elif _is_marked(statement, "override") or f"super().{name}" in ast.unparse(statement):
-                self._compare(Thing(cls.module, statement, owner=cls.name), self._use(above, name))
+                self._compare(Thing(cls.module, statement, cls.name), self._use(above, name))
 
     def _use(self, owners: list[Thing], name: str) -> list[Thing]:
         """Note an attribute of what may be any of `owners`, and return what it stands for."""
         there = [member for owner in owners if (member := self._member(owner, name))]
         host = next((host for owner in owners if (host := self._host_of(owner))), None)
         if host and not there and not hasattr(object, name):
-            self._lacks(host, name)
+            self.faults.append(f"{host.module}: {f'{host.name}.' if host.node else ''}{name} is not there")
         self.uses += [thing for thing in there if thing.of_host]
         return there
 
     def _visit_call(self, module: str, node: ast.Call, scope: Scope) -> None:
         by_place = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
         by_name = [keyword.arg for keyword in node.keywords if keyword.arg]
-        for thing in self._things(module, node.func, scope):
-            if isinstance(thing.node, ast.ClassDef) and thing.owner != SUPER and self._host_of(thing):
-                constructor = self._member(thing, "__init__")
-                if constructor is None:  # a dataclass, say: its fields are the arguments
-                    for name in by_name:
-                        if self._member(thing, name) is None:
-                            self._lacks(thing, name)
-                    continue
-                thing = constructor
-            signature = thing.signature() if thing.of_host else None
-            if signature is None:
+        for called in self._things(module, node.func, scope):
+            thing: Thing | None = called
+            if isinstance(called.node, ast.ClassDef) and called.owner != SUPER and self._host_of(called):
+                thing = self._member(called, "__init__")
+                for name in by_name if thing is None else ():  # a dataclass, say: its fields are the arguments
+                    self._use([called], name)
+            signature = thing.signature if thing and thing.of_host else None
+            if thing is None or signature is None:
                 continue
             whole = len(by_place) == len(node.args) and len(by_name) == len(node.keywords)
             try:
@@ -300,71 +312,72 @@ class _Reader:
 
     def _compare(self, ours: Thing, things: Iterable[Thing]) -> None:
         """Note where a function of ours cannot be called like the host's, by place or by name."""
+        own = ours.parameters
+        named = [name for name in own if not name.startswith("*")]
         for thing in things:
-            own, theirs = _shown(ours), _shown(thing)
-            named = [name for name in own if not name.startswith("*")]
+            theirs = thing.parameters
             same = theirs == own if named == own else theirs[: len(named)] == named
-            if thing.signature() and not same and own[-2:] != ["*", "**"] and not thing.name.endswith("__"):
+            if thing.signature and not same:
                 self._takes(thing, f"OAR's own takes ({', '.join(own)})")
 
     def _takes(self, thing: Thing, text: str) -> None:
-        self.faults.append(f"{thing.module}: {thing.name} takes ({', '.join(_shown(thing))}); {text}")
-
-    def _lacks(self, owner: Thing, name: str) -> None:
-        self.faults.append(f"{owner.module}: {f'{owner.name}.' if owner.node else ''}{name} is not there")
+        self.faults.append(f"{thing.module}: {thing.name} takes ({', '.join(thing.parameters)}); {text}")
 
     # ---- what an expression stands for
 
-    def _things(self, module: str, node: ast.AST | None, scope: Scope) -> list[Thing]:
-        """Of a union each part; of what cannot be told, nothing."""
+    def _scope(
+        self, module: str, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, cls: Thing | None
+    ) -> Scope:
+        arguments = (one for one in ast.walk(function.args) if isinstance(one, ast.arg))
+        scope = {one.arg: self._annotated(module, one.annotation) for one in arguments}
+        if cls and function in getattr(cls.node, "body", ()) and scope and not _is_marked(function, "staticmethod"):
+            scope[next(iter(scope))] = [cls]
+            scope["super"] = [replace(cls, owner=SUPER)]
+        below = list(ast.iter_child_nodes(function))
+        for node in below:  # grows on the way
+            for name in _bound(node):
+                if isinstance(node, ast.AnnAssign):
+                    scope[name] = self._annotated(module, node.annotation)
+                elif isinstance(node, ast.Import | ast.ImportFrom):
+                    scope[name] = [thing] if (thing := _imported(module, node, name)) else []
+                else:
+                    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                    scope.setdefault(name, [Thing(module, node)] if is_function else [])
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+                below += ast.iter_child_nodes(node)
+        return scope
+
+    def _things(self, module: str, node: ast.AST | None, scope: Scope | None = None) -> list[Thing]:
+        """What an expression may stand for; nothing where it cannot be told."""
+        scope = scope or {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
+            node = node.func
         if isinstance(node, ast.Name):
-            found = self._bound_to(module, scope, node.id) if node.id in scope else find(module, node.id)
-            return [found] if isinstance(found, Thing) else found or []
+            thing = find(module, node.id) if node.id not in scope else None
+            return [thing] if thing else list(scope.get(node.id, ()))
         if isinstance(node, ast.Attribute):
             owners = self._things(module, node.value, scope)
             declared = [one for owner in owners for one in self._declared(owner, node.attr)]
             return declared or [member for owner in owners if (member := self._member(owner, node.attr))]
-        results: list[Thing] = []
-        for thing in self._things(module, node.func, scope) if isinstance(node, ast.Call) else ():
-            if isinstance(thing.node, ast.ClassDef):
-                results.append(replace(thing, instance=True))
-            elif thing.package == OURS:
-                results += self._instances(thing.module, getattr(thing.node, "returns", None))
-        return results
+        return []
 
-    def _bound_to(self, module: str, scope: Scope, name: str) -> list[Thing]:
-        """What a name in a function stands for."""
-        node = scope[name]
-        if isinstance(node, Thing):
-            return [node]
-        if isinstance(node, ast.arg | ast.AnnAssign):
-            return self._instances(module, node.annotation)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            thing = _imported(module, node, name)
-            return [thing] if thing else []
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            return self._things(
-                module, node.value, {**scope, name: None}
-            )  # it may be bound to something made of itself
-        return [Thing(module, node)] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
-
-    def _instances(self, module: str, annotation: ast.AST | None) -> list[Thing]:
-        """What an annotation says that something is."""
+    def _annotated(self, module: str, annotation: ast.AST | None) -> list[Thing]:
+        """What an annotation says that something is: each part of a union."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = ast.parse(annotation.value, mode="eval").body
         if isinstance(annotation, ast.BinOp):
-            return self._instances(module, annotation.left) + self._instances(module, annotation.right)
-        return [replace(one, instance=True) for one in self._things(module, annotation, {})]
+            return self._annotated(module, annotation.left) + self._annotated(module, annotation.right)
+        return self._things(module, annotation)
 
     def _declared(self, owner: Thing, name: str) -> list[Thing]:
         """What our own annotation says of an attribute of `owner`."""
-        for statement in getattr(owner.node, "body", ()) if owner.package == OURS else ():
+        for statement in getattr(owner.node, "body", ()) if _package(owner.module) == OURS else ():
             if isinstance(statement, ast.AnnAssign) and name in _bound(statement):
-                return self._instances(owner.module, statement.annotation)
+                return self._annotated(owner.module, statement.annotation)
         return []
 
     def _member(self, owner: Thing, name: str) -> Thing | None:
-        """An attribute of a module, a class or an instance."""
+        """An attribute of a module or a class."""
         if owner.node is None:
             return find(owner.module, name) if owner.of_host else None
         if not isinstance(owner.node, ast.ClassDef):
@@ -372,46 +385,21 @@ class _Reader:
         if name in ("__ray_metadata__", "modified_class") and _is_marked(owner.node, "ray.remote"):
             return owner
         above = (member for base in self._bases(owner) if (member := self._member(base, name)))
-        if owner.owner == SUPER:
-            return next((member for member in above if member.of_host), None)
-        if name in (members := _members(replace(owner, instance=False))):
-            return Thing(owner.module, members[name], owner=owner.name)
-        return next(above, None)
+        if owner.owner == SUPER or name not in (members := _members(owner)):
+            return next(above, None)
+        return Thing(owner.module, members[name], owner.name)
 
     def _bases(self, cls: Thing) -> list[Thing]:
         bases = []
         for base in getattr(cls.node, "bases", ()):
-            for thing in self._things(cls.module, base.value if isinstance(base, ast.Subscript) else base, {}):
+            for thing in self._things(cls.module, base.value if isinstance(base, ast.Subscript) else base):
                 if isinstance(thing.node, ast.ImportFrom) and isinstance(base, ast.Name):
                     thing = _imported(thing.module, thing.node, base.id, anywhere=True) or thing
                 bases.append(thing)
-        return [*bases, self.host] if self.host and cls.package == OURS and cls.name in self.mixins else bases
+        return [*bases, self.host] if self.host and cls.name in self.mixins else bases
 
     def _host_of(self, thing: Thing) -> Thing | None:
         """The host's module or class that something is, or is derived from."""
         if thing.node is None or (thing.of_host and isinstance(thing.node, ast.ClassDef)):
             return thing if thing.of_host else None
         return next((host for base in self._bases(thing) if (host := self._host_of(base))), None)
-
-
-def _scope(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, cls: Thing | None) -> Scope:
-    scope: dict[str, ast.AST | Thing | None] = {
-        one.arg: one for one in ast.walk(function.args) if isinstance(one, ast.arg)
-    }
-    if cls and function in getattr(cls.node, "body", ()) and scope and not _is_marked(function, "staticmethod"):
-        scope[next(iter(scope))] = replace(cls, instance=not _is_marked(function, "classmethod"))
-        scope["super"] = replace(cls, owner=SUPER)
-    below = list(ast.iter_child_nodes(function))
-    for node in below:  # grows on the way
-        for name in _bound(node):
-            if name not in scope or isinstance(node, ast.AnnAssign):
-                scope[name] = node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            below += ast.iter_child_nodes(node)
-    return scope
-
-
-def _shown(thing: Thing) -> list[str]:
-    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    signature = thing.signature() or inspect.Signature()
-    return [stars.get(one.kind, one.name) for one in signature.parameters.values()]

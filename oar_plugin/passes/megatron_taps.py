@@ -67,7 +67,7 @@ class MegatronTaps(Taps):
                     self.callback(ddp.enable_forward_pre_hook)
             self.freeze(chunk)
             self._train_modes(chunk)
-            model = unwrapped(chunk)
+            model: GPTModel = unwrapped(chunk)
             if model.pre_process:
                 self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)
             if model.post_process:

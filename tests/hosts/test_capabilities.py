@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, monke
     with pytest.raises(OarConfigError) as refused:
         resolve_here(config(**changes))
     text = str(refused.value)
-    assert text.startswith(f"{asked}: not served on this verl ({verl.__version__})")
+    assert text.startswith(f"{asked}: not supported on this verl ({verl.__version__})")
     assert "(x: f takes (a))" in text
     assert f"allowed: {allowed}" in text
     strategy = "megatron" if feature == "fsdp" else "fsdp"
@@ -117,19 +118,36 @@ def test_the_check_before_a_run_notes_a_new_version_and_leaves_the_environment_a
     assert "verl 1.2 was not tried with OAR" in caplog.text
 
 
-def test_with_verls_own_trainer_in_place_the_estimator_says_what_is_missing(monkeypatch):
+@pytest.mark.parametrize("lacking", [[], ["x: f takes (a)"]])
+def test_outside_of_our_trainers_the_estimator_explains_itself_and_says_what_is_missing(lacking, monkeypatch):
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    monkeypatch.setattr(capabilities, "missing", lambda feature: ["x: f takes (a)"] if feature == "sync" else [])
-    with pytest.raises(RuntimeError, match=r"x: f takes \(a\)"):
+    monkeypatch.setattr(capabilities, "missing", lambda feature: lacking if feature == "sync" else [])
+    with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True") as raised:
         get_adv_estimator_fn("oar")()
+    assert [line for line in str(raised.value).splitlines() if "f takes" in line] == [
+        f"this verl: {fault}" for fault in lacking
+    ]
 
 
-def test_only_a_reader_of_the_log_is_told_what_was_left_in_place(monkeypatch, caplog):
-    monkeypatch.setattr(capabilities, "missing", lambda feature: ["x: f takes (a)"])
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_feature_that_does_not_fit_is_left_to_verl_and_only_what_nobody_foresaw_is_a_warning(
+    foreseen, monkeypatch, caplog
+):
+    """The hooks run in every process of every run, where an exception would come out of verl's own import."""
+
+    def missing(feature):
+        if foreseen:
+            return ["x: f takes (a)"]
+        raise OSError("a folder without a version file")
+
+    monkeypatch.setattr(capabilities, "missing", missing)
+    monkeypatch.delitem(sys.modules, "oar_plugin.hosts.verl.fsdp")
     with caplog.at_level(logging.INFO, logger="oar_plugin"):
-        plugin._register_engines(sys)
-    assert [(record.levelname, "x: f takes (a)" in record.message) for record in caplog.records] == [("INFO", True)]
+        plugin._register_engines(SimpleNamespace(__name__="verl.workers.engine"))
+    assert "oar_plugin.hosts.verl.fsdp" not in sys.modules, "imported, and so registered, all the same"
+    assert {record.levelname for record in caplog.records} == {"INFO" if foreseen else "WARNING"}
+    assert ("x: f takes (a)" if foreseen else "a folder without a version file") in caplog.text
 
 
 def test_arguments_that_this_verl_does_not_take_are_left_out():

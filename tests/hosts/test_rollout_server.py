@@ -17,8 +17,7 @@ from oar_plugin.hosts.verl import rollout_server
 from oar_plugin.hosts.verl.rollout_server import OarVLLMHttpServer
 from oar_plugin.hosts.verl.rollout_worker import OarColocateWorkerExtension
 from oar_plugin.hosts.vllm.outcomes import OutcomeSpec
-from oar_plugin.hosts.vllm.request import Refused, tagged_request
-from oar_plugin.hosts.vllm.scorer import ScoringResult
+from oar_plugin.hosts.vllm.scorer import Refused, ScoringResult, tagged_request
 
 
 @pytest.fixture

@@ -3,19 +3,26 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 
+import verl
+
 from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.hosts.required_api import Requirements
 from oar_plugin.hosts.verl import offload
-from oar_plugin.hosts.verl.hydra_conf import mentions_oar
+from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 from oar_plugin.hosts.vllm import versions
 from tests.limits import PROCESS_S
 
+ON = "algorithm.adv_estimator=oar"
+TRAINER_CONFIG = Path(verl.__file__).parent / "trainer" / "config"
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
 COPIES = "algorithm__oar__perturbation__"
@@ -100,7 +107,7 @@ def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
 )
 def test_another_vllm_is_refused_and_the_local_backend_is_named(monkeypatch, version, said):
     monkeypatch.setattr(offload, "installed", lambda: version)
-    monkeypatch.setattr(versions, "missing", lambda: ["no such file"])
+    monkeypatch.setattr(versions, "requirements", lambda feature: Requirements(faults=["no such file"]))
     with pytest.raises(OarConfigError, match=rf"backend=rollout: {said}.*backend=actor"):
         resolve(config(**OFFLOAD))
     assert resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).copies is not None
@@ -163,9 +170,9 @@ def test_a_virtual_pipeline_gets_rows_for_whole_groups_of_micro_batches(changes,
 
 
 def test_the_command_line_decides_whether_hydra_sees_our_keys():
-    on, preset, added = "algorithm.adv_estimator=oar", "oar=published", "+algorithm.oar.tau=0.3"
-    assert all(mentions_oar(arguments) for arguments in ([on], [preset], [preset, added]))
-    assert not any(mentions_oar(arguments) for arguments in (["algorithm.adv_estimator=grpo"], [on, added], []))
+    preset, added = "oar=published", "+algorithm.oar.tau=0.3"
+    assert all(mentions_oar(arguments) for arguments in ([ON], [preset], [preset, added]))
+    assert not any(mentions_oar(arguments) for arguments in (["algorithm.adv_estimator=grpo"], [ON, added], []))
 
 
 def main_ppo(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -178,22 +185,19 @@ def main_ppo(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def settings_of(*arguments: str) -> OarConfig:
+def settings_of(*overrides: str, name: str = "ppo_trainer", folder: Path = TRAINER_CONFIG) -> OarConfig:
     """What a run with these arguments would be set to."""
-    done = main_ppo(*arguments, "--cfg", "job")
-    assert done.returncode == 0, done.stderr
-    return resolve(OmegaConf.create(done.stdout))
+    with command_line(["--config-name", name, *overrides]), initialize_config_dir(str(folder), version_base=None):
+        return resolve(compose(name, list(overrides)))
 
 
-@pytest.mark.slow
 def test_hydra_composes_overrides_and_presets():
-    one = settings_of("algorithm.adv_estimator=oar", "oar=published", "algorithm.oar.tau=0.3", "algorithm.oar.seed=7")
+    one = settings_of(ON, "oar=published", "algorithm.oar.tau=0.3", "algorithm.oar.seed=7")
     assert (one.tau, one.importance, one.beta, one.probe, one.warmup_steps) == (0.3, "oar_g", 2.0, "answer_mean", 20)
     assert one.seed == 7, "keys that the preset leaves alone are there too"
-    assert settings_of("algorithm.adv_estimator=oar") == OarConfig()
+    assert settings_of(ON) == OarConfig()
 
 
-@pytest.mark.slow
 def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
     """With and without our group in its defaults list, or in that of the file that it is built on."""
     plain = "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: oar}\n"
@@ -203,8 +207,7 @@ def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
         (tmp_path / f"{name}.yaml").write_text("hydra: {searchpath: [pkg://verl.trainer.config]}\n" + text)
     (tmp_path / "part.yaml").write_text(preset)
     for name in files:
-        where = ("--config-path", str(tmp_path), "--config-name", name)
-        one = settings_of(*where, "oar=decision", "algorithm.oar.tau=0.5")
+        one = settings_of("oar=decision", "algorithm.oar.tau=0.5", name=name, folder=tmp_path)
         assert (one.importance, one.tau, one.warmup_steps) == ("decision", 0.5, 0), name
 
 
@@ -217,7 +220,7 @@ def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
     ],
 )
 def test_a_bad_setting_stops_the_run_before_anything_starts_and_says_what_to_write(arguments, parts):
-    done = main_ppo("algorithm.adv_estimator=oar", *arguments)
+    done = main_ppo(ON, *arguments)
     assert done.returncode == 1
     assert all(part in done.stderr for part in parts)
     assert "Traceback" not in done.stderr

@@ -72,8 +72,17 @@ class OarAdvantage:
         return ActorPass(actor, request, self._args, more).run(sequences, segments_BT, *masks)
 
     def update_advantages(self, experiences: Sequence[Any], outputs: Sequence[Tensor]) -> None:
-        """In the trainer: advantages times weights, and metrics in `info`, which OpenRLHF averages over responses."""
+        """In the trainer: advantages times weights, and metrics in `info`, which OpenRLHF averages over responses.
+
+        RuntimeError: the experiences are not those of the samples that `actor_inputs` was called with.
+        """
         advantage_BL, importance_BL = _whole([e.advantages for e in experiences]), _whole(outputs)
+        if not advantage_BL.shape == importance_BL.shape == self._segments_BL.shape:
+            shapes = [tuple(whole.shape) for whole in (advantage_BL, importance_BL, self._segments_BL)]
+            raise RuntimeError(
+                f"step {self._step}: advantages, importance and the samples of `actor_inputs` have the shapes {shapes}, which "
+                "must be equal: OpenRLHF must pass on all samples of the step, in their order"
+            )
         reshaped = self._credit.reshape(self._step, advantage_BL, importance_BL, self._segments_BL, self._status_B)
         metrics = {f"oar/{name}": value for name, value in reshaped.metrics.items()}
         known = partial(self._known, experiences)

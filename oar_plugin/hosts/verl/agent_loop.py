@@ -273,11 +273,12 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         `after_exchange`: first wait until the engine admits requests again, which takes as long as the trainer takes.
         """
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
+        client: LLMServerClient = self.llm_client
         server_id, call = None, None
         try:
             # Some versions of verl's router choose the server by the prompt.
-            acquire = self.llm_client._acquire_server
-            server_id, server = await acquire(request_id, **accepted(acquire, prompt_ids=task.token_ids))
+            by_prompt = accepted(client._acquire_server, prompt_ids=task.token_ids)
+            server_id, server = await client._acquire_server(request_id, **by_prompt)
             if after_exchange:
                 await server.oar_wait_open.remote()
             call = server.oar_score.remote(task, self._oar.perturbation.timeout_s)
@@ -291,8 +292,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             return ScoringResult(fault="failed")
         finally:
             if server_id is not None:
-                release = self.llm_client._release_server
-                release(server_id, **accepted(release, request_id=request_id))
+                client._release_server(server_id, **accepted(client._release_server, request_id=request_id))
 
 
 class OarAgentLoopManager(AgentLoopManagerTQ):

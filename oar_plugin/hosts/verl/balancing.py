@@ -12,15 +12,10 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 
 def balanced_partitions(lengths: Sequence[int], scored: Sequence[bool], ranks: int) -> list[list[int]]:
-    """The rows of each rank, in batch order; every rank gets the same number of rows.
+    """The rows of each rank, in batch order; every rank gets the same number of rows, which `ranks` divides.
 
-    The ranks' numbers of scored rows differ by at most one. Ranks with one less get the shortest of the other rows, which
-    `scored_first` adds to the pass.
-
-    Args:
-        lengths: number of tokens per row, prompt and response.
-        scored: per row, whether it is to be scored.
-        ranks: number of data-parallel ranks; it divides the number of rows.
+    `lengths` are tokens per row, prompt and response. The ranks' numbers of scored rows differ by at most one. Ranks with one
+    less get the shortest of the other rows, which `scored_first` adds to the pass.
     """
     by_length = sorted(range(len(lengths)), key=lambda row: lengths[row])
     ahead, others = ([row for row in by_length if bool(scored[row]) is wanted] for wanted in (True, False))

@@ -19,43 +19,29 @@ TRIED = ("0.9.0", "0.9.1", "0.10.0.dev")
 """verl versions that whole runs and tests were made with. Others are supported if they have what is used."""
 
 TRAINERS = {
-    mode: (f"verl.trainer.ppo.v1.trainer_{mode}", name)
-    for mode, name in (
-        ("sync", "PPOTrainerSync"),
-        ("colocate_async", "PPOTrainerColocateAsync"),
-        ("separate_async", "PPOTrainerSeparateAsync"),
-    )
+    "sync": "verl.trainer.ppo.v1.trainer_sync.PPOTrainerSync",
+    "colocate_async": "verl.trainer.ppo.v1.trainer_colocate_async.PPOTrainerColocateAsync",
+    "separate_async": "verl.trainer.ppo.v1.trainer_separate_async.PPOTrainerSeparateAsync",
 }
-"""Features that are values of `trainer.v1.trainer_mode`: module and class of verl's trainer."""
+"""Features that are values of `trainer.v1.trainer_mode`, and the class of verl's trainer."""
 
-
-def _feature(*modules: str, host: str = "", mixins: tuple[str, ...] = ()) -> Feature:
-    return Feature(tuple(f"oar_plugin.{module}" for module in modules), host, mixins)
-
-
+_TRAINER = ("hosts.verl.trainer", "hosts.verl.balancing")
 _ENGINE = ("hosts.verl.importance_pass", "hosts.verl.balancing")
+_ENGINES = "verl.workers.engine"
 
 FEATURES = {
-    **{
-        mode: _feature(
-            "hosts.verl.trainer", "hosts.verl.balancing", host=".".join(trainer), mixins=("OarTrainerMixin",)
-        )
-        for mode, trainer in TRAINERS.items()
-    },
-    "fsdp": _feature(
-        "hosts.verl.fsdp",
-        *_ENGINE,
-        host="verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead",
-        mixins=("ImportancePass", "OarFSDPMixin"),
+    **{mode: Feature(_TRAINER, trainer, ("OarTrainerMixin",)) for mode, trainer in TRAINERS.items()},
+    "fsdp": Feature(
+        ("hosts.verl.fsdp", *_ENGINE),
+        f"{_ENGINES}.fsdp.transformer_impl.FSDPEngineWithLMHead",
+        ("ImportancePass", "OarFSDPMixin"),
     ),
-    "megatron": _feature(
-        "hosts.verl.megatron",
-        "passes.megatron_taps",
-        *_ENGINE,
-        host="verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead",
-        mixins=("ImportancePass", "OarMegatronMixin"),
+    "megatron": Feature(
+        ("hosts.verl.megatron", "passes.megatron_taps", *_ENGINE),
+        f"{_ENGINES}.megatron.transformer_impl.MegatronEngineWithLMHead",
+        ("ImportancePass", "OarMegatronMixin"),
     ),
-    "offload": _feature("hosts.verl.agent_loop", "hosts.verl.rollout_server", "hosts.verl.rollout_worker"),
+    "offload": Feature(("hosts.verl.agent_loop", "hosts.verl.rollout_server", "hosts.verl.rollout_worker")),
 }
 """The three trainers, the two engines, and OAR-P on vLLM's rollout engines."""
 
@@ -71,29 +57,32 @@ def host_version() -> str:
     return (package.parent / "version" / "version").read_text(encoding="utf-8").strip()
 
 
-def version_note() -> str | None:
-    """What there is to say about verl's version: None from the oldest to the newest tried. Never a reason to refuse."""
+def _parsed(version: str) -> Any:
+    """The version, which can be compared; None for a fork's own, of which nothing is known."""
+    # Not at the top: the doctor looks at environments that lack it.
     from packaging.version import InvalidVersion, Version
 
-    version = host_version()
     try:
-        if Version(TRIED[0]) <= Version(version) <= Version(TRIED[-1]):
-            return None
-    except InvalidVersion:  # a fork's own
-        pass
+        return Version(version)
+    except InvalidVersion:
+        return None
+
+
+def version_note() -> str | None:
+    """What there is to say about verl's version: None from the oldest to the newest tried. Never a reason to refuse."""
+    version = host_version()
+    parsed, oldest, newest = map(_parsed, (version, TRIED[0], TRIED[-1]))
+    if parsed and oldest <= parsed <= newest:
+        return None
     return f"verl {version} was not tried with OAR; these were: {', '.join(TRIED)}"
 
 
 def missing(feature: str) -> list[str]:
     """What a feature uses and the installed verl lacks, one sentence each; empty where the feature is supported."""
-    from packaging.version import InvalidVersion, Version
-
     version = host_version()
-    try:
-        if Version(version).release < Version(OLDEST).release:
-            return [f"verl {version} has no v1 trainer; OAR needs verl {OLDEST} or newer"]
-    except InvalidVersion:  # a fork's own: what is there decides
-        pass
+    parsed, oldest = map(_parsed, (version, OLDEST))
+    if parsed and parsed.release < oldest.release:
+        return [f"verl {version} has no v1 trainer; OAR needs verl {OLDEST} or newer"]
     return list(requirements(FEATURES[feature]).faults)
 
 
@@ -121,3 +110,18 @@ def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+
+
+def subclass(mixin: type, held: type, host: type, place: str) -> type:
+    """The class to register as `place`: a subclass of `held` with our mixin, or `held` itself if it has the mixin already.
+
+    `held` is the class in the registry: verl's own (`host`), or a subclass of it that another plugin has put there.
+
+    RuntimeError: another plugin has replaced verl's class already.
+    """
+    if issubclass(held, mixin):
+        return held
+    if not issubclass(held, host):
+        raise RuntimeError(f"verl's {place} was already replaced by {held}; OAR cannot replace it too.")
+    name = f"Oar{held.__name__.removeprefix('PPO')}"
+    return type(name, (mixin, held), {"host": held, "__module__": mixin.__module__})

@@ -21,9 +21,8 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engines, score_fields
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, run_forwards
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, packed_of, register_engines, score_fields
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, check_model, unwrapped
@@ -164,10 +163,9 @@ class OarFSDPMixin(ImportancePass):
     # ---- positions, ranks, refusals
 
     def _micro_batch_pass(self, request: Request, micro_batch: TensorDict, local_input_ids: Tensor) -> MicroBatchPass:
-        local_T, input_ids = self._local_positions(micro_batch, local_input_ids), micro_batch["input_ids"]
-        packed = Packed(input_ids.values(), micro_batch[SEQUENCE_SEGMENTS].values(), input_ids.offsets())
+        local_T = self._local_positions(micro_batch, local_input_ids)
         layout = Layout(local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sharing_ranks)
-        return MicroBatchPass(request, packed, layout)
+        return MicroBatchPass(request, packed_of(micro_batch), layout)
 
     def _local_positions(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Tensor:
         """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token."""

@@ -22,10 +22,8 @@ class NodesDifferError(RuntimeError):
 def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str) -> None:
     """Ask verl's actor workers and rollout servers for their plugin and compare it with this process's.
 
-    Args:
-        actors: Ray handles of the actor's worker group, with their models.
-        servers: Ray handles of the rollout servers.
-        feature: the actor's engine, one of `capabilities.FEATURES`.
+    `actors` and `servers` are Ray handles; the actors have their models. `feature` is their engine, one of
+    `capabilities.FEATURES`.
 
     NodesDifferError: names each node that has another plugin or none, or does not answer in time, and what it has.
     """

@@ -66,8 +66,8 @@ class OarSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra's hook. Exits at a misspelt preset or key: Hydra's own message would not help."""
-        arguments = sys.argv[1:] if _arguments.get() is None else _arguments.get()
-        assert arguments is not None
+        given = _arguments.get()
+        arguments = sys.argv[1:] if given is None else given
         if fault := misspelt(arguments):
             sys.exit(f"oar: {fault}")
         folders = [element.path for element in search_path.get_path() if element.provider == "main"]

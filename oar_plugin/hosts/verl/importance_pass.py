@@ -24,14 +24,15 @@ from verl.workers.engine.base import EngineRegistry
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import scored_first
-from oar_plugin.hosts.verl.registration import subclass
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS, segment_batch, sequence_segments
+from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import IMPORTANCE, REQUEST, SECONDS, SEGMENTS, STATUS, Request
-from oar_plugin.passes.segments import end_of_sequence_tokens
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, Request
+from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
+
+SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
 
 def register_engines(mixin: type, host: type, *backends: str) -> None:
@@ -127,7 +128,12 @@ class ImportancePass:
             self._check_supported(request)
             self._checked |= {request.importance}
         maybe_fix_3d_position_ids(data)
-        segments, status_B = segment_batch(data, request, self._token_bytes, self._eos_ids)
+        columns = (data[name].unbind() for name in ("responses", "response_mask", NEEDED))
+        responses = (
+            (ids.tolist(), own.cpu().numpy().astype(bool), bool(needed.any()))
+            for ids, own, needed in zip(*columns, strict=True)
+        )
+        segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
@@ -264,9 +270,8 @@ class ImportancePass:
 
     def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
         """Importance of each row, for an importance that needs no gradient pass; zeros if only masked copies compute it."""
-        input_ids = data["input_ids"]
-        packed = Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
-        nothing = Scores(request.importance_object, len(packed.token_T), input_ids.device)
+        packed = packed_of(data)
+        nothing = Scores(request.importance_object, len(packed.token_T), packed.token_T.device)
         importance_T = importance_of_scores(request, packed, nothing)
         rows = importance_T.split(packed.offsets.diff().tolist())
         return [row[len(row) - len(segment) :].cpu() for row, segment in zip(rows, segments, strict=True)]
@@ -277,6 +282,22 @@ class ImportancePass:
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)
         return int(counts.item())
+
+
+def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
+    """Returns the segments of whole sequences, nested int64 like `input_ids`; prompt tokens are OUTSIDE."""
+    lengths = [len(row) for row in input_ids.unbind()]
+    rows = [
+        torch.nn.functional.pad(segment.long(), (length - len(segment), 0), value=int(Segment.OUTSIDE))
+        for segment, length in zip(segments, lengths, strict=True)
+    ]
+    return nested(rows)
+
+
+def packed_of(data: TensorDict, device: torch.device | None = None) -> Packed:
+    """Returns the sequences of a batch and their segments, on this device; None: on that of the token ids."""
+    input_ids = data["input_ids"] if device is None else data["input_ids"].to(device)
+    return Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
 
 
 def score_fields(request: Request, packed: Packed, scores: Scores, seconds: float) -> dict[str, Tensor]:

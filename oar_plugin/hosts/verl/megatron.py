@@ -29,10 +29,9 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, register_engines, score_fields
-from oar_plugin.hosts.verl.segments import SEQUENCE_SEGMENTS
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, packed_of, register_engines, score_fields
 from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatron
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import Tap, UnsupportedModelError, check_logits
@@ -91,8 +90,7 @@ class OarMegatronMixin(ImportancePass):
         self._limit_micro_batches(data)
         data[_ROW] = torch.arange(len(data))
         device = torch.device(get_device_id())
-        input_ids = data["input_ids"].to(device)
-        packed = Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(device), input_ids.offsets())
+        packed = packed_of(data, device)
         scores = Scores(request.importance_object, len(packed.token_T), device)
         started = time.perf_counter()
         output: dict[str, Any] = {}
@@ -132,7 +130,8 @@ class OarMegatronMixin(ImportancePass):
             logits_processor_func=logits_processor_func,
             postprocess_micro_batch_func=postprocess_micro_batch_func,
         )
-        schedules, chunk = self._schedules, unwrapped(model)
+        schedules = self._schedules
+        chunk: GPTModel = unwrapped(model)
         if schedules is None or not (chunk.pre_process or chunk.post_process):
             return step(batch_iter)
         started = time.perf_counter()
@@ -177,12 +176,10 @@ class OarMegatronMixin(ImportancePass):
         self, rows: tuple[int, ...], micro_batch: TensorDict, schedules: _Schedules
     ) -> MicroBatchPass:
         if rows not in schedules.micro_batches:
-            input_ids, first = micro_batch["input_ids"], schedules.first
+            first = schedules.first
             place_T = torch.cat([torch.arange(*first[row : row + 2]) for row in rows]).to(get_device_id())
-            packed = Packed(input_ids.values(), micro_batch[SEQUENCE_SEGMENTS].values(), input_ids.offsets())
-            schedules.micro_batches[rows] = MicroBatchPass(
-                schedules.request, packed, self._layout(micro_batch), schedules.scores, place_T
-            )
+            packed, layout = packed_of(micro_batch), self._layout(micro_batch)
+            schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
         return schedules.micro_batches[rows]
 
     def _layout(self, micro_batch: TensorDict) -> Layout:
@@ -268,7 +265,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         UnsupportedModelError: names what is refused, and what to change.
     """
     for chunk in chunks:
-        model = unwrapped(chunk)
+        model: GPTModel = unwrapped(chunk)
         if type(model) is not GPTModel:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: under Megatron, OAR supports megatron.core's GPTModel only (no vision-language, "

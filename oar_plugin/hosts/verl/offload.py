@@ -107,7 +107,6 @@ def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfi
         padded: `advantages` `[B, L]`, the engines' fields, and the actor's if it was asked for any row.
         asked_B: bool, rows that the actor was to score.
         padding_B: bool, rows that verl added to fill up the batch: copies of others, shorter than what the engines scored.
-        oar: the settings.
     """
     length = padded["advantages"].shape[-1]
     seconds_B1 = padded.get(SECONDS, torch.zeros(len(asked_B), 1))

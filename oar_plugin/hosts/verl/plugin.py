@@ -50,7 +50,8 @@ def _fits(feature: str) -> bool:
     try:
         faults = capabilities.missing(feature)
     except Exception as error:  # an unforeseen verl: its runs go on without OAR
-        faults = [f"{type(error).__name__}: {error}"]
+        logger.warning("oar_plugin leaves verl's own %s in place, for it could not check it: %r", feature, error)
+        return False
     if faults:
         logger.info("oar_plugin leaves verl's own %s in place: %s", feature, "; ".join(faults))
     return not faults

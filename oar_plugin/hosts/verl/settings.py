@@ -118,7 +118,7 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         if lacking := capabilities.missing(features[value]):
             allowed = [other for other, feature in features.items() if not capabilities.missing(feature)]
             yield (
-                f"{key}={value}: not served on this verl ({capabilities.host_version()}), which lacks what OAR builds on "
+                f"{key}={value}: not supported on this verl ({capabilities.host_version()}), which lacks what OAR builds on "
                 f"({'; '.join(lacking)}); allowed: {', '.join(allowed) or 'nothing on this verl'}"
             )
 

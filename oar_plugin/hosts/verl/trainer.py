@@ -6,8 +6,8 @@ else is the host's. The classes replace verl's in its registry. They build verl'
 other run goes through this file.
 """
 
-import importlib
 import logging
+import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +29,6 @@ from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
-from oar_plugin.hosts.verl.registration import subclass
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
 from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
@@ -169,12 +168,12 @@ class OarTrainerMixin:
     def _rows_with_an_advantage(self, batch: Any) -> torch.Tensor:
         if self.config.algorithm.use_kl_in_reward:
             return ~_padding_rows(batch)
-        data = DataProto(batch=_read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor())
-        data.batch["token_level_rewards"] = data.batch["token_level_scores"] = data.batch["rm_scores"]
-        data.non_tensor_batch["uid"] = np.array(data.batch.pop("uid").tolist(), dtype=object)
+        fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()
+        fields["token_level_rewards"] = fields["token_level_scores"] = fields["rm_scores"]
+        uid = np.array(fields.pop("uid").tolist(), dtype=object)
         algorithm = self.config.algorithm
         data = compute_advantage_for_multi_trajectories(
-            data,
+            DataProto(batch=fields, non_tensor_batch={"uid": uid}),
             batch_keys=batch.keys,
             adv_estimator=self.oar.base_estimator,
             gamma=algorithm.gamma,
@@ -254,10 +253,11 @@ def register() -> None:
 
     `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write.
     """
-    for mode, (module, name) in capabilities.TRAINERS.items():
+    registry = trainer_base.TRAINER_REGISTRY
+    for mode, trainer in capabilities.TRAINERS.items():
         if not capabilities.missing(mode):
-            host, registry = getattr(importlib.import_module(module), name), trainer_base.TRAINER_REGISTRY
-            registry[mode] = subclass(OarTrainerMixin, registry[mode], host, f"trainer '{mode}'")
+            host = pkgutil.resolve_name(trainer)
+            registry[mode] = capabilities.subclass(OarTrainerMixin, registry[mode], host, f"trainer '{mode}'")
 
 
 register()  # at import, as verl's own decorators do: whoever imports this module first, `plugin`'s hook or a program

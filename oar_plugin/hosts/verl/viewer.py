@@ -33,13 +33,9 @@ class QueuedBatch:
 
     keys: Sequence[str]  # of the rows, verl's `{uid of the prompt}_{session}_{index}`
     own_B: Tensor  # bool, false for rows that verl added to fill up the batch
-    by_actor_B: (
-        Tensor  # bool, rows that the actor was asked to score; the rollout engines, where they score, do the others
-    )
+    by_actor_B: Tensor  # bool, rows that the actor was asked to score; rollout engines, if they score, do the others
     reshaped: ReshapedBatch
-    read: Callable[
-        ..., TensorDict
-    ]  # fields of some rows, `read(keys=..., select_fields=...)`, as far as they were written
+    read: Callable[..., TensorDict]  # `read(keys=..., select_fields=...)`: fields of some rows, if they were written
 
     def siblings(self) -> Iterator[Sibling]:
         """The responses, a group's in the order of sampling, without the rows that verl added."""
@@ -67,14 +63,11 @@ class Viewer:
         self._step, self._responses = 0, list[Response]()
 
     def show(self, batch: QueuedBatch, loggers: Mapping[str, Any]) -> dict[str, float]:
-        """Shows some groups of a batch if it is time to.
+        """Shows some groups of a batch if it is time to; `loggers` are verl's, by name.
 
-        Args:
-            batch: a step may have several; each may add groups to the step's file, and dashboards get the first one's.
-            loggers: verl's, by name.
+        A step may have several batches: each may add groups to the step's file, and dashboards get the first one's.
 
-        Returns:
-            Metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
+        Returns metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
         """
         dumps, reshaped = self.credit.dumps, batch.reshaped
         boards = [name for name in DASHBOARDS if name in loggers]

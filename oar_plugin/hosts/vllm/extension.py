@@ -3,20 +3,34 @@
 A request is tagged by `SamplingParams.extra_args["oar"]` (a spec of `outcomes`) and asks for `prompt_logprobs=0`, which is what
 makes vLLM hand rows back with it. Row `i` of what it gets is number `i` of `OutcomeRecorder.step` as the log-probability of
 token 0. Untagged requests are left to vLLM.
+
+vLLM has two model runners. The CPU's is a subclass of the first one. On GPUs the second one is the default for more and more
+models.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from oar_plugin.hosts.vllm import runner_v1, runner_v2
-from oar_plugin.hosts.vllm.outcomes import OutcomeRecorder
+from oar_plugin.hosts.vllm.outcomes import TAG, OutcomeRecorder, Scheduled, Spec, read_spec
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import InputBatch as SecondInputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+    from vllm.v1.worker.gpu.states import RequestState
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_input_batch import InputBatch as FirstInputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
+
+logger = logging.getLogger(__name__)
 
 
 class OutcomeExtension:
@@ -33,11 +47,11 @@ class OutcomeExtension:
         runner = self.model_runner
         if hasattr(runner, "oar_recorder"):
             return
-        hook = next((hook for hook in (runner_v1, runner_v2) if getattr(runner, hook.HOOKED, None) is not None), None)
-        if hook is None:
+        install = next((install for name, install in INSTALL.items() if getattr(runner, name, None) is not None), None)
+        if install is None:
             raise RuntimeError(
                 f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}, which has "
-                f"neither {runner_v1.HOOKED} nor {runner_v2.HOOKED}: set algorithm.oar.perturbation.backend=actor"
+                f"neither {' nor '.join(INSTALL)}: set algorithm.oar.perturbation.backend=actor"
             )
         stock: FirstRunner | SecondRunner = runner
         model = stock.get_model()
@@ -48,8 +62,129 @@ class OutcomeExtension:
             return type(model).compute_logits(model, hidden_RD)
 
         recorder = OutcomeRecorder(project)
-        hook.install(runner, recorder)
+        install(runner, recorder)
         runner.oar_recorder = recorder
 
     def oar_counts(self) -> dict[str, int]:
         return self.model_runner.oar_recorder.counts()
+
+
+# ---- the two runners
+
+
+def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
+    """Answers tagged requests in place of vLLM where it makes prompt log-probabilities."""
+    stock = runner._get_prompt_logprobs_dict
+
+    def prompt_rows(hidden_states: Tensor, num_scheduled_tokens: dict[str, int], *others: Any) -> dict[str, Any]:
+        """By request id, LogprobsTensors or None."""
+        waiting: dict[str, int] = runner.num_prompt_logprobs
+        # Requests whose prompt has not ended, in an order that all tensor-parallel ranks share.
+        tags = {request: tag_of(runner.requests[request].sampling_params) for request in waiting}
+        tagged = {request: tag for request, tag in tags.items() if tag is not None}
+        recorder.retain(runner.requests)
+        if not tagged:
+            return stock(hidden_states, num_scheduled_tokens, *others)
+        held = {request: waiting.pop(request) for request in tagged}
+        try:
+            rows: dict[str, Any] = stock(hidden_states, num_scheduled_tokens, *others)
+        finally:
+            waiting.update(held)
+
+        items = []
+        batch: FirstInputBatch = runner.input_batch
+        for request, tag in tagged.items():
+            count = num_scheduled_tokens.get(request)
+            if count is None:  # preempted
+                continue
+            state: CachedRequestState = runner.requests[request]
+            offset = int(runner.query_start_loc.np[batch.req_id_to_index[request]])
+            token_ids = state.prompt_token_ids or []
+            items.append(Scheduled(request, spec_of(request, tag), token_ids, state.num_computed_tokens, count, offset))
+        outcomes = recorder.step(hidden_states, items)
+        if not outcomes:
+            return rows
+        # vLLM wants these rows on the CPU: one transfer for all.
+        numbers = torch.cat(list(outcomes.values())).cpu().split([len(one) for one in outcomes.values()])
+        for request, its_numbers in zip(outcomes, numbers, strict=True):
+            rows[request] = as_rows(its_numbers)
+            del waiting[request]
+        return rows
+
+    runner._get_prompt_logprobs_dict = prompt_rows
+
+
+def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
+    """As above. This runner copies its results to the CPU asynchronously, so nothing here may wait for the device either."""
+    worker: PromptLogprobsWorker = runner.prompt_logprobs_worker
+    states: RequestState = runner.req_states
+    stock_add, stock_rows = runner.add_requests, worker.compute_prompt_logprobs
+    # Tagged requests whose prompt has not ended, with their prompts.
+    pending: dict[str, tuple[Spec | None, list[int]]] = {}
+
+    def add_requests(scheduler_output: SchedulerOutput, *others: Any) -> None:
+        stock_add(scheduler_output, *others)
+        new: NewRequestData
+        for new in scheduler_output.scheduled_new_reqs:  # resumed ones after a preemption, too
+            pending.pop(new.req_id, None)
+            if (tag := tag_of(new.sampling_params)) is not None:
+                pending[new.req_id] = (spec_of(new.req_id, tag), new.prompt_token_ids)
+                worker.uses_prompt_logprobs[states.req_id_to_index[new.req_id]] = False
+
+    def compute_prompt_logprobs(
+        logits_fn: Any, hidden_states: Tensor, input_batch: SecondInputBatch, *others: Any
+    ) -> dict[str, Any]:
+        rows: dict[str, Any] = stock_rows(logits_fn, hidden_states, input_batch, *others)
+        known = states.req_id_to_index
+        recorder.retain(known)
+        for gone in pending.keys() - known.keys():
+            del pending[gone]
+        if not pending:
+            return rows
+        items = []
+        for i, request in enumerate(input_batch.req_ids):  # in an order that all tensor-parallel ranks share
+            if request in pending:
+                spec, token_ids = pending[request]
+                first, count = input_batch.num_computed_prefill_tokens_np[i], input_batch.num_scheduled_tokens[i]
+                offset = input_batch.query_start_loc_np[i]
+                items.append(Scheduled(request, spec, token_ids, int(first), int(count), int(offset)))
+        for request, numbers in recorder.step(hidden_states, items).items():
+            rows[request] = as_rows(numbers)
+            del pending[request]
+        return rows
+
+    runner.add_requests = add_requests
+    worker.compute_prompt_logprobs = compute_prompt_logprobs
+
+
+INSTALL: dict[str, Callable[[Any, OutcomeRecorder], None]] = {
+    "_get_prompt_logprobs_dict": _install_first,
+    "prompt_logprobs_worker": _install_second,
+}
+"""By an attribute that only this runner has."""
+
+
+# ---- tags and rows
+
+
+def tag_of(sampling_params: Any) -> dict[str, Any] | None:
+    """The tag of a request, or None. Pooling requests have no sampling parameters."""
+    extra_args = sampling_params.extra_args if sampling_params is not None else None
+    return extra_args.get(TAG) if extra_args else None
+
+
+def spec_of(request: str, tag: dict[str, Any]) -> Spec | None:
+    """None, and a warning, where a tag makes no sense: an exception would end the engine, and generation with it."""
+    try:
+        return read_spec(tag)
+    except (TypeError, ValueError):
+        logger.warning("request %s cannot be scored", request, exc_info=True)
+        return None
+
+
+def as_rows(numbers: Tensor) -> LogprobsTensors:
+    """Row `i` is number `i` as the log-probability of token 0, where the numbers are."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    zeros = torch.zeros(len(numbers), dtype=torch.int32, device=numbers.device)
+    return LogprobsTensors(logprob_token_ids=zeros[:, None], logprobs=numbers[:, None], selected_token_ranks=zeros)

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,6 +24,9 @@ from oar_plugin.credit.perturbation import sample_replacements
 from oar_plugin.credit.probe import PROBES, Probe
 
 Role = Literal["reference", "copy"]
+
+TAG = "oar"
+"""The key of a spec, as a dictionary, in the `SamplingParams.extra_args` of a request."""
 
 NO_REFERENCE = -1.0
 """Replaces the number of rows where the reference is not known, or no longer."""
@@ -50,9 +53,6 @@ class OutcomeSpec:
         if self.role not in get_args(Role) or self.probe not in PROBES or self.start < 1:
             raise ValueError(f"not a request that can be scored: {self}")
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def rows(self, length: int) -> list[int]:
         """Positions of the logits that are read, ascending, in a prompt of `length` tokens; none where it is too short."""
         if length <= self.start:
@@ -73,9 +73,6 @@ class DrawSpec:
         if not self.at or not ascending or not len(self.at) == len(self.avoid) == len(self.seeds):
             raise ValueError(f"not a request that tokens can be drawn by: {self}")
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def rows(self, length: int) -> list[int]:
         """Positions of the logits that are read, ascending, in a prompt of `length` tokens; none where it is too short."""
         return [p - 1 for p in self.at] if length >= self.at[-1] else []
@@ -85,7 +82,7 @@ Spec: TypeAlias = OutcomeSpec | DrawSpec
 
 
 def read_spec(values: dict[str, Any]) -> Spec:
-    """The inverse of `to_dict`. ValueError, TypeError: the values are no spec."""
+    """The inverse of `dataclasses.asdict`. ValueError, TypeError: the values are no spec."""
     if "at" in values:
         return DrawSpec(**{name: tuple(numbers) for name, numbers in values.items()})
     return OutcomeSpec(**values)

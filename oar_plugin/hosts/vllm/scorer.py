@@ -1,4 +1,4 @@
-"""Scores one response on a vLLM engine: its reference, its masked copies, and second attempts.
+"""Scores one response on a vLLM engine: its reference, its masked copies, second attempts, and the requests for them.
 
 **Prefix cache.** Copies share everything before the token that they replace, so they read the cache; that saves half of their
 tokens. vLLM turns this off for requests that ask for prompt log-probabilities, and for a reason: of a position that it finds
@@ -16,8 +16,8 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,14 +26,16 @@ from numpy.typing import NDArray
 
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds
 from oar_plugin.credit.probe import Probe
-from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, DrawSpec, OutcomeSpec, Spec
-from oar_plugin.hosts.vllm.request import Admit, Refused, numbers_of, tagged_request, was_aborted
+from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, TAG, DrawSpec, OutcomeSpec, Spec
 from oar_plugin.hosts.vllm.throttle import Throttle
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
+
+Admit = Callable[[], AbstractAsyncContextManager[object]]
+"""Held while a request is on its way into the engine. May wait; raises to refuse the request."""
 
 Fault = Literal["timed_out", "too_long", "aborted", "non_finite", "failed"]
 """Out of time; does not fit into the engine with one more token; the engine or its gate turned a request away; a score is not
@@ -241,3 +243,70 @@ async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Refused(Exception):
+    """`Admit` raised; the request was not made."""
+
+
+async def tagged_request(
+    engine: AsyncLLM,
+    token_ids: Sequence[int],
+    spec: Spec,
+    salt: str,
+    use_cache: bool = True,
+    priority: int = 0,
+    lora_request: LoRARequest | None = None,
+    admit: Admit = nullcontext,
+) -> RequestOutput:
+    """Run one request to its end. It is aborted when this is cancelled.
+
+    Args:
+        engine: with `OutcomeExtension` installed.
+        token_ids: the whole prompt.
+        salt: blocks of the prefix cache are shared by requests of the same salt only.
+        use_cache: read the prefix cache. Rows found there are not computed, see `outcomes`.
+
+    Raises:
+        Refused: by `admit`.
+    """
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=salt)
+    sampling_params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,  # the rows are numbers under a token that is not meant
+        prompt_logprobs=0,
+        skip_reading_prefix_cache=not use_cache,
+        extra_args={TAG: asdict(spec)},
+    )
+    final: RequestOutput | None = None
+    async with AsyncExitStack() as gate:
+        try:
+            await gate.enter_async_context(admit())
+        except Exception as error:
+            raise Refused from error
+        outputs = engine.generate(
+            prompt, sampling_params, f"oar-{uuid.uuid4().hex}", lora_request=lora_request, priority=priority
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                # vLLM takes a request when its outputs are first asked for: by now it is in.
+                await gate.aclose()
+                final = output
+    assert final is not None, "a request that is not aborted ends with an output"
+    return final
+
+
+def was_aborted(output: RequestOutput) -> bool:
+    """Whether somebody else ended the request, as hosts do before they exchange weights."""
+    return not output.outputs or output.outputs[0].finish_reason == "abort"
+
+
+def numbers_of(output: RequestOutput) -> list[float]:
+    """What `OutcomeRecorder.step` returned for the request; empty where the engine lost it."""
+    # The first token of a prompt has no row that predicts it: vLLM puts None there.
+    rows = (output.prompt_logprobs or [])[1:]
+    return [next(iter(row.values())).logprob for row in rows if row]

@@ -10,12 +10,7 @@ from oar_plugin.hosts.required_api import Feature, path_of, requirements
 TRIED = ("0.24", "0.31")
 """The oldest and the newest version that the tests of scoring passed with. Others are supported if they have what is used."""
 
-SCORING = Feature(
-    tuple(
-        f"oar_plugin.hosts.vllm.{module}"
-        for module in ("extension", "request", "runner_v1", "runner_v2", "scorer", "tags")
-    )
-)
+SCORING = Feature(("hosts.vllm.extension", "hosts.vllm.scorer"))
 
 
 def installed() -> str | None:
@@ -28,16 +23,11 @@ def installed() -> str | None:
     return None
 
 
-def missing() -> list[str]:
-    """What scoring uses and the installed vLLM lacks, one sentence each. Does not import vLLM."""
-    return requirements(SCORING).faults
-
-
 def unsupported(version: str | None) -> str | None:
-    """Why the installed vLLM, of this version, cannot score; None: it can."""
+    """Why the installed vLLM, of this version, cannot score; None: it can. Does not import vLLM."""
     if version is None or path_of("vllm") is None:
         return "vLLM is not installed"
-    faults = missing()
+    faults = requirements(SCORING).faults
     return f"vLLM {version} lacks what scoring on the rollout engine needs: {'; '.join(faults)}" if faults else None
 
 

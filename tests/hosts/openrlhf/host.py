@@ -24,6 +24,22 @@ import pytest
 from torch.nn.functional import pad
 
 VERSION = "0.11.2"
+MODULES = {
+    "maker": "trainer.ppo_utils.experience_maker",
+    "experience": "trainer.ppo_utils.experience",
+    "ppo_actor": "trainer.ray.ppo_actor",
+    "models": "models",
+    "asynchronous": "trainer.ppo_trainer_async",
+    "trainer": "trainer.ppo_trainer",
+    "cli": "cli.train_ppo_ray",
+    "generator": "trainer.ppo_utils.samples_generator",
+    "strategy": "utils.deepspeed.deepspeed",
+}
+"""Attributes of `Host`, and the modules of OpenRLHF that they are."""
+ARGUMENTS = (
+    "--reward.remote_url none --algo.kl.init_coef 0 --rollout.n_samples_per_prompt 4 --actor.num_gpus_per_node 2 "
+    "--vllm.num_engines 1 --data.max_len 64"
+)
 CACHE = Path(__file__).parents[3] / "outputs" / "openrlhf"  # kept for the next time; git ignores it
 
 
@@ -97,30 +113,8 @@ class Host:
     def __init__(self, site: Path) -> None:
         self.site, self._modules = site, stand_ins()
         with self.here(), mock.patch.object(sys, "path", [str(site), *sys.path]):
-            (
-                self.maker,
-                self.experience,
-                self.ppo_actor,
-                self.models,
-                self.asynchronous,
-                self.trainer,
-                self.cli,
-                self.generator,
-                self.strategy,
-            ) = (
-                importlib.import_module(f"openrlhf.{name}")
-                for name in (
-                    "trainer.ppo_utils.experience_maker",
-                    "trainer.ppo_utils.experience",
-                    "trainer.ray.ppo_actor",
-                    "models",
-                    "trainer.ppo_trainer_async",
-                    "trainer.ppo_trainer",
-                    "cli.train_ppo_ray",
-                    "trainer.ppo_utils.samples_generator",
-                    "utils.deepspeed.deepspeed",
-                )
-            )
+            for attribute, name in MODULES.items():
+                setattr(self, attribute, importlib.import_module(f"openrlhf.{name}"))
         assert Path(self.maker.__file__).is_relative_to(site)
         self.maker.ray = SimpleNamespace(get=lambda x: x, put=lambda x: x)
         self.Policy = self.ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
@@ -144,21 +138,10 @@ class Host:
             got.append(args)
             raise SystemExit
 
-        given = [
-            "train",
-            "--reward.remote_url",
-            "none",
-            "--algo.kl.init_coef",
-            "0",
-            "--rollout.n_samples_per_prompt",
-            "4",
-        ]
-        given += ["--actor.num_gpus_per_node", "2", "--vllm.num_engines", "1", "--data.max_len", "64", *words]
+        given = ["train", *ARGUMENTS.split(), *words]
         utils = self._modules["openrlhf.utils"]
-        stops, started = (
-            mock.patch.object(utils, "get_strategy", stop),
-            mock.patch("ray.is_initialized", return_value=True),
-        )
+        stops = mock.patch.object(utils, "get_strategy", stop)
+        started = mock.patch("ray.is_initialized", return_value=True)
         with self.here(), mock.patch.object(sys, "argv", given), stops, started, pytest.raises(SystemExit):
             runpy.run_path(self.cli.__file__, run_name="__main__")
         return got[0]

@@ -154,10 +154,8 @@ def test_metrics_reach_the_log_after_experiences_are_split_and_merged_anew(patch
         vars(nothing).update(get_grad_norm=lambda _: 0.0)
         trainer.strategy, trainer.args, trainer.aux_loss, trainer.ema_model = nothing, made.args, False, None
         trainer.actor_optim, trainer.actor = None, made.actor_model_group.actors[0].actor
-        trainer.actor_loss_fn, trainer.actor_scheduler = (
-            patched.models.PolicyLoss(),
-            SimpleNamespace(get_last_lr=lambda: [0]),
-        )
+        trainer.actor_loss_fn = patched.models.PolicyLoss()
+        trainer.actor_scheduler = SimpleNamespace(get_last_lr=lambda: [0])
         trainer.replay_buffer = SimpleNamespace(dynamic_optimizer_step=[1])
         tokens = {"batch_num_tokens": 1.0, "global_batch_size": 1.0, "dp_size": 1}
         found = trainer.training_step(patched.experience.make_experience_batch(items), 0.0, 0, tokens)
@@ -171,12 +169,7 @@ def test_both_trainers_take_this_way_and_say_which_step_it_is(patched, folder, n
     module = patched.trainer if name == "PPOTrainer" else patched.asynchronous
     trainer = object.__new__(getattr(module, name).__ray_metadata__.modified_class)
     args = patched.args(*batch.words(folder, *plugin_words(dump={"dir": "credit", "every": 7, "groups": 3})))
-    trainer.args, trainer.tokenizer, trainer.vllm_engines, trainer.critic_model_group = (
-        args,
-        world.make_tokenizer(),
-        None,
-        None,
-    )
+    vars(trainer).update(args=args, tokenizer=world.make_tokenizer(), vllm_engines=None, critic_model_group=None)
     trainer.experience_maker = batch.maker(patched, args, batch.actor(patched, folder))
     trainer.actor_model_group = SimpleNamespace(async_run_method_batch=lambda **_: [])
     trainer.ppo_train = lambda step: {}
@@ -204,6 +197,13 @@ def test_with_unknown_advantages_every_response_is_scored(patched, folder):
 
     made = experiences_of(patched, folder, *plugin_words(), change=unrewarded, reward=batch.Group(Rewarder()))[1]
     assert Status.NOT_NEEDED not in made.advantage_plugin._status_B.tolist()
+
+
+def test_other_experiences_than_those_of_the_step_are_refused(patched, folder):
+    """Segments and statuses of the step are kept between the calls, and would be taken for those of other responses."""
+    experiences, made = experiences_of(patched, folder, *plugin_words())
+    with pytest.raises(RuntimeError, match=r"step 1: .*\(9, \d+\), \(12, .* all samples of the step"):
+        made.advantage_plugin.update_advantages(experiences[:-1], made.plugin_outputs)
 
 
 def test_kl_as_a_loss_leaves_advantages_as_they_are(patched, folder):

@@ -25,8 +25,7 @@ from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.hosts.vllm import scorer as scorer_module
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, OutcomeSpec
-from oar_plugin.hosts.vllm.request import numbers_of, tagged_request
-from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask
+from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask, numbers_of, tagged_request
 from oar_plugin.hosts.vllm.throttle import Throttle
 from oar_plugin.passes.masked_copies import Candidate
 from tests.hosts.engine import world

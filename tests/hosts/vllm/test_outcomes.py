@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -235,14 +236,14 @@ def test_a_rank_without_logits_calls_for_the_same_rows(monkeypatch):
 @pytest.mark.parametrize("one", [spec("reference"), DrawSpec((1, 2), (7, 7), (3, -4))], ids=["outcome", "draws"])
 def test_a_spec_survives_its_journey(one):
     # Serialisers make lists of tuples.
-    values = {name: list(v) if isinstance(v, tuple) else v for name, v in one.to_dict().items()}
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(one).items()}
     assert read_spec(values) == one
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        *(spec().to_dict() | change for change in ({"role": "judge"}, {"probe": "first"}, {"start": 0})),
+        *(asdict(spec()) | change for change in ({"role": "judge"}, {"probe": "first"}, {"start": 0})),
         *(
             {"at": at, "avoid": (5,) * len(at), "seeds": by}
             for at, by in [((3, 3), (1, 2)), ((0,), (1,)), ((1,), ()), ((), ())]

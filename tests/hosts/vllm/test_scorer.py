@@ -11,8 +11,7 @@ import pytest
 
 from oar_plugin.hosts.vllm import scorer as scorer_module
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, DrawSpec
-from oar_plugin.hosts.vllm.request import Refused
-from oar_plugin.hosts.vllm.scorer import RESPONSES_AT_ONCE, ResponseScorer, ScoringTask
+from oar_plugin.hosts.vllm.scorer import RESPONSES_AT_ONCE, Refused, ResponseScorer, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 
 TASK = ScoringTask(
@@ -30,6 +29,13 @@ REFERENCE, COPY = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 0, 4, 5, 6, 7, 8)  # the copy
 ROWS = 3.0
 NOT_COMPUTED, NOT_FINITE, NOT_KNOWN = [math.nan, 1.0], [math.nan, ROWS], [math.nan, NO_REFERENCE]
 either = pytest.mark.parametrize("where", [REFERENCE, COPY], ids=["reference", "copy"])
+
+
+def request_output(numbers, finish_reason="length", num_cached_tokens=0):
+    """vLLM's output of a request with the worker's numbers."""
+    rows = [None, *({0: SimpleNamespace(logprob=number)} for number in numbers)]
+    ended = [SimpleNamespace(finish_reason=finish_reason)]
+    return SimpleNamespace(prompt_logprobs=rows, outputs=ended, num_cached_tokens=num_cached_tokens)
 
 
 class Engine:
@@ -50,9 +56,7 @@ class Engine:
         answer = answers[min(before, len(answers) - 1)]
         if isinstance(answer, Exception):
             raise answer
-        rows = [None, *({0: SimpleNamespace(logprob=number)} for number in answer)]
-        ended = [SimpleNamespace(finish_reason="abort" if answer == [] else "length")]
-        return SimpleNamespace(prompt_logprobs=rows, outputs=ended, num_cached_tokens=2)
+        return request_output(answer, "abort" if answer == [] else "length", num_cached_tokens=2)
 
     def score(self, seconds=None):
         return asyncio.run(self.scorer.score(TASK, seconds))
@@ -115,11 +119,7 @@ def test_references_outlive_their_copies(monkeypatch):
             kept.move_to_end(spec.key)
             while len(kept) > MAX_REFERENCES:
                 kept.popitem(last=False)
-        numbers = NOT_KNOWN if lost else [0.5, ROWS]
-        rows = [None, *({0: SimpleNamespace(logprob=number)} for number in numbers)]
-        return SimpleNamespace(
-            prompt_logprobs=rows, outputs=[SimpleNamespace(finish_reason="length")], num_cached_tokens=0
-        )
+        return request_output(NOT_KNOWN if lost else [0.5, ROWS])
 
     engine = Engine(monkeypatch)
     monkeypatch.setattr(scorer_module, "tagged_request", tagged_request)
@@ -152,13 +152,7 @@ def test_replacements_are_drawn_by_parts_of_which_each_computes_the_rows_it_read
         assert set(spec.rows(len(token_ids))) <= set(computed)
         cached[0] = len(token_ids) // 2 * 2
         drawn.extend(spec.at)
-        rows = [
-            None,
-            *({0: SimpleNamespace(logprob=number)} for number in [0.0, float(len(spec.at)), *[9.0] * len(spec.at)]),
-        ]
-        return SimpleNamespace(
-            prompt_logprobs=rows, outputs=[SimpleNamespace(finish_reason="length")], num_cached_tokens=0
-        )
+        return request_output([0.0, float(len(spec.at)), *[9.0] * len(spec.at)])
 
     stock, cached = engine.tagged_request, [0]
     monkeypatch.setattr(scorer_module, "tagged_request", tagged_request)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from oar_plugin.hosts.required_api import Requirements
 from oar_plugin.hosts.vllm import versions
 from oar_plugin.hosts.vllm.versions import TRIED, installed, unsupported, untried
 
@@ -10,7 +11,7 @@ pytest.importorskip("vllm")
 
 def test_a_fault_says_which_vllm_it_is_of(monkeypatch):
     assert unsupported(installed()) is None
-    monkeypatch.setattr(versions, "missing", lambda: ["a", "b"])
+    monkeypatch.setattr(versions, "requirements", lambda feature: Requirements(faults=["a", "b"]))
     assert unsupported("0.99") == "vLLM 0.99 lacks what scoring on the rollout engine needs: a; b"
     assert unsupported(None) == "vLLM is not installed"
 
