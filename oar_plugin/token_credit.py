@@ -43,7 +43,7 @@ class PaddedBatch:
 
     @cached_property
     def responses(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """Per row, on the CPU: the response's slice of the L columns, its token ids, and true at those that the model wrote."""
+        """Per row, on the CPU: the response's slice of L columns, token ids, and mask of the model's own tokens."""
         token_BL, response_BL = self.token_BT[:, self.prompt_columns :].cpu(), self.response_BL.bool().cpu()
         own_BL = response_BL if self.own_BL is None else self.own_BL.bool().cpu()
         columns = (row.nonzero()[:, 0].tolist() or [0, -1] for row in response_BL)
@@ -112,8 +112,8 @@ class TokenCredit:
         """Returns the request for training step `step` (from 1): what to compute, and how.
 
         Args:
-            max_response_length: a response with at least this many tokens is truncated, unless its last token is an
-                end-of-sequence token. None: no response is treated as truncated.
+            max_response_length: a response with at least this many tokens counts as truncated, unless its last token is
+                an end-of-sequence token. None: no response counts as truncated.
             temperature: the sampling temperature of the responses.
             importance_only: compute no log-probs and no entropy for the host.
         """
@@ -211,7 +211,7 @@ class TokenCredit:
             known: other fields of `Response`. A tensor `[L]` is cut to `span`.
         """
         assert self._token_bytes is not None
-        # The span of a response without tokens is empty. Its advantage is then in other columns of the row.
+        # A response without tokens has an empty span. Its advantage is then read from all columns of the row.
         advantages = reshaped.host_advantage_BL[row, span].tolist() or reshaped.host_advantage_BL[row].tolist()
         scores = {importance or self.config.importance_object.name: reshaped.importance_BL[row, span].tolist()}
         fields: dict[str, Any] = {

@@ -39,9 +39,9 @@ How to prepare nodes, and what to do when one is lost: recipes/CLUSTERS.md.
 """
 OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
     "ray": {
-        "hosts": (listed, None, "A,B,... as ssh knows them; training runs on the first"),
+        "hosts": (listed, None, "host names A,B,... for ssh; training runs on the first"),
         "ssh": (shlex.split, [], "options for ssh: --ssh='-p 2222 -J gate'"),
-        "head_address": (str, "", "IP of the first host on the network between them (default: its name in --hosts)"),
+        "head_address": (str, "", "IP of the first host in the network of the hosts (default: its name in --hosts)"),
     },
     "slurm": {
         "sbatch": (shlex.split, [], "options of the job: --sbatch='--account=me --qos=high'"),
@@ -77,18 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--status", action="store_true", help="start nothing: show steps and validation accuracy of these runs")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="resume a run that was started with other settings")
-    again.add_argument("--fresh", action="store_true", help="begin again; the run's folder is moved aside")
+    again.add_argument("--fresh", action="store_true", help="start again from step 0; the run's old folder is renamed")
     add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
-    add("--template", type=Path, metavar="FILE", help="a changed copy of OAR's own (oar recipes copy cluster DIR)")
-    text = "another variable for all nodes; OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* go there (tokens unwritten)"
+    add("--template", type=Path, metavar="FILE", help="changed copy of OAR's template (oar recipes copy cluster DIR)")
+    text = "variable for all nodes, besides OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* (scripts hold no tokens)"
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
     text = "activates python and ray on a node (default: this Python's environment; in a container: nothing)"
     add("--setup", metavar="COMMAND", help=text)
     add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
     add("--no-check", action="store_true", help="start although something is missing")
     add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
-    add("--gpu-memory", type=float, metavar="GIB", help="another memory, as CUDA reports it")
+    add("--gpu-memory", type=float, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
     for launcher, options in OPTIONS.items():
         group = parser.add_argument_group(f"--on {launcher}")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     """Return 0, 1 if a run or its submission failed, or 2 if the recipe or an option cannot work."""
     try:
         if importlib.util.find_spec("verl") is None:
-            raise ValueError("verl is not installed here, and checks the recipe first: pip install 'verl>=0.9'")
+            raise ValueError("verl, which checks the recipe, is not installed here: pip install 'verl>=0.9'")
         return _launch(args)
     except (ValueError, OSError) as error:
         say(f"oar launch: {error}", sys.stderr)
@@ -154,7 +154,7 @@ def _launch(args: argparse.Namespace) -> int:
         return 0
     program = PROGRAMS.get(on)
     if program is not None and shutil.which(program) is None:
-        raise ValueError(f"there is no {program} here; run this where there is one, or --dry-run to see what would run")
+        raise ValueError(f"there is no {program} here; use a machine that has it, or --dry-run to see what would run")
     if not args.no_check and any(finding.level == "missing" for finding in findings):
         say("oar launch: not started; --no-check starts it in spite of what is missing", sys.stderr)
         return 1
@@ -201,7 +201,7 @@ def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
         if os.environ.pop(name, None) is not None:
             say(f"oar launch: {name}: not used, a run's logs are in its own folder", sys.stderr)
     environment = for_nodes(os.environ, args.env, options.get("mount"))
-    if args.resume or args.fresh:  # fresh only once, however often a scheduler starts the driver
+    if args.resume or args.fresh:  # the ID: start fresh only once, even if a scheduler restarts the driver
         environment[START] = "resume" if args.resume else f"fresh:{secrets.token_hex(4)}"
     os.environ.update(environment)
     return environment

@@ -24,7 +24,7 @@ examples:
   oar plan my_recipe --variant grpo                                 a folder; the baseline
   oar plan qwen2_5_32b_megatron trainer.nnodes=8 --gpu H200-141     another cluster
 
-exit status: 0 it fits (tightly too), 1 it does not, 2 the configuration or an argument cannot work
+exit status: 0 it fits (also if tightly), 1 it does not, 2 the configuration or an argument cannot work
 """
 
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", default="oar", choices=("oar", "grpo"), help="default: %(default)s")
     add("--model", metavar="DIR", help="folder with a config.json, instead of actor_rollout_ref.model.path")
     add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; default: %(default)s")
-    add("--gpu-memory", type=number, metavar="GIB", help="another memory, as CUDA reports it")
+    add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
     add("--prompt-length", type=number, help="mean in tokens; default: a quarter of data.max_prompt_length")
     add("--scored-share", type=share, default=SCORED, help="share of the responses that get importance")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("verl") is None:
-        return missing_package("plan", "verl")  # it composes the recipe
+        return missing_package("plan", "verl")  # verl composes the recipe
     from oar_plugin.runs.plan.planning import Plan
     from oar_plugin.runs.plan.setup import Expected
     from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe
@@ -85,18 +85,18 @@ def _print(made: Plan) -> None:
     for line in (
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
-        f"{made.cached:.0f} of the longest sequences.",
+        f"{made.cached:.0f} sequences of maximum length.",
         oar,
         made.summary,
         f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length; the hours follow it), prompts of "
-        f"{s.mean_prompt:.0f}; of the datasheet's figures {EXPECTED.training:.0%} of the arithmetic in training, "
+        f"{s.mean_prompt:.0f}; and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
-        "the links. The range is from a very good run to one that nobody has tuned.",
+        "the links. The range is from a very good run to an untuned one.",
         f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on one core), and the formulas for memory and "
-        "FLOPs against small models on a CPU. No run on GPUs.",
+        "FLOPs against small models on a CPU. No run on GPUs was measured.",
     ):
         out.print(line, soft_wrap=True)
     colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")
     out.print(f"Verdict: {made.verdict} ({made.margin}).", style=f"bold {colour}", soft_wrap=True)
     if made.verdict != "fits":
-        out.print(f"For more room, {made.advice}.", soft_wrap=True)
+        out.print(f"For more free memory, {made.advice}.", soft_wrap=True)

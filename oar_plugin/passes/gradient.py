@@ -30,7 +30,7 @@ from oar_plugin.passes.taps import Tap, Taps
 FP16_EXPONENT = 6
 """In fp16, the gradient at the hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
 
-The backward to the embeddings can increase this norm 2^10 times before the gradient overflows, and decrease it about 2^20 times
+The backward to the embeddings can multiply this norm by 2^10 before the gradient overflows, and divide it by about 2^20
 before the gradient is subnormal."""
 
 
@@ -78,8 +78,8 @@ class Scores:
 
     `score_KT` has the scores from each of the importance's K backwards, summed over the draws of random signs or noise.
     `entropy_T` is the entropy in nats of the distribution that the token was sampled from, and `log_prob_T` the token's
-    log-probability. Each is computed if it is in `Importance.reads`: at reasoning tokens, and at answer tokens if a backward
-    starts from `later` rows. At all other tokens it is 0.
+    log-probability. Each is computed if it is in `Importance.reads`: at reasoning tokens, and at answer tokens if a
+    `Backward` has `rows="later"`. At all other tokens it is 0.
     """
 
     def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
@@ -144,8 +144,8 @@ class MicroBatchPass:
         if any(backward.rows == "later" for backward in self.importance.backwards):
             self._later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
-        # Entropies and log-probs need logits without noise. If no backward has noise and one starts from reasoning rows, its
-        # forward computes these logits anyway. Otherwise the first forward computes them, which never has noise.
+        # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
+        # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
         noisy, backwards = self.importance.noisy, self.importance.backwards
         self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
         self._first = None if noisy or not backwards else 0
@@ -195,7 +195,7 @@ class MicroBatchPass:
         )
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
-        """Returns a function from embeddings `[..., H]` to Gaussian noise `[..., H]`, which is 0 outside the reasoning."""
+        """Returns a function from embeddings `[..., H]` to Gaussian noise `[..., H]`, 0 except at reasoning tokens."""
         packed, embedding_T = self.packed, self.layout.embedding_T
         at_N = (packed.reasoning_T & (embedding_T >= 0)).nonzero()[:, 0]
         seed_N = position_seeds(self._seed_B[packed.response_T[at_N]], packed.place_T[at_N], draw)
@@ -305,8 +305,8 @@ SetTap = Callable[[MicroBatchPass], None]
 def run_forwards(taps: Taps, forwards: Sequence[Forward], model_forward: Callable[[Forward, SetTap], None]) -> None:
     """Runs the forwards of one micro-batch in order. Each backward runs directly after its forward.
 
-    `model_forward(forward, set_tap)` runs the host's model once. It must call `set_tap(micro_batch_pass)` before the model, and
-    must not keep the logits: the backward needs their memory.
+    `model_forward(forward, set_tap)` runs the host's model once. It must call `set_tap(micro_batch_pass)` before the
+    model runs, and must not keep the logits: the backward needs their memory.
     """
     noise_free_BV: Tensor | None = None
     for forward in forwards:
@@ -329,7 +329,7 @@ def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_b
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
     """Importance per packed token, float32 `[T]`; 0 outside the reasoning. `scores` must already be summed over ranks."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
-    if importance.copies is not None and not importance.backwards:  # masked copies score later
+    if importance.copies is not None and not importance.backwards:  # masked copies give the scores later
         return torch.zeros(len(reasoning_T), device=reasoning_T.device)
     length_B = packed.offsets.diff()
     keep_BL = torch.arange(max([1, *length_B.tolist()]), device=length_B.device) < length_B[:, None]

@@ -28,17 +28,17 @@ FIELDS = IMPORTANCE, SEGMENTS, STATUS, SECONDS = "oar_importance", "oar_segments
 class Request:
     """One importance pass over a batch."""
 
-    importance: str  # name; if rollout engines score, that of `perturbation.fallback` for responses without scores
+    importance: str  # name; `perturbation.fallback` if rollout engines score: for responses that they did not score
     probe: Probe = "answer_mean"  # the probe of this step (the warm-up has been applied)
     sigma: float = 1e-3  # noise scale
     num_draws: int = 1  # draws to average
-    seed: int = 0  # of this training step's signs and noise
-    temperature: float = 1.0  # at which responses were sampled
+    seed: int = 0  # seed of the random signs and noise in this training step
+    temperature: float = 1.0  # sampling temperature of the responses
     answer_patterns: tuple[str, ...] = ()  # for `make_finder`
-    max_response_length: int = 0  # a response of this length is truncated unless it ends in an end-of-sequence token
+    max_response_length: int = 0  # a response of this length counts as truncated unless its last token is an EOS
     max_answer_tokens: int = 1024  # a response with a longer answer is not scored
     importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
-    budget: float = 1.0  # of masked copies; see `copies_of_budget`
+    budget: float = 1.0  # share or number of masked copies; see `copies_of_budget`
     span: int = 1  # tokens that one copy masks
     replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction
 
@@ -83,7 +83,7 @@ class Request:
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
-    """Returns the token that replaces others in masked copies; None without copies, or if replacements are `sampled`.
+    """Returns the token that replaces masked tokens in copies; None without copies, or if replacements are `sampled`.
 
     Raises:
         OarConfigError: there is no padding token.

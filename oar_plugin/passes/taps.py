@@ -22,8 +22,8 @@ from typing_extensions import Self
 
 from oar_plugin.passes.rows import Project
 
-# Settings of models that change their logits after the vocabulary projection, which a projection of our own would miss
-# (Gemma 2/3, Granite, Cohere, Falcon-H1). A model with None, 0 or 1 does not use the setting.
+# Config keys of models that change the logits after the vocabulary projection (Gemma 2/3, Granite, Cohere, Falcon-H1).
+# OAR's own projection would miss this change. The value None, 0 or 1 means: no change.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_scaling",
@@ -44,10 +44,10 @@ class Tap:
     rows_only: bool = True  # project no other rows; the model's own logits are then meaningless
     # called in the backward with gradient and embeddings, of the same shape; None: no gradient is wanted
     receive: Callable[[Tensor, Tensor], None] | None = None
-    noise: Callable[[Tensor], Tensor] | None = None  # from embeddings to noise, which is added after the leaf
+    noise: Callable[[Tensor], Tensor] | None = None  # function of the embeddings; its result is added after the leaf
     columns: int | None = None  # number of columns of this rank's projection that are tokens, not padding; None: all
     scalar: Tensor | None = field(default=None, init=False)  # set by the forward
-    embedded: bool = field(default=False, init=False)  # the leaf is in place; a model may embed more than once
+    embedded: bool = field(default=False, init=False)  # true after the first embedding; later ones are not replaced
 
     def leaf(self, embedding: Tensor) -> Tensor | None:
         """Returns the tensor that replaces the embeddings; None: they are not replaced."""
@@ -63,7 +63,7 @@ class Tap:
             leaf.grad = None
 
         leaf.register_post_accumulate_grad_hook(deliver)
-        # Not the leaf itself: verl's patch of Megatron's recomputation frees a layer's input before `receive` is called.
+        # Do not return the leaf: verl's patch of Megatron's recomputation frees a layer's input before `receive` runs.
         return leaf.clone() if self.noise is None else leaf + self.noise(leaf.detach()).to(leaf.dtype)
 
 
@@ -100,7 +100,7 @@ class Taps(ExitStack):
         self.change(module, "training", True)  # not .train(), which changes the children too
 
     def change(self, module: nn.Module, name: str, value: Any) -> None:
-        """Sets an attribute of a module. An attribute of its class is hidden meanwhile, not changed."""
+        """Sets an attribute of a module until the exit. It never changes an attribute of the module's class."""
         if name in vars(module):
             self.callback(setattr, module, name, vars(module)[name])
         else:
@@ -155,9 +155,9 @@ class ModelTaps(Taps):
             model(input_ids=..., use_cache=False)
             tap.scalar.backward()
 
-    All parameters are frozen meanwhile, so a backward computes no weight gradient and changes no `.grad`. The model may be
-    wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. With `checkpoint_activations`, the
-    backward recomputes the layers' activations.
+    Inside `with`, parameters are frozen: a backward computes no weight gradient and changes no `.grad`. The model may
+    be wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. With
+    `checkpoint_activations`, the backward recomputes the layers' activations.
 
     Raises:
         UnsupportedModelError: see `check_model`.
@@ -175,7 +175,7 @@ class ModelTaps(Taps):
         if any(p.grad is not None for p in self.module.parameters()):
             raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
         if isinstance(self.module, FSDPModule):
-            # At its first forward, FSDP2 takes the gradients' dtypes from parameters with requires_grad, so before the freeze.
+            # FSDP2's lazy init takes gradient dtypes from parameters with requires_grad, so run it before the freeze.
             self.module._get_fsdp_state()._lazy_init()
         self.freeze(self.module)
         if self.checkpoint_activations:
@@ -185,12 +185,12 @@ class ModelTaps(Taps):
                 elif getattr(module, "gradient_checkpointing", False):  # the model itself checkpoints its layers
                     self.put_into_train_mode(module)
         model: Any = unwrapped(self.module)
-        # Hooks run inside FSDP1's wrapper and before FSDP2's hooks: there a head that is sharded by itself has its weights. A
-        # call of the wrapper would gather weights once per chunk of rows, and ranks have different numbers of chunks.
+        # Hooks run inside FSDP1's wrapper and before FSDP2's hooks: there, a separately sharded head is gathered.
+        # A call of the wrapper would gather weights once per chunk of rows, and ranks have different numbers of chunks.
         head = unwrapped(model.get_output_embeddings())
         hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
             (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
-            # ZeRO-3 expects a backward of the head before one of the head's input; this pass has no backward of the head.
+            # ZeRO-3 expects the head's backward before the backward of its input. This pass runs no head backward.
             (head.register_forward_pre_hook, self._detach_hidden, {"prepend": hasattr(head, "ds_id")}),
             (head.register_forward_hook, self._probe_rows, {"prepend": True}),
             # FSDP gathers weights again for the backward, as in training, if an output of the model is differentiable.
@@ -201,9 +201,9 @@ class ModelTaps(Taps):
         self.callback(setattr, self, "_hidden", None)
 
     def _recompute(self, layer: GradientCheckpointingLayer) -> None:
-        """Makes a layer checkpoint its activations, which transformers does in train mode only, but compute in eval mode.
+        """Makes a layer compute in eval mode, but checkpoint its activations, as transformers does only in train mode.
 
-        In train mode, dropout and verl's activation offload would act. The latter replaces the layer's checkpointing.
+        Train mode would turn on dropout and verl's activation offload, which replaces the layer's checkpointing.
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any) -> Any:

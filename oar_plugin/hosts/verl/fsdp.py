@@ -1,8 +1,8 @@
 """verl's FSDP and FSDP2 engines with importance: one forward for log-probs, entropy and importance.
 
-`importance_pass.py` chooses the rows and makes the fields of the result. This file runs `passes.gradient` micro-batch by
-micro-batch through verl's own `forward_step`, and masked copies. verl makes a forward's inputs inside `forward_step`, so the
-engine holds a function that sets the forward's tap once the inputs are known: its one attribute.
+`importance_pass.py` chooses the rows and makes the fields of the result. This file runs masked copies, and runs
+`passes.gradient` on each micro-batch through verl's own `forward_step`, which makes a forward's inputs. So the engine's
+one new attribute, `_tapped`, holds a function that sets the forward's tap when the inputs are known.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class OarFSDPMixin(ImportancePass):
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: Any
 
-    # During a forward of ours: the hooks, and the function that sets their tap.
+    # Set only during OAR's forwards: the hooks, and the function that sets their tap.
     _tapped: tuple[ModelTaps, OnInputs] | None = None
 
     # ---- the scoring pass
@@ -51,7 +51,7 @@ class OarFSDPMixin(ImportancePass):
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         micro_batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
-        # verl's activation offload acts in training alone: here the activations that it saves are computed again.
+        # verl's activation offload works only in training. This pass recomputes these activations instead.
         checkpoint = self.model_config.enable_gradient_checkpointing or self.model_config.enable_activation_offload
         with ModelTaps(self.module, checkpoint_activations=checkpoint) as taps:
             outputs = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
@@ -94,7 +94,7 @@ class OarFSDPMixin(ImportancePass):
             self._tapped = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """verl's inputs; in a pass it also sets the tap of their forward."""
+        """Returns verl's inputs. During OAR's forwards, it also sets the tap of the forward that gets these inputs."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
             self._tapped[1](micro_batch, inputs["input_ids"])
@@ -111,7 +111,7 @@ class OarFSDPMixin(ImportancePass):
         )
 
     def _reset_after_abort(self) -> Callable[[], object] | None:
-        return getattr(self.module, "reset_iter_state", None)  # FSDP2's, since torch 2.13; FSDP1 has none
+        return getattr(self.module, "reset_iter_state", None)  # FSDP2 has this method since torch 2.13; FSDP1 does not
 
     # ---- masked copies
 
@@ -174,7 +174,7 @@ class OarFSDPMixin(ImportancePass):
         packed_T = torch.arange(input_ids.values().shape[0], device=input_ids.device)
         width = local_input_ids.shape[-1]
         if self.use_remove_padding:
-            # Packed; under Ulysses each rank holds a slice of the pack, with the padding at the end of the last.
+            # Packed. Under Ulysses, each rank holds one slice of the pack. The last slice ends with the padding.
             rank = distributed.get_rank(self.ulysses_parallel_group) if self.use_ulysses_sp else 0
             local_T = packed_T - rank * width
             return torch.where((local_T >= 0) & (local_T < width), local_T, -1)
@@ -198,7 +198,7 @@ class OarFSDPMixin(ImportancePass):
         if self.use_ulysses_sp:
             raise UnsupportedModelError(
                 "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size > 1 with a vision-language model: "
-                "verl slices its inputs after the embeddings, where OAR cannot follow; allowed: 1"
+                "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
 
 
@@ -212,7 +212,7 @@ class _SequenceParallelCopies(MaskedCopies):
         super().__init__(engine.module, *arguments)
         self._shares_prefix = False
         self.engine = engine
-        # verl's other fields and flags. Those of any row will do, because the forward projects some rows only.
+        # verl's other fields and flags. Any sequence's values work, because the forward projects only some rows.
         self.template = tu.index_select_tensor_dict(data, torch.tensor([0]))
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
@@ -231,4 +231,4 @@ def register() -> None:
     register_engines(OarFSDPMixin, FSDPEngineWithLMHead, "fsdp", "fsdp2")
 
 
-register()  # at import, as verl's own decorators do: whoever imports this module first, `plugin`'s hook or a program
+register()  # at import, like verl's own decorators: either `plugin`'s hook or a program imports this module first

@@ -45,14 +45,14 @@ def register_engines(mixin: type, host: type, *backends: str) -> None:
     for backend in backends:
         try:
             held = EngineRegistry.get_engine_cls("language_model", backend)
-        except ValueError:  # no engine for this device, as on a driver without a GPU, which builds no engine
+        except ValueError:  # no engine for this device, for example on a driver without a GPU (it builds no engine)
             continue
         ours = subclass(mixin, held, host, f"engine '{backend}'")
         EngineRegistry._engines["language_model"][backend][key] = ours
 
 
 class ImportancePass:
-    """Mixin that adds importance to a verl engine. List a subclass of it before the engine's class in the bases."""
+    """Mixin that adds importance to a verl engine. Put its subclass before the engine in the list of bases."""
 
     # Attributes of the host's engine.
     engine_config: Any
@@ -192,12 +192,12 @@ class ImportancePass:
             status_B[row] = Status.SEARCH_FAILED
 
     def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
-        """Returns the indices of all rows, rows to score first, and the number of rows in the scoring pass.
+        """Returns (indices of all rows, sorted so that rows to score are first; number of rows in the scoring pass).
 
-        Data-parallel ranks must run equal numbers of micro-batches. So each rank's scoring pass has the same number of rows:
-        the maximum over ranks of rows to score, rounded up to equal micro-batches. A rank with fewer rows to score adds its
-        shortest other rows. Dynamic batches need this too: verl gives all ranks as many micro-batches as the rank that needs
-        most, and stops the run if a rank has fewer rows than that.
+        Data-parallel ranks must run equal numbers of micro-batches. So each rank's scoring pass has the same number of
+        rows: the maximum over ranks of the number of rows to score, rounded up to equal micro-batches. A rank with
+        fewer rows to score adds its shortest other rows. Dynamic batches need this too: verl uses the maximum number of
+        micro-batches on all ranks, and stops the run if a rank has fewer rows than micro-batches.
         """
         scored_B = status_B == Status.SCORED
         ahead, divisor = self.max_over_ranks(int(scored_B.sum())), self._micro_batch_multiple()
@@ -213,8 +213,8 @@ class ImportancePass:
         """Returns the output of `_score`; None if memory ran out in a single-process run whose engine can be reset.
 
         Raises:
-            torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes. Then the
-                other processes would wait in a collective for the process that left the pass.
+            torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
+                others would wait in a collective for the process that left the pass.
         """
         reset = self._reset_after_abort() if distributed.get_world_size() == 1 else None
         try:
@@ -225,7 +225,7 @@ class ImportancePass:
                 allowed = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"
                 raise torch.OutOfMemoryError(f"{fault}: {allowed}, which limit its micro-batches ({error})") from error
             logger.warning("%s; the responses of this batch fall back to GRPO (%s)", fault, error)
-        # After the `except` block: until then, the exception holds the pass's tensors, and their memory cannot be freed.
+        # Reset after the `except` block: inside it, the exception holds the pass's tensors, and their memory.
         reset()
         get_torch_device().empty_cache()
         return None

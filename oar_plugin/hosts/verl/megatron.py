@@ -304,4 +304,4 @@ def register() -> None:
         register_engines(OarMegatronMixin, MegatronEngineWithLMHead, "megatron")
 
 
-register()  # at import, as verl's own decorators do: whoever imports this module first, `plugin`'s hook or a program
+register()  # at import, like verl's own decorators: either `plugin`'s hook or a program imports this module first

@@ -1,9 +1,9 @@
-"""verl's v1 trainers with token credit: a thin subclass of each of the three that has what OAR needs.
+"""verl's v1 trainers with token credit: a thin subclass of each of the three trainers, if it has what OAR needs.
 
-At the start a subclass asks whether every node has the plugin. In each step it marks the rows that matter and deals them out
-evenly, sends the request along with the log-prob pass, and multiplies the host's advantage with the gate's weights. Everything
-else is the host's. The classes replace verl's in its registry. They build verl's own class unless the estimator is `oar`: no
-other run goes through this file.
+At the start, a subclass checks that every node has the plugin. In each step it marks the rows to score, distributes
+them evenly over the ranks, sends the request with the log-prob pass, and multiplies the host's advantage with the
+gate's weights. Everything else is the host's. The subclasses replace verl's in its registry. If the estimator is not
+`oar`, they build verl's own class, and the run does not use this file.
 """
 
 import logging
@@ -86,19 +86,19 @@ class OarTrainerMixin:
         self._credit = TokenCredit(self.oar, self.tokenizer, home=home, offloads=True)
         self._viewer = Viewer(self._credit)
 
-    # ---- the rows that matter, dealt out evenly
+    # ---- rows to score, distributed evenly over the ranks
 
     def _balance_batch(
         self, batch: tq.KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any
     ) -> Any:
-        """Lets verl balance and fill up the batch, then deals out its rows anew if only some of them are to be scored."""
+        """Lets verl balance and pad the batch. If only some rows are to be scored, distributes the rows again."""
         sampled_at = {key: place for place, key in enumerate(batch.keys)}
         metrics["oar/lost_responses"] = lost_responses(batch.keys, self.config.actor_rollout_ref.rollout.n)
         batch = super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw):
             needed = dict(zip(batch.keys, self._mark_needed_rows(batch, metrics).tolist(), strict=True))
             if any(needed.values()) and not all(needed.values()):
-                # A rank's mini-batches are consecutive rows: in the order of sampling, as in verl, then those that verl added.
+                # A rank's mini-batches are consecutive rows. Restore verl's order: as sampled, then rows verl added.
                 batch.reorder(sorted(range(len(batch)), key=lambda row: sampled_at.get(batch.keys[row], len(batch))))
                 lengths = [tag["seq_len"] for tag in batch.tags]
                 partitions = balanced_partitions(lengths, [needed[key] for key in batch.keys], self._ranks())
@@ -121,7 +121,7 @@ class OarTrainerMixin:
             result.extra_info.pop(REQUEST, None)
             return result
 
-        # Old log-probs are the rollout's, so no pass computes them: importance has its own.
+        # The old log-probs come from the rollout: no pass computes them. So importance needs a pass of its own.
         batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw), self._requesting(batch, importance_only=True):
             batch.extra_info.update(
@@ -150,9 +150,9 @@ class OarTrainerMixin:
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
 
-        A row whose advantage is exactly zero learns nothing from any weight. The advantage is the host's own, from rewards
-        alone, before log-probs exist. With KL in the reward it is not known yet, and every row is scored. Rows that the rollout
-        engines have scored are not scored again.
+        If a row's advantage is exactly zero, weights cannot change its update. The host's own estimator computes the
+        advantage from rewards alone, before log-probs exist. With KL in the reward, it is not known yet: every row is
+        scored. Rows that the rollout engines have scored are not scored again.
         """
         needed_B = self._rows_with_an_advantage(batch)
         if self.oar.offloads:
@@ -207,7 +207,7 @@ class OarTrainerMixin:
             reshaped = self._credit.reshape(self.global_steps, advantage_BL, importance_BL, segments_BL, status_B)
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
             metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
-        if not self._bypasses_log_probs():  # there, the driver's clock has seen the whole pass
+        if not self._bypasses_log_probs():  # in bypass mode, the driver's timer already has the whole pass
             self.timing_raw["oar"] += padded[SECONDS].sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
         queued = QueuedBatch(batch.keys, ~_padding_rows(batch), asked_B, reshaped, read)
@@ -216,7 +216,7 @@ class OarTrainerMixin:
 
     @contextmanager
     def _base_estimator(self) -> Iterator[None]:
-        """verl spreads a session's advantage over its trajectories for `grpo` only, by name: let it see the base's."""
+        """Sets the base estimator's name: verl spreads a session's advantage over its trajectories only for `grpo`."""
         self.config.algorithm.adv_estimator = self.oar.base_estimator
         try:
             yield
@@ -225,9 +225,9 @@ class OarTrainerMixin:
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:
-    """Returns the share of responses that are missing, where every prompt has `each`; keys are `prompt_response_trajectory`.
+    """Returns the share of missing responses; `each` are expected per prompt. Keys: `prompt_response_trajectory`.
 
-    Where a reward raises or a request is lost, verl 0.9.1 goes on with the rest of the group, and says nothing.
+    If a reward function fails or a request is lost, verl 0.9.1 silently continues with the rest of the group.
     """
     responses = {key.rsplit("_", 1)[0] for key in keys}
     prompts = {response.rsplit("_", 1)[0] for response in responses}
@@ -251,7 +251,7 @@ def _padding_rows(batch: Any) -> torch.Tensor:
 def register() -> None:
     """Replace verl's trainers in its registry.
 
-    `register_trainer` refuses a taken name, and a name of our own would be a second line for the user to write.
+    `register_trainer` refuses an existing name. With a new name, users would have to change a second setting.
     """
     registry = trainer_base.TRAINER_REGISTRY
     for mode, trainer in capabilities.TRAINERS.items():
@@ -260,4 +260,4 @@ def register() -> None:
             registry[mode] = capabilities.subclass(OarTrainerMixin, registry[mode], host, f"trainer '{mode}'")
 
 
-register()  # at import, as verl's own decorators do: whoever imports this module first, `plugin`'s hook or a program
+register()  # at import, like verl's own decorators: either `plugin`'s hook or a program imports this module first

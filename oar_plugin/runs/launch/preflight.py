@@ -1,4 +1,4 @@
-"""Checks that find, before a run waits in a queue, faults that would end it at its start.
+"""Checks before a run waits in a queue. They find faults that would end the run at its start.
 
 `oar launch` and `oar doctor --recipe` share them. A check reports a fault as a `Finding` and does not raise. verl must be
 installed, and verl and OAR must accept the configuration. `oar doctor` imports this module on machines that lack many packages:
@@ -52,7 +52,7 @@ def importable(module: str) -> bool:
 def examine(
     config: DictConfig, gpu: Gpu, *, gpu_seen: bool = True, files_seen: bool = True, local: bool = False
 ) -> tuple[Plan | None, list[Finding]]:
-    """Return the plan of a run, or None if there is none, and the findings; that about memory or layout is the first.
+    """Return the plan of a run, or None if there is none, and the findings. The first is about memory or layout.
 
     `gpu_seen` is whether the run's GPUs are known to be like `gpu`, `files_seen` whether the run sees the files of this
     machine, `local` whether it runs on this machine.

@@ -29,8 +29,8 @@ UNNAMED = (
     *("*_max_token_len_per_gpu", "*micro_batch_size_per_gpu", "*offload*", "*.enable_gradient_checkpointing"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
 )
-"""Keys for training length, memory and speed, which are not part of a run's name. So `--resume` finds a run again after they
-were changed, to train for longer or after it ran out of memory."""
+"""Keys for training length, memory and speed, which are not part of a run's name. If a user changes them to train
+longer, or after an out-of-memory error, `--resume` still finds the run."""
 LONGEST_LABELS = 60  # characters of a run's name that come from overrides
 LONGEST_JOB = 46  # characters; KubeRay appends to a job's name and allows 63
 

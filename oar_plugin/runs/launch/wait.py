@@ -40,9 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
             break
         if time.monotonic() >= until:
             sys.exit(
-                f"oar launch: not complete after {args.timeout:g} s. If a node is missing, it did not start Ray or cannot "
-                "reach this one (firewall, wrong network interface). If a node has too few GPUs, others are in use or "
-                "hidden (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+                f"oar launch: cluster not complete after {args.timeout:g} s. If a node is missing, it did not start "
+                "Ray or cannot reach this node (firewall, wrong network interface). If a node has too few GPUs, "
+                "others are in use or hidden (nvidia-smi, CUDA_VISIBLE_DEVICES)"
             )
         time.sleep(LOOK_AGAIN_S)
     if args.then:

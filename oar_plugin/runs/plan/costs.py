@@ -81,7 +81,7 @@ def cached_tokens(s: Setup, gpu: Gpu) -> float:
 
 
 def engine_memory(s: Setup, gpu: Gpu) -> Parts:
-    """Return the bytes of one GPU that vLLM uses for weights and workspace, and for the cache: the rest of vLLM's share."""
+    """Return the bytes of one GPU that vLLM uses for weights and workspace, and the rest of its share: the KV cache."""
     e, tp = BYTES[s.rollout.dtype], s.rollout.tensor_model_parallel_size
     working = s.rollout.max_num_batched_tokens * e * (4 * s.model.hidden + 3 * s.model.inner / tp)
     # The sampler holds float32 logits of all sequences, and sorts and normalises them.
@@ -138,7 +138,7 @@ def _gathered(s: Setup, gradients: bool) -> tuple[float, float]:
     """Return the bytes of unsharded weights and gradients under FSDP: (of the vocabulary projection, of the layers).
 
     Three copies of a layer's weights exist: the layer that computes, the prefetched next layer, and the all-gather's buffer.
-    With gradients come one layer's gradients, and two layers' float32 gradients in communication.
+    `gradients` adds the gradients of one layer, and float32 gradients of two layers in communication.
     """
     if s.megatron:
         return 0.0, 0.0
@@ -190,7 +190,7 @@ def _most(*moments: Parts) -> Parts:
 
 
 def step_flops(s: Setup) -> dict[str, float]:
-    """Return phase -> FLOPs over all GPUs, by verl's counter; OAR's phases sum the parts of passes that they run."""
+    """Return phase -> FLOPs over all GPUs, by verl's counter. OAR's phases count only the part of a pass that runs."""
     model, length = s.model, s.mean_length
     trained = model.training_flops(length)
     forward = trained / 3
@@ -220,7 +220,7 @@ def step_flops(s: Setup) -> dict[str, float]:
     if s.oar.copies is not None:  # masked copies, and one forward of the unmasked response
         units = max(1.0, reasoning / s.oar.perturbation.span)
         number = s.oar.budget * units if s.oar.budget <= 1 else min(units, s.oar.budget)
-        # With a shared prefix a copy is computed from its first masked token on, on average the middle of the reasoning.
+        # With a shared prefix, a copy's forward starts at its first masked token: on average mid-way in the reasoning.
         start = s.mean_prompt + reasoning / 2 if s.oar.offloads or s.ulysses == 1 else 0.0
         copies = number * (model.layers_flops(length, start) + model.head_flops(s.answer_rows)) + model.layers_flops(
             length

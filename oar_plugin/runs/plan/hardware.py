@@ -33,7 +33,7 @@ GPUS = {
 
 
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
-    """Return the GPU called `name` (`H100-80`; `h100` if only one matches), with `memory_gib` instead of its own if given.
+    """Return the GPU called `name` (`H100-80`; `h100` if only one matches). A given `memory_gib` replaces its memory.
 
     Raise ValueError if the name is unknown or ambiguous, or if the memory is not positive.
     """
@@ -49,7 +49,7 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the datasheet's peak figures that a run reaches; assumed, after reports of large runs."""
+    """Shares of the datasheet's peak figures that a run reaches; assumed, based on reports of large runs."""
 
     training: float = 0.40  # share of peak FLOPs, with recomputation; A100s: 40-55 % (arXiv 2104.04473, 2205.05198)
     inference: float = 0.50  # share of peak FLOPs in forwards without a backward, including prefill
@@ -66,7 +66,7 @@ POOR, GOOD = Efficiency(0.25, 0.30, 0.35, 0.40, 6e-3, 3e-5), Efficiency(0.55, 0.
 MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # mean lengths as shares of the maximum lengths
 SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
 ANSWER = 8  # tokens per answer
-# Positions of a response include padding. Measured on one core (AMD EPYC): only verl's driver process runs the gate.
+# Per response token, with padding. Measured on one core (AMD EPYC), because only verl's driver runs the gate.
 GATE_SECONDS_PER_TOKEN = 7e-8
 
 CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers

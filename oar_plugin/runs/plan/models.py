@@ -70,7 +70,7 @@ class Model:
     def backward_flops(self, length: float) -> float:
         """Return the FLOPs of the layers' backward to the input embeddings, without weight gradients.
 
-        Relative to the forward, matrix products count once and attention twice, as in verl's counter.
+        Compared with the forward: equal FLOPs for matrix products, twice as many for attention, as in verl's counter.
         """
         attention = (self.training_flops(2 * length) - 2 * self.training_flops(length)) / 6
         return self.layers_flops(length) + attention

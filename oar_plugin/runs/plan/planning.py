@@ -65,7 +65,7 @@ class Plan:
         """A sentence with the steps, hours and GPU-hours of the run."""
         s, gpus = self.setup, self.setup.gpus + (self.setup.rollout_gpus if self.setup.dedicated else 0)
         if self.hours is None:
-            return "Hours are unknown (the number of rows in data.train_files is, too): set trainer.total_training_steps=N."
+            return "Hours are unknown: data.train_files has an unknown row count. Set trainer.total_training_steps=N."
         validation = "with validation"
         if s.validated is None:
             validation = "without validation (the number of rows in data.val_files is unknown)"

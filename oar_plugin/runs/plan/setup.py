@@ -180,7 +180,7 @@ def _faults(s: Setup) -> list[str]:
     for key, rows in (("data.train_batch_size", s.prompts), (f"{ACTOR}.ppo_mini_batch_size", mini)):
         rule = f"times {ROLLOUT}.n={n} must be divisible by the data parallel size {s.dp}"
         check(key, rule, f"multiples of {s.dp // math.gcd(s.dp, n)}", s.dp > 0 and rows * n % s.dp > 0)
-    check(f"{ROLLOUT}.nnodes", "separate_async needs nodes for generation alone", "at least 1", not s.rollout_gpus)
+    check(f"{ROLLOUT}.nnodes", "separate_async needs nodes that only generate", "at least 1", not s.rollout_gpus)
     rule = f"must divide {heads}; the {s.replica} GPUs of an engine must divide the {s.rollout_gpus} of generation"
     uneven = s.rollout_gpus % s.replica > 0 or not splits(s.rollout.tensor_model_parallel_size)
     sizes = list(filter(splits, divisors(s.rollout_gpus)))
