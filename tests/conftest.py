@@ -3,6 +3,7 @@
 import signal
 
 import hypothesis
+import pytest
 import torch
 import yaml
 
@@ -19,3 +20,19 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path.name != "test_smoke.py", item.path not in slow))
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory, request):
+    """The folder with model and data of smoke tests, which the first test that asks makes for all workers. To be copied."""
+    from filelock import FileLock
+
+    from recipes.smoke import make_assets
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "assets"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "data.parquet").exists():  # written last
+            make_assets(folder)
+    return folder

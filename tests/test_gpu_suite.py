@@ -1,6 +1,5 @@
 """The parts of tests/gpu that need no GPU; `VERL_PLATFORM=cpu bash tests/gpu.sh` rehearses the rest."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from tests.gpu import check_runs, here
-from tests.gpu.report import REHEARSED, Result, write
 from tests.processes import run
 
 FOLDER = Path(__file__).parent
@@ -31,19 +29,6 @@ def test_what_is_missing_is_named(needs, reason, monkeypatch):
     monkeypatch.setattr(here, "cards", lambda: [CARD, CARD])
     told = here.missing(**needs)
     assert told is None if reason is None else told.startswith(reason)
-
-
-@pytest.mark.parametrize("rehearsal", [True, False])
-def test_the_report_has_every_check(tmp_path, rehearsal):
-    machine = {**here.describe(), "rehearsal": rehearsal, "gpus": [CARD]}
-    results = [Result("a", "passed", 1.5, figures={"fisher": "2.0e-06"}), Result("b", "skipped", 0.0, "needs 8 GPUs")]
-    write(tmp_path, machine, [*results, Result("c", "failed", 2.0, "the end of its output")])
-    page, data = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
-    for said in ("Made up, 80 GB", "fisher: 2.0e-06", "needs 8 GPUs", "the end of its output"):
-        assert said in page
-    assert (REHEARSED in page) == rehearsal
-    assert [one["outcome"] for one in data["results"]] == ["passed", "skipped", "failed"]
-    assert data["machine"]["versions"]["pytest"] == pytest.__version__
 
 
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path):

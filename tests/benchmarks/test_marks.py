@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import forward, roll_out
 from benchmarks.learning.warm_start import HEADS
-from benchmarks.marks.study import IMPORTANCES, KINDS, first_hit, judged, scores, tables
+from benchmarks.marks.study import IMPORTANCES, KINDS, first_hit, judged, scores
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import PAD, encode
 from oar_plugin.credit.answer import Segment
@@ -110,16 +109,6 @@ def test_margin_variance_is_how_far_alternatives_move_the_margin(model, rollout)
         assert score_bL[row, place] == pytest.approx(float(sampled.var()), rel=0.1)
 
 
-def test_every_credit_scores_every_response(model, rollout):
-    got = scores(model, rollout, seed=0)
-    assert {*IMPORTANCES, *MARKS, "surprisal", "decision x (1 - p)", "onward x (1 - p)"} < set(got)
-    assert "entropy x (1 - p)" not in got
-    for name, score_BL in got.items():
-        assert score_BL.shape == rollout.token_BL.shape
-        assert score_BL[rollout.reasoning_BL].isfinite().all(), name
-        assert score_BL[rollout.reasoning_BL].unique().numel() > 1, name
-
-
 def test_kinds_and_figures_by_hand(rollout):
     """A credit that knows the wrong results ranks them first, its negative ranks them last; every token has one kind."""
     best, worst = ([*judged(sign * rollout.wrong_BL.float(), rollout)] for sign in (1, -1))
@@ -144,17 +133,6 @@ def test_the_first_wrong_step_is_hit_where_the_highest_token_stands_in_it():
     hits = [first_hit(np.eye(9)[place], result_R, wrong_R) for place in range(9)]
     assert hits == [0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert first_hit(np.zeros(9), result_R, wrong_R) == pytest.approx(3 / 9), "all equal: chance"
-
-
-def test_tables_are_means_over_models_of_their_responses():
-    rows = [("a", 0, 1.0), ("a", 1, 0.0), ("a", 1, 0.5), ("b", 0, float("nan")), ("b", 0, 0.25)]
-    judgements = pd.DataFrame(
-        [{"task": t, "model": m, "credit": "c", "wrong AUC": x, "first hit": x, "results AUC": x} for t, m, x in rows]
-    )
-    judgements[[f"{kind}, {what}" for kind in KINDS for what in ("weight", "rank")]] = 0.5
-    first = tables(judgements)[0]
-    assert first.columns == ("credit", "all tasks", "a", "b")
-    assert [cell.split()[0] for cell in first.rows[0]] == ["c", "0.50", "0.62", "0.25"]
 
 
 def test_the_command_writes_a_page(tmp_path):

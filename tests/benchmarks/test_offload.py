@@ -1,11 +1,7 @@
 """The candidates of masked copies compute the same; scaled figures, the page and the command."""
 
 import json
-import subprocess
-import sys
-import time
 
-import pandas as pd
 import psutil
 import pytest
 import torch
@@ -15,7 +11,6 @@ from benchmarks.offload import scoring, study
 from benchmarks.offload.engine import Engine
 from benchmarks.offload.scoring import InTorch, Response, Run, copies_that_fit, made_responses
 from benchmarks.offload.study import RATIOS, disagreements
-from benchmarks.statistics import ratio_table
 from oar_plugin.passes.masked_copies import Candidate
 
 SMALL = ["offload", "--size=1m", "--responses=2", "--prompt-length=8", "--answer-length=2", "--threads=1"]
@@ -91,18 +86,6 @@ def test_disagreement_is_relative_to_the_largest_score():
         disagreements({"p": ours_L * 0, "l": ours_L * 0}, 1e-4)
 
 
-def test_ratios_and_verdicts():
-    medians = {"p": 12.0, "o": 5.0, "l": 3.0, "l30": 0.9, "o30": 2.1, "g": 2.5, "t0": 9.0, "t15": 10.0, "t100": 30.0}
-    figures = pd.DataFrame({letter: [value] * 6 for letter, value in medians.items()})
-    rows = ratio_table("", RATIOS, figures).rows
-    shown = {row[0].strip("`"): row[2] for row in rows}
-    assert (shown["p / o"], shown["o / g"], shown["t0 / t15"]) == ("2.4", "2", "0.9")
-    verdicts = {row[0].strip("`"): row[5] for row in rows if row[4]}
-    assert verdicts == dict.fromkeys(["l30 / l", "t0 / t15"], "reached") | dict.fromkeys(
-        ["p / o", "o30 / o"], "NOT reached"
-    )
-
-
 # ---- the command
 
 
@@ -138,16 +121,6 @@ def command(process):
         return " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return ""
-
-
-def test_a_process_that_ended_and_was_not_waited_for_has_no_command():
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    process = psutil.Process(child.pid)
-    while process.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    assert command(process) == ""
-    child.wait()
-    assert command(process) == ""
 
 
 @pytest.mark.slow

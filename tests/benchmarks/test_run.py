@@ -75,23 +75,6 @@ def test_ratios_are_medians_over_pairs_and_the_second_leaves_out_what_is_the_sam
     assert rows["whole step"][3:] == ["+1.000", "+10.0%"]
 
 
-def test_the_verdict_needs_the_stated_conditions():
-    assert report(*[(10.0, 10.9)] * 6).tables[0].rows[0][-1] == "reached"
-    for settings in ({"importance": "oar_g"}, {"scored_share": 1.0}):
-        verdict = report(*[(10.0, 10.9)] * 6, **settings).tables[0].rows[0][-1]
-        assert verdict.startswith("not judged: the target is stated for")
-
-
-def test_page_and_json_have_every_step(tmp_path):
-    made = report((10.0, 10.5), (10.0, 11.0), control=[step({}, 9.0, CONTROL)])
-    made.machine = None
-    paths = {path.suffix: path for path in made.write(tmp_path)}
-    assert "9.000 s a step, 0.90 of" in paths[".md"].read_text()
-    runs = json.loads(paths[".json"].read_text())["runs"]
-    assert [each["whole step"] for each in runs["steps"]] == [10.5, 10.0, 10.0, 11.0]
-    assert len(runs["control"]) == 1
-
-
 def test_a_failed_run_keeps_its_log_and_tells_its_end(tmp_path, monkeypatch, capsys):
     pytest.importorskip("vllm")
 

@@ -49,14 +49,6 @@ def test_only_data_parallelism_has_two_modes_and_weak_grows_the_batch():
     }
 
 
-def test_the_worker_is_told_everything_and_the_batch_of_the_launch(tmp_path):
-    settings = Settings(size="1m", responses=4, checkpointing=True, scored_share=0.5, timeout=3.0, processes=(1, 2))
-    (_, launch), *_ = settings.series().values()
-    told = json.loads(launch.argument(tmp_path))
-    assert (told.pop("layout"), told.pop("runs")) == ("fsdp:data=2", str(tmp_path))
-    assert Work(**told) == Work(size="1m", responses=8, checkpointing=True, scored_share=0.5)
-
-
 def test_a_result_of_other_arguments_or_of_another_kind_is_not_taken(tmp_path):
     launch = Launch(Layout("fsdp"), Work(size="1m", responses=8))
     write_result(tmp_path, Launch(Layout("fsdp"), Work(size="1m", responses=8, rounds=3)))
@@ -133,15 +125,6 @@ def test_verdicts_and_what_is_missing_are_reported(settings):
     settings.series()["data, weak"][0].file(settings.runs).unlink()
     judged = {row[0] for row in measure(settings).tables[0].rows if row[-1]}
     assert judged == {"tensor"}, "without the first layout there is no verdict"
-
-
-def test_a_report_with_a_gap_is_written_and_ends_with_status_1(settings, tmp_path, capsys):
-    arguments = ["--launcher", "none", "--runs", str(tmp_path), "--responses", "4"]
-    assert main(["scaling", *arguments, "--parallel", "data", "tensor", "--out", str(tmp_path / "out")]) == 1
-    assert "megatron_tensor2_4.json is not there" in " ".join(capsys.readouterr().out.split())
-    assert {path.suffix for path in (tmp_path / "out").glob("scaling_cpu.*")} == {".json", ".md"}
-    assert main(["scaling", *arguments, "--layout", "fsdp:sequence=2"]) == 1
-    assert "nothing was measured" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

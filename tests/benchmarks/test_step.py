@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.machine import LiveBytes, peak_bytes
+from benchmarks.machine import peak_bytes
 from benchmarks.statistics import Ratio
 from benchmarks.step import study
 from benchmarks.step.passes import LeanLogProb, published_importance
@@ -119,19 +119,6 @@ def test_the_planted_answer_is_what_the_finder_finds(passes):
     assert (passes.batch.answer_BL.sum(-1) == 4).all()
 
 
-def test_live_bytes_follow_what_lives():
-    with LiveBytes() as counter:
-        a = torch.ones(1000)
-        view = a[:10]
-        a.add_(1)
-        del a
-        assert counter.live == 4000, "the view keeps the storage"
-        del view
-        assert counter.live == 0
-        torch.ones(1000) * 2
-    assert counter.peak == 8000
-
-
 @pytest.mark.parametrize(("grad", "held"), [(False, 2), (True, 8)])
 def test_peak_counts_saved_activations_but_not_what_was_there_before(grad, held):
     weight = torch.randn(100, 100, requires_grad=True)
@@ -190,14 +177,6 @@ def test_a_target_is_judged_where_rounds_agree_and_under_its_conditions():
     ):
         for formula in formulas:
             assert ratio[formula][3].startswith(f"not judged: {reason}")
-
-
-def test_processor_seconds_have_ratios_of_their_own_and_extrapolation_is_said():
-    cpu = dict.fromkeys(["b*", "d", "d'", "e", "e*", "f"], 1.0)
-    report, ratio = fixed(cpu={"a": [1.0, 2.0, 3.0], "b": [4.0, 6.0, 9.0], **cpu}, timed_on={"d": 16})
-    assert ratio["(b - a) / a"][1] == "2"
-    assert "EXTRAPOLATED: d was timed on 16 responses, its seconds multiplied by 64 / 16." in report.notes
-    assert tuple(report.tables[0].rows[3][:2]) == ("d: published OAR-G, as its code (extrapolated)", "24")
 
 
 def test_the_command_measures_and_writes(tmp_path, monkeypatch):

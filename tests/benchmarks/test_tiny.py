@@ -15,8 +15,8 @@ from benchmarks.learning.tasks import TASKS as LEARNING_TASKS
 from benchmarks.tiny import warm_start
 from benchmarks.tiny.data import compute_score, write_problems
 from benchmarks.tiny.model import build_model, sample
-from benchmarks.tiny.tasks import TASKS, Parallel
-from benchmarks.tiny.warm_start import WarmStart, accuracy, batches, train, warm_model
+from benchmarks.tiny.tasks import TASKS
+from benchmarks.tiny.warm_start import WarmStart, accuracy, warm_model
 from benchmarks.tiny.words import EOS, MARK, PAD, VOCABULARY, make_tokenizer, pieces, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.tokens import TokenBytes
@@ -70,12 +70,6 @@ def test_answer_is_wrong_where_the_results_it_follows_from_are(name, seed):
 def test_error_rate_leaves_a_third_right(task):
     right = (task.read(*drawn(task, seed, task.error_rate)).right for seed in range(400))
     assert 0.3 < sum(right) / 400 < 0.5
-
-
-def test_errors_propagate_in_a_chain():
-    task, rng = TASKS["chain"], random.Random(0)
-    steps, _ = task.solution(task.problem(rng).content, rng, 1.0)
-    assert [step.copied[0] for step in steps[1:]] == [step.results[0] for step in steps[:-1]]
 
 
 def test_response_that_never_ends_is_not_right():
@@ -193,15 +187,6 @@ def test_nothing_but_padding_follows_the_end(model, prompts):
     assert (tokens[behind > 0] == PAD).all()
 
 
-def test_labels_are_the_response():
-    task = TASKS["chain"]
-    token_BL, label_BL = next(batches(task, 4, 0, None))
-    assert (label_BL[:, : task.prompt_length] == PAD).all()
-    labelled = label_BL != PAD
-    assert torch.equal(label_BL[labelled], token_BL[labelled])
-    assert (label_BL == EOS).sum() == 4
-
-
 def test_model_is_taken_from_disk_only_for_the_same_training(tmp_path, monkeypatch):
     task, settings = TASKS["parallel"], WarmStart(hidden=16, layers=1, short_steps=2, full_steps=1, batch=2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
@@ -219,11 +204,3 @@ def test_model_is_taken_from_disk_only_for_the_same_training(tmp_path, monkeypat
     warm_model(dataclasses.replace(task, error_rate=0.5), 0, settings)
     assert len(list((tmp_path / "oar_plugin" / "reasoning").glob("*.pt"))) == 3
     assert 0 <= accuracy(first, task, 4, greedy=False) <= 1
-
-
-def test_imitation_learns():
-    easy, model = Parallel("easy", steps=1, filler=(0, 0), error_rate=0.0), build_model(0, hidden=32)
-    losses = []
-    settings = WarmStart(short_steps=40, full_steps=0, batch=8)
-    train(model, easy, 0, settings, lambda what, *_: losses.append(float(what.split()[-1])))
-    assert losses[-1] < losses[0] / 2
