@@ -220,20 +220,6 @@ def test_bfloat16_alone_is_held_against_float32(report):
     assert judged(alone, **key) == judged(report, **key) != []
 
 
-def test_an_estimator_of_ones_own_is_judged_and_a_broken_one_left_out(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def length(model, batch):\n    '''Later is better.'''\n"
-        "    return torch.arange(batch.token_BT.shape[1]).expand(batch.token_BT.shape).float()\n"
-        "ESTIMATORS = {'|later|': length, 'broken': lambda model, batch: torch.zeros(3)}\n"
-    )
-    report = report_on(replace(SMALL, also=(file,), dtypes=("float32",), curves=0), [source()], silent)
-    assert r"| \|later\| |" in report.markdown(None), "a bar may not end a cell"
-    assert "`|later|`: Later is better." in report.notes
-    assert any("LEFT OUT: broken" in note and "expected (2, 17)" in note for note in report.notes)
-
-
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -26,8 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks import gate_edges
 from benchmarks.__main__ import main
 from benchmarks.candidates.learning import spare
-from benchmarks.learning import comparison, study, training, warm_start
-from benchmarks.learning.plan import PLANS, Pairs, Plan, read_plan
+from benchmarks.learning import study, training, warm_start
+from benchmarks.learning.plan import Pairs, Plan, read_plan
 from benchmarks.learning.tasks import QUIET, TASKS, NamedParallel, OrderedLookup, wrong_results
 from benchmarks.learning.training import Credit, Record, Rollout, Run, forward, roll_out
 from benchmarks.statistics import holm, mean_over_clusters
@@ -325,11 +325,6 @@ def quick(monkeypatch, tmp_path):
     return lambda shares: monkeypatch.setattr(warm_start, "accuracy", lambda *_, greedy: shares.pop(0))
 
 
-def test_a_lesson_is_over_at_its_share(quick):
-    quick([0.5, 0.95, 0.94, 0.94, 1.0])
-    assert warm_start.teach(build_model(0, hidden=16, layers=1), TASK, 0) == [4, 6]
-
-
 def test_a_model_that_is_stuck_says_so_and_a_taught_one_is_kept(quick, tmp_path, monkeypatch):
     quick([0.5] * 100)
     with pytest.raises(warm_start.StuckError, match="parallel"):
@@ -404,12 +399,6 @@ def test_a_file_that_is_no_plan_is_refused(content, tmp_path):
     file.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(f"{file}: ")):
         read_plan(file)
-
-
-@pytest.mark.parametrize("file", sorted(PLANS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_shipped_plans_are_read(file):
-    runs = read_plan(file).grid()
-    assert {run.warm for _, run in runs} == set(read_plan(file).choose.warm)
 
 
 def test_a_plan_trains_whole_pairs_and_every_method_has_every_rate(tmp_path):
@@ -508,36 +497,9 @@ def ctrl_c():
     raise KeyboardInterrupt
 
 
-def test_a_record_is_found_by_all_that_it_depends_on(tmp_path):
-    other = {"task": "chain", "lr": 1.0, "warm": 1, "seed": 1, "steps": 3, "prompts": 5, "copies": 3}
-    changed = [replace(RUN, **{key: value}) for key, value in other.items()]
-    credits = {"importance": "fisher", "gate": "spare", "tau": 0.5, "beta": 1.0, "floor": 0.2, "probe": "last"}
-    credits |= {"warmup_steps": 1, "only": "boost"}
-    changed += [replace(RUN, credit=Credit(**{key: value})) for key, value in credits.items()]
-    assert set(other) | {"credit"} == set(RUN.__dict__)
-    assert set(credits) == set(RUN.credit.__dict__)
-    files = {study.run_file(run, tmp_path) for run in [RUN, *changed]}
-    assert len(files) == 1 + len(changed)
-    study._keep(study.run_file(changed[-1], tmp_path), Record(changed[-1], "abc", [{"reward": 0.5}], 0.25))
-    (kept,) = tmp_path.glob("*")
-    assert study.read(kept) == Record(changed[-1], "abc", [{"reward": 0.5}], 0.25)
-
-
 TWO_RATES = Plan(
     "x", "x", ("chain",), {"grpo": Credit()}, (1e-3, 2e-3), Pairs((0,), (0, 1)), Pairs((1,), (0, 1)), steps=2
 )
-
-
-def test_what_began_with_other_weights_is_no_pair():
-    """Kept models may have been lost, or made on another machine."""
-    run = Run(task="chain", credit=Credit(), lr=1e-3, warm=0, seed=0)
-    fisher = replace(run, credit=Credit(importance="fisher"))
-    for start, pairs in (("a", 1), ("b", 0)):
-        records = [
-            ("grpo", Record(run, "a", [{"reward": 0.5}], 0.0)),
-            ("fisher", Record(fisher, start, [{"reward": 0.6}], 0.0)),
-        ]
-        assert len(comparison._paired(comparison.by_run(records), "chain", "fisher")) == pairs
 
 
 def test_no_two_pairs_see_the_same_problems():

@@ -13,7 +13,7 @@ from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import forward, roll_out
 from benchmarks.learning.warm_start import HEADS
-from benchmarks.marks.study import IMPORTANCES, KINDS, first_hit, judged, scores
+from benchmarks.marks.study import IMPORTANCES, first_hit, scores
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import PAD, encode
 from oar_plugin.credit.answer import Segment
@@ -107,24 +107,6 @@ def test_margin_variance_is_how_far_alternatives_move_the_margin(model, rollout)
         policy_V = sight.policy_bLV[row, place]
         sampled = worth_V[policy_V.multinomial(20_000, True, generator=torch.Generator().manual_seed(0))]
         assert score_bL[row, place] == pytest.approx(float(sampled.var()), rel=0.1)
-
-
-def test_kinds_and_figures_by_hand(rollout):
-    """A credit that knows the wrong results ranks them first, its negative ranks them last; every token has one kind."""
-    best, worst = ([*judged(sign * rollout.wrong_BL.float(), rollout)] for sign in (1, -1))
-    asked = [row for row in best if "wrong AUC" in row]
-    assert 0 < len(asked) < len(best) == len(rollout.token_BL)
-    for row in asked:
-        assert row["wrong AUC"] == 1
-        assert row["wrong results, wrong answer, rank"] > 0.9
-        assert row["wrong results, wrong answer, weight"] > row["filler, weight"] == pytest.approx(row["form, weight"])
-        others = row.get("right results, wrong answer, weight", row["form, weight"])
-        assert others == pytest.approx(row["form, weight"]), "none of the wrong ones is among them"
-    assert {row["wrong AUC"] for row in worst if "wrong AUC" in row} == {0.0}
-    assert all(row["results AUC"] == 1 for row in judged(rollout.causal_BL.float(), rollout))
-    right, wrong = best[int(rollout.advantage_B.argmax())], best[int(rollout.advantage_B.argmin())]
-    assert {kind for kind in KINDS if f"{kind}, rank" in right} == {KINDS[2], *KINDS[3:]}
-    assert {kind for kind in KINDS if f"{kind}, rank" in wrong} >= {KINDS[0], *KINDS[3:]}
 
 
 def test_the_first_wrong_step_is_hit_where_the_highest_token_stands_in_it():

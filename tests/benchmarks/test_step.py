@@ -132,27 +132,14 @@ def test_peak_counts_saved_activations_but_not_what_was_there_before(grad, held)
     assert peak_bytes(chain, torch.device("cpu")) == held * 4 * 100 * 100
 
 
-def fixed(settings=None, cpu=None, timed_on=None, **changed):
-    """The report of figures that are easy to check, and its ratios by formula."""
-    once = {
-        "a": [1.0, 2.0, 3.0],
-        "b": [2.0, 4.0, 6.0],
-        "b*": [3.5, 7.0, 11.0],
-        "d": [12.0, 24.0, 36.0],
-        "d'": [4.0, 12.0, 20.0],
-        "e": [6.0] * 3,
-        "e*": [8.0] * 3,
-        "f": [0.01, 0.02, 0.03],
-    }
-    seconds = {letter: 2 * rounds for letter, rounds in (once | changed).items()}
-    peaks = {"b": 30, "e": 60, "b*": 45, "e*": 36, "gradients": 20}
-    runs = {"seconds": seconds, "cpu_seconds": cpu or seconds, "peak_bytes": peaks, "timed_on": timed_on or {}}
-    report = report_of(settings or Settings(), {**runs, "parameters": 5}, "cpu")
-    return report, {row[0].strip("`"): row[2:] for row in report.tables[1].rows}
-
-
 def test_ratios_pair_the_rounds_and_have_verdicts():
-    value = {formula: (cells[0].split()[0], cells[3]) for formula, cells in fixed()[1].items()}
+    once = {"a": [1.0, 2.0, 3.0], "b": [2.0, 4.0, 6.0], "b*": [3.5, 7.0, 11.0], "d": [12.0, 24.0, 36.0]}
+    once |= {"d'": [4.0, 12.0, 20.0], "e": [6.0] * 3, "e*": [8.0] * 3, "f": [0.01, 0.02, 0.03]}
+    seconds = {letter: 2 * rounds for letter, rounds in once.items()}
+    peaks = {"b": 30, "e": 60, "b*": 45, "e*": 36, "gradients": 20}
+    runs = {"seconds": seconds, "cpu_seconds": seconds, "peak_bytes": peaks, "timed_on": {}, "parameters": 5}
+    rows = report_of(Settings(), runs, "cpu").tables[1].rows
+    value = {row[0].strip("`"): (row[2].split()[0], row[5]) for row in rows}
     assert value["(b - a) / a"] == ("1", "reached")
     assert value["(b* - a) / a"] == ("2.5", "NOT reached")
     assert value["mem(b) / mem(e)"] == ("0.5", "reached")
@@ -166,17 +153,6 @@ def test_ratios_pair_the_rounds_and_have_verdicts():
     assert value["f / a"] == ("0.01", "reached")
     assert "c / a" not in value
     assert Ratio("d / b", "").of(pd.DataFrame({"d": [12.0, 1.0], "b": [2.0, 1.0]})) == [6.0, 1.0]
-
-
-def test_a_target_is_judged_where_rounds_agree_and_under_its_conditions():
-    elsewhere = Settings(size="10m", responses=16, scored_share=0.5)
-    for (_, ratio), formulas, reason in (
-        (fixed(b=[4.0, 5.0, 4.0]), ["(b - a) / a"], "the interval holds the limit"),
-        (fixed(b=[2.5, 1.9, 4.0]), ["(b - a) / a"], "too noisy, the interval reaches below zero"),
-        (fixed(elsewhere), ["(b - a) / a", "d / b", "f / a"], "the target is"),
-    ):
-        for formula in formulas:
-            assert ratio[formula][3].startswith(f"not judged: {reason}")
 
 
 def test_the_command_measures_and_writes(tmp_path, monkeypatch):
