@@ -8,10 +8,9 @@ from benchmarks import soundness
 from benchmarks.learning import warm_start
 from benchmarks.learning.tasks import TASKS, known, wrong_results
 from benchmarks.learning.warm_start import HEADS, SPREAD, batches, widened
-from benchmarks.soundness import Batch, change, on_plausible, rescaled, scores
+from benchmarks.soundness import Batch, change, rescaled, scores
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import PAD, VOCABULARY, encode
-from oar_plugin.credit.answer import Segment
 
 PAGE = Path(soundness.__file__).parent / "results" / "soundness.md"
 
@@ -73,32 +72,6 @@ def test_a_rescaled_model_computes_the_same(model, batch, factor):
     torch.testing.assert_close(large_VH, factor * small_VH)
     for name in ("fisher", "decision", "onward", "entropy"):
         assert change(name, scores(model, name, batch), scores(other, name, batch), batch).overlap > 0.95
-
-
-def test_change_by_hand():
-    reasoning = torch.full((1, 10), int(Segment.REASONING))
-    batch = Batch(torch.zeros(1, 10, dtype=torch.long), reasoning, torch.ones(1, 10, dtype=torch.bool))
-    before = torch.arange(10.0)[None]
-    nothing = change("decision", before, before, batch)
-    assert (nothing.overlap, nothing.weights) == (1, [0, 0, 0, 0])
-    assert nothing.spearman == pytest.approx(1)
-    other = change("decision", before, before[:, [9, *range(1, 9), 0]], batch)
-    # The highest two of ten are boosted; one of them now stands elsewhere.
-    assert other.overlap == 0.5
-    assert other.spearman == pytest.approx(1 - 6 * (81 + 81) / (10 * 99))
-    assert other.weights[:2] == pytest.approx([2 * 2 / 14, 20 / 14])
-
-
-def test_on_plausible_by_hand():
-    p = torch.tensor([[0.6, 0.3995, 0.0005]])
-    share = on_plausible(p.log())
-    spread = p * (1 - p)
-    assert share.fisher == pytest.approx((1 - spread[0, 2] / spread.sum()).item())
-    flat = p**0.25 / (p**0.25).sum()
-    spread = flat * (1 - flat)
-    assert share.onward == pytest.approx((1 - spread[0, 2] / spread.sum()).item())
-    assert share.decision == 1
-    assert on_plausible(torch.tensor([[0.9995, 0.0005]]).log()).decision == 0.5
 
 
 def test_the_page_is_made(model, batch, monkeypatch, capsys):

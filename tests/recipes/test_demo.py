@@ -95,26 +95,27 @@ def test_too_little_memory_is_one_line_that_says_what_to_do(monkeypatch, tmp_pat
     assert "close other programs" in error or "run.sh" in error
 
 
-def test_two_starts_do_not_share_a_folder_and_an_unwritable_place_is_one_line(monkeypatch, tmp_path, capsys):
-    assert main.new_folder(tmp_path) != main.new_folder(tmp_path)
-    monkeypatch.setattr(main, "find_obstacle", lambda: None)
-    (tmp_path / "file").touch()
-    assert main.main(["--out", str(tmp_path / "file")]) == 1
-    assert "--out" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("raised", "status", "said"),
-    [(KeyboardInterrupt(), 130, "interrupted"), (TrainingFailed("verl stopped: x"), 1, "verl stopped: x")],
+    ("place", "raised", "status", "said"),
+    [
+        ("", KeyboardInterrupt(), 130, "interrupted"),
+        ("", TrainingFailed("verl stopped: x"), 1, "verl stopped: x"),
+        ("file", None, 1, "--out"),
+    ],
 )
-def test_what_ends_it_early_is_one_line(monkeypatch, tmp_path, capsys, raised, status, said):
+def test_what_ends_it_early_is_one_line(monkeypatch, tmp_path, capsys, place, raised, status, said):
     def fail(*_):
         raise raised
 
     monkeypatch.setattr(main, "find_obstacle", lambda: None)
     monkeypatch.setattr(demo, "run_demo", fail)
-    assert main.main(["--out", str(tmp_path)]) == status
-    assert capsys.readouterr().err == f"cpu_demo: {said}\n"
+    (tmp_path / "file").touch()  # no folder can be made in it
+    assert main.main(["--out", str(tmp_path / place)]) == status
+    error = capsys.readouterr().err
+    assert error.startswith("cpu_demo: ")
+    assert said in error
+    assert error.count("\n") == 1
+    assert main.new_folder(tmp_path) != main.new_folder(tmp_path), "two starts do not share a folder"
 
 
 @pytest.mark.parametrize("network", [True, False])

@@ -105,7 +105,13 @@ def test_on_a_machine_with_gpus_the_sizes_are_found_as_well():
     assert "path: ${smoke}/model" in done.stdout, done.stderr
 
 
-def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path):
+def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
     (tmp_path / "data.parquet").touch()
+
+    def run_verl(words, environment, log, limit_s):
+        log.write_text(words[-1])
+        return 1
+
+    monkeypatch.setattr("recipes.smoke.run_verl", run_verl)
     with pytest.raises(SmokeFailed, match=r"(?s)status 1.*algorithm\.oar\.tau=1\.5"):
         smoke(RECIPES[0].name, tmp_path, "algorithm.oar.tau=1.5")

@@ -126,29 +126,6 @@ class TestVllmWorker:
         torch.testing.assert_close(vllm_worker.plain_experts(token_TH, w13, w2, *arguments), want, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(vllm_worker.plain_experts(token_TH, *packed, *arguments), want, atol=1e-2)
 
-    def test_the_experts_of_this_vllm_run_with_plain_weights(self):
-        """Whatever module they are in, and whether they return their output or write it."""
-        pytest.importorskip("vllm")
-        folder = "vllm.model_executor.layers.fused_moe"
-        code = f"""
-import importlib, importlib.util, inspect, torch
-from verl_cpu.vllm_worker import keep_experts_unpacked, plain_experts
-modules = ["{folder}.cpu_fused_moe", "{folder}.experts.cpu_moe"]
-modules = [importlib.import_module(m) for m in modules if importlib.util.find_spec(m)]
-had = [inspect.signature(m.cpu_fused_moe) for m in modules if hasattr(m, "cpu_fused_moe")]
-assert len(had) == 1, modules
-for module in modules:
-    keep_experts_unpacked(module)
-(module,) = [m for m in modules if hasattr(m, "cpu_fused_moe")]
-token, w13, w2 = torch.randn(5, 8), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
-rest = w13, w2, None, None, torch.rand(5, 1), torch.zeros(5, 1).int(), "silu", "vec"
-assert module.cpu_prepack_moe_weight(w13, "vec") is w13
-out = torch.zeros_like(token)
-given = module.cpu_fused_moe(*([out] if "out" in had[0].parameters else []), token, *rest)
-torch.testing.assert_close(out if "out" in had[0].parameters else given, plain_experts(token, *rest))
-"""
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_S)
-
     def test_both_ends_of_a_socket_agree_and_sessions_differ(self, monkeypatch):
         handle = "ipc:///tmp/x-rank-0.sock"
         Sender = type("Sender", (), {"__init__": lambda self: vars(self).update(zmq_handle=handle)})
