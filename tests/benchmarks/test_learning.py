@@ -575,26 +575,6 @@ def test_a_worker_ends_with_a_study_that_was_killed(tmp_path):
 # ---- through verl
 
 
-def test_verl_is_told_what_the_small_trainer_does(tmp_path):
-    pytest.importorskip("verl")
-    from benchmarks.learning import verl
-
-    run = Run(
-        task="chain", credit=Credit(importance="decision", tau=0.85), lr=6e-4, warm=0, seed=3, prompts=4, copies=2
-    )
-    assert {
-        "algorithm.adv_estimator=oar",
-        "algorithm.oar.importance=decision",
-        "algorithm.oar.gate=two_level",
-        "algorithm.oar.tau=0.85",
-        "actor_rollout_ref.actor.optim.lr=0.0006",
-        "actor_rollout_ref.rollout.n=2",
-        "data.train_batch_size=4",
-    } <= set(verl.overrides(run, tmp_path))
-    plain = verl.overrides(replace(run, credit=Credit()), tmp_path)
-    assert not [override for override in plain if "algorithm.oar" in override]
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)

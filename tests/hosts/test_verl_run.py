@@ -34,12 +34,11 @@ from tests.hosts.whole_run import (
     loads_adapters,
     prompt_ids,
     smoke,
-    whole_run,
 )
 from verl_cpu.launch import cpu_environment
 from verl_cpu.session import session
 
-pytestmark = whole_run
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]  # the launched run starts twice
 
 RECIPE = "qwen2_5_7b_math"
 OWN = {
