@@ -15,11 +15,39 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = (
+    "test_verl_run.py",
+    "test_smoke.py",
+    "test_engine.py",
+    "test_offload_run.py",
+    "test_engine_scoring.py",
+    "test_megatron_run.py",
+    "test_openrlhf.py",
+)
+
+
 def pytest_collection_modifyitems(config, items):
     """Beside another worker (`-n 2 --dist loadfile`): what takes longest first, so that none is left over at the end."""
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (item.path.name != "test_smoke.py", item.path not in slow))
+        place = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path not in slow))
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory, request):
+    """The folder with model and data of smoke tests, which the first test that asks makes for all workers. To be copied."""
+    from filelock import FileLock
+
+    from recipes.smoke import make_assets
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "assets"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "data.parquet").exists():  # written last
+            make_assets(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

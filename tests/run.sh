@@ -7,43 +7,60 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-$PWD/.venv-cpu}
+# Tests start hundreds of processes. Without bytecode each of them compiles this checkout, and what install.sh left out.
+unset PYTHONDONTWRITEBYTECODE
 bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,megatron,recipes
+
+declare -A started
+start() { # a name, then what to do beside the rest
+  "${@:2}" > "$venv/$1.log" 2>&1 &
+  started[$1]=$!
+}
+finish() { # wait for all that was started, show their output; 1 where one has failed
+  local name status=0
+  for name in "${!started[@]}"; do
+    wait "${started[$name]}" || { status=1; echo "run.sh: $name failed:"; }
+    cat "$venv/$name.log"
+  done
+  started=()
+  return $status
+}
+
 # The pages are tested in a browser. Where none can be had those tests are skipped.
-if ! command -v chromium-headless-shell chromium google-chrome > /dev/null; then
-  if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+browser() {
+  if command -v chromium-headless-shell chromium google-chrome; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get; then
     { apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell; } || true
   else
     "$venv/bin/playwright" install chromium-headless-shell || true
   fi
-fi
-"$venv/bin/ruff" check .
-"$venv/bin/ruff" format --check .
-"$venv/bin/mypy"
+}
 # Known vulnerabilities of what is pinned, where the package index tells of them. pip-audit has an environment of its own: nothing
 # that is tested depends on it.
-if [ ! -x "$venv/audit/bin/pip-audit" ]; then
-  rm -rf "$venv/audit" # of a run that was interrupted
-  "$venv/bin/python" -m venv "$venv/audit" && timeout 300 "$venv/audit/bin/pip" install --quiet pip-audit==2.10.1 || true
-fi
-AUDIT=$venv/audit/bin/pip-audit "$venv/bin/python" -m tests.audit
-# Each release of TRL lies beside the environment: wherever a trl is found, verl's patch of models imports from it what is no
-# longer there. Both releases are tested at the same time, each by a process of its own.
-declare -A tested
-for trl in 1.16.0 1.15.0; do
-  if [ ! -d "$venv/trl-$trl" ]; then
-    rm -rf "$venv/trl-$trl.part" # of a run that was interrupted
-    "$venv/bin/pip" install --quiet --no-deps --target "$venv/trl-$trl.part" "trl==$trl"
-    mv "$venv/trl-$trl.part" "$venv/trl-$trl"
+audit() {
+  if [ ! -x "$venv/audit/bin/pip-audit" ]; then
+    rm -rf "$venv/audit" # of a run that was interrupted
+    "$venv/bin/python" -m venv "$venv/audit" && timeout 300 "$venv/audit/bin/pip" install --quiet pip-audit==2.10.1 || true
   fi
-  PYTHONPATH=$(realpath "$venv/trl-$trl") "$venv/bin/python" -m pytest -q tests/hosts/trl > "$venv/trl-$trl.log" 2>&1 &
-  tested[$trl]=$!
-done
-status=0
-for trl in "${!tested[@]}"; do
-  wait "${tested[$trl]}" || status=$?
-  cat "$venv/trl-$trl.log"
-done
-[ "$status" = 0 ]
+  bash tests/audit.sh "$venv/audit/bin/pip-audit"
+}
+# Each release of TRL lies beside the environment: wherever a trl is found, verl's patch of models imports from it what is no
+# longer there.
+trl() {
+  if [ ! -d "$venv/trl-$1" ]; then
+    rm -rf "$venv/trl-$1.part" # of a run that was interrupted
+    "$venv/bin/pip" install --quiet --no-deps --target "$venv/trl-$1.part" "trl==$1" || return
+    mv "$venv/trl-$1.part" "$venv/trl-$1"
+  fi
+  PYTHONPATH=$(realpath "$venv/trl-$1") "$venv/bin/python" -m pytest -q tests/hosts/trl
+}
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+start browser browser
+start audit audit
+start mypy "$venv/bin/mypy"
+for release in 1.16.0 1.15.0; do start "trl-$release" trl "$release"; done
+finish
 # Two tests at a time: most of a whole run of verl is one process that waits for the imports of another.
 # Of two -m pytest takes the last one.
 exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly" "$@"

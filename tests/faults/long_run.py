@@ -82,18 +82,13 @@ def sizes(folder: Path) -> list[int]:
 
 @dataclass
 class Growth:
-    """The growth of one resource over the steps after the run has settled.
-
-    Attributes:
-        mean: its mean.
-        by: the rise of the straight line through its samples; the 95 % interval is `low` to `high` (Newey and West's errors,
-            since consecutive samples are correlated).
-    """
+    """The growth of one resource over the steps after the run has settled, with Newey and West's errors, since
+    consecutive samples are correlated."""
 
     name: str
     mean: float
-    by: float
-    low: float
+    by: float  # the rise of the straight line through its samples
+    low: float  # of the rise's 95 % interval
     high: float
 
     @property

@@ -43,22 +43,16 @@ KINDS = {
 
 @dataclass
 class LiveRun:
-    """One run, started by a thread. All of its processes end with its context.
+    """One run, started by a thread. All of its processes end with its context."""
 
-    Attributes:
-        folder: the run's folder, which exists; `assets` holds the model and the data.
-        overrides: on top of the recipe and of the sizes of its smoke test.
-        left: once the run has ended, the processes that were still there `GRACE_S` after the driver's end.
-    """
-
-    folder: Path
-    assets: Path
-    overrides: tuple[str, ...] = ()
+    folder: Path  # it exists
+    assets: Path  # the folder with model and data
+    overrides: tuple[str, ...] = ()  # on top of the recipe and of the sizes of its smoke test
     name: str = "first"
     recipe: str = "qwen2_5_7b_math"
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float = LIMIT_S
-    left: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # processes that were still there `GRACE_S` after the driver's end
     _session: Session | None = None
 
     def __enter__(self) -> "LiveRun":

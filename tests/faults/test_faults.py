@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from recipes.smoke import make_assets
 from tests.faults.cases import CASES, Case, Outcome
 from tests.faults.run import LIMIT_S, LiveRun
 from tests.faults.seeded import seeded
@@ -114,33 +113,16 @@ BUFFER = "verl_weights_"
 
 @dataclass
 class Tried:
-    """The outcome of a run with a fault.
-
-    Attributes:
-        outcome: as `Case.expected`.
-        left: processes that outlived the driver.
-        shared_memory: files that are left there.
-        again: why the new start failed or did not continue from the last checkpoint; empty where it did.
-        steps: step -> its compared numbers, of both runs.
-        metrics: the highest value of each of OAR's counters that was above 0.
-        error: the last line of the log with an error.
-    """
+    """The outcome of a run with a fault."""
 
     outcome: Outcome
-    left: list[str] = field(default_factory=list)
-    shared_memory: list[str] = field(default_factory=list)
-    again: str = ""
-    steps: dict[int, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    error: str = ""
+    left: list[str] = field(default_factory=list)  # processes that outlived the driver
+    shared_memory: list[str] = field(default_factory=list)  # files that are left there
+    again: str = ""  # why the new start failed or did not continue from the last checkpoint
+    steps: dict[int, list[Any]] = field(default_factory=dict)  # the compared numbers of each step, of both runs
+    metrics: dict[str, float] = field(default_factory=dict)  # the highest value of each of OAR's counters above 0
+    error: str = ""  # the last line of the log with an error
     log: str = ""
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    make_assets(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

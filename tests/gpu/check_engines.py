@@ -2,7 +2,12 @@
 
 Errors are relative to the response's largest score. In bf16 a product keeps 8 bits, so that scores differ by several per cent;
 the gate uses their order, which is reported beside it.
+
+Scoring on vLLM engines: the tests of tests/hosts/vllm, with CUDA graphs and asynchronous scheduling, and in bf16. Both model
+runners, the second one with real Triton kernels. On a CPU the engine has no graphs.
 """
+
+import json
 
 import pytest
 
@@ -131,3 +136,33 @@ def test_importance_does_not_raise_the_peak_of_a_step(large, log, figures, name)
     assert peaks["log-probs"] > 0
     for importance in ("fisher", "decision"):
         assert peaks[importance] <= max(peaks["update"], peaks["log-probs"]), importance
+
+
+# ---- scoring on vLLM's engines
+
+FILE = "tests/hosts/vllm/test_engine_scoring.py"
+EAGER = {"enforce_eager": True, "async_scheduling": False}
+GRAPHS = {"enforce_eager": here.REHEARSAL, "async_scheduling": True}
+SCORING_S = 1500
+
+
+def engine(name, settings, which, tolerance=1e-3, gpus=1):
+    return pytest.param(settings, which, tolerance, id=name, marks=pytest.mark.needs(gpus=gpus, packages=("vllm",)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "which", "tolerance"),
+    [
+        engine("eager", EAGER, "OneRank"),
+        engine("graphs", GRAPHS, "OneRank"),
+        engine("graphs, second runner", GRAPHS, "SecondRunner"),
+        engine("graphs, bf16", GRAPHS | {"dtype": "bfloat16"}, "(OneRank or SecondRunner) and scores_are", 0.5),
+        engine("graphs, two ranks", GRAPHS, "TwoRanks", gpus=2),
+    ],
+)
+def test_scores_equal_single_copies_of_a_plain_model(suite, figures, settings, which, tolerance):
+    environment = {"OAR_TEST_ENGINE": json.dumps(settings), "OAR_TEST_TOLERANCE": str(tolerance)}
+    count = suite([FILE, "-k", which], SCORING_S, VLLM_WORKER_MULTIPROC_METHOD="spawn", **environment)
+    for name, number in count.items():
+        figures(name, number)
+    assert count["tests"] > count["skipped"]

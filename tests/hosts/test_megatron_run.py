@@ -4,6 +4,8 @@ The optimizer is megatron-core's ordinary one without clipping: the distributed 
 verl_cpu/megatron.py lists the stand-ins.
 """
 
+import shutil
+
 import pytest
 import torch
 
@@ -20,8 +22,8 @@ pytestmark = whole_run
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("verl")
+def folder(assets, tmp_path_factory):
+    return shutil.copytree(assets, tmp_path_factory.mktemp("verl"), dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")

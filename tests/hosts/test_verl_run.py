@@ -1,9 +1,16 @@
 """Real verl, real Ray, real vLLM on a CPU, with OAR. Minutes, not seconds."""
 
 import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -12,44 +19,118 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoTokenizer
 
 import oar_plugin
+from benchmarks.tiny.verl_run import read_metrics
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import gate_of
+from oar_plugin.runs.recipe import command
 from recipes.smoke import VOCABULARY
 from tests.hosts.engine import world
-from tests.hosts.whole_run import RECIPES, check, dumped, loads_adapters, prompt_ids, smoke, whole_run
+from tests.hosts.whole_run import (
+    ADAPTER,
+    LIMIT_S,
+    RECIPES,
+    check,
+    dumped,
+    loads_adapters,
+    prompt_ids,
+    smoke,
+)
+from verl_cpu.launch import cpu_environment
+from verl_cpu.session import session
 
-pytestmark = whole_run
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]  # the launched run starts twice
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("verl")
-
-
+RECIPE = "qwen2_5_7b_math"
 OWN = {
     "importance": "python:tests.own_importance:Saliency",
     "gate": "python:tests.own_importance:upper_half",
     "answer_patterns": ["boxed", "hash"],
 }
+OVERRIDES = [
+    "+cpu_smoke=dp",
+    "trainer.save_freq=1",
+    "trainer.test_freq=3",
+    "trainer.logger=[console,file,tensorboard]",
+    f"algorithm.oar.importance={OWN['importance']}",
+    f"algorithm.oar.gate={OWN['gate']}",
+    "algorithm.oar.dump.dir=dump",
+    "algorithm.oar.dump.every=2",
+]
+NAME = f"{RECIPE}-oar-s2-python__tests.own_importance__upper_half-54e9f1"
+
+
+class Call(NamedTuple):
+    status: int
+    said: str
+    steps: list[list[int]]  # of each start so far, as its file of metrics has them
+
+
+class Launched(NamedTuple):
+    home: Path  # where `oar launch` is called, with model and data
+    folder: Path  # the run's
+    calls: dict[str, Call]
+
+    def files(self) -> list[Path]:
+        """The files of metrics, one of each start, the oldest first."""
+        return sorted((self.folder / "metrics").glob("*"), key=lambda file: file.stat().st_mtime)
+
+    def call(self, name: str, words: list[str], environment: dict[str, str]) -> None:
+        done = subprocess.run(words, cwd=self.home, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        steps = [[step["step"] for step in read_metrics(file)] for file in self.files()]
+        self.calls[name] = Call(done.returncode, done.stdout + done.stderr, steps)
 
 
 @pytest.fixture(scope="module")
-def three_steps(folder):
-    """The smoke test of the standard recipe, a step longer, with an importance and a gate of one's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(RECIPES.parent))
-        patch.setenv("TENSORBOARD_DIR", str(folder / "board"))
-        return smoke(
-            "qwen2_5_7b_math",
-            folder,
-            "trainer.total_training_steps=3",
-            "trainer.test_freq=3",
-            f"algorithm.oar.importance={OWN['importance']}",
-            f"algorithm.oar.gate={OWN['gate']}",
-            f"algorithm.oar.dump.dir={folder}/dump",
-            "algorithm.oar.dump.every=2",
-            "trainer.logger=[console,file,tensorboard]",
-        )
+def launched(assets, tmp_path_factory):
+    """The standard recipe as `oar launch` starts it, with an importance and a gate of one's own: two steps, refused with other
+    settings, resumed for a third step, and asked for once more."""
+    home = tmp_path_factory.mktemp("launched")
+    shutil.copytree(assets, home, dirs_exist_ok=True)
+    made = Launched(home, home / "made" / "oar" / NAME, {})
+    with session() as opened:
+        places = {"OAR_SMOKE": str(home), "OAR_CHECKPOINTS": str(home / "made"), "PYTHONPATH": str(RECIPES.parent)}
+        # COLUMNS: what else runs in this process may have set a narrow one.
+        environment = {**os.environ, **cpu_environment(), **opened.environment(), **places, "COLUMNS": "200"}
+
+        def launch(name, *words):
+            words = ["launch", RECIPE, "--seed", "2", *OVERRIDES, *words]
+            made.call(name, [sys.executable, "-m", "oar_plugin.cli.main", *words], environment)
+
+        launch("first", "trainer.total_training_steps=2")
+        # The driver itself refuses: a login node may not see the folder.
+        other = [f"trainer.experiment_name={NAME}", "trainer.total_training_steps=2", "data.seed=3"]
+        words = command(RECIPES / RECIPE, "oar", [*OVERRIDES, *other])
+        made.call("other seed", [sys.executable, *words[1:]], environment)
+        launch("more steps", "trainer.total_training_steps=3")
+        launch("resumed", "trainer.total_training_steps=3", "--resume")
+        launch("again", "trainer.total_training_steps=3")
+    return made
+
+
+def test_a_run_is_kept_apart_refused_resumed_and_not_done_twice(launched):
+    folder, calls = launched.folder, launched.calls
+    statuses = {name: call.status for name, call in calls.items()}
+    wanted = {"first": 0, "other seed": 2, "more steps": 2, "resumed": 0, "again": 0}
+    assert statuses == wanted, [calls[name].said[-4000:] for name in wanted if statuses[name] != wanted[name]]
+    assert calls["first"].steps == calls["other seed"].steps == calls["more steps"].steps == [[1, 2]]
+    assert f"{folder} holds a run with other settings" in calls["other seed"].said
+    assert "  data.seed: 2 there, 3 now" in calls["other seed"].said
+    assert "  trainer.total_training_steps: 2 there, 3 now" in calls["more steps"].said
+    assert calls["resumed"].steps == [[1, 2], [3]]
+    assert calls["again"].steps == [[1, 2], [3]], "nothing was started"
+    (row,) = [line.split() for line in calls["again"].said.splitlines() if line.split()[:1] == [NAME]]
+    assert row[1:5] == ["finished", "3", "of", "3"]
+    assert row[6:8] == ["(step", "3)"], "validated"
+
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (folder / "dump" / "step_000001.jsonl").exists()
+    assert yaml.safe_load((folder / "run.yaml").read_text())["state"] == "finished"
+    assert {path.name for path in launched.home.iterdir()} == {"model", "data.parquet", "made"}, "nothing is elsewhere"
+
+
+@pytest.fixture(scope="module")
+def three_steps(launched):
+    return [step for file in launched.files() for step in read_metrics(file)]
 
 
 def test_three_steps_of_the_standard_recipe(three_steps):
@@ -73,8 +154,9 @@ def test_only_rows_with_an_advantage_are_scored(three_steps):
     assert min(step["oar/scored"] for step in three_steps) < 1
 
 
-def test_whole_groups_are_dumped_with_all_that_is_known_of_them(three_steps, folder):
+def test_whole_groups_are_dumped_with_all_that_is_known_of_them(three_steps, launched):
     """At the requested steps; dumped weights are the gate's weights of the dumped importance."""
+    folder = launched.folder
     assert sorted(path.name for path in (folder / "dump").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
     everyone = dumped(folder, scored_only=False)
     groups = [[row for row in everyone if row.group == group] for group in dict.fromkeys(row.group for row in everyone)]
@@ -96,8 +178,8 @@ def test_whole_groups_are_dumped_with_all_that_is_known_of_them(three_steps, fol
         assert ("timing_s/oar_dump" in step) == (step["step"] < 3)
 
 
-def test_tensorboard_has_histograms_and_responses_beside_verls_scalars(three_steps, folder):
-    board = EventAccumulator(str(folder / "board"), {"histograms": 0, "tensors": 0}).Reload()
+def test_tensorboard_has_histograms_and_responses_beside_verls_scalars(launched):
+    board = EventAccumulator(str(launched.folder / "tensorboard"), {"histograms": 0, "tensors": 0}).Reload()
     assert [event.step for event in board.Histograms("oar/weights")] == [1, 2]
     assert [event.step for event in board.Tensors("oar/responses/text_summary")] == [1, 2]
     counted = board.Histograms("oar/weights")[0].histogram_value
@@ -105,12 +187,12 @@ def test_tensorboard_has_histograms_and_responses_beside_verls_scalars(three_ste
     assert {"oar/ess_ratio", "actor/grad_norm", "oar/dump_failed"} <= set(board.Tags()["scalars"])
 
 
-def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
+def test_scores_of_the_run_are_those_of_the_front_door(launched):
     """Importance, segments and weights of the same responses, with the weights on disk."""
-    model = world.load_model(folder / "model", torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    rows = dumped(folder)
-    prompts = [prompt_ids(folder, row) for row in rows]
+    model = world.load_model(launched.home / "model", torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(launched.home / "model")
+    rows = dumped(launched.folder)
+    prompts = [prompt_ids(launched.home, row) for row in rows]
     responses = [row.token_ids for row in rows]
     credit = oar_plugin.importance(model, prompts=prompts, responses=responses, tokenizer=tokenizer, **OWN)
     for place, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
@@ -122,30 +204,13 @@ def test_scores_of_the_run_are_those_of_the_front_door(three_steps, folder):
         torch.testing.assert_close(credit.weights[place, here], torch.tensor(row.weights))
 
 
-def test_asynchronous_with_kl_in_reward_correction_and_offload(folder):
-    """The recipe (packed, dynamic batches, checkpointing) with RLOO, a reference model, rollout correction, and OAR-P on the
-    rollout engines. Each exchange of weights aborts their masked copies, which run again with the new weights."""
+def test_asynchronous_in_bypass_mode_with_lora_as_published(assets, tmp_path):
+    """The rollout's log-probs are the old ones, so importance has passes of its own."""
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
     steps = smoke(
         "qwen2_5_7b_colocate_async",
-        folder,
-        "algorithm.use_kl_in_reward=True",
-        "algorithm.rollout_correction.rollout_is=token",
-        "algorithm.oar.base_estimator=rloo",
-        "algorithm.oar.importance=oar_p",
-        "algorithm.oar.perturbation.backend=rollout",
-    )
-    check(steps, [1, 2])
-    assert all(step["oar/scored"] > 0.9 for step in steps), "with KL in the reward no advantage is known to be zero"
-    assert all(step["oar/offload/scored"] > 0.5 for step in steps)
-
-
-def test_lora_in_bypass_mode_as_published(folder):
-    """The rollout's log-probs are the old ones, so importance has passes of its own."""
-    if not loads_adapters():
-        pytest.skip("this verl loads no adapter into this vLLM")
-    steps = smoke(
-        "qwen2_5_7b_lora",
-        folder,
+        tmp_path,
+        *(ADAPTER if loads_adapters() else []),
         "algorithm.rollout_correction.bypass_mode=True",
         "algorithm.oar.base_estimator=reinforce_plus_plus_baseline",
         "oar=published",

@@ -1,14 +1,13 @@
 """Shared by the tests of whole runs of verl: the time limit, and the checks of a healthy run.
 
-Seven run with every change, each for several features at once:
+Five run with every change, each for several features at once:
 
-* `test_verl_run`, the standard recipe: an importance and a gate of one's own, validation, dumps, equality with the front door;
-* `test_verl_run`, colocate_async: dynamic batches, KL in the reward, RLOO, rollout correction, engines whose weights change;
-* `test_verl_run`, LoRA: bypass mode, the published preset with its warm-up;
+* `test_verl_run`, the standard recipe by `oar launch`: refusing, resuming, everything in one folder; an importance and a gate
+  of one's own, validation, dumps, equality with the front door;
+* `test_verl_run`, colocate_async: LoRA, bypass mode, the published preset with its warm-up;
 * `test_offload_run`: OAR-P on the engines with an adapter, exact before and after an update;
 * `test_megatron_run`: tensor and sequence parallelism, dumps equal to a plain backward;
-* `test_smoke`, separate_async: engines and actor apart;
-* `test_launched_run`: `oar launch`, started twice: refusing, resuming, everything in one folder.
+* `test_smoke`, separate_async: KL in the reward, RLOO, rollout correction, engines whose weights change while they score.
 
 The others are `nightly`: engines on two ranks, mixtures of experts, Megatron with context parallelism and `decision`, a lost
 node and resuming, the studies that run verl.
@@ -28,6 +27,14 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 LIMIT_S = 1200
 """The limit for a run that hangs. A run takes two minutes, mostly imports in a dozen processes; on a busy machine one on two
 nodes took seven."""
+
+ADAPTER = (
+    "actor_rollout_ref.model.lora_rank=64",
+    "actor_rollout_ref.model.lora_alpha=64",
+    "actor_rollout_ref.actor.optim.lr=2e-05",
+    "actor_rollout_ref.rollout.load_format=safetensors",
+)
+"""What sets the recipe `qwen2_5_7b_lora` apart from the standard one, in a smoke test."""
 
 whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
 """`pytestmark` of a module whose tests each wait for one run."""

@@ -18,7 +18,7 @@ from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.runs.plan.hardware import choose_gpu
 from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import VARIANTS, check_config, compose_recipe, gpus_needed
-from recipes.smoke import architecture_of, group_of
+from recipes.smoke import architecture_of
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(path.parent for path in FOLDER.glob("*/recipe.yaml"))
@@ -102,14 +102,6 @@ def test_what_the_list_says_of_it_is_so(recipe):
     count, gpus, _ = gpus_needed(composed(recipe))
     number = {1: "one node", 2: "two nodes", 4: "four nodes", 8: "eight nodes"}[count]
     assert nodes.startswith(f"{number} with {gpus} GPUs")
-
-
-@pytest.mark.parametrize("group", ["dp", "megatron", "colocate_async", "separate_async"])
-def test_smoke_group_is_there(group, monkeypatch):
-    monkeypatch.setenv("OAR_SMOKE", "/nowhere")
-    recipe = next(recipe for recipe in RECIPES if group_of(composed(recipe)) == group)
-    config = composed(recipe, "oar", f"+cpu_smoke={group}")
-    assert (config.trainer.device, config.actor_rollout_ref.model.path) == ("cpu", "/nowhere/model")
 
 
 def test_stand_in_has_the_architecture_of_the_model():

@@ -120,43 +120,11 @@ class TestVllmWorker:
             weight_TK, expert_TK = weight_TK[:, :1].contiguous(), expert_TK[:, :1].contiguous()
         packed = [operations.cpu_prepack_moe_weight(weight, "vec") for weight in (w13, w2)]
         arguments = (None, None, weight_TK, expert_TK, "silu", "vec", skip_weighted)
-        torch.ops._C.cpu_fused_moe(
-            want := torch.empty_like(token_TH),
-            token_TH,
-            *packed,
-            None,
-            None,
-            weight_TK,
-            expert_TK,
-            skip_weighted,
-            "silu",
-            "vec",
-        )
+        want = torch.empty_like(token_TH)
+        biases_and_experts = (None, None, weight_TK, expert_TK)
+        torch.ops._C.cpu_fused_moe(want, token_TH, *packed, *biases_and_experts, skip_weighted, "silu", "vec")
         torch.testing.assert_close(vllm_worker.plain_experts(token_TH, w13, w2, *arguments), want, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(vllm_worker.plain_experts(token_TH, *packed, *arguments), want, atol=1e-2)
-
-    def test_the_experts_of_this_vllm_run_with_plain_weights(self):
-        """Whatever module they are in, and whether they return their output or write it."""
-        pytest.importorskip("vllm")
-        folder = "vllm.model_executor.layers.fused_moe"
-        code = f"""
-import importlib, importlib.util, inspect, torch
-from verl_cpu.vllm_worker import keep_experts_unpacked, plain_experts
-modules = ["{folder}.cpu_fused_moe", "{folder}.experts.cpu_moe"]
-modules = [importlib.import_module(m) for m in modules if importlib.util.find_spec(m)]
-had = [inspect.signature(m.cpu_fused_moe) for m in modules if hasattr(m, "cpu_fused_moe")]
-assert len(had) == 1, modules
-for module in modules:
-    keep_experts_unpacked(module)
-(module,) = [m for m in modules if hasattr(m, "cpu_fused_moe")]
-token, w13, w2 = torch.randn(5, 8), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
-rest = w13, w2, None, None, torch.rand(5, 1), torch.zeros(5, 1).int(), "silu", "vec"
-assert module.cpu_prepack_moe_weight(w13, "vec") is w13
-out = torch.zeros_like(token)
-given = module.cpu_fused_moe(*([out] if "out" in had[0].parameters else []), token, *rest)
-torch.testing.assert_close(out if "out" in had[0].parameters else given, plain_experts(token, *rest))
-"""
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_S)
 
     def test_both_ends_of_a_socket_agree_and_sessions_differ(self, monkeypatch):
         handle = "ipc:///tmp/x-rank-0.sock"
@@ -174,6 +142,7 @@ torch.testing.assert_close(out if "out" in had[0].parameters else given, plain_e
         assert len(seen) == 2
 
 
+@pytest.mark.slow
 @needs_verl
 class TestInstall:
     def test_twice_is_once_and_every_patch_applies_to_the_version_here(self):
@@ -183,7 +152,6 @@ import verl_cpu as cpu
 assert cpu.wanted() and cpu._installed
 finders = len(sys.meta_path); cpu.install()
 assert len(sys.meta_path) == finders
-import verl_cpu.launch
 assert "verl.workers.engine.base" not in sys.modules, "install() imported what it should have waited for"
 from verl.utils.device import get_device_name, get_torch_device
 assert get_device_name() == "cpu"
@@ -196,6 +164,9 @@ from verl_cpu.engines import CpuFSDPMixin
 for kind in ("language_model", "value_model"):
     for backend in ("fsdp", "fsdp2"):
         assert issubclass(EngineRegistry.get_engine_cls(kind, backend), CpuFSDPMixin)
+from verl.trainer.ppo.v1 import get_trainer_cls
+assert get_trainer_cls("sync").__module__ == "verl.trainer.ppo.v1.trainer_sync"
+assert "oar_plugin.hosts.verl.plugin" not in sys.modules
 """
         done = run_script(script, VERL_USE_EXTERNAL_PLUGINS="cpu")  # without oar_plugin
         assert done.returncode == 0, done.stderr
@@ -204,20 +175,6 @@ for kind in ("language_model", "value_model"):
         done = run_script("import verl_cpu as cpu\ncpu.install()" + OAR_IS_THERE)
         assert done.returncode == 0, done.stderr
         assert "failed to load" not in done.stderr
-
-    def test_overrides_fit_the_configuration_of_verl(self):
-        import hydra
-
-        from verl_cpu import conf
-
-        conf.register()
-        with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-            config = hydra.compose("ppo_trainer", overrides=[*cpu_overrides(workers=2), "trainer.device=cpu"])
-        assert config.trainer.n_gpus_per_node == config.ray_kwargs.ray_init.num_gpus == 2
-        assert config.actor_rollout_ref.actor.fsdp_config.dtype == "float32"
-        sampler = config.trainer.v1.sampler.custom_sampler
-        assert sampler.path.startswith("pkg://verl_cpu.")
-        assert sampler.name == "QuickReplayBuffer"
 
     def test_every_patch_names_a_function(self):
         for patch in cpu.PATCHES:
@@ -251,6 +208,7 @@ def run_script(script: str, *path: Path, **variables: str) -> "subprocess.Comple
     )
 
 
+@pytest.mark.slow
 @needs_verl
 @pytest.mark.parametrize(
     ("file", "code", "reported"),
@@ -269,6 +227,7 @@ def test_a_fault_in_it_leaves_oar_registered_and_is_reported(file, code, reporte
     assert ("verl_cpu failed to load" in done.stderr) == reported
 
 
+@pytest.mark.slow
 @needs_verl
 @pytest.mark.parametrize("asked", [{"VERL_PLATFORM": "nvidia"}, {}])
 def test_beside_a_gpu_and_where_it_is_refused_it_changes_nothing(asked):
