@@ -1,4 +1,4 @@
-"""What a run's folder keeps, and whom it lets in. In a real run: tests/hosts/test_launched_run.py."""
+"""What a run's folder keeps, and whom it lets in. In a real run: tests/hosts/test_verl_run.py."""
 
 import errno
 import fcntl
