@@ -144,6 +144,9 @@ class OarConfig(_Settings):
     """Number of draws of signs or noise to average per response; each draw repeats the backwards."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the signs and the noise, which differ in every step; the host's RNG is never touched."""
+    fallback_warning: float = Field(0.5, gt=0, le=1)
+    """A warning in the log says why, if over 20 steps a larger share of the responses that need credit falls back to GRPO. 1:
+    no such warning after the first step."""
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
     dump: DumpConfig = Field(default_factory=DumpConfig)

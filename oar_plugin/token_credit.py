@@ -19,6 +19,7 @@ from oar_plugin import estimator
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.watch import Watch
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode
@@ -66,7 +67,7 @@ class ReshapedBatch:
 
 
 class TokenCredit:
-    """Token credit of one run. `config` holds the parsed settings, `dumps` writes the dump files.
+    """Token credit of one run. `config` has the parsed settings, `dumps` writes dump files, `watch` warns about fallbacks.
 
     Args:
         settings: the settings of `algorithm.oar`, as a mapping or parsed.
@@ -102,6 +103,7 @@ class TokenCredit:
         if tokenizer is not None:
             self._token_bytes = TokenBytes(tokenizer)
             self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
+        self.watch = Watch(self.config.fallback_warning)
         self._replacement = replacement_token(self.config, padding or tokenizer)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)

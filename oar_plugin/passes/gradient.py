@@ -86,9 +86,10 @@ class Scores:
         count, names = len(importance.backwards), sorted(importance.reads)
         self._all_NT = torch.zeros(count + len(names), num_tokens, device=device)
         self.score_KT, self.reads_NT = self._all_NT[:count], self._all_NT[count:]
-        reads = dict(zip(names, self.reads_NT, strict=True))
+        self.readings = dict(zip(names, self.reads_NT, strict=True))
         nothing_T = torch.zeros(num_tokens, device=device)
-        self.entropy_T, self.log_prob_T = reads.get("entropy", nothing_T), reads.get("log_prob", nothing_T)
+        self.entropy_T = self.readings.get("entropy", nothing_T)
+        self.log_prob_T = self.readings.get("log_prob", nothing_T)
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Replaces all values with their sums over ranks. `summed` returns the sum of one vector; it is called once."""
@@ -343,9 +344,8 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
     parts = Parts(
         padded(scores.score_KT / request.num_draws),
         padded(reasoning_T),
-        padded(scores.entropy_T),
-        padded(scores.log_prob_T),
         padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
+        {name: padded(values_T) for name, values_T in scores.readings.items()},
         request.sigma,
     )
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

@@ -30,7 +30,7 @@ class Reads(Fisher):
 
     def coefficients(self, number, rows):
         assert not rows.logits_NV.requires_grad
-        return rows.logits_NV.softmax(-1)
+        return rows.vocabulary.softmax(rows.logits_NV)
 
 
 class Silent(Reads):
@@ -55,7 +55,7 @@ class Surprise(Reads):
     backwards = (Backward("reasoning"),)
 
     def coefficients(self, number, rows):
-        chosen_NV = torch.nn.functional.one_hot(rows.token_N, rows.logits_NV.shape[-1])
+        chosen_NV = -rows.vocabulary.subtract_one_at(torch.zeros_like(rows.logits_NV), rows.token_N)
         return rows.entropy_N[:, None] * chosen_NV * rows.signs()
 
 

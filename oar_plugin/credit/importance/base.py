@@ -83,12 +83,28 @@ class Parts:
 
     score_KBL: Tensor  # float32, scores of each backward, averaged over draws
     reasoning_BL: Tensor  # bool, the tokens to score
-    # float32, nats, if `reads` has it: entropy of the distribution that each reasoning token was drawn from, and each answer
-    # token if a backward starts from `later` rows
-    entropy_BL: Tensor
-    log_prob_BL: Tensor  # float32, log-probability of the same tokens, if `reads` has it
     seed_BL: Tensor  # int64, seed of each token's random numbers
+    readings: Mapping[str, Tensor]  # what `Importance.reads` names; see the properties
     sigma: float = 1e-3  # `algorithm.oar.sigma`
+
+    @property
+    def entropy_BL(self) -> Tensor:
+        """Entropy in nats, float32, of the distribution that each reasoning token was drawn from.
+
+        It is also there at answer tokens if a backward starts from `later` rows. AttributeError: `reads` lacks "entropy".
+        """
+        return self._reading("entropy")
+
+    @property
+    def log_prob_BL(self) -> Tensor:
+        """Log-probability of the same tokens, float32. AttributeError: `reads` lacks "log_prob"."""
+        return self._reading("log_prob")
+
+    def _reading(self, name: str) -> Tensor:
+        if name not in self.readings:
+            needed = ", ".join(f'"{one}"' for one in sorted({*self.readings, name}))
+            raise AttributeError(f"{name}_BL is not computed; write reads = frozenset({{{needed}}}) in the class")
+        return self.readings[name]
 
 
 class Importance:

@@ -1,14 +1,27 @@
-"""Checks a user's own importance on small tensors when a run starts."""
+"""Checks a user's own importance on small tensors when a run starts.
 
+Its methods must give the same on every layout: on a part of the vocabulary as on all of it, for a row alone as in a batch, in
+bf16 as in float32 but for rounding.
+"""
+
+import os
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows
 from oar_plugin.credit.noise import position_seeds
+from oar_plugin.credit.vocabulary import VocabularyShard
+
+CLOSE = 1e-4
+"""Largest relative difference between two layouts in float32."""
+CLOSE_BF16 = 0.05
+"""Largest relative difference between bf16, which has 8 bits, and float32."""
 
 
 def problems(kind: object) -> list[str]:
@@ -24,7 +37,7 @@ def problems(kind: object) -> list[str]:
     try:
         importance = kind()
     except Exception as error:  # a user's class runs code of its own
-        return [f"{kind.__name__}() failed: {error!r}"]
+        return [f"{kind.__name__}() failed: {_shown(error)}"]
     return list(dict.fromkeys(_tried(importance)))
 
 
@@ -52,47 +65,191 @@ def _missing(kind: type[Importance]) -> Iterator[str]:
         yield "its copies are chosen by gradient, and it has no backwards"
 
 
+class _Fault(Exception):
+    """A fault of a user's method."""
+
+
 def _tried(importance: Importance) -> Iterator[str]:
     """The faults of the values that its methods return."""
-    gradient_TH = torch.linspace(-1, 1, 10).view(2, 5)
     for number, backward in enumerate(importance.backwards):
         reads = backward.of_reasoning and "entropy" in importance.reads
         for pooled in (True, False) if backward.rows == "probe" else (False,):
             for count in (3, 0):  # a rank may hold no row
                 logits_NV, index_N = torch.linspace(-2, 2, count * 7).view(count, 7), torch.arange(count)
-                clean_NV = logits_NV + 0.1 if pooled and backward.noise else None
                 rows = Rows(
-                    logits_NV, None if pooled else index_N, index_N, torch.ones(count) if reads else None, clean_NV
+                    logits_NV,
+                    None if pooled else index_N,
+                    index_N,
+                    torch.ones(count) if reads else None,
+                    logits_NV + 0.1 if pooled and backward.noise else None,
                 )
-                yield from _fault("coefficients", partial(importance.coefficients, number, rows), (count, 7))
+                yield from _faults(_try_coefficients, importance, number, rows)
     # Without a combine of its own, the score is the importance.
     signed = _has(type(importance), "combine")
     for sign in (1, -1) if importance.backwards else ():
-        yield from _fault("score", partial(importance.score, sign * gradient_TH, gradient_TH + 0.5), (2,), signed)
+        yield from _faults(_try_score, importance, sign * torch.linspace(-1, 1, 10).view(2, 5), signed)
     if importance.copies is None or importance.backwards:
-        # The last response has no reasoning, like one that is not scored.
-        reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False], [False] * 4])
-        some_BL = reasoning_BL * torch.linspace(0.1, 0.9, 12).view(3, 4)
-        seed_BL = position_seeds(torch.zeros(12, dtype=torch.long), torch.arange(12)).view(3, 4)
-        score_KBL = some_BL.expand(len(importance.backwards), 3, 4)
-        parts = Parts(score_KBL, reasoning_BL, some_BL, -some_BL, seed_BL)
-        yield from _fault("combine", lambda: importance.combine(parts), (3, 4), signed=False, where=reasoning_BL)
+        yield from _faults(_try_combine, importance)
 
 
-def _fault(
+def _faults(attempt: Callable[..., None], *given: Any) -> Iterator[str]:
+    try:
+        attempt(*given)
+    except _Fault as fault:
+        yield str(fault)
+
+
+def _try_coefficients(importance: Importance, number: int, rows: Rows) -> None:
+    count, width = rows.logits_NV.shape
+    whole_NV = _result("coefficients", partial(importance.coefficients, number, rows), (count, width))
+    by_row = [
+        _result("coefficients", partial(importance.coefficients, number, _rows(rows, slice(row, row + 1))), (1, width))
+        for row in range(count)
+    ]
+    if count and not _close(torch.cat(by_row), whole_NV):
+        raise _Fault("coefficients of a row change with the other rows; they may depend on that row only")
+    try:
+        if not _close(_on_two_shards(importance, number, rows), whole_NV):
+            raise _Fault("coefficients differ from those on the whole vocabulary")
+    except _Fault as fault:
+        raise _Fault(
+            f"where processes share the vocabulary (tensor parallelism), {fault}; write "
+            "rows.vocabulary.softmax(rows.logits_NV) in place of rows.logits_NV.softmax(-1), rows.vocabulary.total(x) for the "
+            "sum of x over all processes, rows.vocabulary.largest(x) for its maximum, and "
+            "rows.vocabulary.subtract_one_at(x, rows.token_N) for the columns of tokens"
+        ) from None
+
+
+def _try_score(importance: Importance, gradient_TH: Tensor, signed: bool) -> None:
+    embedding_TH = gradient_TH.abs() + 0.5
+    score_T = _result("score", partial(importance.score, gradient_TH, embedding_TH), (2,), signed)
+    padded_1T = _result("score", partial(importance.score, gradient_TH[None], embedding_TH[None]), (1, 2), signed)
+    alone_T = [
+        _result("score", partial(importance.score, gradient_TH[[row]], embedding_TH[[row]]), (1,), signed)
+        for row in range(2)
+    ]
+    if not (_close(padded_1T[0], score_T) and _close(torch.cat(alone_T), score_T)):
+        raise _Fault("score of a token changes with the other tokens or the shape of the batch, [T, H] or [B, T, H]")
+    half_T = _result("score", partial(importance.score, gradient_TH.bfloat16(), embedding_TH.bfloat16()), (2,), signed)
+    if not _close(half_T, score_T, CLOSE_BF16):
+        raise _Fault("score differs in bf16 by more than rounding; begin with gradient.float() and embedding.float()")
+
+
+def _try_combine(importance: Importance) -> None:
+    # The last response has no reasoning, like one that is not scored.
+    reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False], [False] * 4])
+    some_BL = reasoning_BL * torch.linspace(0.1, 0.9, 12).view(3, 4)
+    seed_BL = position_seeds(torch.zeros(12, dtype=torch.long), torch.arange(12)).view(3, 4)
+    readings = {name: -some_BL if name == "log_prob" else some_BL for name in importance.reads}
+    parts = Parts(some_BL.expand(len(importance.backwards), 3, 4), reasoning_BL, seed_BL, readings)
+    whole_BL = _result("combine", lambda: importance.combine(parts), (3, 4), False, reasoning_BL)
+    for row, length in enumerate((4, 2)):
+        cut = (slice(row, row + 1), slice(length))
+        alone = Parts(
+            parts.score_KBL[(slice(None), *cut)],
+            reasoning_BL[cut],
+            seed_BL[cut],
+            {name: values[cut] for name, values in readings.items()},
+        )
+        keep = reasoning_BL[cut]
+        alone_BL = _result("combine", partial(importance.combine, alone), (1, length), False, keep)
+        if not _close(alone_BL[keep], whole_BL[cut][keep]):
+            raise _Fault("combine gives a response other numbers in a batch than alone; use its own tokens only")
+
+
+def _result(
     method: str, call: Callable[[], Tensor], shape: tuple[int, ...], signed: bool = True, where: Tensor | None = None
-) -> Iterator[str]:
+) -> Tensor:
+    """What a user's method returns. _Fault: it raises, or the tensor cannot be used where `where` is true."""
     try:
         result = call()
     except Exception as error:  # a user's method runs code of its own
-        yield f"{method} failed: {error!r}"
-        return
+        raise _Fault(f"{method} failed: {_shown(error)}") from error
     if not isinstance(result, Tensor) or result.shape != shape:
         shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        yield f"{method} returned {shown}, wanted a tensor of shape {shape}"
-        return
+        raise _Fault(f"{method} returned {shown}, wanted a tensor of shape {shape}")
     read = result if where is None else result[where]
     if not torch.isfinite(read).all():
-        yield f"{method} returned numbers that are not finite"
-    elif not signed and (read < 0).any():
-        yield f"{method} returned negative numbers; an importance is not negative"
+        raise _Fault(f"{method} returned numbers that are not finite")
+    if not signed and (read < 0).any():
+        raise _Fault(f"{method} returned negative numbers; an importance is not negative")
+    return result
+
+
+def _shown(error: Exception) -> str:
+    """An error, with file and line of the user's code that raised it or called what raised it."""
+    package = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
+    return f"{error!r}" + (f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else "")
+
+
+def _close(one: Tensor, other: Tensor, relative: float = CLOSE) -> bool:
+    """Whether two tensors are equal but for a share of the largest number."""
+    if not one.numel():
+        return True
+    allowed = relative * max(1e-3, other.abs().max().item())
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=allowed)
+
+
+# ---- parts of rows
+
+
+def _rows(rows: Rows, chosen: slice, columns: slice = slice(None), vocabulary: VocabularyShard | None = None) -> Rows:
+    return replace(
+        rows,
+        logits_NV=rows.logits_NV[chosen, columns],
+        token_N=None if rows.token_N is None else rows.token_N[chosen],
+        seed_N=rows.seed_N[chosen],
+        entropy_N=None if rows.entropy_N is None else rows.entropy_N[chosen],
+        clean_NV=None if rows.clean_NV is None else rows.clean_NV[chosen, columns],
+        vocabulary=vocabulary or rows.vocabulary,
+    )
+
+
+class _Waits(BaseException):
+    """A process cannot go on before all have given their tensor to a sum or maximum. No `except Exception` catches it."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+        self.reduce, self.tensor = reduce, tensor
+
+
+def _sum(tensors: Tensor) -> Tensor:
+    return tensors.sum(0)
+
+
+def _maximum(tensors: Tensor) -> Tensor:
+    return tensors.amax(0)
+
+
+def _on_two_shards(importance: Importance, number: int, rows: Rows) -> Tensor:
+    """Returns the coefficients from two processes that share the vocabulary, `[N, V]`.
+
+    The processes are runs of the method, one after the other. A run ends at the first sum or maximum that needs the other
+    process's tensor, and is repeated with the result.
+    """
+    results, border = list[Tensor](), rows.logits_NV.shape[-1] // 2
+    while True:
+        waiting, done = list[_Waits](), list[Tensor]()
+        for columns in (slice(border), slice(border, None)):
+            known = iter(results)
+
+            def reduced(reduce: Callable[[Tensor], Tensor], tensor: Tensor, known: Iterator[Tensor] = known) -> Tensor:
+                result = next(known, None)
+                if result is None:
+                    raise _Waits(reduce, tensor)
+                return result.clone()
+
+            shard = VocabularyShard(columns.start or 0, partial(reduced, _sum), partial(reduced, _maximum))
+            part, width = _rows(rows, slice(None), columns, shard), len(range(rows.logits_NV.shape[-1])[columns])
+            try:
+                done.append(
+                    _result("coefficients", partial(importance.coefficients, number, part), (len(rows.seed_N), width))
+                )
+            except _Waits as waits:
+                waiting.append(waits)
+        if not waiting:
+            return torch.cat(done, -1)
+        shapes = {(one.reduce, one.tensor.shape) for one in waiting}
+        if done or len(shapes) > 1:
+            raise _Fault("coefficients exchange other tensors on one process than on another")
+        results.append(waiting[0].reduce(torch.stack([one.tensor for one in waiting])))

@@ -126,6 +126,8 @@ class OarGRPOTrainer(GRPOTrainer):
             for row in range(len(inputs))
         )
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)
+        if self.accelerator.is_main_process:
+            credit.watch.see(metrics, self._reward_G.mean().item())
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}

@@ -25,6 +25,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.utils.padding import response_to_nested
 
+from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
@@ -212,6 +213,7 @@ class OarTrainerMixin:
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
         queued = QueuedBatch(batch.keys, ~_padding_rows(batch), asked_B, reshaped, read)
         metrics.update(self._viewer.show(queued, self.logger.logger))
+        self.logger.logger.setdefault("oar_watch", _WatchingLogger(self._credit.watch))
         return batch
 
     @contextmanager
@@ -222,6 +224,16 @@ class OarTrainerMixin:
             yield
         finally:
             self.config.algorithm.adv_estimator = "oar"
+
+
+class _WatchingLogger:
+    """Among verl's loggers: passes the metrics of each step to OAR's watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        self._watch.see(data, data.get("critic/score/mean"))
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:

@@ -19,6 +19,7 @@ from oar_plugin.credit.importance import (
     without_copies,
 )
 from oar_plugin.credit.importance.check import problems
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from tests import own_importance
 from tests.own_importance import Saliency
 
@@ -69,6 +70,30 @@ def of_every_response_with_reasoning(self, parts):
     return torch.stack([score / score[keep].max() for score, keep in pairs])
 
 
+def surprisal(self, parts):
+    return -parts.log_prob_BL
+
+
+def whole_softmax(self, number, rows):
+    return -rows.vocabulary.subtract_one_at(rows.logits_NV.softmax(-1), rows.token_N)
+
+
+def sums_columns(self, number, rows):
+    return rows.vocabulary.total(rows.logits_NV)
+
+
+def one_hot(self, number, rows):
+    return torch.nn.functional.one_hot(rows.token_N + 4, rows.logits_NV.shape[-1])
+
+
+SHARED = "where processes share the vocabulary (tensor parallelism), coefficients"
+
+
+def waits_on_one_process(self, number, rows):
+    return rows.logits_NV if rows.vocabulary.start else rows.vocabulary.total(rows.logits_NV)
+
+
+NOT_READ = '*entropy_BL is not computed; write reads = frozenset({"entropy", "log_prob"}) in the class*'
 NOT_4 = "combine returned (1, 3, 4), wanted a tensor of shape (3, 4)"
 NOT_7 = "; ".join(f"coefficients returned ({n},), wanted a tensor of shape ({n}, 7)" for n in (3, 0))
 LOG_PROB = frozenset({"log_prob"})
@@ -104,14 +129,27 @@ NO_SCORE = "it has backwards and no method score (one number per token from its 
         # Pooled rows have no tokens.
         own("coefficients failed*NoneType*", backwards=(Backward("probe"),)),
         # A rank may hold no row of the answer.
-        own("coefficients failed*max()*", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
+        own("*; coefficients failed*max()*", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
         own("score returned float, wanted a tensor of shape (2,)", score=lambda *_: 1.0),
         own("score returned numbers that are not finite*", score=lambda *pair: signed(*pair).abs() / 0),
         own("score returned negative numbers*", score=signed),
         own(NOT_4, combine=lambda self, parts: parts.score_KBL),
         own("combine returned negative*", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
         own("combine failed*max()*", combine=of_every_response_with_reasoning),
-        own("combine failed: KeyError('of mine')", combine=lambda self, parts: {}["of mine"]),
+        own("combine failed: KeyError('of mine') (test_check.py, line *)", combine=lambda self, parts: {}["of mine"]),
+        # Other numbers on another layout.
+        own(f"{SHARED} differ *write rows.vocabulary.softmax(rows.logits_NV) in place*", coefficients=whole_softmax),
+        own(f"{SHARED} exchange other tensors*", coefficients=waits_on_one_process),
+        own(f"{SHARED} exchange other tensors*", coefficients=sums_columns),
+        own(f"{SHARED} failed*Class values*subtract_one_at(x, rows.token_N)*", coefficients=one_hot),
+        own("coefficients of a row change*", coefficients=lambda *given: given[2].logits_NV.softmax(0)),
+        own("score of a token changes*", score=lambda self, gradient, _: gradient.square().sum(-1) / gradient.norm()),
+        own("score differs in bf16*", score=lambda self, gradient, embedding: (1e4 + gradient.sum(-1) ** 2) - 1e4),
+        own("combine gives a response*", combine=lambda self, parts: parts.score_KBL[0] / parts.score_KBL[0].max()),
+        # A pass computes nothing that `reads` does not name.
+        own("combine failed*log_prob_BL is not*reads = frozenset({?log_prob?})*", combine=surprisal),
+        own(NOT_READ, reads=LOG_PROB, combine=lambda self, parts: parts.entropy_BL),
+        own(reads=LOG_PROB, combine=surprisal),
         # Tokens outside of the reasoning are ignored, and scores for `combine` may be negative.
         own(combine=lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL),
         own(score=signed, combine=lambda self, parts: parts.score_KBL[0].abs()),
@@ -150,7 +188,8 @@ def test_a_trial_gives_what_a_pass_gives():
     seen.rows, seen.gradients, seen.parts = [], [], []
     assert problems(Recorder) == []
     for count in (3, 0):
-        rows = [(number, one) for number, one in seen.rows if len(one.logits_NV) == count]
+        whole = [(number, one) for number, one in seen.rows if one.vocabulary is WHOLE_VOCABULARY]
+        rows = [(number, one) for number, one in whole if len(one.logits_NV) == count]
         kinds = [
             (number, one.token_N is None, one.clean_NV is not None, one.entropy_N is not None) for number, one in rows
         ]
@@ -159,11 +198,11 @@ def test_a_trial_gives_what_a_pass_gives():
             (2, False, False, True),
         ]  # fmt: skip
     assert [(one.clean_NV - one.logits_NV).unique().shape[0] > 0 for _, one in seen.rows[:1]] == [True]
-    first, second = seen.gradients
+    first, second = (pair for pair in seen.gradients if pair[0].shape == (2, 5) and pair[0].dtype == torch.float32)
     assert torch.equal(first[0], -second[0])
     assert first[0].min() == -first[0].max() < 0, "both signs at once"
     assert first[0].unique().numel() == 10
-    (parts,) = seen.parts
+    (parts,) = (parts for parts in seen.parts if len(parts.reasoning_BL) == 3)
     assert parts.reasoning_BL.sum(-1).tolist() == [3, 2, 0]
     assert not parts.reasoning_BL[0, 0]
     assert not parts.reasoning_BL[1, 2:].any()

@@ -100,5 +100,5 @@ def test_decision_by_hand():
     assert score.tolist() == [9 * 4 / 4, 16 * 1 / 4]
     entropy_BL = torch.tensor([[0.0, 0.5 * math.log(2) ** 0.5, 0.5 * math.log(4) ** 0.5]])
     nothing = torch.zeros(1, 3)
-    parts = Parts(torch.full((1, 1, 3), 9.0), nothing == 0, entropy_BL, nothing, nothing.long())
+    parts = Parts(torch.full((1, 1, 3), 9.0), nothing == 0, nothing.long(), {"entropy": entropy_BL})
     torch.testing.assert_close(Decision().combine(parts), torch.tensor([[0.0, 3 * 0.5, 3 * 0.75]]))

@@ -1,0 +1,71 @@
+"""Warns on the console about a run in which OAR does little or nothing."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from oar_plugin.credit.diagnostics import FALLBACKS, Status
+
+STEPS = 20
+"""Warnings are about means over so many steps. The first step alone is judged only if every response fell back."""
+LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
+
+_ENGINES = "see docs/oar-p.md, or set perturbation.backend=actor"
+ADVICE = {
+    Status.NO_ANSWER: "set answer_patterns to what your reward reads as the answer",
+    Status.TRUNCATED: "responses end at the length limit; raise it",
+    Status.NO_REASONING: "the answer opens the response; do answer_patterns match too early?",
+    Status.NON_FINITE: "importance or gate returned NaN or infinity; does importance=fisher work?",
+    Status.CONSTANT: "the importance gives all tokens one score; compare with importance=fisher",
+    Status.NOT_SCORED: "no scores arrived; run `oar doctor` on the nodes of the actor",
+    **dict.fromkeys((Status.TIMED_OUT, Status.TOO_LONG, Status.ABORTED, Status.ENGINE_FAILED), _ENGINES),
+    Status.ANSWER_TOO_LONG: "do answer_patterns match too much? else raise max_answer_tokens",
+    Status.OUT_OF_MEMORY: "lower the tokens or responses per micro-batch of the actor's update",
+    Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
+}
+"""What to do about each reason for a fallback."""
+
+logger = logging.getLogger("oar_plugin")
+
+
+class Watch:
+    """Reads the metrics of each step, `oar/...` and the mean reward, and logs a warning when one is due.
+
+    A warning is repeated after twice as many steps as the last time. `share` is `algorithm.oar.fallback_warning`.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._seen: deque[Mapping[str, float]] = deque(maxlen=STEPS)
+        self._steps, self._quiet_until = 0, Counter[str]()
+
+    def see(self, metrics: Mapping[str, float], reward: float | None = None) -> None:
+        """Read a step's metrics, by name with the prefix `oar/`, and its mean reward, None if it is not known.
+
+        Steps without a response that needs credit do not count.
+        """
+        if "oar/answer_found" not in metrics:
+            return
+        self._steps += 1
+        self._seen.append({**metrics, "reward": 0.0 if reward is None else reward})
+        fallback = self._mean("oar/fallback/any")
+        if (self._steps == 1 and fallback >= 1) or (len(self._seen) == STEPS and fallback > self._share):
+            shares = {reason: self._mean(f"oar/fallback/{reason.name.lower()}") for reason in FALLBACKS}
+            reasons = sorted((reason for reason in FALLBACKS if shares[reason]), key=shares.__getitem__, reverse=True)
+            told = ", ".join(f"{reason.name.lower()} {shares[reason]:.0%}" for reason in reasons)
+            text = f"{fallback:.0%} of the responses that need credit fall back to plain GRPO: {told}"
+            self._warn("fallback", f"{text}. {reasons[0].name.lower()}: {ADVICE[reasons[0]]}")
+        found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
+        if len(self._seen) == STEPS and found < LOW_ANSWER_FOUND and rewarded > SOME_REWARD:
+            text = f"the mean reward is {rewarded:.2f}, but only {found:.0%} of the responses have an answer that OAR finds"
+            self._warn("answer_found", f"{text}; {ADVICE[Status.NO_ANSWER]}")
+
+    def _mean(self, name: str) -> float:
+        return sum(metrics.get(name, 0.0) for metrics in self._seen) / len(self._seen)
+
+    def _warn(self, kind: str, text: str) -> None:
+        if self._steps < self._quiet_until[kind]:
+            return
+        self._quiet_until[kind] = max(STEPS, 2 * self._steps)
+        steps = "step 1" if self._steps == 1 else f"steps {self._steps - len(self._seen) + 1} to {self._steps}"
+        logger.warning("OAR, %s: %s", steps, text)
