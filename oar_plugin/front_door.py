@@ -3,19 +3,27 @@
 It uses the hosts' code: with the same settings and training step it returns the scores of a run.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import html
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin import estimator
-from oar_plugin.config import OarConfig
+from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
+
+GATE_SETTINGS = ("gate", "tau", "beta", "floor")
+SHOWN = 8
+"""Responses that a notebook shows of one `Credit`."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,34 @@ class Credit:
     status: list[Status]  # one per response. All except SCORED say why the response falls back to GRPO
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
+    tokenizer: Any = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{status.name} {count}" for status, count in Counter(self.status).items())
+        low, high = self.weights.min().item(), self.weights.max().item()
+        settings = f"importance={self.config.importance}, gate={self.config.gate}"
+        return f"Credit({len(self.status)} responses: {found}; {settings}; weights from {low:.2f} to {high:.2f})"
+
+    def _repr_html_(self) -> str:
+        """The first responses for a notebook: orange tokens have more than equal credit, blue tokens less."""
+        read = None if self.tokenizer is None else TokenBytes(self.tokenizer)
+        rows = []
+        for row, status in enumerate(self.status[:SHOWN]):
+            ids, weights = self.input_ids[row, self.attention_mask[row]].tolist(), self.weights[row].tolist()
+            texts = [f"{token} " for token in ids] if read is None else read.texts(ids)
+            tokens = (_shaded(text, weight) for text, weight in zip(texts, weights, strict=False))
+            rows.append(f"<p><b>{row}: {status.name}</b> {''.join(tokens)}</p>")
+        return f"<p>{html.escape(repr(self))}</p><div style='white-space:pre-wrap'>{''.join(rows)}</div>"
 
 
+def _shaded(text: str, weight: float) -> str:
+    colour = (
+        f"rgba(240,140,0,{min(0.8, (weight - 1) / 2):.2f})" if weight > 1 else f"rgba(0,110,220,{(1 - weight) / 2:.2f})"
+    )
+    return f"<span style='background:{colour}' title='weight {weight:.2f}'>{html.escape(text)}</span>"
+
+
+@torch.inference_mode(False)  # the caller's mode would forbid gradients
 def importance(
     model: nn.Module,
     input_ids: Tensor | None = None,
@@ -58,10 +92,10 @@ def importance(
     Args:
         model: causal LM of transformers, on any device, in any dtype. The call does not change it.
         input_ids: int64 `[B, T]`, prompts and responses, padded on any side.
-        response_mask: bool or int `[B, T]`, true at the model's own tokens.
+        response_mask: bool or int `[B, T]`, true at the model's own tokens; or `[B, L]` for the last L columns.
         attention_mask: bool or int `[B, T]`, false at padding. None: false at padding tokens at both ends of a row.
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
-        prompts: B texts (with the chat template applied) or sequences of token ids.
+        prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
         responses: B texts or sequences of token ids.
         tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
         temperature: the sampling temperature of the responses.
@@ -89,6 +123,11 @@ def importance(
         >>> print(paper.advantage_BL[1].unique().tolist())
         [-1.0]
     """
+    _check(not isinstance(model, str), f"model={model!r}", "give the loaded model, not its name")
+    for name, value in {"temperature": temperature, "max_tokens": max_tokens, "step": step}.items():
+        _check(value > 0, f"{name}={value!r}", "must be above 0")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
     credit = TokenCredit(
         settings, tokenizer, "oar_plugin.importance", padding=model.config if tokenizer is None else None
     )
@@ -97,26 +136,47 @@ def importance(
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else segments.cpu()
     else:
+        # Clones: tensors made in inference mode cannot be saved for a backward.
+        input_ids, response_mask, attention_mask, segments = (
+            None if given is None else torch.as_tensor(given).clone()
+            for given in (input_ids, response_mask, attention_mask, segments)
+        )
+        assert input_ids is not None
+        _check(input_ids.dim() == 2, _shape("input_ids", input_ids), "must be [B, T]; for one response input_ids[None]")
+        _check(len(input_ids) > 0, _shape("input_ids", input_ids), "holds no response")
         if response_mask is None:
             raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
         mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool().cpu()
+        before = input_ids.shape[1] - response_mask.shape[-1]
+        if response_mask.dim() == 2 and before > 0:  # a host's mask of the responses alone, which are the last columns
+            response_mask = pad(response_mask, (before, 0))
+        for name, given in {"response_mask": response_mask, "attention_mask": mask_BT, "segments": segments}.items():
+            same = given is None or given.shape == input_ids.shape
+            _check(same, _shape(name, given), f"must be {tuple(input_ids.shape)}, as input_ids")
         rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
         segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
+    for row, (_, own_L) in enumerate(rows):
+        if len(own_L) and own_L[0]:
+            raise ValueError(
+                f"response {row}: there is no token before it, from which its first token could be predicted"
+            )
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
     batch = PaddedBatch(token_BL, mask_BL, mask_BL & (own_BL.cumsum(-1) > 0), own_BL)
     if segments_BL is None:
         segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request)
-    elif segments_BL.shape != token_BL.shape:
-        raise ValueError(f"segments are {tuple(segments_BL.shape)}, wanted {tuple(token_BL.shape)} as the tokens")
     else:
+        _check(segments_BL.shape == token_BL.shape, _shape("segments", segments_BL), f"must be {tuple(token_BL.shape)}")
+        known = ", ".join(f"{segment.name} {int(segment)}" for segment in Segment)
+        wrong = sorted({*segments_BL.unique().tolist()} - {*map(int, Segment)})
+        _check(not wrong, f"segments hold {wrong[:1]}", f"allowed: {known}")
         segments_BL, status_B = _checked_segments(segments_BL)
     segments_BL = segments_BL.to(torch.int8)
     importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
     return Credit(
-        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.metrics, config=credit.config
+        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.metrics, credit.config, tokenizer
     )
 
 
@@ -129,9 +189,19 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
         settings: `gate`, `tau`, `beta`, `floor`, in place of those in `credit`.
 
     Raises:
-        OarConfigError: a setting cannot work.
+        OarConfigError: a setting cannot work, or needs another call of `importance`.
+        ValueError: `advantages` have another shape.
     """
+    if made_before := sorted({*settings} & {*OarConfig.model_fields} - {*GATE_SETTINGS}):
+        raise OarConfigError(
+            f"oar_plugin.reshape.{made_before[0]}: importance was computed before; give this setting to "
+            f"oar_plugin.importance; allowed here: {', '.join(GATE_SETTINGS)}"
+        )
     advantage_BL = torch.as_tensor(advantages, dtype=torch.float32).cpu()
+    wanted = (len(credit.status),), tuple(credit.importance.shape)
+    _check(
+        tuple(advantage_BL.shape) in wanted, _shape("advantages", advantage_BL), f"must be {wanted[0]} or {wanted[1]}"
+    )
     if advantage_BL.dim() == 1:
         advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")
@@ -143,18 +213,40 @@ def _tokenized(
     prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
 ) -> list[tuple[Tensor, Tensor]]:
     """Per row: the token ids of prompt and response, concatenated, and a bool mask of the response."""
+    for name, given in {"prompts": prompts, "responses": responses}.items():
+        _check(not isinstance(given, str), f"{name}={given!r:.60}", f"must be a list; for one response {name}=[...]")
     if prompts is None or responses is None or len(prompts) != len(responses):
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
+    _check(len(prompts) > 0, "prompts=[]", "holds no response")
 
-    def ids(text: Any, **arguments: Any) -> Tensor:
-        if not isinstance(text, str):
+    def ids(text: Any, special: bool) -> Tensor:
+        chat = isinstance(text, Sequence) and len(text) > 0 and isinstance(text[0], Mapping)
+        if not (chat or isinstance(text, str)):
             return torch.as_tensor(text, dtype=torch.long).cpu()
         if tokenizer is None:
             raise ValueError("prompts and responses are texts: give the model's tokenizer")
-        return torch.tensor(tokenizer(text, **arguments)["input_ids"], dtype=torch.long)
+        if chat:
+            _check(
+                bool(getattr(tokenizer, "chat_template", None)),
+                "a prompt is a chat",
+                "the tokenizer has no chat_template",
+            )
+            text, special = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False), False
+        # A chat template writes the token that begins a sequence into the text.
+        special = special and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        return torch.tensor(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
 
-    pairs = [(ids(p), ids(r, add_special_tokens=False)) for p, r in zip(prompts, responses, strict=True)]
+    pairs = [(ids(prompt, True), ids(response, False)) for prompt, response in zip(prompts, responses, strict=True)]
     return [(torch.cat([p, r]), torch.arange(len(p) + len(r)) >= len(p)) for p, r in pairs]
+
+
+def _check(holds: bool, what: str, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{what}: {wanted}")
+
+
+def _shape(name: str, tensor: Tensor | None) -> str:
+    return f"{name} of shape {None if tensor is None else tuple(tensor.shape)}"
 
 
 def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:

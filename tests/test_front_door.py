@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import oar_plugin
 from oar_plugin import front_door
@@ -138,6 +139,10 @@ def test_reshape_keeps_each_responses_total_and_takes_another_gate(model):
 
 
 ONES = torch.ones(1, 3, dtype=torch.long)
+MASKS = {"response_mask": torch.tensor([[0, 1, 1]]), "attention_mask": ONES}
+SEGMENTS = torch.tensor([[0, 1, 3]])
+CHAT = [{"role": "user", "content": "3+4?"}]
+TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
 
 
 @pytest.mark.parametrize(
@@ -147,15 +152,104 @@ ONES = torch.ones(1, 3, dtype=torch.long)
         ({"prompts": ["a"]}, "as many responses"),
         ({"prompts": ["a"], "responses": ["b"]}, "tokenizer"),
         ({"prompts": [[1]], "responses": [[2]]}, "segments"),
-        ({"prompts": [[1]], "responses": [[2, 3]], "segments": ONES[:, :2]}, r"segments are \(1, 2\), wanted \(1, 3\)"),
+        (
+            {"prompts": [[1]], "responses": [[2, 3]], "segments": ONES[:, :2]},
+            r"segments of shape \(1, 2\): must be \(1, 3\)",
+        ),
         ({"input_ids": ONES, "response_mask": ONES}, "attention_mask"),
         ({"importance": "fishr"}, r"oar_plugin.importance.importance='fishr'.*allowed: fisher"),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "no rollout engines here"),
+        ({"input_ids": ONES[0], **MASKS}, r"input_ids of shape \(3,\): must be \[B, T\].*input_ids\[None\]"),
+        ({"input_ids": ONES[:0], **MASKS}, "holds no response"),
+        (
+            {"input_ids": ONES, **MASKS | {"attention_mask": ONES[:, 1:]}},
+            r"attention_mask of shape \(1, 2\): must be \(1, 3\)",
+        ),
+        ({"input_ids": ONES, **MASKS | {"response_mask": ONES[0]}}, r"response_mask of shape \(3,\): must be \(1, 3\)"),
+        ({"input_ids": ONES, **MASKS | {"response_mask": ONES.repeat(2, 1)}}, r"response_mask of shape \(2, 3\)"),
+        ({"input_ids": ONES, **MASKS, "segments": SEGMENTS[:, 1:]}, r"segments of shape \(1, 2\)"),
+        (
+            {"input_ids": ONES, **MASKS, "segments": SEGMENTS * 9},
+            r"segments hold \[9\]: allowed: OUTSIDE 0, .*ANSWER 3",
+        ),
+        (
+            {"input_ids": ONES, "response_mask": ONES, "attention_mask": ONES, "segments": SEGMENTS},
+            "response 0: there is no token before",
+        ),
+        (TEXTS | {"prompts": [[]]}, "response 0: there is no token before"),
+        (TEXTS | {"prompts": "a"}, r"prompts='a': must be a list; for one response prompts=\[...\]"),
+        (TEXTS | {"responses": "b"}, "responses='b': must be a list"),
+        (TEXTS | {"prompts": [], "responses": []}, "holds no response"),
+        (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
+        (TEXTS | {"max_tokens": -1}, "max_tokens=-1: must be above 0"),
+        (TEXTS | {"step": 0}, "step=0: must be above 0"),
     ],
 )
-def test_what_is_missing_is_said(model, arguments, message):
+def test_what_is_missing_or_wrong_is_said(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         oar_plugin.importance(model, **arguments)
+
+
+def test_a_models_name_and_a_model_without_gradients_are_no_model():
+    with pytest.raises(ValueError, match="model='gpt2': give the loaded model"):
+        oar_plugin.importance("gpt2", **TEXTS)
+    with torch.inference_mode():
+        model = world.new_model(TOKENIZER)
+    with pytest.raises(ValueError, match=r"loaded in torch.inference_mode\(\)"):
+        oar_plugin.importance(model, **TEXTS)
+
+
+def test_a_hosts_mask_of_the_responses_alone_and_inference_mode_change_nothing(model):
+    token_BT, segments_BT, mask_BT = padded(rows_of(), True)
+    own_BT = (segments_BT != Segment.OUTSIDE) & mask_BT
+    given = {"attention_mask": mask_BT, "segments": segments_BT}
+    want = oar_plugin.importance(model, token_BT, response_mask=own_BT, **given)
+    first = int(own_BT.any(0).nonzero()[0])
+    got = oar_plugin.importance(model, token_BT, response_mask=own_BT[:, first:], **given)
+    assert torch.equal(got.importance, want.importance)
+    with torch.inference_mode():
+        got = oar_plugin.importance(model, token_BT.clone(), response_mask=own_BT.clone(), **given)
+    assert torch.equal(got.importance, want.importance)
+    assert not got.importance.is_inference()
+
+
+def test_a_chat_is_its_template_and_begins_once(model):
+    """A template writes the token that begins a sequence, and such a tokenizer writes it again."""
+    tokenizer = world.make_tokenizer()
+    tokenizer.bos_token = "<eos>"
+    template = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    given = {"responses": RESPONSES[:1], "tokenizer": tokenizer, "answer_patterns": ["hash"]}
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    ids = [
+        oar_plugin.importance(model, prompts=[prompt], **given).input_ids[0].tolist() for prompt in (CHAT, text, "3+4?")
+    ]
+    assert ids[0] == ids[1] == ids[2]
+    assert ids[0][:2] == [tokenizer.bos_token_id, tokenizer("3", add_special_tokens=False)["input_ids"][0]]
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="a prompt is a chat: the tokenizer has no chat_template"):
+        oar_plugin.importance(model, prompts=[CHAT], **given)
+
+
+def test_advantages_of_another_shape_and_settings_of_importance_are_refused(model):
+    credit = credit_of(model)
+    for wrong in ([1.0], torch.ones(len(RESPONSES), 1), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"advantages of shape .*: must be \(4,\) or \(4, "):
+            oar_plugin.reshape(wrong, credit)
+    with pytest.raises(OarConfigError, match=r"oar_plugin.reshape.num_draws: .*allowed here: gate, tau, beta, floor"):
+        oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, num_draws=2)
+
+
+def test_a_credit_shows_itself(model):
+    credit = credit_of(model, ["<script>no answer<eos>", *RESPONSES[1:]])
+    assert re.fullmatch(
+        r"Credit\(4 responses: NO_ANSWER 1, SCORED 3; importance=fisher, gate=two_level; weights .*\)", repr(credit)
+    )
+    page = credit._repr_html_()
+    assert "<script>" not in page
+    assert page.count("<p><b>") == 4
+    assert f"title='weight {credit.weights.max():.2f}'" in page
 
 
 def test_the_example_in_the_docstring(model):
