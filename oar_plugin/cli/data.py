@@ -1,4 +1,4 @@
-"""`oar data`: the files that recipes train on and validate with."""
+"""`oar data` makes the files that recipes use for training and validation."""
 
 import argparse
 import importlib.util
@@ -13,7 +13,7 @@ _HELP = """\
 Make the parquet files that the recipes read: DIR/NAME/train.parquet and DIR/NAME/test.parquet, in verl's columns, each prompt
 with the instruction to box the final answer. Equal rows are kept once.
 
-Data sets, with the hub's page of each and the licence that it states; read it before you use or pass on a set:
+Data sets, with page on the hub and licence (as stated there). Read the licence before you use or share a set:
 """
 _EXAMPLES = """\
 examples:
@@ -23,7 +23,7 @@ examples:
   oar data aime24 --repeat aime24=8                           verl's validation asks each problem 8 x val_kwargs.n times
   oar data deepmath --from /data/DeepMath-103K                from a copy of the hub's repository, without network
 
-Run it once, on storage that all nodes see, or on each node. Recipes look in OAR_DATA, or ~/data/oar without it.
+Run it once, on storage that all nodes see, or on each node. Recipes read OAR_DATA, or ~/data/oar if it is not set.
 """
 
 
@@ -34,16 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
     text = "print the data sets: splits, page on the hub, licence, columns that are read"
     add("--list", action="store_true", help=text)
-    text = "where to write (default: OAR_DATA, or ~/data/oar without it)"
+    text = "folder to write to (default: OAR_DATA, or ~/data/oar if OAR_DATA is not set)"
     add("--out", type=Path, default=data_folder(), metavar="DIR", help=text)
-    text = "a copy instead of the hub: a folder with its repository, or with train and test files (.parquet, .json, .jsonl). "
-    text += "For several data sets a folder with one for each, by name"
+    text = "use a copy, not the hub: a folder with the hub's repository, or with train and test files (.parquet, "
+    text += ".json, .jsonl). For several data sets: a folder that has one such folder per data set, with its name"
     add("--from", dest="local", type=Path, metavar="PATH", help=text)
-    text = "drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; without it "
-    text += "they are counted. DeepMath's authors did so by meaning, against far more benchmarks (arXiv 2504.11456)"
+    text = "drop training rows whose problem (letters and digits, regardless of case) is in a test.parquet of DIR; "
+    text += "default: only count them. DeepMath's authors compared meanings, on far more benchmarks (arXiv 2504.11456)"
     add("--decontaminate", action="store_true", help=text)
-    text = "write each row of a set's test file N times: verl's mean@n is then that of N x n responses (best@n and maj@n stay "
-    text += "those of n); oar eval takes equal problems once"
+    text = "write each row of a set's test file N times: verl's mean@n is then the mean over N x n responses (best@n "
+    text += "and maj@n still use n responses); oar eval asks equal problems only once"
     add("--repeat", action="append", type=_repeat, default=[], metavar="NAME=N", help=text)
 
 
@@ -71,13 +71,13 @@ def _listed() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 where a package or a data set is missing, 2 for wrong input; the message says what to do."""
+    """Return 0; 1 if a package or a data set is missing; 2 for wrong input. The message says what to do."""
     if args.list:
         print(_listed(), end="")
         return 0
     repeats = dict(args.repeat)
     absent = [name for name in repeats if name not in args.names or "test" not in SOURCES[name].splits]
-    faults = [f"--repeat {name}: needs {name} among the names, and a test split" for name in absent]
+    faults = [f"--repeat {name}: needs {name} among the names; this set must have a test split" for name in absent]
     if faults or not args.names:
         say(f"oar data: {'; '.join(faults) or 'NAME is missing'}; oar data --list lists the data sets", sys.stderr)
         return 2

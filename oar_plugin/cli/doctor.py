@@ -1,4 +1,4 @@
-"""`oar doctor`: would a run start here, and if not, what to do. `questions` imports what may crash or hang."""
+"""`oar doctor` says if a run would start here and what to do if not. `questions` has imports that may crash or hang."""
 
 import argparse
 import importlib.metadata
@@ -19,12 +19,12 @@ from oar_plugin.output import say
 from oar_plugin.runs.launch.preflight import LOGGERS, Finding, Level, importable
 
 _HELP = """\
-Say whether a run with OAR would start on this machine, and what to do where it would not: packages, features that this verl and
-this vLLM support, GPUs, and what a recipe needs. Imports all that a run imports (half a minute); starts and changes nothing.
+Check whether a run with OAR would start on this machine: packages, features of this verl and this vLLM, GPUs, and what
+a recipe needs. If not, say what to do. Imports all that a run imports (half a minute); starts and changes nothing.
 
-  ok           in place
-  note         worth knowing: untested, or only other runs need it
-  not checked  cannot be seen from here: GPUs on a login node, say
+  ok           no problem
+  note         information: it is untested, or only other runs need it
+  not checked  cannot be checked on this machine, for example GPUs on a login node
   missing      a run would not start
 """
 _EXAMPLES = """\
@@ -42,8 +42,8 @@ class Package(NamedTuple):
     """A package that verl or OAR may need."""
 
     module: str  # its import shows that the package works
-    tested: str = ""  # versions; empty: a package for GPUs, untested
-    advice: str = ""  # how to install it; empty: by its name and the tested versions
+    tested: str = ""  # tested versions; empty: an untested package for GPUs
+    advice: str = ""  # how to install it; empty: pip install with its name and the tested versions
 
 
 _TABLE = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
@@ -52,13 +52,13 @@ PLAIN: dict[str, Any] = {
     **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
     **{"loggers": ["console", "wandb"], "offloads": False},
 }
-"""verl's defaults, where no recipe says otherwise."""
+"""verl's defaults, used if no recipe sets another value."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = _HELP, _EXAMPLES
-    parser.add_argument("--recipe", metavar="RECIPE", help="check what this one needs")
+    parser.add_argument("--recipe", metavar="RECIPE", help="also check what this recipe needs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for the recipe")
     parser.add_argument("--json", action="store_true", help="print verdict and findings as JSON, and nothing else")
 
@@ -126,7 +126,7 @@ def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
 def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
     modules = {name: package.module for name, package in PACKAGES.items()}
     if machine.on_cpu:
-        modules["vllm"] = "vllm._custom_ops"  # it chooses the kernels that this processor has the instructions for
+        modules["vllm"] = "vllm._custom_ops"  # this module selects kernels for the CPU's instruction set
     faults = import_faults(modules)
     for name, (module, tested, advice) in PACKAGES.items():
         version, fault, install = version_of(name), faults[name], advice or f'pip install "{name}{tested}"'
@@ -146,7 +146,7 @@ def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
 
 
 def import_faults(modules: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what is wrong with the import of each module, None if it works; another process goes on after a crash."""
+    """Return each module's import error, None if it works. After a crash, a new process imports the others."""
     faults: dict[str, str | None] = {}
     while left := {name: module for name, module in modules.items() if name not in faults}:
         told = ask(questions.imports, left)
@@ -164,7 +164,7 @@ def version_of(name: str) -> str | None:
 
 
 def _verl(told: Mapping[str, Any], wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    """verl itself, whether it loads the plugin, and which features fit."""
+    """Yield findings about verl itself, whether it loads the plugin, and which features it supports."""
     if "folder" in told:
         note = told["note"] or ""
         yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note)
@@ -192,7 +192,7 @@ def _plugin(told: Mapping[str, Any]) -> Finding:
         return Finding("oar_plugin", "ok", f"{version}, loaded by verl")
     if "verl" not in told:
         return Finding("oar_plugin", "note", f"{version}, registered")
-    why = told.get("wrapt") or told.get("hydra_conf") or told["fault"] or "it knows no estimator named oar"
+    why = told.get("wrapt") or told.get("hydra_conf") or told["fault"] or "verl has no estimator named oar"
     text = f"{version}: verl did not load it: {why}"
     return Finding("oar_plugin", "missing", text, 'python -c "import verl" says more')
 
@@ -214,12 +214,12 @@ def _gpus(machine: Machine, share: float | None) -> Iterator[Finding]:
         yield Finding("GPUs", "ok", f"{len(machine.gpus)} x {names}, at least {smallest:.1f} GiB each")
         if full := [gpu for gpu in machine.gpus if gpu["free"] < (share or 0.9) * gpu["total"]]:
             text = f"only {full[0]['free'] / 2**30:.0f} GiB are free on {len(full)} of them"
-            advice = "nvidia-smi names the process that has the rest"
+            advice = "nvidia-smi shows which process uses the rest"
             yield Finding("GPU memory", "missing" if share else "note", text, advice)
     elif machine.fault or not machine.torch:
-        yield Finding("GPUs", "not checked", f"torch did not say: {machine.fault}")
+        yield Finding("GPUs", "not checked", f"torch did not answer: {machine.fault}")
     elif machine.on_cpu and (reason := _left_out("cpu")):
-        text = f"none is used, and verl_cpu, which runs verl on the CPU, does not act: {reason}"
+        text = f"no GPU is used, and verl_cpu, which runs verl on the CPU, is not loaded: {reason}"
         yield Finding("GPUs", "missing", text, "pip install ./verl_cpu in a checkout; for GPUs, a torch build for CUDA")
     elif machine.on_cpu:
         yield Finding("GPUs", "note", "none is used: verl_cpu runs verl on the CPU (demo and tests; small models only)")
@@ -232,7 +232,7 @@ def _gpus(machine: Machine, share: float | None) -> Iterator[Finding]:
 
 
 def _recipe(told: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    """Nodes, configuration and the findings of `oar launch`."""
+    """Yield findings about nodes and configuration, and the findings of `oar launch`."""
     if "nodes" in told:
         yield _cluster(told["nodes"], machine)
     if refused := told.get("refused") or told["fault"]:
@@ -243,7 +243,7 @@ def _recipe(told: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
 
 
 def _cluster(nodes: tuple[int, int] | None, machine: Machine) -> Finding:
-    """Whether this machine can be one of the recipe's nodes. `nodes`: their number and GPUs of each; None: no GPU."""
+    """Whether this machine can be one of the recipe's nodes. `nodes`: (nodes, GPUs per node); None: no GPU."""
     if nodes is None:
         return Finding("cluster", "ok", "needs no GPU")
     (count, needed), seen = nodes, len(machine.gpus)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from oar_plugin.runs.evaluate.table import Line
 
 FIVE = "math500,aime24,amc23,minerva,olympiadbench"
-MANY = 0.05  # share of responses without an answer, above which accuracy may measure format and length
+MANY = 0.05  # if more responses have no answer than this share, accuracy may measure format and length
 _HELP = """\
 Generate K responses to every problem with vLLM, grade them with the recipes' reward, and print avg@K (mean accuracy), pass@K
 (is any right) and maj@K (is the most frequent answer right) with standard errors, and the differences from the baseline, paired
@@ -38,7 +38,7 @@ are merged once, into a folder `merged` beside them), or a run's folder, whose l
 line of the table; NAME=A,B,C are the seeds of one method, and the table shows their mean.
 
 Each response is written as soon as it is ready: the same command continues where it was stopped, and a larger --k adds
-responses. All visible GPUs are used; every --tp GPUs run one engine.
+responses. All visible GPUs are used; each engine runs on --tp GPUs.
 """
 _EXAMPLES = """\
 examples:
@@ -48,8 +48,8 @@ examples:
   oar eval RUN --temperature 0 --k 1                          greedy
   oar eval RUN --data my/problems.parquet --limit 20          a file of your own in verl's columns
 
-oar data math500 aime24 amc23 minerva olympiadbench makes the five sets. What intervals mean, and which difference a set can
-show: docs/evaluation.md.
+oar data math500 aime24 amc23 minerva olympiadbench makes the five sets. docs/evaluation.md explains the intervals, and
+which difference a set can show.
 
 exit status: 0 done, 1 something is missing or failed, 2 wrong input, 130 interrupted (what was generated is kept)
 """
@@ -57,7 +57,7 @@ exit status: 0 done, 1 something is missing or failed, 2 wrong input, 130 interr
 
 def _temperature(text: str) -> float:
     if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: at least 0; 0 is greedy")
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0; 0 is greedy")
     return float(text)
 
 
@@ -69,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "sets in OAR_DATA (or ~/data/oar), or parquet files in verl's columns (default: %(default)s)"
     add("--data", type=listed, default=FIVE, metavar="NAME,...", help=text)
     add("--k", type=positive, default=32, metavar="K", help="responses to each problem (default: %(default)s)")
-    add("--baseline", metavar="NAME", help="the line that the others are compared with (default: the first)")
+    add("--baseline", metavar="NAME", help="the line with which the others are compared (default: the first)")
     add("--best", action="store_true", help="use the checkpoint `best` of a run's folder instead of the last")
-    text = "default: %(default)s, as the recipes validate; 0 is greedy"
+    text = "default: %(default)s, as in the recipes' validation; 0 is greedy"
     add("--temperature", type=_temperature, default=0.6, metavar="T", help=text)
     add("--top-p", type=share, default=0.95, metavar="P", help="default: %(default)s")
     text = "per response (default: %(default)s); use the training's data.max_response_length if that is larger"
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 where something is missing or fails, 2 for wrong input; the message says what to do."""
+    """Return 0; 1 if something is missing or fails; 2 for wrong input. The message says what to do."""
     try:
         rows = parse(args.checkpoints)
         baseline = args.baseline or next(iter(rows))

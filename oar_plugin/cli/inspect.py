@@ -19,7 +19,7 @@ LOOK_AGAIN_S = 3.0
 _HELP = """\
 Show responses token by token, with the weight of each token: one page that needs no network.
 
-A SOURCE is a folder that a run dumped into (algorithm.oar.dump.dir), or the run's folder around it; a folder of verl's own dump
+A SOURCE is the folder of a run's dump (algorithm.oar.dump.dir) or the run's folder; a folder of verl's own dump
 (trainer.rollout_data_dir, trainer.validation_data_dir); or a file of JSON lines with prompt (a text or the messages of a chat),
 response and, optionally, truth, reward, source, group and step. The last two have credit only with --model. verl's dump lacks
 special tokens, so a model's numbers for it are close to those of the run, not equal.
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--open", action="store_true", help="open the page in a browser")
     add("--follow", action="store_true", help="write the page again after each dumped step; reload it to see the step")
     add("--model", metavar="NAME", help="folder in HuggingFace's format, checkpoint of verl, or name on the hub")
-    text = "with --model (default: that of algorithm.oar); the first one makes the weights"
+    text = "importances to compute with --model (default: that of algorithm.oar); the first one gives the weights"
     add("--importance", type=listed, metavar="NAME,...", help=text)
     add("--device", metavar="NAME", help="device of the model: cpu, cuda, cuda:1 (default: a GPU if there is one)")
 

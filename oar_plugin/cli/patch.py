@@ -1,4 +1,4 @@
-"""`oar patch`: add a hook to an installed host that has none, or remove it again. It needs git, which checks a patch first."""
+"""`oar patch` adds a hook to an installed host without one, or removes it. It needs git, which checks a patch first."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from oar_plugin.output import say
 
 
 class PatchError(Exception):
-    """Nothing was changed, if the message does not say otherwise. It says why, and what to do."""
+    """The patch failed. The message says why and what to do. Files were changed only if the message says so."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say what would be done, and change nothing")
     parser.add_argument("--revert", action="store_true", help="remove the patch again")
     parser.add_argument("--path", type=Path, metavar="DIR", help="site-packages or checkout with the host's package")
-    parser.epilog = "Run it on every node. Reinstalling the host removes the patch as well, also a part of it."
+    parser.epilog = "Run this on every node. Reinstalling the host also removes a patch, or a part of a patch."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,10 +46,10 @@ def patches_folder() -> Path:
 
 
 def patch(host: str, path: Path | None = None, check: bool = False, revert: bool = False) -> str:
-    """Apply or revert the patch for a host, found by Python or in the folder `path`; return what was, or would be, done.
+    """Apply or revert the patch for a host in `path` (None: where Python finds it). Return what was, or would be, done.
 
     Raises:
-        PatchError: there is no git, no patch for this host, its files are not as released, or they cannot be written.
+        PatchError: git, host or patch is missing, the version is unknown, or files were changed or cannot be written.
     """
     if shutil.which("git") is None:
         raise PatchError("git: not installed here; install it")
@@ -78,7 +78,7 @@ def patch(host: str, path: Path | None = None, check: bool = False, revert: bool
 
 
 def _write(package: Path, file: Path, options: list[str], advice: str) -> None:
-    """Let git replace the files: installers share files between environments by hard links, so none is changed in place."""
+    """Let git replace the files, not change them in place: installers hard-link them into several environments."""
     lines = file.read_text(encoding="utf-8").splitlines()
     names = [package / line.split("/", 2)[2] for line in lines if line.startswith("+++ b/")]
     if locked := [name.parent for name in names if not os.access(name.parent, os.W_OK)]:
@@ -92,7 +92,7 @@ def _write(package: Path, file: Path, options: list[str], advice: str) -> None:
 
 def _git_apply(package: Path, file: Path, *options: str) -> str:
     """Run `git apply` in a host's package. Return an empty string, or why the patch does not fit."""
-    # git must not take a repository around the package for the one that is patched, and must ignore the user's settings.
+    # git must not use a repository that contains the package's folder, and must ignore the user's settings.
     own = {"GIT_CEILING_DIRECTORIES": str(package.parent), "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     words = ["git", "apply", "-p2", *options, str(file)]
     done = subprocess.run(words, cwd=package, env=os.environ | own, capture_output=True, text=True, errors="replace")

@@ -1,7 +1,7 @@
-"""Questions of `oar doctor` that import packages. Another process answers each, because an import may crash or hang.
+"""Questions of `oar doctor` that import packages. A new process answers each one, because an import may crash or hang.
 
-A question is a generator of pairs `(key, value)`. The process writes each pair to a file at once, so a crash loses only what
-comes after it. The key `doing` names the next step: a message says where the process ended.
+A question is a generator of pairs `(key, value)`. The process writes each pair to a file immediately, so a crash loses
+only later pairs. The value of the key `doing` is the next step. If the process ends early, the message has this step.
 """
 
 import importlib
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from oar_plugin.output import cause
 
 LIMIT_S = 300.0
-"""Seconds for one question. Imports take most of them: ten seconds, or minutes from a slow network disk."""
+"""Time limit of one question, in seconds. Imports need most of it: ten seconds, or minutes from a slow network disk."""
 Pairs = Iterator[tuple[str, Any]]
 
 
 def ask(question: Callable[..., Pairs], *arguments: Any) -> dict[str, Any]:
-    """Return the pairs of a new process, which ends with all that it started.
+    """Return the pairs that a new process writes. Before `ask` returns, it kills this process and its children.
 
-    One more key, `fault`, has the reason why the process ended before the last pair; None if it did not.
+    The key `fault` is added: the reason why the process ended before the last pair; None if it wrote all pairs.
     """
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
         # With -m the working directory is on the search path, as for `python -m verl.trainer.main_ppo`.
@@ -60,7 +60,7 @@ def _answer(question: str, arguments: str, file: str) -> None:
         except (Exception, SystemExit) as error:
             fault = cause(error)
         print(json.dumps(("fault", fault)), file=lines)
-    os._exit(0)  # what packages do at a normal exit may hang
+    os._exit(0)  # a normal exit runs the packages' exit code, which may hang
 
 
 class Machine(NamedTuple):
@@ -69,12 +69,12 @@ class Machine(NamedTuple):
     torch: str = ""
     built_for: str | None = None  # version of CUDA or ROCm; None: a build for the CPU
     gpus: Sequence[Mapping[str, Any]] = ()  # name, and bytes in total and free
-    why_not: str = ""  # what torch says when it sees none
-    fault: str | None = None  # why `devices` did not answer to its end
+    why_not: str = ""  # torch's message if it sees no GPU
+    fault: str | None = None  # why `devices` ended before its last pair; None if it did not
 
     @property
     def on_cpu(self) -> bool:
-        """Whether verl_cpu would run verl on the CPU here: it decides in the same way."""
+        """Whether verl_cpu would run verl on the CPU here. verl_cpu uses the same rule."""
         asked = os.environ.get("VERL_PLATFORM", "").strip().lower()
         return bool(self.torch) and not self.gpus and (asked == "cpu" or (not asked and self.built_for is None))
 
@@ -88,7 +88,7 @@ class Machine(NamedTuple):
 
 
 def imports(modules: Mapping[str, str]) -> Pairs:
-    """For each name: what the import of its module raised, None if it works."""
+    """Yield for each name the error that the import of its module raised; None if the import works."""
     for name, module in modules.items():
         yield "doing", f"import {module}"
         try:
@@ -116,7 +116,7 @@ def devices() -> Pairs:
 
 
 def features() -> Pairs:
-    """verl's version and folder, what each feature lacks, what could not be imported for it, and whether verl loads OAR."""
+    """Yield verl's version and folder, each feature's missing code and failed imports, and whether verl loads OAR."""
     from oar_plugin.hosts.verl import capabilities
     from oar_plugin.hosts.vllm import versions
 

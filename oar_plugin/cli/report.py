@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "folders of runs that differ in their seeds, or what a logger of verl wrote"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    add("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="what they are compared with")
-    text = "folder of page and pictures (default: report/ in the first run's folder, for bare logs in the current one)"
+    add("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="runs to compare with")
+    text = "folder for page and pictures (default: report/ in the first run's folder, or in . without a run.yaml)"
     add("--out", type=Path, metavar="DIR", help=text)
     add("--open", action="store_true", help="show the page in a browser")
 

@@ -1,4 +1,4 @@
-"""Responses that come as text: their reward, and their credit under a HuggingFace model (`oar inspect --model`)."""
+"""Computes reward and credit of responses that are given as text, with a HuggingFace model (`oar inspect --model`)."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> dict[str
         try:
             (given.setdefault(group, {}) if group else given)[name] = yaml.safe_load(text)
         except (yaml.YAMLError, TypeError):
-            raise SourceError(f"{key}={text}: not a value as on verl's command line") from None
+            raise SourceError(f"{key}={text}: not valid; write values as on verl's command line") from None
     try:
         names = names or [str(given.get("importance", OarConfig().importance))]
         configs = [OarConfig.parse({**given, "importance": name}) for name in names]
@@ -46,13 +46,13 @@ def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> dict[str
 
 
 def header_of(configs: Mapping[str, OarConfig]) -> Header:
-    """Return the header of responses that no run dumped; `configs` from `configs_of`, empty without a model."""
+    """Return the header for responses without a run's dump. `configs` is from `configs_of`; empty without a model."""
     scales = {name: config.importance_object.arbitrary_scale for name, config in configs.items()}
     return header_for(next(iter(configs.values()), OarConfig()), scales)
 
 
 def graded(texts: Sequence[Text]) -> list[Text]:
-    """Return the same texts; those with a truth and without a reward get the reward of the recipes."""
+    """Return the same texts. A text that has a ground truth but no reward gets the recipes' reward."""
 
     def grade(text: Text) -> Text:
         if text.truth is None or text.reward is not None:
@@ -71,7 +71,7 @@ def graded(texts: Sequence[Text]) -> list[Text]:
 def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mapping[str, OarConfig]) -> list[Response]:
     """Return the texts as tokens, with the importances of `configs` (from `configs_of`) and the weights of the first of them.
 
-    `name` is that of a model, as in `oar eval`; `device` None is a GPU if there is one.
+    `name` is a checkpoint, as in `oar eval`. If `device` is None, a GPU is used if there is one.
 
     Raises:
         SourceError: the tokenizer has no template for a prompt, or a setting is for runs only.
@@ -93,8 +93,8 @@ def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mappin
             except UnsupportedModelError as error:
                 raise EvaluationError(str(error)) from error
             except torch.OutOfMemoryError as error:
-                advice = "leave it out, or --device cpu"
-                raise EvaluationError(f"{text.uid}: no memory for its {len(ids)} tokens; {advice}") from error
+                advice = "leave this response out, or use --device cpu"
+                raise EvaluationError(f"{text.uid}: not enough memory for its {len(ids)} tokens; {advice}") from error
             responses.append(text.to_response(advantage, token_ids=ids, tokens=token_bytes.texts(ids), **credit))
     return responses
 
@@ -119,7 +119,7 @@ def _prompt_ids(tokenizer: Any, text: Text) -> list[int]:
     if text.chat is None:
         return list(tokenizer(text.prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
-        raise SourceError("a prompt is a list of messages, and the model's tokenizer has no chat template: give texts")
+        raise SourceError("a prompt is a list of messages, and the model's tokenizer has no chat template: use texts")
     try:
         prompt = tokenizer.apply_chat_template(text.chat, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, TypeError) as error:

@@ -46,7 +46,7 @@ class KeepBest(CheckpointCallback):
             self._guarded(self._keep, self._saved, step, accuracy)
 
     def _guarded(self, function: Any, *arguments: Any) -> None:
-        """Call `function` and log its errors; raised, they would end training."""
+        """Call `function` and log its errors. A raised error would end training."""
         try:
             function(*arguments)
         except Exception as error:
@@ -56,7 +56,7 @@ class KeepBest(CheckpointCallback):
         record, new, kept = self._best / RECORD, self._best / "new", self._best / saved.name
         if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["accuracy"] >= accuracy:
             return
-        shutil.rmtree(new, ignore_errors=True)  # left if an earlier process was killed here
+        shutil.rmtree(new, ignore_errors=True)  # exists if an earlier process was killed at this point
         try:
             shutil.copytree(saved, new, copy_function=os.link)
         except (OSError, shutil.Error):

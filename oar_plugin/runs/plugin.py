@@ -1,6 +1,6 @@
 """The second `verl.plugins` entry point: keeps old module names importable for copied recipes and older runs.
 
-`import verl` loads this module in every process, so it imports only the standard library until an old name is imported.
+`import verl` loads this module in every process, so at first it imports only the standard library and wrapt.
 """
 
 import importlib

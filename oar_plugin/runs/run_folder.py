@@ -84,7 +84,7 @@ def check(config: DictConfig, start: str = "") -> None:
     if unmatched:
         versions = f"{record['versions'] or 'other versions'}, now {_versions()}"
         keys = ", ".join(_shortened(unmatched))
-        say(f"oar: {folder}: started with {versions}; keys of only one version, not compared: {keys}", sys.stderr)
+        say(f"oar: {folder}: started with {versions}; these keys exist in only one, not compared: {keys}", sys.stderr)
     if differing:
         values = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in differing]
         raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *_shortened(values), _ADVICE]))
@@ -251,7 +251,7 @@ class KeepRun(Callback):
         if opened is None:
             say(f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh starts it again", sys.stderr)
             sys.exit(0)
-        # Set in Ray's runtime environment: the loggers run in an actor, and a Ray that already runs ignores this process's.
+        # Set in Ray's runtime_env: the loggers run in an actor, and a running Ray ignores this process's environment.
         OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables(opened), force_add=True)
         OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds its own variable
 

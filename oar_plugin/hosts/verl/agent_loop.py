@@ -1,8 +1,8 @@
-"""verl's agent loop with scoring, which follows the reward of a response and precedes the replay queue.
+"""verl's agent loop, which also scores a response: after its reward is computed, and before it enters the replay queue.
 
-The engines hold the current weights until the batch is complete, so the copies of early responses run while late ones are
-still being generated. A response is scored as soon as two rewards of its group differ: only then can its weights matter.
-A group whose rewards are all equal costs nothing.
+The engines keep the current weights until the batch is complete. So the masked copies of early responses run while late
+responses are still being generated. A response is scored as soon as two rewards of its group differ: only then can its
+weights change the update. A group whose rewards are all equal is not scored.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("oar_plugin")
 
-PRIORITY = 2**30  # of the copies: after everything that is generated (vLLM runs small numbers first)
-ATTEMPTS = 2  # to score a response
+PRIORITY = 2**30  # of masked copies: they run after all generation (vLLM runs smaller numbers first)
+ATTEMPTS = 2  # maximum number of attempts to score a response
 STATUS_OF_FAULT = {
     None: Status.SCORED,
     "timed_out": Status.TIMED_OUT,
@@ -53,11 +53,11 @@ ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
 
 
 class Group:
-    """The responses to one prompt. It tells, as early as possible, whether their rewards differ.
+    """The responses to one prompt. `matters` returns whether to score them, as early as this is known.
 
     Args:
-        size: responses that are to come.
-        decides: whether equal rewards make all advantages zero; if not, every response matters at once.
+        size: number of responses that will be reported.
+        decides: whether equal rewards make all advantages zero. If False, every response is scored, without waiting.
     """
 
     def __init__(self, size: int, decides: bool) -> None:
@@ -68,19 +68,19 @@ class Group:
         self._settle()
 
     def report(self, reward: float | None) -> None:
-        """A response is finished. The reward is None when it failed or has no reward yet."""
+        """Count a finished response. `reward` is None if the response failed or has no reward yet."""
         self._missing -= 1
         if reward is not None:
             self._rewards.add(reward)
         self._settle()
 
     def reward_comes_later(self) -> None:
-        """Rewards are computed after this loop, so all responses may matter."""
+        """Record that rewards are computed after this loop, so every response is scored."""
         self._differ = True
         self._settle()
 
     async def matters(self) -> bool:
-        """Whether two rewards differ; waits until they do, or until all are in."""
+        """Return whether to score the responses. Wait until two rewards differ, or until all responses are reported."""
         await self._known.wait()
         return self._differ
 
@@ -91,7 +91,7 @@ class Group:
 
 
 class ScoredOutput(AgentLoopOutput):
-    """verl's output of a session with our fields beside its own."""
+    """verl's output of one session, with OAR's fields added to verl's fields."""
 
     oar_fields: Any = None
 
@@ -109,7 +109,7 @@ class ScoredOutput(AgentLoopOutput):
 
 @dataclass
 class _Session:
-    """One run of an agent loop. Validation has none."""
+    """State of one run of an agent loop. Validation runs have no session."""
 
     group: Group
     step: int
@@ -125,9 +125,9 @@ _session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's worker, which runs agent loops, with scoring."""
+    """verl's worker for agent loops, which also scores responses."""
 
-    # What the host's worker provides.
+    # Attributes of verl's worker.
     config: DictConfig
     tokenizer: Any
     model_config: Any
@@ -189,7 +189,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             output.oar_fields = await self._fields(output, session)
 
     async def _fields(self, output: AgentLoopOutput, session: _Session) -> dict[str, Tensor]:
-        """Importance, segments, status and record of one output; a fault of ours never stops a run."""
+        """Return importance, segments, status and record of one output. An error in OAR never stops the run."""
         length = len(output.response_ids)
         importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
         record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
@@ -205,7 +205,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 if status == Status.SCORED:
                     importance, record = await self._score(output, segments, session.step, record)
         except Exception:
-            logger.exception("OAR could not score a response; it falls back")
+            logger.exception("OAR could not score a response; it falls back to GRPO")
             record = replace(record, status=Status.ENGINE_FAILED)
         if record.status != Status.SCORED:
             segments = np.zeros_like(segments)
@@ -217,7 +217,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         }
 
     def _lost(self, step: int) -> LostTime:
-        """The time lost in the newest step that responses came from."""
+        """Return the time that answer searches have lost in the newest step with a response on this worker."""
         if step > self._lost_time[0]:
             self._lost_time = step, LostTime()
         return self._lost_time[1]
@@ -225,7 +225,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _score(
         self, output: AgentLoopOutput, segments: np.ndarray, step: int, record: OffloadRecord
     ) -> tuple[np.ndarray, OffloadRecord]:
-        """Importance of a response, float32 `[L]`; zeros when the engines could not score it."""
+        """Return a response's importance, float32 `[L]` (zeros if the engines could not score it), and its record."""
         task = self._task(output, segments, step)
         fault: Fault | None = None
         for attempts in range(1, ATTEMPTS + 1):
@@ -247,7 +247,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         )
         importance = np.zeros(len(segments), dtype=np.float32)
         if result.importance is not None:
-            importance[:] = result.importance  # raises where an engine returned another length
+            importance[:] = result.importance  # raises an error if the length is wrong
         return importance, record
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
@@ -268,9 +268,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         )
 
     async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
-        """One call to one engine; every error is returned as a fault.
+        """Call one engine once, and return every error as a fault.
 
-        `after_exchange`: first wait until the engine admits requests again, which takes as long as the trainer takes.
+        `after_exchange`: first wait, without a time limit, until the engine admits requests after a weight exchange.
         """
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
         client: LLMServerClient = self.llm_client

@@ -295,7 +295,7 @@ def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
 
 
 def packed_of(data: TensorDict, device: torch.device | None = None) -> Packed:
-    """Returns the sequences of a batch and their segments, on this device; None: on that of the token ids."""
+    """Returns the sequences of a batch and their segments, on `device`; None: on the device of the token ids."""
     input_ids = data["input_ids"] if device is None else data["input_ids"].to(device)
     return Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
 
@@ -328,6 +328,6 @@ def nested(rows: list[Tensor]) -> Tensor:
 
 
 def elapsed(since: float) -> float:
-    """Wait for the device's work, and return the seconds since `time.perf_counter()` returned `since`."""
+    """Wait for the device's work, and return the seconds since `since`, a value of `time.perf_counter()`."""
     get_torch_device().synchronize()
     return time.perf_counter() - since

@@ -1,11 +1,11 @@
 """The extension of vLLM's workers: tagged requests return outcomes in place of prompt log-probabilities.
 
-A request is tagged by `SamplingParams.extra_args["oar"]` (a spec of `outcomes`) and asks for `prompt_logprobs=0`, which is what
-makes vLLM hand rows back with it. Row `i` of what it gets is number `i` of `OutcomeRecorder.step` as the log-probability of
-token 0. Untagged requests are left to vLLM.
+A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`. It also has `prompt_logprobs=0`, so
+that vLLM returns rows for its prompt. In row `i`, the log-probability of token 0 is number `i` of the result of
+`OutcomeRecorder.step`. vLLM handles untagged requests as usual.
 
-vLLM has two model runners. The CPU's is a subclass of the first one. On GPUs the second one is the default for more and more
-models.
+vLLM has two model runners. The CPU's runner is a subclass of the first one. On GPUs, the second one is the default for
+more and more models.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class OutcomeExtension:
-    """For `worker_extension_cls`; its methods are reached by `collective_rpc`."""
+    """Class for vLLM's `worker_extension_cls`. Its methods are called through `collective_rpc`."""
 
     model_runner: Any
 
     def oar_install(self) -> None:
-        """Answer tagged requests from now on. A second call changes nothing.
+        """Make the worker return outcomes for tagged requests. A second call changes nothing.
 
         Raises:
-            RuntimeError: the worker has a model runner whose prompt rows cannot be reached.
+            RuntimeError: the worker's model runner has no method or attribute that returns prompt rows.
         """
         runner = self.model_runner
         if hasattr(runner, "oar_recorder"):
@@ -57,8 +57,8 @@ class OutcomeExtension:
         model = stock.get_model()
 
         def project(hidden_RD: Tensor) -> Tensor | None:
-            # The class's function: verl replaces the instance's by one that masks tokens that must not be sampled, and
-            # the actor's distribution has these tokens.
+            # Call the class's function. verl replaces the instance's function by one that masks tokens that must not
+            # be sampled, but the actor's distribution includes these tokens.
             return type(model).compute_logits(model, hidden_RD)
 
         recorder = OutcomeRecorder(project)
@@ -73,13 +73,13 @@ class OutcomeExtension:
 
 
 def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
-    """Answers tagged requests in place of vLLM where it makes prompt log-probabilities."""
+    """Replace the first runner's function for prompt log-probabilities by one that also answers tagged requests."""
     stock = runner._get_prompt_logprobs_dict
 
     def prompt_rows(hidden_states: Tensor, num_scheduled_tokens: dict[str, int], *others: Any) -> dict[str, Any]:
-        """By request id, LogprobsTensors or None."""
+        """Return a dictionary: request id -> LogprobsTensors or None."""
         waiting: dict[str, int] = runner.num_prompt_logprobs
-        # Requests whose prompt has not ended, in an order that all tensor-parallel ranks share.
+        # Requests whose prompt is not completely computed yet, in the same order on all tensor-parallel ranks.
         tags = {request: tag_of(runner.requests[request].sampling_params) for request in waiting}
         tagged = {request: tag for request, tag in tags.items() if tag is not None}
         recorder.retain(runner.requests)
@@ -104,7 +104,7 @@ def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
         outcomes = recorder.step(hidden_states, items)
         if not outcomes:
             return rows
-        # vLLM wants these rows on the CPU: one transfer for all.
+        # vLLM expects these rows on the CPU: copy all of them in one transfer.
         numbers = torch.cat(list(outcomes.values())).cpu().split([len(one) for one in outcomes.values()])
         for request, its_numbers in zip(outcomes, numbers, strict=True):
             rows[request] = as_rows(its_numbers)
@@ -115,17 +115,17 @@ def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
 
 
 def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
-    """As above. This runner copies its results to the CPU asynchronously, so nothing here may wait for the device either."""
+    """The same for the second runner. It copies to the CPU asynchronously, so this must not wait for the device."""
     worker: PromptLogprobsWorker = runner.prompt_logprobs_worker
     states: RequestState = runner.req_states
     stock_add, stock_rows = runner.add_requests, worker.compute_prompt_logprobs
-    # Tagged requests whose prompt has not ended, with their prompts.
+    # request id -> (spec, prompt) of tagged requests whose prompt is not completely computed yet
     pending: dict[str, tuple[Spec | None, list[int]]] = {}
 
     def add_requests(scheduler_output: SchedulerOutput, *others: Any) -> None:
         stock_add(scheduler_output, *others)
         new: NewRequestData
-        for new in scheduler_output.scheduled_new_reqs:  # resumed ones after a preemption, too
+        for new in scheduler_output.scheduled_new_reqs:  # also requests that resume after a preemption
             pending.pop(new.req_id, None)
             if (tag := tag_of(new.sampling_params)) is not None:
                 pending[new.req_id] = (spec_of(new.req_id, tag), new.prompt_token_ids)
@@ -142,7 +142,7 @@ def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
         if not pending:
             return rows
         items = []
-        for i, request in enumerate(input_batch.req_ids):  # in an order that all tensor-parallel ranks share
+        for i, request in enumerate(input_batch.req_ids):  # in the same order on all tensor-parallel ranks
             if request in pending:
                 spec, token_ids = pending[request]
                 first, count = input_batch.num_computed_prefill_tokens_np[i], input_batch.num_scheduled_tokens[i]
@@ -161,7 +161,7 @@ INSTALL: dict[str, Callable[[Any, OutcomeRecorder], None]] = {
     "_get_prompt_logprobs_dict": _install_first,
     "prompt_logprobs_worker": _install_second,
 }
-"""By an attribute that only this runner has."""
+"""Attribute that only one of the two runners has -> function that installs a recorder in this runner."""
 
 
 # ---- tags and rows
@@ -174,7 +174,7 @@ def tag_of(sampling_params: Any) -> dict[str, Any] | None:
 
 
 def spec_of(request: str, tag: dict[str, Any]) -> Spec | None:
-    """None, and a warning, where a tag makes no sense: an exception would end the engine, and generation with it."""
+    """Return a tag's spec. If the tag is invalid, warn and return None: an exception would end the engine."""
     try:
         return read_spec(tag)
     except (TypeError, ValueError):
@@ -183,7 +183,7 @@ def spec_of(request: str, tag: dict[str, Any]) -> Spec | None:
 
 
 def as_rows(numbers: Tensor) -> LogprobsTensors:
-    """Row `i` is number `i` as the log-probability of token 0, where the numbers are."""
+    """Return rows on the device of `numbers`. In row `i`, the log-probability of token 0 is number `i`."""
     from vllm.v1.outputs import LogprobsTensors
 
     zeros = torch.zeros(len(numbers), dtype=torch.int32, device=numbers.device)

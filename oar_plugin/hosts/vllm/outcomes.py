@@ -1,11 +1,11 @@
-"""Answer distributions of tagged requests, computed where the hidden states are: in the worker of an inference engine.
+"""Computes outcomes (answer distributions) of tagged requests in an engine's worker, which has the hidden states.
 
-It knows torch and the probes, and nothing of the engine. For every step of the engine it is told which positions of which
-request the step computed; it projects only the rows that the probe reads, and hands back a few numbers when a request's
-prompt ends. The distributions themselves, a vocabulary long, never leave the worker.
+This module uses torch and the probes, and knows nothing about the engine. At every step of the engine, the caller says
+which positions of which request the step computed. `OutcomeRecorder` projects only the rows that the probe reads, and
+returns a few numbers at the end of a request's prompt. The distributions (one value per token id) stay in the worker.
 
-**Only rows that a request computed itself count.** An engine with a prefix cache skips what it finds there, and a row that
-was skipped has no hidden state. Such a request scores NaN, and whoever asked asks again without the cache.
+**Only rows that a request computed itself count.** An engine with a prefix cache does not compute cached positions, so
+their rows have no hidden state. The score of such a request is NaN; the caller repeats the request without the cache.
 """
 
 import math
@@ -26,35 +26,35 @@ from oar_plugin.credit.probe import PROBES, Probe
 Role = Literal["reference", "copy"]
 
 TAG = "oar"
-"""The key of a spec, as a dictionary, in the `SamplingParams.extra_args` of a request."""
+"""Key in a request's `SamplingParams.extra_args`. Its value is a spec, written as a dictionary."""
 
 NO_REFERENCE = -1.0
-"""Replaces the number of rows where the reference is not known, or no longer."""
+"""Returned in place of the number of rows if the worker has no reference, or no longer has it."""
 
 MAX_REFERENCES = 32
-"""References kept; a float64 vocabulary each, 1.2 MB at 152k tokens. Nobody says when one is of no more use: that would take a
-call to the workers, and an engine makes no step during one. The least recently used makes room."""
+"""Maximum number of stored references. Each has one float64 per token of the vocabulary: 1.2 MB for 152k tokens. The
+least recently used one is deleted. A call to the workers that deletes unused ones would stop the engine's steps."""
 
-# Rows projected at once, and of these drawn from at once: the hashes behind a draw take several int64 a logit.
+# Maximum number of rows per projection, and per draw: the hashes of a draw need several int64 per logit.
 _ROWS = 64
 _DRAWN_ROWS = 16
 
 
 @dataclass(frozen=True)
 class OutcomeSpec:
-    """A request for its answer's distribution. The spec travels beside the request as plain values."""
+    """Spec of a request for the distribution of its answer. It is sent with the request as plain values."""
 
-    key: str  # names the reference
-    role: Role  # `reference` is kept under its key, `copy` is compared with it
-    probe: Probe  # what the answer's distribution is
-    start: int  # position of the answer's first token; the answer runs to the end of the prompt
+    key: str  # name of the reference
+    role: Role  # `reference`: the outcome is stored under `key`; `copy`: it is compared with the stored one
+    probe: Probe  # definition of the answer's distribution
+    start: int  # position of the answer's first token; the prompt ends with the answer
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role) or self.probe not in PROBES or self.start < 1:
             raise ValueError(f"not a request that can be scored: {self}")
 
     def rows(self, length: int) -> list[int]:
-        """Positions of the logits that are read, ascending, in a prompt of `length` tokens; none where it is too short."""
+        """Return positions of the logits to read in a prompt of `length` tokens, ascending; [] if it is too short."""
         if length <= self.start:
             return []
         return list(range(self.start - 1, self.start if self.probe == "last" else length - 1))
@@ -62,19 +62,19 @@ class OutcomeSpec:
 
 @dataclass(frozen=True)
 class DrawSpec:
-    """A request for replacements: a token for each of some positions, drawn from the model's prediction there."""
+    """Spec of a request for replacements: for each position in `at`, a token is drawn from the model's prediction."""
 
-    at: tuple[int, ...]  # the positions, ascending; the prompt may end right before the last of them
-    avoid: tuple[int, ...]  # the tokens that stand there
+    at: tuple[int, ...]  # the positions, ascending; the prompt may end directly before the last position
+    avoid: tuple[int, ...]  # the response's tokens at these positions, which are not drawn
     seeds: tuple[int, ...]  # see `perturbation.sample_replacements`
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in pairwise((0, *self.at)))
         if not self.at or not ascending or not len(self.at) == len(self.avoid) == len(self.seeds):
-            raise ValueError(f"not a request that tokens can be drawn by: {self}")
+            raise ValueError(f"not a request that can draw tokens: {self}")
 
     def rows(self, length: int) -> list[int]:
-        """Positions of the logits that are read, ascending, in a prompt of `length` tokens; none where it is too short."""
+        """Return positions of the logits to read in a prompt of `length` tokens, ascending; [] if it is too short."""
         return [p - 1 for p in self.at] if length >= self.at[-1] else []
 
 
@@ -82,7 +82,7 @@ Spec: TypeAlias = OutcomeSpec | DrawSpec
 
 
 def read_spec(values: dict[str, Any]) -> Spec:
-    """The inverse of `dataclasses.asdict`. ValueError, TypeError: the values are no spec."""
+    """Return the spec whose `dataclasses.asdict` is `values`. ValueError, TypeError: `values` are not a spec."""
     if "at" in values:
         return DrawSpec(**{name: tuple(numbers) for name, numbers in values.items()})
     return OutcomeSpec(**values)
@@ -93,7 +93,7 @@ class Scheduled:
     """The part of one tagged request that one step of the engine computes."""
 
     request: str  # its id
-    spec: Spec | None  # None: its tag makes no sense
+    spec: Spec | None  # None: the tag is invalid
     token_ids: Sequence[int]  # the whole prompt
     first: int  # position of the first token that the step computes
     count: int  # tokens that the step computes
@@ -101,34 +101,34 @@ class Scheduled:
 
 
 class _Tally:
-    """The rows of one request so far."""
+    """The rows of one request that have been read so far, and their sums or drawn tokens."""
 
     def __init__(self, spec: Spec, token_ids: Sequence[int]) -> None:
         self.spec = spec
         self.token_ids = token_ids
         self.rows = spec.rows(len(token_ids))
-        self.taken = 0  # of `rows`, in order; what is before it has been read or is lost
+        self.taken = 0  # number of `rows` that have been read, in order
         self.lost = not self.rows
         self.total: Tensor | None = None  # [V] sum of logits, or scalar sum of log-probabilities
         self.drawn: list[Tensor] = []
 
     def starts_over(self, first: int) -> bool:
-        """Whether a step from position `first` on computes every row again."""
+        """Return whether no row is before position `first`, so that a step from there reads all rows again."""
         return not self.rows or first <= self.rows[0]
 
     def take(self, first: int, count: int) -> list[int]:
-        """The rows to read in a step that computes positions `first .. first + count - 1`: each once."""
+        """Return the rows to read in a step that computes `first .. first + count - 1`. Each row is read once."""
         if self.lost or self.taken == len(self.rows):
             return []
         if first > self.rows[self.taken]:
             self.lost = True
             return []
-        # After a preemption the engine may start in the middle, before what was read already: no row is read twice.
+        # After a preemption the engine may start at a position whose row was read already. No row is read twice.
         begin, self.taken = self.taken, max(self.taken, bisect_left(self.rows, first + count))
         return self.rows[begin : self.taken]
 
     def add(self, positions: Sequence[int], logits_RV: Tensor) -> None:
-        """Account for the logits of some rows, in order."""
+        """Add the logits of the rows at `positions` to the sum, or draw tokens from them. Rows must come in order."""
         if isinstance(self.spec, DrawSpec):
             self._draw(self.spec, bisect_left(self.rows, positions[0]), logits_RV)
             return
@@ -152,7 +152,7 @@ class _Tally:
         return not self.lost and self.taken == len(self.rows)
 
     def outcome(self) -> Tensor | None:
-        """`[V]` log-distribution, or the scalar mean log-probability; None where a row is missing."""
+        """Return the log-distribution `[V]`, or the mean log-probability; None if a row is missing, or for a draw."""
         if not isinstance(self.spec, OutcomeSpec) or not self.complete or self.total is None:
             return None
         mean = self.total / self.taken
@@ -160,11 +160,11 @@ class _Tally:
 
 
 class OutcomeRecorder:
-    """Outcomes of the tagged requests of one worker.
+    """Computes the outcomes of the tagged requests of one worker.
 
     Args:
-        project: hidden states `[R, D]` to logits `[R, V]`; None on a tensor-parallel rank that logits are not gathered
-            to. Such a rank keeps the same books, so that all ranks call it together and with the same rows.
+        project: returns logits `[R, V]` from hidden states `[R, D]`; None on a tensor-parallel rank that does not get
+            the logits. Such a rank counts the same rows, so that all ranks call `project` together, with the same rows.
     """
 
     def __init__(self, project: Callable[[Tensor], Tensor | None]) -> None:
@@ -173,22 +173,22 @@ class OutcomeRecorder:
         self._references: OrderedDict[str, tuple[Probe, Tensor]] = OrderedDict()
 
     def step(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> dict[str, Tensor]:
-        """Read what one step of the engine computed. Waits for nothing that the device has still to do.
+        """Read the results of one engine step. Does not wait for the device.
 
         Args:
             hidden_TD: hidden states of the step's tokens, packed.
-            items: the tagged requests in it, in an order that all ranks share.
+            items: the tagged requests in this step, in the same order on all ranks.
 
         Returns:
-            For each request whose prompt ends in this step, float32 on the device, `[score, rows]` and the drawn tokens (exact
-            up to 2^24). `rows` is how many of the request's rows were read. The score is the divergence in nats (0 for a
-            reference, and where tokens were drawn), or NaN where a row was not computed in this request, the reference is
-            not known (`rows` is then `NO_REFERENCE`), or the logits are not finite.
+            For each request whose prompt ends in this step: `[score, rows]` and the drawn tokens, float32 on the device
+            (exact up to 2^24). `rows` is the number of rows that were read. The score is the divergence in nats; it is
+            0 for a reference or a draw. It is NaN if a row was not computed in this request, if the reference is not
+            known (`rows` is then `NO_REFERENCE`), or if the logits are not finite.
         """
         self._read(hidden_TD, items)
         ended = [item for item in items if item.first + item.count >= len(item.token_ids)]
         tallies = {item.request: self._tallies.pop(item.request, None) for item in ended}
-        # References first: a copy may end in the very step that its reference ends in.
+        # Store references first: a copy may end in the same step as its reference.
         for tally in tallies.values():
             if tally is None or (outcome := tally.outcome()) is None:
                 continue
@@ -199,11 +199,11 @@ class OutcomeRecorder:
         return {request: self._numbers(tally, hidden_TD.device) for request, tally in tallies.items()}
 
     def retain(self, requests: Container[str]) -> None:
-        """Drop the rows of all requests but these: an aborted one never ends."""
+        """Keep only the rows of these requests. An aborted request never ends, so its rows must be dropped here."""
         self._tallies = {request: tally for request, tally in self._tallies.items() if request in requests}
 
     def counts(self) -> dict[str, int]:
-        """How many references are kept, and of how many requests some rows are read."""
+        """Return the number of stored references, and the number of requests whose prompt has not ended."""
         return {"references": len(self._references), "requests": len(self._tallies)}
 
     def _read(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> None:
@@ -213,7 +213,7 @@ class OutcomeRecorder:
             if item.spec is None:
                 continue
             tally = self._tallies.get(item.request)
-            # An engine that starts over (preemption, a request id used again) computes every row again: so does this.
+            # If the engine starts a request again (preemption, or a request id used again), every row is read again.
             if tally is None or tally.starts_over(item.first):
                 tally = self._tallies[item.request] = _Tally(item.spec, item.token_ids)
             for position in tally.take(item.first, item.count):
@@ -229,7 +229,7 @@ class OutcomeRecorder:
                 chunk[low][0].add([position for _, position in chunk[low:high]], logits_RV[low:high])
 
     def _numbers(self, tally: _Tally | None, device: torch.device) -> Tensor:
-        """What `step` returns for a request that has ended. `tally` is None where its tag made no sense."""
+        """Return the result of `step` for a request that has ended. `tally` is None if the tag was invalid."""
         nan = torch.full((1,), math.nan, device=device)
         unknown = torch.full((1,), NO_REFERENCE, device=device)
         if tally is None:
@@ -245,11 +245,11 @@ class OutcomeRecorder:
         if outcome is None or probe != tally.spec.probe:
             return torch.cat([nan, rows])
         self._references.move_to_end(tally.spec.key)
-        # Of a reference with itself: 0, or NaN where its logits are not finite.
+        # For a reference, the divergence from itself: 0, or NaN if its logits are not finite.
         return torch.cat([divergence(reference, outcome[None], tally.spec.probe).float(), rows])
 
 
 def _on(device: torch.device, numbers: Iterable[int]) -> Tensor:
-    """int64 on the device. A copy from memory that is not pinned would wait for all work of the device."""
+    """Return int64 numbers on the device. A copy from memory that is not pinned would wait for the device's work."""
     values = torch.tensor(list(numbers), dtype=torch.int64)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -1,11 +1,10 @@
-"""Scores one response on a vLLM engine: its reference, its masked copies, second attempts, and the requests for them.
+"""Scores one response on a vLLM engine: requests its reference and its masked copies, and repeats failed requests.
 
-**Prefix cache.** Copies share everything before the token that they replace, so they read the cache; that saves half of their
-tokens. vLLM turns this off for requests that ask for prompt log-probabilities, and for a reason: of a position that it finds
-in the cache it has no hidden state, and it hands back *uninitialised memory* in its row, without an error. So all requests of a
-response have a salt of their own (blocks of other requests, or of this response scored before, are out of reach), the worker
-counts the rows that it read (`outcomes`), and a copy with a row missing is run a second time, under a new salt and without
-the cache.
+**Prefix cache.** A copy equals its response before the token that it replaces, so it reads this part from the cache.
+This saves half of the copies' tokens. By default vLLM turns the cache off for requests with prompt log-probabilities,
+because a cached position has no hidden state: its row would be *uninitialised memory*, without an error. So every
+scoring of a response has its own cache salt: its requests cannot read blocks of other or earlier scorings. The
+worker counts the rows that it read (`outcomes`). A copy with a missing row is run again, with a new salt and no cache.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Admit = Callable[[], AbstractAsyncContextManager[object]]
-"""Held while a request is on its way into the engine. May wait; raises to refuse the request."""
+"""Returns a context, held until the engine has the request. Entering may wait, or raise to refuse the request."""
 
 Fault = Literal["timed_out", "too_long", "aborted", "non_finite", "failed"]
-"""Out of time; does not fit into the engine with one more token; the engine or its gate turned a request away; a score is not
-a finite number; an error, or two attempts without an outcome."""
+"""In this order: a request took too long; the tokens and one more exceed `max_model_len`; the engine or `Admit` refused
+or aborted a request; a score is not finite; any other error, or two attempts without an outcome."""
 
 RESPONSES_AT_ONCE = 16
-"""Responses whose copies may be under way together: each keeps a reference in the worker and its prefix in the cache."""
+"""Maximum number of responses scored at once. Each has a reference in the worker, and its prefix in the cache."""
 
-# Requests wait in one queue, first come, first served: between two copies of a response each of the others stores one more
-# reference at most.
-assert 2 * RESPONSES_AT_ONCE <= MAX_REFERENCES, "a reference must outlive its copies"
+# Requests wait in one first-in, first-out queue. So between two copies of one response, each of the others stores at
+# most one more reference.
+assert 2 * RESPONSES_AT_ONCE <= MAX_REFERENCES, "a reference must be kept until its copies are done"
 
 DRAWS_AT_ONCE = 32
-"""Replacements drawn by one request. A draw takes a hash for every token of the vocabulary, and generation waits for the step
-that it is made in: a long response's are made in as many steps. Each request finds in the cache what the last one computed."""
+"""Maximum number of replacements drawn by one request. A draw hashes every token of the vocabulary, and generation
+waits for that engine step. So a long response needs several requests; each reads the cache that the last one filled."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +59,19 @@ class ScoringTask:
     """One response to score."""
 
     token_ids: Sequence[int]  # prompt and response, cut at the end of the answer
-    prompt_length: int  # tokens of the prompt in it
-    answer_start: int  # index in `token_ids` of the answer's first token; the answer runs to their end
-    units: Sequence[Unit]  # positions in the response, before the answer, that a copy replaces at once
+    prompt_length: int  # number of prompt tokens in `token_ids`
+    answer_start: int  # index in `token_ids` of the answer's first token; `token_ids` end with the answer
+    units: Sequence[Unit]  # each: positions in the response, before the answer, that one copy replaces together
     response_length: int  # tokens of the whole response
     probe: Probe
     budget: float  # see `perturbation.copies_of_budget`
-    replacement_token: int | None  # what a copy has in place of a token; None: a draw from the model's own prediction
-    seed: int  # of these draws (`step_seed`)
-    priority: int = 0  # vLLM's, larger is later; other than 0 only for an engine with priority scheduling
+    replacement_token: int | None  # replaces tokens in copies; None: replacements are drawn from the model's prediction
+    seed: int  # seed of these draws (`step_seed`)
+    priority: int = 0  # of vLLM; a larger number runs later. An engine without priority scheduling needs 0
 
     def __post_init__(self) -> None:
         if not self.units or any(self.prompt_length + t >= self.answer_start for unit in self.units for t in unit):
-            raise ValueError("a response is scored by units, all of which lie before its answer")
+            raise ValueError("a response needs at least one unit, and every unit must be before its answer")
 
 
 @dataclass
@@ -81,11 +80,11 @@ class ScoringResult:
 
     importance: NDArray[np.float32] | None = None  # `[response_length]`, nats, 0 outside of the units
     fault: Fault | None = None  # why there is no importance
-    copies: int = 0  # that were scored by the engine
-    tokens: int = 0  # prompt tokens of all requests, the reference and second attempts among them
+    copies: int = 0  # number of copies that the engine scored
+    tokens: int = 0  # prompt tokens of all requests, including the reference and second attempts
     cached_tokens: int = 0  # how many of these came from the prefix cache
     retried: int = 0  # requests made a second time
-    # Seconds since the call began at which each copy was done, ascending.
+    # For each copy, the seconds from the start of the call to its end; ascending.
     done_at: list[float] = field(default_factory=list)
 
 
@@ -93,34 +92,34 @@ class ScoringResult:
 class ResponseScorer:
     """Scores responses on one engine, whose workers have `OutcomeExtension` installed.
 
-    All requests must meet the same workers: with data parallelism inside of the engine a copy may not find its reference, and
-    its response is `failed`.
+    All requests must reach the same workers. With data parallelism inside the engine, a copy may not find its
+    reference, and the result of its response then has the fault `failed`.
     """
 
     engine: AsyncLLM
-    throttle: Throttle  # every request waits for its turn there, references too
-    max_model_len: int  # of the engine
+    throttle: Throttle  # all requests wait in it for their turn, also those for references
+    max_model_len: int  # the engine's setting with this name
     admit: Admit = nullcontext
-    # The adapter that generation uses now, asked once a response; None: there are no adapters.
+    # Returns the LoRA adapter that generation uses now; called once per response. None: there are no adapters.
     lora_request: Callable[[], Awaitable[LoRARequest | None]] | None = None
 
     def __post_init__(self) -> None:
         self._responses = asyncio.Semaphore(RESPONSES_AT_ONCE)
 
     async def score(self, task: ScoringTask, timeout_s: float | None = None) -> ScoringResult:
-        """Importance of one response.
+        """Compute the importance of one response.
 
         Args:
             task: what to score.
-            timeout_s: seconds that one request may take in the engine; None: any. Waiting for a turn does not count: how long
-                that takes is generation's business.
+            timeout_s: time limit of one request in the engine, in seconds; None: no limit. Waiting in the throttle does
+                not count, because its duration depends on generation.
 
         Returns:
-            A result, with a fault where importance could not be had; raises nothing but cancellation. When this returns
-            or is cancelled no request of it is left in the engine; its workers keep its reference until others need the room.
+            A result; it has a fault if importance could not be computed. Only cancellation is raised. When this returns
+            or is cancelled, no request of it is left in the engine. Newer references later replace its reference.
         """
         run = _Run(self, task, timeout_s)
-        if len(task.token_ids) + 1 > self.max_model_len:  # a request generates a token, whether it is wanted or not
+        if len(task.token_ids) + 1 > self.max_model_len:  # every request generates one token
             return ScoringResult(fault="too_long")
         try:
             async with self._responses:
@@ -140,7 +139,7 @@ class _Failure(Exception):
 
 
 class _Run:
-    """One call of `score`."""
+    """State of one call of `ResponseScorer.score`."""
 
     def __init__(self, scorer: ResponseScorer, task: ScoringTask, timeout_s: float | None) -> None:
         self.scorer = scorer
@@ -150,13 +149,13 @@ class _Run:
         self._began = time.monotonic()
         self.result = ScoringResult()
         self._lora: LoRARequest | None = None
-        self._replacements: dict[int, int] = {}  # by position in token_ids
+        self._replacements: dict[int, int] = {}  # position in token_ids -> replacement token
 
     async def importance(self) -> NDArray[np.float32]:
-        """float32 `[response_length]`, finite.
+        """Return the importance, float32 `[response_length]`, finite.
 
         Raises:
-            _Failure: it could not be had.
+            _Failure: the importance could not be computed.
         """
         task = self.task
         self._lora = await self.scorer.lora_request() if self.scorer.lora_request else None
@@ -171,7 +170,7 @@ class _Run:
         return importance_L
 
     async def _reference(self) -> None:
-        """Get the replacement of every token, and keep the response's own outcome in the worker."""
+        """Get the replacement of every token in a unit, and make the worker store the reference."""
         task = self.task
         at = sorted({task.prompt_length + t for unit in task.units for t in unit})
         if task.replacement_token is not None:
@@ -182,7 +181,7 @@ class _Run:
                 part = slice(begin, begin + DRAWS_AT_ONCE)
                 here = at[part]
                 spec = DrawSpec(tuple(here), tuple(task.token_ids[p] for p in here), tuple(seeds[part]))
-                # Without the last token, whose row the next request would find in the cache if a block ended with it.
+                # Ends before the token at `here[-1]`: if it were cached, the next request could not read its row.
                 drawn = await self._attempt_twice(task.token_ids[: here[-1]], spec)
                 self._replacements.update(zip(here, map(int, drawn), strict=True))
         await self._attempt_twice(task.token_ids, OutcomeSpec(self.key, "reference", task.probe, task.answer_start))
@@ -201,7 +200,7 @@ class _Run:
         return score
 
     async def _attempt_twice(self, token_ids: Sequence[int], spec: Spec) -> list[float]:
-        """The drawn tokens, or the score."""
+        """Return the drawn tokens, or `[score]`. A request without a finite result is repeated without the cache."""
         numbers = await self._attempt(token_ids, spec, self.key, use_cache=True)
         if numbers is None or not math.isfinite(numbers[0]):
             self.result.retried += 1
@@ -214,7 +213,7 @@ class _Run:
         return drawn if isinstance(spec, DrawSpec) else [score]
 
     async def _attempt(self, token_ids: Sequence[int], spec: Spec, salt: str, use_cache: bool) -> list[float] | None:
-        """The worker's numbers (`OutcomeRecorder.step`); None where they are incomplete or were lost."""
+        """Return the numbers that `OutcomeRecorder.step` returned for a request; None if some of them are missing."""
         scorer = self.scorer
         async with scorer.throttle.slot():
             try:
@@ -235,7 +234,7 @@ class _Run:
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list[float]:
-    """Results of all. Where one raises or this is cancelled, the others are cancelled, and have ended on return."""
+    """Return all results. If one raises or this call is cancelled, cancel the others and wait until they have ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -246,7 +245,7 @@ async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list
 
 
 class Refused(Exception):
-    """`Admit` raised; the request was not made."""
+    """`Admit` raised an exception, so the request was not sent."""
 
 
 async def tagged_request(
@@ -259,16 +258,16 @@ async def tagged_request(
     lora_request: LoRARequest | None = None,
     admit: Admit = nullcontext,
 ) -> RequestOutput:
-    """Run one request to its end. It is aborted when this is cancelled.
+    """Run one request to its end. If this call is cancelled, the request is aborted.
 
     Args:
-        engine: with `OutcomeExtension` installed.
+        engine: its workers have `OutcomeExtension` installed.
         token_ids: the whole prompt.
-        salt: blocks of the prefix cache are shared by requests of the same salt only.
-        use_cache: read the prefix cache. Rows found there are not computed, see `outcomes`.
+        salt: only requests with the same salt share blocks of the prefix cache.
+        use_cache: whether to read the prefix cache. Rows of cached positions are not computed (see `outcomes`).
 
     Raises:
-        Refused: by `admit`.
+        Refused: `admit` raised an exception.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -277,7 +276,7 @@ async def tagged_request(
     sampling_params = SamplingParams(
         max_tokens=1,
         temperature=0.0,
-        detokenize=False,  # the rows are numbers under a token that is not meant
+        detokenize=False,  # the rows contain numbers; their token ids have no meaning
         prompt_logprobs=0,
         skip_reading_prefix_cache=not use_cache,
         extra_args={TAG: asdict(spec)},
@@ -293,7 +292,7 @@ async def tagged_request(
         )
         async with aclosing(outputs):
             async for output in outputs:
-                # vLLM takes a request when its outputs are first asked for: by now it is in.
+                # vLLM adds a request to the engine when its first output is requested, so here it has been added.
                 await gate.aclose()
                 final = output
     assert final is not None, "a request that is not aborted ends with an output"
@@ -301,12 +300,12 @@ async def tagged_request(
 
 
 def was_aborted(output: RequestOutput) -> bool:
-    """Whether somebody else ended the request, as hosts do before they exchange weights."""
+    """Return whether the request was aborted from outside, for example by a host before an exchange of weights."""
     return not output.outputs or output.outputs[0].finish_reason == "abort"
 
 
 def numbers_of(output: RequestOutput) -> list[float]:
-    """What `OutcomeRecorder.step` returned for the request; empty where the engine lost it."""
-    # The first token of a prompt has no row that predicts it: vLLM puts None there.
+    """Return the numbers that `OutcomeRecorder.step` returned for the request; empty if the engine lost them."""
+    # No row predicts the first token of a prompt; vLLM returns None in its place.
     rows = (output.prompt_logprobs or [])[1:]
     return [next(iter(row.values())).logprob for row in rows if row]

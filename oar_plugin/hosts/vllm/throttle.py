@@ -1,4 +1,4 @@
-"""Admits masked copies to an engine so that generation keeps it."""
+"""Limits when masked copies may run in an engine, so that generation has priority."""
 
 import asyncio
 import time
@@ -7,27 +7,27 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 BESIDE_GENERATION = 8
-"""Copies in flight at most while the engine generates: what is in flight cannot be taken back."""
+"""Maximum number of copies in flight while the engine generates. A copy in flight cannot be stopped."""
 
 _MOST_CREDIT_S = 0.25
-_MOST_DEBT_S = 10.0  # beyond it copies did not run, but waited in the engine's own queue
-_MARGIN_S = 1e-3  # credit has to be positive, not zero up to rounding, when a timer wakes a waiter
+_MOST_DEBT_S = 10.0  # a larger debt means that copies waited in the engine's own queue and did not run
+_MARGIN_S = 1e-3  # so that credit is positive, despite rounding, when a timer admits a copy
 
 
 class Throttle:
-    """Admission control for copies, first come, first served. For one event loop.
+    """Admission control for copies, in first-in, first-out order. For one event loop.
 
-    While nothing is generated, `max_in_flight` copies run at once. While something is, copies may be in flight `share` of
-    the time at most: an account earns `share` seconds a second and pays one second a second in which any copy is in flight,
-    and a copy is admitted while there is credit. It holds in time and not in copies or tokens, so it needs to know nothing
-    of model and hardware. Copies that take longer than their credit leave a debt, which is paid off before the next.
+    While nothing is generated, `max_in_flight` copies run at once. During generation, copies may be in flight for at
+    most a fraction `share` of the time. An account earns `share` seconds per second, and pays one second per second in
+    which any copy is in flight. A copy is admitted if the credit is positive. The limit is on time, not on copies or
+    tokens, so it does not depend on model or hardware. If copies use more than the credit, the next one waits.
 
     Args:
-        max_in_flight: copies at once.
-        share: of the time, in `[0, 1]`; 0 keeps copies out while something is generated, 1 does not limit time.
-        seats: requests that the engine runs at once (vLLM's `max_num_seqs`); None: any number. Copies take free seats only:
-            in a full engine they would wait behind generation, in flight and spending credit without being run.
-        clock: seconds, ascending.
+        max_in_flight: maximum number of copies that run at once.
+        share: fraction of the time, in `[0, 1]`; 0 admits no copies during generation, 1 does not limit time.
+        seats: number of requests that the engine runs at once (vLLM's `max_num_seqs`); None: no limit. A copy needs a
+            free seat: in a full engine it would wait for generation, and spend credit although it does not run.
+        clock: returns seconds, ascending.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Throttle:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Around every request that generates."""
+        """Return a context. Hold it during every request that generates."""
         self._settle()
         self._generating += 1
         try:
@@ -65,7 +65,7 @@ class Throttle:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Around every copy."""
+        """Return a context. Entering it waits for a turn; hold it while a copy runs."""
         await self._acquire()
         try:
             yield
@@ -80,7 +80,7 @@ class Throttle:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                with suppress(ValueError):  # another's admission may have dropped it already
+                with suppress(ValueError):  # another call of `_admit_waiters` may have removed it
                     self._waiters.remove(turn)
                 self._admit_waiters()
             else:
@@ -93,7 +93,7 @@ class Throttle:
         self._admit_waiters()
 
     def _settle(self) -> None:
-        """Bring the account up to now. Must come before every change of what is earned or paid."""
+        """Update the account to the current time. Call this before every change of `_generating` or `in_flight`."""
         now = self._clock()
         elapsed_s, self._settled_at = now - self._settled_at, now
         if self._generating:
@@ -107,10 +107,10 @@ class Throttle:
             self._timer = None
         while self._waiters and self._may_start():
             turn = self._waiters.popleft()
-            if not turn.done():  # else cancelled, and its task has not run since
+            if not turn.done():  # otherwise it was cancelled, and its task has not run since then
                 self.in_flight += 1
                 turn.set_result(None)
-        # With a copy in flight there is nothing to wait for but its end. In debt without one, credit comes with time.
+        # If a copy is in flight, its end admits the next one. Otherwise a timer waits until there is credit.
         if self._waiters and self._generating and not self.in_flight and self._credit_s <= 0 and self._share > 0:
             wait_s = (_MARGIN_S - self._credit_s) / self._share
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._admit_waiters)

@@ -148,7 +148,7 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
 
 
 def _fold_in_adapter(folder: Path) -> None:
-    """Merge a LoRA adapter into the base model's weights; verl's merger writes it to a folder of its own."""
+    """Merge a LoRA adapter into the base model's weights. verl's merger wrote the adapter to a separate folder."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -47,7 +47,7 @@ class ProblemSet:
 def read(name: str, folder: Path, limit: int | None) -> ProblemSet:
     """Return the data set in `folder/NAME/test.parquet`, or in a parquet file called NAME, in verl's columns.
 
-    Equal prompts are kept once; `limit` keeps the first problems. EvaluationError: the file is missing, broken or empty.
+    Equal prompts are kept once. `limit`: maximum number of problems. EvaluationError: file is missing, broken or empty.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -102,7 +102,7 @@ def grade(
     samples: int,
     progress: Callable[[int, int], None],
 ) -> Graded:
-    """Grade the first `samples` responses of every problem, equal answers once. EvaluationError: no comparison works."""
+    """Grade the first `samples` responses per problem, but equal answers once. EvaluationError: no comparison works."""
     keys = [
         [(problem, final_answer(responses[problem, sample].text)) for sample in range(samples)]
         for problem in range(len(problems.problems))
@@ -132,7 +132,7 @@ def grade(
 
 
 def _check_pool(name: str, all_failed: bool) -> None:
-    """Compare `1` with itself, as some comparisons failed. EvaluationError: this fails too, or all comparisons failed."""
+    """Test the pool after failed comparisons. EvaluationError: this test fails too, or all comparisons failed."""
     try:
         start_pool(PROCESSES, TIMEOUT_S).run(canonical, FinalAnswer("1", boxed=True))
     except (TaskTimedOut, TaskCrashed) as error:

@@ -160,7 +160,7 @@ def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
                 rows.append([f"{_cell(method)} - {_cell(baseline)}", *map(_difference, differences)])
         parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
     alone = ", ".join(dict.fromkeys(_cell(line.method) for line in lines if line.seeds == 1))
-    seeds = f"but not training seeds: there is only one of {alone}" if alone else "and training seeds"
+    seeds = f"but not training seeds: there is only one seed of {alone}" if alone else "and training seeds"
     return (
         "\n".join(parts)
         + "\nPercent ± standard error. Differences are paired over problems; bold where their 95 % interval "

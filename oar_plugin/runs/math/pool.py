@@ -17,7 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 Result = TypeVar("Result")
 
-# Gives up on a stuck pool; longer than any task waits for a free process.
+# `run` gives up on a stuck pool after this time. No task waits so long for a free process.
 _PATIENCE_S = 300.0
 _MEMORY_BYTES = 4 * 1024**3
 _TASKS_PER_PROCESS = 20_000  # then a new process, because sympy's caches grow

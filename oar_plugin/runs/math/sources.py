@@ -1,4 +1,4 @@
-"""The data sets on the Hugging Face hub, and their conversion to parquet files in verl's columns, where recipes expect them."""
+"""Converts data sets from the Hugging Face hub to parquet files with verl's columns, in the recipes' data folder."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def verl_row(name: str, split: str, index: int, row: Mapping[str, Any]) -> dict[
 
 
 def problem_of(row: Mapping[str, Any]) -> str:
-    """Return the problem's letters and digits in lower case, so that two typesettings of a problem compare equal."""
+    """Return the problem's letters and digits in lower case, so that two layouts of a problem give the same text."""
     return _NOT_TEXT.sub("", row["prompt"][0]["content"].removesuffix(INSTRUCTION)).lower()
 
 

@@ -76,7 +76,7 @@ def read_run(path: Path) -> RunLog:
     settings: dict[str, Any] = {}
     steps, resumed = _merged(READERS[kind](file, settings) for file in files)
     if not steps:
-        raise NoLogs(f"{path}: no step in it; verl's logger {kind!r} writes each step when it ends")
+        raise NoLogs(f"{path}: no step in it; verl's logger {kind!r} writes each step at its end")
     state = ""
     if (record := path / "run.yaml").is_file():
         import yaml
@@ -214,7 +214,7 @@ START = 5  # number of first steps whose mean is a metric's start
 GRADIENT_SPIKE = 10  # times the median of earlier norms; Adam's second moment remembers a spike for many steps
 BEFORE = 20  # maximum number of earlier steps in that median
 ENTROPY_LEFT = 0.1  # share of the start's entropy; below it responses hardly differ, and groups give no signal
-REWARD_LEFT = 0.5  # share of the best reward; both are measured from the lowest reward of any response
+REWARD_LEFT = 0.5  # share of the best reward; rewards are measured from the lowest reward of any response
 SMOOTH = 10  # steps per mean of the reward
 REWARD_SEEN = 0.1  # share of the range of rewards; a best mean below it comes from few responses
 # (metric, lowest and highest healthy value, meaning of other values)

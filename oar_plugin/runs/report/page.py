@@ -63,7 +63,7 @@ class Side:
     runs: Sequence[RunLog]
 
     def seconds(self) -> pd.Series:
-        """Return step -> seconds since the start; each step lasts the mean over the runs that logged it."""
+        """Return step -> seconds since the start. The duration of a step is its mean over the runs that logged it."""
         return pd.concat([run.seconds() for run in self.runs], axis=1).sort_index().mean(axis=1).fillna(0.0).cumsum()
 
 
@@ -135,8 +135,8 @@ def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
 def comparison(sides: Sequence[Side]) -> Table:
     """Return a row per quantity: each side's mean and range over its runs, and the first side minus the second.
 
-    Only steps that all runs have reached count. Final: the mean of the last tenth of the steps. Best: the highest mean of as
-    many consecutive steps.
+    Only steps that all runs have reached count. Final: the mean of the last tenth of the steps. Best: the highest mean
+    of any consecutive tenth of the steps.
     """
     until = min(run.metrics.index[-1] for side in sides for run in side.runs)
     measured = [("reward", REWARD), *((name.removeprefix("val-core/"), (name,)) for name in _accuracies(sides))]
