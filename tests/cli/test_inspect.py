@@ -106,7 +106,7 @@ def inspect_model(folder):
         ("mine.jsonl --out=", 2, "--out=.: a folder; name a file"),
         ("mine.jsonl --model MODEL --importance fishr", 2, "importance='fishr': unknown; allowed: fisher, "),
         ("mine.jsonl --model MODEL tua=0.5", 2, "algorithm.oar.tua=0.5: unknown key; did you mean algorithm.oar.tau?"),
-        ("mine.jsonl --model MODEL tau=[", 2, "tau=[: not a value"),
+        ("mine.jsonl --model MODEL tau=[", 2, "tau=[: not valid"),
         ("mine.jsonl --out x.html --model MODEL tau=2", 2, "algorithm.oar.tau=2: "),
         ("mine.jsonl --model nowhere", 1, "--model=nowhere: nowhere: neither a folder nor a name on the hub"),
         ("mine.jsonl --model nobody/nothing", 1, "--model=nobody/nothing: not loaded: "),

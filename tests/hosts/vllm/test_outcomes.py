@@ -252,5 +252,5 @@ def test_a_spec_survives_its_journey(one):
     ],
 )
 def test_nonsense_is_refused(values):
-    with pytest.raises(ValueError, match=r"scored|drawn"):
+    with pytest.raises(ValueError, match=r"scored|draw tokens"):
         read_spec(values)

@@ -223,7 +223,7 @@ def test_each_set_and_their_average_have_a_line_a_method_with_paired_differences
     text = as_markdown(lines, "grpo", 2)
     assert "|  | a (3) | b (3) | average (6) |" in text
     assert "| oar - grpo | +16.7 ± 16.7" in text
-    assert "one of grpo, oar" in text
+    assert "one seed of grpo, oar" in text
 
 
 # ---- data and wrong input
