@@ -1,7 +1,9 @@
 """The command line as a whole, and `oar recipes` and `oar plan`."""
 
 import json
+import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +56,15 @@ def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, mo
     for other, said in (("qwen2_5_1_5b_math", "mine exists"), ("cpu_demo", "cpu_demo: neither a folder nor a recipe")):
         assert main(["recipes", "copy", other, "mine"]) == 2
         assert said in capsys.readouterr().err
-    assert contents(tmp_path / "mine") == contents(find_recipe("qwen2_5_7b_math"))
+    own, original = (contents(folder) for folder in (tmp_path / "mine", find_recipe("qwen2_5_7b_math")))
+    assert own.keys() == original.keys()
+    assert own["oar.yaml"] == original["oar.yaml"]
+    assert b"recipes/qwen2_5_7b_math" not in own["README.md"] + own["run.sh"], "its commands run the original"
+    assert b"oar plan mine" in own["README.md"]
+    assert b"experiment_name: mine-" in own["recipe.yaml"]
+    links = re.findall(r"\]\(([^)#]+)\)", own["README.md"].decode())
+    assert links
+    assert all(Path(link).exists() for link in links)
     assert main(["recipes", "copy", "cluster", "cluster"]) == 0
     assert contents(tmp_path / "cluster").keys() == {"ray.j2", "slurm.j2", "kubernetes.j2"}
 

@@ -140,7 +140,7 @@ def _try_combine(importance: Importance) -> None:
     reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False], [False] * 4])
     some_BL = reasoning_BL * torch.linspace(0.1, 0.9, 12).view(3, 4)
     seed_BL = position_seeds(torch.zeros(12, dtype=torch.long), torch.arange(12)).view(3, 4)
-    readings = {name: -some_BL if name == "log_prob" else some_BL for name in importance.reads}
+    readings: dict[str, Tensor] = {name: -some_BL if name == "log_prob" else some_BL for name in importance.reads}
     parts = Parts(some_BL.expand(len(importance.backwards), 3, 4), reasoning_BL, seed_BL, readings)
     whole_BL = _result("combine", lambda: importance.combine(parts), (3, 4), False, reasoning_BL)
     for row, length in enumerate((4, 2)):
