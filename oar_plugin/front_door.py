@@ -42,7 +42,7 @@ class Credit:
     status: list[Status]  # one per response. All except SCORED say why the response falls back to GRPO
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
-    tokenizer: Any = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         found = ", ".join(f"{status.name} {count}" for status, count in Counter(self.status).items())
@@ -134,7 +134,7 @@ def importance(
     request = credit.request(step, temperature=temperature, importance_only=True)
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
-        segments_BL = None if segments is None else segments.cpu()
+        segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
         # Clones: tensors made in inference mode cannot be saved for a backward.
         input_ids, response_mask, attention_mask, segments = (
@@ -150,13 +150,16 @@ def importance(
         before = input_ids.shape[1] - response_mask.shape[-1]
         if response_mask.dim() == 2 and before > 0:  # a host's mask of the responses alone, which are the last columns
             response_mask = pad(response_mask, (before, 0))
+            for row, (own, real) in enumerate(zip(response_mask.bool().cpu(), mask_BT, strict=False)):
+                ends = real.nonzero()[-1:].equal(own.nonzero()[-1:]) or not own.any()
+                _check(ends, f"response_mask of row {row}", "must end where the row ends; give a mask [B, T] otherwise")
         for name, given in {"response_mask": response_mask, "attention_mask": mask_BT, "segments": segments}.items():
             same = given is None or given.shape == input_ids.shape
             _check(same, _shape(name, given), f"must be {tuple(input_ids.shape)}, as input_ids")
         rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
         segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
     for row, (_, own_L) in enumerate(rows):
-        if len(own_L) and own_L[0]:
+        if not len(own_L) or own_L[0]:
             raise ValueError(
                 f"response {row}: there is no token before it, from which its first token could be predicted"
             )
@@ -214,15 +217,20 @@ def _tokenized(
 ) -> list[tuple[Tensor, Tensor]]:
     """Per row: the token ids of prompt and response, concatenated, and a bool mask of the response."""
     for name, given in {"prompts": prompts, "responses": responses}.items():
-        _check(not isinstance(given, str), f"{name}={given!r:.60}", f"must be a list; for one response {name}=[...]")
+        single = isinstance(given, str | Mapping)
+        _check(not single, f"{name}={given!r:.60}", f"must be a list; for one response {name}=[...]")
     if prompts is None or responses is None or len(prompts) != len(responses):
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
     _check(len(prompts) > 0, "prompts=[]", "holds no response")
 
     def ids(text: Any, special: bool) -> Tensor:
         chat = isinstance(text, Sequence) and len(text) > 0 and isinstance(text[0], Mapping)
+        _check(not isinstance(text, Mapping), f"{text!r:.60}", "a prompt is a text, a list of messages, or token ids")
+        _check(special or not chat, f"responses: {text!r:.60}", "a response is a text or token ids")
         if not (chat or isinstance(text, str)):
-            return torch.as_tensor(text, dtype=torch.long).cpu()
+            ids_L = torch.as_tensor(text, dtype=torch.long).cpu()
+            _check(ids_L.dim() == 1, _shape("token ids", ids_L), "must be [L], one prompt or response")
+            return ids_L
         if tokenizer is None:
             raise ValueError("prompts and responses are texts: give the model's tokenizer")
         if chat:
@@ -233,7 +241,8 @@ def _tokenized(
             )
             text, special = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False), False
         # A chat template writes the token that begins a sequence into the text.
-        special = special and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        bos_token = getattr(tokenizer, "bos_token", None)
+        special = special and not (bos_token and text.startswith(bos_token))
         return torch.tensor(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
 
     pairs = [(ids(prompt, True), ids(response, False)) for prompt, response in zip(prompts, responses, strict=True)]

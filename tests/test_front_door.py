@@ -180,6 +180,11 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         (TEXTS | {"prompts": "a"}, r"prompts='a': must be a list; for one response prompts=\[...\]"),
         (TEXTS | {"responses": "b"}, "responses='b': must be a list"),
         (TEXTS | {"prompts": [], "responses": []}, "holds no response"),
+        (TEXTS | {"prompts": TOKENIZER(["a"])}, "prompts={.*must be a list"),
+        (TEXTS | {"prompts": CHAT}, "a prompt is a text, a list of messages, or token ids"),
+        (TEXTS | {"prompts": [ONES]}, r"token ids of shape \(1, 3\): must be \[L\]"),
+        (TEXTS | {"responses": [CHAT]}, "responses: .*: a response is a text or token ids"),
+        (TEXTS | {"prompts": [""], "responses": [""]}, "response 0: there is no token before"),
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
         (TEXTS | {"max_tokens": -1}, "max_tokens=-1: must be above 0"),
         (TEXTS | {"step": 0}, "step=0: must be above 0"),
@@ -207,6 +212,9 @@ def test_a_hosts_mask_of_the_responses_alone_and_inference_mode_change_nothing(m
     first = int(own_BT.any(0).nonzero()[0])
     got = oar_plugin.importance(model, token_BT, response_mask=own_BT[:, first:], **given)
     assert torch.equal(got.importance, want.importance)
+    right = padded(rows_of())  # its responses are not in the last columns
+    with pytest.raises(ValueError, match=r"response_mask of row \d: must end where the row ends"):
+        oar_plugin.importance(model, right[0], response_mask=own_BT[:, first:], attention_mask=right[2])
     with torch.inference_mode():
         got = oar_plugin.importance(model, token_BT.clone(), response_mask=own_BT.clone(), **given)
     assert torch.equal(got.importance, want.importance)

@@ -24,7 +24,7 @@ Pairs = Iterator[tuple[str, Any]]
 
 
 def ask(question: Callable[..., Pairs], *arguments: Any) -> dict[str, Any]:
-    """Return the pairs that a new process writes. Before `ask` returns, it kills this process and its children.
+    """Return the pairs that a new process writes. Before `ask` returns, it kills that process and its children.
 
     The key `fault` is added: the reason why the process ended before the last pair; None if it wrote all pairs.
     """

@@ -1,6 +1,8 @@
 """`oar recipes` lists the recipes that come with OAR, or copies one."""
 
 import argparse
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -46,10 +48,13 @@ def _copy(name: str, folder: Path) -> int:
         say(f"oar recipes: {error}", sys.stderr)
         return 2
     shutil.copytree(source, folder)
-    # The copy's commands and default run name are its own.
-    for file in (file for file in folder.iterdir() if file.suffix in (".md", ".sh", ".yaml")):
-        text = file.read_text(encoding="utf-8").replace(f"recipes/{source.name}", str(folder))
-        text = text.replace(f"experiment_name: {source.name}-", f"experiment_name: {folder.name}-")
-        file.write_text(text.replace("](../", f"]({recipes_folder()}/"), encoding="utf-8")
+    if (
+        source.parent == recipes_folder()
+    ):  # one of OAR's own: the copy's commands, links and default run name become its own
+        for file in (file for file in folder.iterdir() if file.suffix in (".md", ".sh", ".yaml")):
+            text = file.read_text(encoding="utf-8").replace(f"recipes/{source.name}", shlex.quote(str(folder)))
+            own_name = re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII)
+            text = text.replace(f"experiment_name: {source.name}-", f"experiment_name: {own_name}-")
+            file.write_text(text.replace("](../", f"]({recipes_folder()}/"), encoding="utf-8")
     say(f"copied to {folder}; now: oar launch {f'RECIPE --template {folder}/FILE' if name == 'cluster' else folder}")
     return 0

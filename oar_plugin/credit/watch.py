@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 
 STEPS = 20
-"""Warnings are about means over so many steps. The first step alone is judged only if every response fell back."""
+"""Warnings are about means over so many steps. The first one alone is judged only if every response fell back."""
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
+ROUNDING = 1e-6
 
 _ENGINES = "see docs/oar-p.md, or set perturbation.backend=actor"
 ADVICE = {
@@ -36,36 +37,39 @@ class Watch:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._seen: deque[Mapping[str, float]] = deque(maxlen=STEPS)
+        self._seen: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS)
         self._steps, self._quiet_until = 0, Counter[str]()
 
-    def see(self, metrics: Mapping[str, float], reward: float | None = None) -> None:
-        """Read a step's metrics, by name with the prefix `oar/`, and its mean reward, None if it is not known.
+    def see(self, step: int, metrics: Mapping[str, float], reward: float | None = None) -> None:
+        """Read the metrics of training step `step`, by name with the prefix `oar/`, and its mean reward; None: not known.
 
         Steps without a response that needs credit do not count.
         """
         if "oar/answer_found" not in metrics:
             return
         self._steps += 1
-        self._seen.append({**metrics, "reward": 0.0 if reward is None else reward})
+        self._seen.append((step, {**metrics, "reward": 0.0 if reward is None else reward}))
         fallback = self._mean("oar/fallback/any")
-        if (self._steps == 1 and fallback >= 1) or (len(self._seen) == STEPS and fallback > self._share):
+        found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
+        whole = len(self._seen) == STEPS
+        # Metrics are sums of shares, which rounding may move past a limit.
+        if (self._steps == 1 and fallback > 1 - ROUNDING) or (whole and fallback > self._share + ROUNDING):
             shares = {reason: self._mean(f"oar/fallback/{reason.name.lower()}") for reason in FALLBACKS}
             reasons = sorted((reason for reason in FALLBACKS if shares[reason]), key=shares.__getitem__, reverse=True)
             told = ", ".join(f"{reason.name.lower()} {shares[reason]:.0%}" for reason in reasons)
             text = f"{fallback:.0%} of the responses that need credit fall back to plain GRPO: {told}"
             self._warn("fallback", f"{text}. {reasons[0].name.lower()}: {ADVICE[reasons[0]]}")
-        found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
-        if len(self._seen) == STEPS and found < LOW_ANSWER_FOUND and rewarded > SOME_REWARD:
+        elif whole and found < LOW_ANSWER_FOUND and rewarded > SOME_REWARD:
             text = f"the mean reward is {rewarded:.2f}, but only {found:.0%} of the responses have an answer that OAR finds"
             self._warn("answer_found", f"{text}; {ADVICE[Status.NO_ANSWER]}")
 
     def _mean(self, name: str) -> float:
-        return sum(metrics.get(name, 0.0) for metrics in self._seen) / len(self._seen)
+        return sum(metrics.get(name, 0.0) for _, metrics in self._seen) / len(self._seen)
 
     def _warn(self, kind: str, text: str) -> None:
         if self._steps < self._quiet_until[kind]:
             return
         self._quiet_until[kind] = max(STEPS, 2 * self._steps)
-        steps = "step 1" if self._steps == 1 else f"steps {self._steps - len(self._seen) + 1} to {self._steps}"
+        first, last = self._seen[0][0], self._seen[-1][0]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
         logger.warning("OAR, %s: %s", steps, text)

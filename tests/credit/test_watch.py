@@ -8,19 +8,21 @@ from oar_plugin.credit.watch import ADVICE, STEPS, Watch
 ALL = {"oar/answer_found": 0.0, "oar/fallback/any": 1.0, "oar/fallback/constant": 0.75, "oar/fallback/no_answer": 0.25}
 NONE = {"oar/answer_found": 1.0, "oar/fallback/any": 0.0}
 NO_CREDIT_NEEDED = {"oar/fallback/any": 0.0}
+ROUNDED = {"oar/answer_found": 0.0, "oar/fallback/any": 0.9999999999999999, "oar/fallback/truncated": 1.0}
+ROUNDED_UP = ROUNDED | {"oar/fallback/any": 1.0000000000000002}
 MOST = {"oar/answer_found": 0.9, "oar/fallback/any": 0.6, "oar/fallback/out_of_memory": 0.6}
 
 
 def said(caplog, steps, share=0.5, reward=None):
     watch = Watch(share)
-    for metrics in steps:
-        watch.see(metrics, reward)
+    for step, metrics in enumerate(steps, start=7):  # a run may resume
+        watch.see(step, metrics, reward)
     return caplog.messages
 
 
 def test_a_first_step_in_which_all_fall_back_is_told_with_reasons_and_advice(caplog):
     (message,) = said(caplog, [ALL])
-    assert message.startswith("OAR, step 1: 100% of the responses that need credit")
+    assert message.startswith("OAR, step 7: 100% of the responses that need credit")
     assert "constant 75%, no_answer 25%. constant: the importance gives all tokens one score" in message
 
 
@@ -32,6 +34,8 @@ def test_a_first_step_in_which_all_fall_back_is_told_with_reasons_and_advice(cap
         ([MOST] * STEPS, 0.5, 1),
         ([NONE] * 100 + [MOST] * (STEPS - 1), 0.5, 1),  # 19 of the last 20 steps
         ([MOST] * STEPS, 0.6, 0),
+        ([ROUNDED], 0.5, 1),
+        ([ROUNDED_UP] * STEPS, 1.0, 1),
         ([NONE] * 500, 0.5, 0),
         ([NO_CREDIT_NEEDED] * 500, 0.01, 0),
         ([ALL] * 159, 0.5, 4),  # at steps 1, 20, 40, 80

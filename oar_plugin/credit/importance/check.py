@@ -75,21 +75,26 @@ def _tried(importance: Importance) -> Iterator[str]:
         reads = backward.of_reasoning and "entropy" in importance.reads
         for pooled in (True, False) if backward.rows == "probe" else (False,):
             for count in (3, 0):  # a rank may hold no row
-                logits_NV, index_N = torch.linspace(-2, 2, count * 7).view(count, 7), torch.arange(count)
+                logits_NV = _irregular(count, 7)
                 rows = Rows(
                     logits_NV,
-                    None if pooled else index_N,
-                    index_N,
+                    None if pooled else torch.tensor([0, 3, 6])[:count],
+                    torch.arange(count),
                     torch.ones(count) if reads else None,
-                    logits_NV + 0.1 if pooled and backward.noise else None,
+                    logits_NV + 0.1 * logits_NV.cos() if pooled and backward.noise else None,
                 )
-                yield from _faults(_try_coefficients, importance, number, rows)
+                yield from _faults(_try_coefficients, type(importance), number, rows)
     # Without a combine of its own, the score is the importance.
     signed = _has(type(importance), "combine")
     for sign in (1, -1) if importance.backwards else ():
-        yield from _faults(_try_score, importance, sign * torch.linspace(-1, 1, 10).view(2, 5), signed)
+        yield from _faults(_try_score, importance, sign * _irregular(2, 5), signed)
     if importance.copies is None or importance.backwards:
         yield from _faults(_try_combine, importance)
+
+
+def _irregular(rows: int, columns: int) -> Tensor:
+    """Numbers between -1 and 1, `[rows, columns]`; no row's mean is one of its numbers, where rounding would decide."""
+    return torch.linspace(-5, 5, rows * columns).sin().view(rows, columns)
 
 
 def _faults(attempt: Callable[..., None], *given: Any) -> Iterator[str]:
@@ -99,61 +104,71 @@ def _faults(attempt: Callable[..., None], *given: Any) -> Iterator[str]:
         yield str(fault)
 
 
-def _try_coefficients(importance: Importance, number: int, rows: Rows) -> None:
+def _try_coefficients(kind: type[Importance], number: int, rows: Rows) -> None:
     count, width = rows.logits_NV.shape
-    whole_NV = _result("coefficients", partial(importance.coefficients, number, rows), (count, width))
-    by_row = [
-        _result("coefficients", partial(importance.coefficients, number, _rows(rows, slice(row, row + 1))), (1, width))
-        for row in range(count)
-    ]
+    importance = kind()
+
+    def coefficients(part: Rows, shape: tuple[int, int], importance: Importance = importance) -> Tensor:
+        return _result("coefficients", partial(importance.coefficients, number, part), shape)
+
+    whole_NV = coefficients(_rows(rows), (count, width))
+    by_row = [coefficients(_rows(rows, slice(row, row + 1)), (1, width)) for row in range(count)]
     if count and not _close(torch.cat(by_row), whole_NV):
         raise _Fault("coefficients of a row change with the other rows; they may depend on that row only")
+    # The last process has padding only.
+    shards = slice(0, width // 2), slice(width // 2, width), slice(width, width)
     try:
-        if not _close(_on_two_shards(importance, number, rows), whole_NV):
+        if not _close(_on_shards(kind, coefficients, rows, shards), whole_NV):
             raise _Fault("coefficients differ from those on the whole vocabulary")
     except _Fault as fault:
         raise _Fault(
             f"where processes share the vocabulary (tensor parallelism), {fault}; write "
             "rows.vocabulary.softmax(rows.logits_NV) in place of rows.logits_NV.softmax(-1), rows.vocabulary.total(x) for the "
-            "sum of x over all processes, rows.vocabulary.largest(x) for its maximum, and "
-            "rows.vocabulary.subtract_one_at(x, rows.token_N) for the columns of tokens"
+            "sum of x over all processes, rows.vocabulary.largest(x) for its maximum, rows.signs() for random signs, and "
+            "rows.vocabulary.subtract_one_at(x, rows.token_N) for the columns of tokens; a process may hold no column"
         ) from None
 
 
 def _try_score(importance: Importance, gradient_TH: Tensor, signed: bool) -> None:
     embedding_TH = gradient_TH.abs() + 0.5
-    score_T = _result("score", partial(importance.score, gradient_TH, embedding_TH), (2,), signed)
-    padded_1T = _result("score", partial(importance.score, gradient_TH[None], embedding_TH[None]), (1, 2), signed)
-    alone_T = [
-        _result("score", partial(importance.score, gradient_TH[[row]], embedding_TH[[row]]), (1,), signed)
-        for row in range(2)
-    ]
-    if not (_close(padded_1T[0], score_T) and _close(torch.cat(alone_T), score_T)):
+
+    def score(shape: tuple[int, ...], rows: Any = slice(None), *dtypes: torch.dtype) -> Tensor:
+        gradient, embedding = dtypes or (torch.float32, torch.float32)
+        # A clone for each trial: a method may write into its arguments.
+        given = gradient_TH[rows].to(gradient, copy=True), embedding_TH[rows].to(embedding, copy=True)
+        return _result("score", partial(importance.score, *given), shape, signed)
+
+    score_T = score((2,))
+    alone_T = torch.cat([score((1,), [row]) for row in range(2)])
+    if not (_close(score((1, 2), None)[0], score_T) and _close(alone_T, score_T)):
         raise _Fault("score of a token changes with the other tokens or the shape of the batch, [T, H] or [B, T, H]")
-    half_T = _result("score", partial(importance.score, gradient_TH.bfloat16(), embedding_TH.bfloat16()), (2,), signed)
-    if not _close(half_T, score_T, CLOSE_BF16):
-        raise _Fault("score differs in bf16 by more than rounding; begin with gradient.float() and embedding.float()")
+    # In fp16 a pass gives a gradient in float32 and embeddings in fp16.
+    for dtypes in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)):
+        if not _close(score((2,), slice(None), *dtypes), score_T, CLOSE_BF16):
+            raise _Fault(
+                "score differs in bf16 by more than rounding; begin with gradient.float() and embedding.float()"
+            )
 
 
 def _try_combine(importance: Importance) -> None:
     # The last response has no reasoning, like one that is not scored.
     reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False], [False] * 4])
-    some_BL = reasoning_BL * torch.linspace(0.1, 0.9, 12).view(3, 4)
+    some_BL = reasoning_BL * (0.5 + 0.4 * _irregular(3, 4))
     seed_BL = position_seeds(torch.zeros(12, dtype=torch.long), torch.arange(12)).view(3, 4)
-    readings: dict[str, Tensor] = {name: -some_BL if name == "log_prob" else some_BL for name in importance.reads}
-    parts = Parts(some_BL.expand(len(importance.backwards), 3, 4), reasoning_BL, seed_BL, readings)
-    whole_BL = _result("combine", lambda: importance.combine(parts), (3, 4), False, reasoning_BL)
+
+    def combine(*cut: slice) -> Tensor:
+        """The importance of some responses, without padding at their ends. A pass makes new tensors for each call, too."""
+        some, keep = some_BL[cut], reasoning_BL[cut].clone()
+        readings: dict[str, Tensor] = {name: -some if name == "log_prob" else some.clone() for name in importance.reads}
+        scores = some.repeat(len(importance.backwards), 1, 1)
+        parts = Parts(scores, keep, seed_BL[cut].clone(), readings)
+        return _result("combine", lambda: importance.combine(parts), tuple(some.shape), False, reasoning_BL[cut])
+
+    whole_BL = combine(slice(None), slice(None))
     for row, length in enumerate((4, 2)):
-        cut = (slice(row, row + 1), slice(length))
-        alone = Parts(
-            parts.score_KBL[(slice(None), *cut)],
-            reasoning_BL[cut],
-            seed_BL[cut],
-            {name: values[cut] for name, values in readings.items()},
-        )
+        cut = slice(row, row + 1), slice(length)
         keep = reasoning_BL[cut]
-        alone_BL = _result("combine", partial(importance.combine, alone), (1, length), False, keep)
-        if not _close(alone_BL[keep], whole_BL[cut][keep]):
+        if not _close(combine(*cut)[keep], whole_BL[cut][keep]):
             raise _Fault("combine gives a response other numbers in a batch than alone; use its own tokens only")
 
 
@@ -185,24 +200,24 @@ def _shown(error: Exception) -> str:
 
 def _close(one: Tensor, other: Tensor, relative: float = CLOSE) -> bool:
     """Whether two tensors are equal but for a share of the largest number."""
-    if not one.numel():
-        return True
-    allowed = relative * max(1e-3, other.abs().max().item())
-    return torch.allclose(one.double(), other.double(), rtol=0, atol=allowed)
+    one, other = one.double(), other.double()
+    largest = other.abs().amax().item() if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0, atol=max(1e-12, relative * largest))
 
 
 # ---- parts of rows
 
 
-def _rows(rows: Rows, chosen: slice, columns: slice = slice(None), vocabulary: VocabularyShard | None = None) -> Rows:
+def _rows(rows: Rows, chosen: slice = slice(None), columns: slice = slice(None), **changes: Any) -> Rows:
+    """Some rows and columns, in tensors of their own: a method may write into its arguments."""
     return replace(
         rows,
-        logits_NV=rows.logits_NV[chosen, columns],
-        token_N=None if rows.token_N is None else rows.token_N[chosen],
-        seed_N=rows.seed_N[chosen],
-        entropy_N=None if rows.entropy_N is None else rows.entropy_N[chosen],
-        clean_NV=None if rows.clean_NV is None else rows.clean_NV[chosen, columns],
-        vocabulary=vocabulary or rows.vocabulary,
+        logits_NV=rows.logits_NV[chosen, columns].clone(),
+        token_N=None if rows.token_N is None else rows.token_N[chosen].clone(),
+        seed_N=rows.seed_N[chosen].clone(),
+        entropy_N=None if rows.entropy_N is None else rows.entropy_N[chosen].clone(),
+        clean_NV=None if rows.clean_NV is None else rows.clean_NV[chosen, columns].clone(),
+        **changes,
     )
 
 
@@ -221,16 +236,18 @@ def _maximum(tensors: Tensor) -> Tensor:
     return tensors.amax(0)
 
 
-def _on_two_shards(importance: Importance, number: int, rows: Rows) -> Tensor:
-    """Returns the coefficients from two processes that share the vocabulary, `[N, V]`.
+def _on_shards(
+    kind: type[Importance], coefficients: Callable[..., Tensor], rows: Rows, shards: tuple[slice, ...]
+) -> Tensor:
+    """Returns the coefficients from processes that share the vocabulary, `[N, V]`.
 
     The processes are runs of the method, one after the other. A run ends at the first sum or maximum that needs the other
-    process's tensor, and is repeated with the result.
+    processes' tensors, and is repeated with the result.
     """
-    results, border = list[Tensor](), rows.logits_NV.shape[-1] // 2
+    results, objects = list[Tensor](), [kind() for _ in shards]
     while True:
         waiting, done = list[_Waits](), list[Tensor]()
-        for columns in (slice(border), slice(border, None)):
+        for columns, importance in zip(shards, objects, strict=True):
             known = iter(results)
 
             def reduced(reduce: Callable[[Tensor], Tensor], tensor: Tensor, known: Iterator[Tensor] = known) -> Tensor:
@@ -239,17 +256,14 @@ def _on_two_shards(importance: Importance, number: int, rows: Rows) -> Tensor:
                     raise _Waits(reduce, tensor)
                 return result.clone()
 
-            shard = VocabularyShard(columns.start or 0, partial(reduced, _sum), partial(reduced, _maximum))
-            part, width = _rows(rows, slice(None), columns, shard), len(range(rows.logits_NV.shape[-1])[columns])
+            vocabulary = VocabularyShard(columns.start, partial(reduced, _sum), partial(reduced, _maximum))
+            part = _rows(rows, columns=columns, vocabulary=vocabulary)
             try:
-                done.append(
-                    _result("coefficients", partial(importance.coefficients, number, part), (len(rows.seed_N), width))
-                )
+                done.append(coefficients(part, tuple(part.logits_NV.shape), importance))
             except _Waits as waits:
                 waiting.append(waits)
         if not waiting:
             return torch.cat(done, -1)
-        shapes = {(one.reduce, one.tensor.shape) for one in waiting}
-        if done or len(shapes) > 1:
+        if done or len({(one.reduce, one.tensor.shape) for one in waiting}) > 1:
             raise _Fault("coefficients exchange other tensors on one process than on another")
         results.append(waiting[0].reduce(torch.stack([one.tensor for one in waiting])))

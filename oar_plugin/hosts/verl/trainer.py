@@ -233,7 +233,7 @@ class _WatchingLogger:
         self._watch = watch
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        self._watch.see(data, data.get("critic/score/mean"))
+        self._watch.see(step, data, data.get("critic/score/mean"))
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:

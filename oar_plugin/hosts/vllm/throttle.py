@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 BESIDE_GENERATION = 8
-"""Maximum number of copies in flight while the engine generates. A copy in flight cannot be stopped."""
+"""Maximum number of copies in flight while the engine generates. Generation that needs its seat does not stop it."""
 
 _MOST_CREDIT_S = 0.25
 _MOST_DEBT_S = 10.0  # a larger debt means that copies waited in the engine's own queue and did not run

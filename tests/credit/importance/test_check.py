@@ -83,7 +83,31 @@ def sums_columns(self, number, rows):
 
 
 def one_hot(self, number, rows):
-    return torch.nn.functional.one_hot(rows.token_N + 4, rows.logits_NV.shape[-1])
+    return torch.nn.functional.one_hot(rows.token_N, rows.logits_NV.shape[-1])
+
+
+def largest_of_own_columns(self, number, rows):
+    return rows.logits_NV - rows.vocabulary.largest(rows.logits_NV.amax(-1, keepdim=True))
+
+
+def tokens_of_any_shard(self, number, rows):
+    """It forgets that a token's column may be on a later process."""
+    column_N = (rows.token_N - rows.vocabulary.start).clamp(0, rows.logits_NV.shape[-1] - 1)
+    shares_NV = rows.vocabulary.softmax(rows.logits_NV)
+    if shares_NV.numel():
+        shares_NV[torch.arange(len(column_N)), column_N] -= 1
+    return shares_NV
+
+
+def above_the_mean(self, number, rows):
+    count = rows.vocabulary.total(torch.tensor(float(rows.logits_NV.shape[-1])))
+    return (rows.logits_NV > rows.vocabulary.total(rows.logits_NV.sum(-1, keepdim=True)) / count).float()
+
+
+def keeps_its_columns(self, number, rows):
+    if not hasattr(self, "columns"):
+        self.columns = torch.arange(rows.vocabulary.start, rows.vocabulary.start + rows.logits_NV.shape[-1])
+    return rows.vocabulary.softmax(rows.logits_NV) * self.columns
 
 
 SHARED = "where processes share the vocabulary (tensor parallelism), coefficients"
@@ -146,6 +170,29 @@ NO_SCORE = "it has backwards and no method score (one number per token from its 
         own("score of a token changes*", score=lambda self, gradient, _: gradient.square().sum(-1) / gradient.norm()),
         own("score differs in bf16*", score=lambda self, gradient, embedding: (1e4 + gradient.sum(-1) ** 2) - 1e4),
         own("combine gives a response*", combine=lambda self, parts: parts.score_KBL[0] / parts.score_KBL[0].max()),
+        own(f"{SHARED} failed*a process may hold no column", coefficients=largest_of_own_columns),
+        own(f"{SHARED} differ*", coefficients=tokens_of_any_shard),
+        own(f"{SHARED} differ*", coefficients=lambda *given: given[2].logits_NV.copy_(given[2].logits_NV.softmax(-1))),
+        own(f"{SHARED} differ*", coefficients=lambda *given: given[2].logits_NV.softmax(-1) * 1e-8),
+        own("coefficients of a row*", coefficients=lambda *given: given[2].logits_NV.sub_(given[2].logits_NV.mean(0))),
+        own("combine gives*", combine=lambda self, parts: parts.score_KBL[0].div_(parts.score_KBL[0].max())),
+        own(
+            "score failed*Half*",
+            score=lambda self, gradient, embedding: torch.einsum("...h,...h->...", gradient, embedding).abs(),
+        ),
+        # What works on every layout, in place, as a bool, or with a tensor that a process keeps.
+        own(coefficients=lambda *given: given[2].vocabulary.softmax(given[2].logits_NV.div_(0.7))),
+        own(coefficients=lambda *given: given[2].vocabulary.softmax(given[2].logits_NV) > 0.1),
+        own(coefficients=above_the_mean),
+        own(coefficients=keeps_its_columns),
+        own(
+            score=lambda self, gradient, _: (gradient > 0).any(-1), combine=lambda self, parts: parts.score_KBL[0] > 0.3
+        ),
+        own(score=lambda self, gradient, _: gradient.float().square_().sum(-1)),
+        own(
+            reads=frozenset({"entropy"}),
+            combine=lambda self, parts: parts.entropy_BL.neg_().exp_() * parts.score_KBL[0],
+        ),
         # A pass computes nothing that `reads` does not name.
         own("combine failed*log_prob_BL is not*reads = frozenset({?log_prob?})*", combine=surprisal),
         own(NOT_READ, reads=LOG_PROB, combine=lambda self, parts: parts.entropy_BL),
@@ -198,7 +245,9 @@ def test_a_trial_gives_what_a_pass_gives():
             (2, False, False, True),
         ]  # fmt: skip
     assert [(one.clean_NV - one.logits_NV).unique().shape[0] > 0 for _, one in seen.rows[:1]] == [True]
-    first, second = (pair for pair in seen.gradients if pair[0].shape == (2, 5) and pair[0].dtype == torch.float32)
+    first, second = (
+        pair for pair in seen.gradients if pair[0].shape == (2, 5) and {one.dtype for one in pair} == {torch.float32}
+    )
     assert torch.equal(first[0], -second[0])
     assert first[0].min() == -first[0].max() < 0, "both signs at once"
     assert first[0].unique().numel() == 10
