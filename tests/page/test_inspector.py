@@ -380,6 +380,15 @@ def test_colours_say_which_way_and_how_much(show):
     assert page.locator("#legend [data-colour=push]").is_hidden()
 
 
+def test_importances_stand_beside_each_other(show):
+    page = show([made(seed=6), made("b", seed=7)])
+    choose(page, importance="*")
+    labels = page.locator(".who:visible").all_text_contents()
+    assert [label.split(" · ")[0] for label in labels] == ["fisher", "oar_g"] * 2
+    page.locator("article").first.locator(".tokens").nth(1).locator(".t").nth(2).click()
+    assert page.locator(".pinned").count() == 2, "the same token in both"
+
+
 def test_the_summary_counts_what_the_filters_show(show):
     words = [" 3", " +", " x", "."] * 9
     responses = [made(str(i), words, seed=i, reward=i % 2, step=1 + i % 2) for i in range(6)]

@@ -16,6 +16,7 @@ import pandas as pd
 
 from oar_plugin.output import printable
 from oar_plugin.runs.plugin import with_new_names
+from oar_plugin.runs.recipe import flat
 
 Row = tuple[int, dict[str, float]]  # step and metrics
 
@@ -155,8 +156,7 @@ def _of_wandb(file: Path, settings: dict[str, Any]) -> Iterator[Row]:
             step = int(items.pop("_step", record.history.step.num))
         except (DecodeError, ValueError, TypeError, OverflowError, RecursionError):
             return  # nothing after a broken record can be trusted
-        for name, value in config.items():
-            settings.update(_flat(name, value))
+        settings.update((name, value) for name, value in flat(config) if not name.startswith("_"))
         if items:
             yield step, _metrics(items)
 
@@ -189,14 +189,6 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
         for name, value in row.items()
         if not name.startswith("_") and isinstance(value, int | float | None)
     }
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, below in value.items():
-            yield from _flat(f"{name}.{key}", below)
-    elif not name.startswith("_"):
-        yield name, value
 
 
 READERS = {"file": _of_file, "tensorboard": _of_tensorboard, "wandb": _of_wandb}
