@@ -125,10 +125,12 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
         for number, (truth,), seed in requests:
             yield number, f"{truth} {seed}", False
 
+    progress = []
+
     def made(folder, sets, samples):
         """(problem, sample) -> text."""
         file = ResponseFile(tmp_path / folder, "org/model", SAMPLING, sets)
-        generate("org/model", [sets], [file], SAMPLING, samples, 1, lambda done, total: None, print)
+        generate("org/model", [sets], [file], SAMPLING, samples, 1, lambda *pair: progress.append(pair), print)
         return {
             (sets.problems[problem].ground_truth, sample): r.text for (problem, sample), r in file.responses.items()
         }
@@ -144,8 +146,10 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
     assert len({*more.values()}) == 8, "a seed of its own for each"
     assert all(text.startswith(problem) for (problem, _), text in more.items())
     monkeypatch.setattr(engines, "_prompts", None)
+    progress.clear()
     assert made("a", problem_set("1", "2"), 4) == more, "no model is loaded where all responses are there"
     assert asked == [4, 4, 8]
+    assert progress == [(8, 8)]
 
 
 @pytest.fixture

@@ -157,6 +157,11 @@ def test_files_stand_where_the_recipes_look_for_them(tmp_path):
         assert {Path(file) for file in (*trained_on, *config.data.val_files)} <= written, group.name
 
 
+def test_equal_rows_of_a_training_set_are_kept_once(tmp_path):
+    done = prepared("dapo", copy_of(tmp_path / "copy", [a_row("dapo", number) for number in (1, 2, 1, 1)]), tmp_path)
+    assert (truths(done.path), done.dropped) == (["1", "2"], {"a copy of another": 2})
+
+
 def test_rows_without_an_answer_and_copies_are_dropped_and_a_test_set_is_repeated_on_request(tmp_path):
     rows = [
         *(a_row("aime24", 1) for _ in range(3)),
