@@ -46,7 +46,7 @@ def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
 
 
 class Dumps:
-    """The folder of a run's dumps: `folder`, which exists; None if the settings ask for no files.
+    """The folder of a run's dumps: `folder`, which exists; None if the settings ask for no files. `run` names the run.
 
     Args:
         home: a relative `dump.dir` is below it.
@@ -58,7 +58,7 @@ class Dumps:
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
         self._every, self._seen, self._due, self._begun = config.every, 0, False, False
-        self._said = set[str]()
+        self._said, self.run = set[str](), Path(home).absolute().name
         self.folder = None if config.dir is None else Path(home, Path(config.dir).expanduser()).absolute()
         if self.folder is not None:
             try:

@@ -28,6 +28,8 @@ class Header:
     config: Mapping[str, Any]  # the settings below algorithm.oar; `tau` with its default filled in
     arbitrary_scale: Mapping[str, bool]  # of an importance by its name: see `Importance.arbitrary_scale`
     oar_dump: int = FORMAT
+    run: str = ""  # name of its folder
+    model: str = ""  # name or path
 
     def line(self) -> str:
         return json.dumps(vars(self)) + "\n"

@@ -184,12 +184,13 @@ def test_the_page_is_opened_in_the_readers_browser(here):
 
 @pytest.mark.parametrize("differ", [False, True])
 def test_where_settings_differ_between_steps_the_page_shows_weights_as_recorded(differ, here, capsys):
-    write_dump(here / "dump", 3, header=replace(HEADER, config={**HEADER.config, "beta": 3.0 if differ else 2.0}))
+    header = replace(HEADER, config={**HEADER.config, "beta": 3.0}, run="a") if differ else HEADER
+    write_dump(here / "dump", 3, header=header)
     assert main(["inspect", "dump"]) == 0
     assert ("weights are as recorded" in capsys.readouterr().err) == differ
     responses = read([here / "dump"]).items
-    header = replace(HEADER, config={**HEADER.config, "beta": 3.0}) if differ else HEADER
-    assert (here / "dump/inspect.html").read_text() == inspector_page(responses, header, "dump", differ)
+    run = "a" if differ else "dump"
+    assert (here / "dump/inspect.html").read_text() == inspector_page(responses, header, run, differ)
 
 
 @pytest.mark.parametrize("end", ["finished", KeyboardInterrupt])

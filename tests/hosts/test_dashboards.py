@@ -62,7 +62,7 @@ def test_wandb(tmp_path, monkeypatch):
         assert sum(row["oar/weights.values"]) == 23, "reasoning tokens"
         assert sum(row["oar/importance_log10.values"]) == 23
         page = next(tmp_path.glob(f"wandb/offline-*/files/{row['oar/responses.path']}")).read_text()
-        assert f"Step {row['_step']}" in page
+        assert f" · step {row['_step']}</h1>" in page
 
 
 def test_tensorboard(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_mlflow(tmp_path, monkeypatch):
     assert [point.step for point in client.get_metric_history(run.info.run_id, "oar/weights/p99")] == [1, 2]
     for step in (1, 2):
         file = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=f"oar/step_00000{step}.html")
-        assert f"Step {step}" in Path(file).read_text()
+        assert f" · step {step}</h1>" in Path(file).read_text()
 
 
 def test_one_that_fails_is_counted_and_leaves_the_others_alone(tmp_path, monkeypatch, caplog):

@@ -121,6 +121,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert metrics["timing_s/oar_dump"] > 0
     head, rows = world.lines(1)
     assert head.versions.keys() >= {"verl", "torch", "transformers"}
+    assert (head.run, head.model) == (tmp_path.name, TOKENIZER.name_or_path)
     assert (head.config["tau"], head.config["dump"]["every"], head.arbitrary_scale) == (0.85, 3, {"fisher": True})
     assert [(row.group, row.uid, row.right) for row in rows[:2]] == [("a", "a_0_0", True), ("a", "a_1_0", False)]
     assert [row.group for row in rows] == [*"aabb"]

@@ -67,7 +67,9 @@ def test_the_inspector_shows_hostile_text_in_every_field(opened, fields, words, 
     tokens = list(itertools.islice(itertools.cycle(words), 4))
     response = replace(RESPONSE, **{**fields, "tokens": tokens, "importance": importance})
     config = {**others, **HEADER.config, "importance": next(iter(importance)), "gate": title}
-    header = replace(HEADER, versions=others, config=config, arbitrary_scale=dict.fromkeys(importance, True))
+    header = replace(
+        HEADER, versions=others, model=title, config=config, arbitrary_scale=dict.fromkeys(importance, True)
+    )
     for gate in (title, "two_level"):
         header.config["gate"] = gate
         page, faults = opened(inspector_page([response], header, title))

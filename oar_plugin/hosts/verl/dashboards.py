@@ -43,7 +43,7 @@ class Picture:
         """The group as a page, HTML."""
         from oar_plugin.page.inspector import inspector_page
 
-        return inspector_page(self.responses, self.header, f"Step {self.step}")
+        return inspector_page(self.responses, self.header, self.header.run)
 
 
 def wandb(logger: Any, picture: Picture) -> None:
