@@ -300,7 +300,8 @@ function head(card) {
   const outcome = r.right === null ? "no reward" : `${r.right ? "✓" : "✗"} reward ${format(r.reward)}`;
   const parts = [chip(outcome, r.right === false ? "wrong" : "right"),
     chip(`${arrow} advantage ${r.advantage === null ? "–" : signed(r.advantage)}`, way)];
-  if (status !== "scored") parts.push(chip(visible(statusText(status) ?? status), "fallback", status));
+  const why = statusText(status) ?? visible(status);
+  if (status !== "scored") parts.push(chip(why.replace(": falls back to", " →"), "fallback", why));
   else if (!weights) parts.push(chip("no weights recorded", "fallback"));
   if (usedFor(r, name) !== name) parts.push(chip(`importance: ${visible(usedFor(r, name))}`, "fallback"));
   if (figures) parts.push(chip(figuresText(figures), "", "effective sample size: 1 when the credit is even"));
@@ -457,11 +458,11 @@ function formText(kinds, list) {
   const paid = kinds.map(([count, weight]) => weight / count || 0), top = paid.indexOf(Math.max(...paid));
   const [count, , right, wrong] = kinds[top], length = Math.round(sum(list.map(r => r.reasoning.length)) / list.length);
   if (!(data.kinds[top] in names) || count < 20 || !(paid[top] > 1)) return "";
-  const noise = length < 200 ? `Part of it can be noise: scores are estimates, and a response has only ${length} reasoning tokens on average. ` : "";
+  const noise = length < 200 ? `Part of it can be noise: a response has only ${length} reasoning tokens. ` : "";
   const here = [right, wrong].includes("–") ? "" : ` (here ${right} and ${wrong})`;
-  return `${names[data.kinds[top]]} have the largest mean weight: ${paid[top].toFixed(2)}. A large weight does not say that a token is right. `
-    + `Such tokens often stand where the model commits itself to a result, and the answer can depend on that place. ${noise}`
-    + `All responses of a group share them: their updates cancel if right and wrong responses give them the same weight${here}.`;
+  return `${names[data.kinds[top]]} have the largest mean weight: ${paid[top].toFixed(2)}. They often stand where the model commits itself `
+    + `to a result, and the answer can depend on that place; this does not mean that they are right. ${noise}`
+    + `Their updates cancel in a group if right and wrong responses give them the same weight${here}.`;
 }
 
 const showMore = () => { byId("more").hidden = byId("types").offsetWidth <= byId("types").parentNode.clientWidth; };
