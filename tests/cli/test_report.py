@@ -18,7 +18,7 @@ from oar_plugin.cli.main import main
         ("broken", None, 2, "run.yaml: not a valid run.yaml (KeyError)"),
         ("empty.wandb", "wandb", 1, "wandb is not installed here; pip install wandb"),
         ("events.out.tfevents.1", "tensorboard", 1, "tensorboard is not installed here; pip install tensorboard"),
-        ("metrics.jsonl", "matplotlib", 1, "matplotlib is not installed here; pip install matplotlib"),
+        ("metrics.jsonl", "scipy", 1, "scipy is not installed here; pip install scipy"),
         ("broken", "yaml", 1, "yaml is not installed here; pip install pyyaml"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+from hashlib import sha256
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ import yaml
 
 from oar_plugin.cli.main import main
 from oar_plugin.runs.report.logs import RunLog, findings
-from oar_plugin.runs.report.page import Side, comparison, config_differences, panels
+from oar_plugin.runs.report.page import HERE, POINTS, Side, charts, comparison, config_differences, write_report
 
 REWARD = "critic/score/mean"
 
@@ -106,7 +107,7 @@ def test_differences_are_paired_where_seeds_pair_up(ours, seeds, theirs, their_s
     assert (final[0], final[3]) == ("reward, final", said)
 
 
-def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where_all_of_a_side_have():
+def test_sides_are_compared_over_the_steps_that_all_have_reached():
     short = run_of({REWARD: [0.0, 0.2], "timing_s/step": [5.0, 7.0], "timing_s/gen": [4, 5], "timing_s/oar": [1, 1]})
     seconds = {"timing_s/step": [1, 3, 1], "timing_s/gen": [1, 2, 0], "timing_s/testing": 2}
     long = run_of({REWARD: [0.2, 0.4, 0.9], **seconds})
@@ -117,15 +118,31 @@ def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where
         ["reward, best", "0.300 (0.200 to 0.400)"],
         ["seconds per step, median", "4.000 (2.000 to 6.000)"],
     ]
-    shown = {panel.title: panel.frames[both] for panel in panels([both])}
-    reward = {"mean": [0.1, pytest.approx(0.3)], "lowest": [0.0, 0.2], "highest": [0.2, 0.4]}
-    assert shown["Reward"].to_dict("list") == reward
-    # Where a run has ended, what it took counts on.
-    assert both.seconds().to_dict() == {1: 3.0, 2: 8.0, 3: 9.0}
-    # Parts are a step's mean over the runs that have it, and make up the whole, which validation is outside of; OAR's seconds
-    # are inside of others.
-    phases = {"gen": [2.5, 3.5, 0.0], "testing": [1.0, 1.0, 2.0], "other": [0.5, 1.5, 1.0]}
-    assert shown["Seconds by phase"].to_dict("list") == phases
+    # From the end of the first step on. Where a run has ended, what it took counts on.
+    assert both.seconds().to_dict() == {1: 0.0, 2: 5.0, 3: 6.0}
+    shown = {chart.title: chart.data() for chart in charts([both])}
+    assert (shown["Reward"]["steps"], shown["Reward"]["runs"]) == ([1, 2, 3], [[[0.0, 0.2, None]], [[0.2, 0.4, 0.9]]])
+    # Parts make up the whole, which validation is outside of; OAR's seconds are inside of others. The first step is left out.
+    phases = shown["Seconds by phase"]
+    assert (phases["steps"], phases["parts"]) == ([2, 3], ["gen", "testing", "other"])
+    assert phases["runs"] == [[[5.0, None], [0.0, None], [2.0, None]], [[2.0, 0.0], [2.0, 2.0], [1.0, 1.0]]]
+    assert shown["Seconds of OAR"]["runs"] == [[[1.0]], [[None]]]
+
+
+def test_points_are_means_of_consecutive_steps_at_the_last_of_them():
+    (chart,) = charts([Side("a", [run_of({REWARD: np.arange(2.0 * POINTS)}), run_of({REWARD: np.arange(3.0)})])])
+    shown = chart.data()
+    assert shown["steps"] == [*range(2, 2 * POINTS + 1, 2)]
+    assert shown["runs"][0][0][:3] == [0.5, 2.5, 4.5]
+    assert shown["runs"][1][0][:3] == [0.5, 2.0, None]
+
+
+def test_an_ordinary_comparison_is_a_small_page(tmp_path):
+    rng = np.random.default_rng(0)
+    names = [*FINE, "oar/top10_mass", "timing_s/oar", "timing_s/step", "oar/fallback/cut", "val-core/a/acc/mean@1"]
+    names += [f"timing_s/{phase}" for phase in ("gen", "ref", "adv", "old_log_prob", "update_actor", "update_weights")]
+    sides = [Side(name, [run_of({n: rng.random(500) for n in names}) for _ in range(3)]) for name in ("a", "b")]
+    assert write_report(sides, tmp_path).page.stat().st_size < 400_000
 
 
 def test_settings_of_runs_whose_folders_share_a_name_stand_beside_each_other():
@@ -134,6 +151,16 @@ def test_settings_of_runs_whose_folders_share_a_name_stand_beside_each_other():
 
 
 # ---- the page
+
+
+def test_the_vendored_chart_library_is_what_npm_has():
+    """Of `npm pack uplot@1.6.32`: LICENSE, dist/uPlot.iife.min.js, dist/uPlot.min.css."""
+    digests = {file.name: sha256(file.read_bytes()).hexdigest() for file in (HERE / "uplot").iterdir()}
+    assert digests == {
+        "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +186,9 @@ def report(tmp_path_factory):
     return folder / "out"
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
-def test_the_page_opens_alone_without_errors_and_fits(report, browser, width, scheme):
+@pytest.fixture(params=[(1200, "light"), (390, "dark")])
+def page(report, browser, request):
+    width, scheme = request.param
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     faults, asked = [], []
     page.on("console", lambda message: faults.append(message.text))
@@ -168,17 +196,57 @@ def test_the_page_opens_alone_without_errors_and_fits(report, browser, width, sc
     page.on("dialog", lambda dialog: faults.append(dialog.message))
     page.on("request", lambda request: asked.append(request.url))
     page.goto((report / "report.html").as_uri())
+    yield page
     assert faults == []
     assert len(asked) == 1
-    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.close()
+
+
+CORNER = """() => {  // colour of a chart's corner; of a copy, because Chromium warns of reading a canvas twice
+  const copy = document.createElement("canvas").getContext("2d");
+  copy.drawImage(document.querySelector("canvas"), 0, 0);
+  return String(copy.getImageData(1, 1, 1, 1).data.slice(0, 3));
+}"""
+
+
+def test_the_page_opens_alone_without_errors_and_fits(report, page):
+    assert [file.name for file in report.iterdir()] == ["report.html"]
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
     titles = page.locator("h3").all_inner_texts()
     assert titles[:2] == ["Reward", "Accuracy: aime24/acc/mean@32"]
     assert {"Entropy", "ESS ratio", "Gradient norm", "Fallbacks", "Seconds by phase", "Answer found"} < {*titles}
-    pictures = page.locator(".pair svg")
-    assert pictures.count() == 2 * len(titles) == len(list(report.glob("*.png")))
-    colour = page.evaluate("getComputedStyle(document.body).color")
-    assert pictures.first.evaluate("svg => getComputedStyle(svg.querySelector('text')).fill") == colour
-    page.locator("summary").nth(1).click()
-    row = page.locator("details").nth(1).locator("tbody tr").first.all_inner_texts()[0].split()
-    assert row == ["10", *["0.25"] * 6]  # mean, lowest and highest of each side
-    page.close()
+    assert page.locator("section:not(:has(canvas))").count() == 0
+    # The background follows the theme, and its switch.
+    card = "getComputedStyle(document.querySelector('section')).backgroundColor.match(/\\d+/g).join()"
+    before = page.evaluate(CORNER)
+    assert before == page.evaluate(card)
+    page.locator("#theme").click()
+    page.wait_for_function(f"({CORNER})() !== '{before}'")
+    assert page.evaluate(CORNER) == page.evaluate(card)
+
+
+def test_runs_axis_and_smoothing_change_what_is_read_under_the_cursor_and_in_the_table(page):
+    accuracy, reward = (page.locator("section").nth(place) for place in (1, 0))
+    said = accuracy.locator(".readout")
+    # At 10, 20 and 30 it is 0.25, 0.5 and 0.75.
+    assert said.locator("b").all_inner_texts() == ["last: step 30", "0.75", "0.75"]
+    accuracy.locator("summary").click()
+    row = accuracy.locator("tbody tr").first
+    assert row.locator("td").all_inner_texts() == ["10", *["0.25"] * 6]  # mean, lowest and highest of each side
+    page.locator("[name=run]").first.uncheck()
+    assert row.locator("td").all_inner_texts() == ["10", *["0.25"] * 4]  # one run has no range
+    page.locator("[name=run]").nth(1).uncheck()
+    assert row.locator("td").all_inner_texts() == ["10", *["0.25"] * 3]
+    page.locator("[name=smooth]").fill("21")
+    assert said.locator("b").all_inner_texts() == ["last: step 30", "0.5"]
+    page.locator("[name=seeds][value=runs]").check()
+    assert said.locator("span.range").count() == 2
+    page.locator("[name=axis][value=seconds]").check()
+    assert "87 s, step 30" in said.inner_text()  # 29 steps of 3 seconds
+    reward.locator(".plot").focus()
+    for key in ("End", "ArrowLeft"):
+        page.keyboard.press(key)
+    assert reward.locator(".readout b").first.inner_text() == "84 s, step 29"
+    width = accuracy.locator(".u-over").bounding_box()["width"]
+    accuracy.locator(".u-over").hover(position={"x": 0.55 * width, "y": 9})
+    said.get_by_text("57 s, step 20").wait_for()
