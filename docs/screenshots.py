@@ -23,6 +23,7 @@ def main() -> None:
         save(page, "inspect.png")
         page.goto((folder / "report" / "report.html").as_uri())
         page.evaluate("document.getElementById('curves').scrollIntoView()")
+        page.locator(".u-over").first.hover()
         save(page, "report.png")
 
 

@@ -4,6 +4,7 @@
 // Names from logs reach the page as text (`textContent`), never as HTML.
 
 const HEIGHT = 230, FONT = '12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
+const TICKS = Array.from({length: 13}, (_, power) => [1, 2, 5].map(digit => digit * 10 ** power)).flat();  // whole steps and seconds
 const byId = id => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
 const {elements} = byId("controls");
@@ -29,11 +30,11 @@ const digits = value => String(Number(value.toPrecision(4)));
 
 /** Mean of the values of the last `width` steps, where there is a value. */
 function smoothed(values, steps, width) {
-  let first = 0, sum = 0, count = 0;
   return values.map((value, i) => {
-    if (value !== null) { sum += value; count++; }
-    for (; steps[first] <= steps[i] - width; first++) if (values[first] !== null) { sum -= values[first]; count--; }
-    return value === null ? null : sum / count;
+    if (value === null) return null;
+    const known = [value];  // not a running sum: after a spike it would be off
+    for (let k = i - 1; k >= 0 && steps[k] > steps[i] - width; k--) if (values[k] !== null) known.push(values[k]);
+    return mean(known);
   });
 }
 
@@ -109,7 +110,7 @@ class Plot {
       bands: stacked ? [] : data.sides.map((_, side) => ({series: [3 * side + 3, 3 * side + 2], fill: () => faint(`side${side}`)})),
       scales: {x: {time: false}, y: stacked ? {range: () => [0, 1.05 * top]} : {}},
       axes: [
-        {...axis, ...lines, labelSize: 18, size: 32, label: () => mode("axis") === "step" ? "step" : "seconds after the first step"},
+        {...axis, ...lines, incrs: TICKS, labelSize: 18, size: 32, label: () => mode("axis") === "step" ? "step" : "seconds after the first step"},
         {...axis, ...lines, size: (_, values) => 14 + 7 * Math.max(3, ...(values ?? []).map(text => text.length))},
       ],
       cursor: {
@@ -165,7 +166,7 @@ class Plot {
   read() {
     const {idx, idxs} = this.u.cursor, hovered = typeof idx === "number", {shown = [], points = []} = this;
     const point = points[hovered ? idx : points.length - 1], seconds = mode("axis") === "seconds";
-    const at = point ? `${seconds ? `${Math.round(point.x)} s, ` : ""}step ${point.step}` : "no values";
+    const at = point && shown.length ? `${seconds ? `${Math.round(point.x)} s, ` : ""}step ${point.step}` : "no values";
     const items = shown.map(({label, look, curve, values, low, high}) => {
       const i = hovered ? idxs[curve] : values.findLastIndex(value => value !== null);
       if ((values[i] ?? null) === null) return "";
