@@ -114,7 +114,8 @@ class Plot {
         {...axis, ...lines, size: (_, values) => 14 + 7 * Math.max(3, ...(values ?? []).map(text => text.length))},
       ],
       cursor: {
-        y: false, sync: {key: "report"}, hover: {skip: [null]}, points: {fill: (_, curve) => paint(this.curves[curve - 1])},
+        // Any distance; without `prox`, uPlot takes the neighbour in the list, not on the axis.
+        y: false, sync: {key: "report"}, hover: {skip: [null], prox: 1e9}, points: {fill: (_, curve) => paint(this.curves[curve - 1])},
       },
       hooks: {
         drawClear: [({ctx}) => { ctx.fillStyle = colour("card"); ctx.fillRect(0, 0, ctx.canvas.width, ctx.canvas.height); }],
@@ -178,7 +179,8 @@ class Plot {
   }
 
   key(event) {
-    const {u} = this, xs = u.data[0], end = xs.length - 1, idx = u.cursor.idx ?? end + 1, far = Math.ceil(xs.length / 20);
+    const {u} = this, xs = [...new Set(u.data[0])], end = xs.length - 1, far = Math.ceil(xs.length / 20);
+    const idx = typeof u.cursor.idx === "number" ? xs.indexOf(u.data[0][u.cursor.idx]) : xs.length;
     const to = {ArrowLeft: idx - 1, ArrowRight: idx + 1, PageUp: idx - far, PageDown: idx + far, Home: 0, End: end}[event.key];
     if (event.key === "Escape") for (const plot of plots) plot.update(true);
     if (to === undefined || !xs.length) return;

@@ -167,7 +167,7 @@ def report(tmp_path_factory):
     rng, sides = np.random.default_rng(0), []
     for method, last in (("oar", 30), ("grpo", 20)):
         runs = []
-        for seed in (1, 2):
+        for seed in (1, 4):
             metrics = {
                 name: FINE[name] + 0.01 * rng.normal(size=30) for name in FINE if method in name or "oar" not in name
             }
@@ -206,20 +206,21 @@ def test_the_page_opens_alone_without_errors_and_fits(page):
 def test_runs_axis_smoothing_and_cursor_change_what_is_read(page):
     reward, accuracy = page.locator("section").nth(0), page.locator("section").nth(1)
     said, row = accuracy.locator(".readout b"), accuracy.locator("tbody tr").first.locator("td")
-    assert said.all_inner_texts() == ["last: step 30", "1.125", "0.75"]  # GRPO at step 20, which both runs have
-    assert page.locator(".readout").last.locator("b").all_inner_texts() == ["last: step 30", "1.5", "1.5"]  # gen, other
+    assert said.all_inner_texts() == ["last: step 30", "1.875", "1.25"]  # GRPO at step 20, which both runs have
+    assert page.locator(".readout").last.locator("b").all_inner_texts() == ["last: step 30", "2.5", "1"]  # gen, other
     accuracy.locator("summary").click()
-    assert row.all_inner_texts() == ["10", *["0.375", "0.25", "0.5"] * 2]  # mean, lowest and highest of each side
+    assert row.all_inner_texts() == ["10", *["0.625", "0.25", "1"] * 2]  # mean, lowest and highest of each side
     page.locator("[name=run]").first.uncheck()
-    assert row.all_inner_texts() == ["10", "0.5", "0.375", "0.25", "0.5"]  # one run has no range
+    assert row.all_inner_texts() == ["10", "1", "0.625", "0.25", "1"]  # one run has no range
     page.locator("[name=run]").last.uncheck()
-    assert said.all_inner_texts() == ["last: step 30", "1.5", "0.75"]
+    assert said.all_inner_texts() == ["last: step 30", "3", "0.75"]
     page.locator("[name=smooth]").fill("21")
     page.locator("[name=seeds][value=runs]").check()
     page.locator("[name=axis][value=seconds]").check()
-    assert said.all_inner_texts() == ["last: 87 s, step 30", "1", "0.5"]  # 29 steps of 3 seconds
-    reward.locator(".plot").press("End")
-    reward.locator(".plot").press("ArrowLeft")
+    assert said.all_inner_texts() == ["last: 87 s, step 30", "2", "0.5"]  # 29 steps of 3 seconds
+    for key in ("End", "ArrowLeft", "ArrowLeft", "ArrowRight"):
+        reward.locator(".plot").press(key)
     assert reward.locator(".readout b").first.inner_text() == "84 s, step 29"
     accuracy.locator(".u-over").hover()  # in the middle
     accuracy.get_by_text("57 s, step 20").wait_for()
+    assert said.all_inner_texts() == ["57 s, step 20", "1.5", "0.375"]
