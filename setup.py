@@ -33,7 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     author="oar_plugin contributors",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "oar_plugin/runs/report/uplot/LICENSE"],  # uPlot (MIT) draws the charts of `oar report`
     url=PAPER,
     project_urls={"Paper": PAPER},
     keywords=["reinforcement learning", "GRPO", "credit assignment", "reasoning", "LLM", "verl", "RLVR"],
@@ -62,6 +62,9 @@ setup(
             "page/*.js",
             "page/*.css",
             "runs/report/*.j2",
+            "runs/report/*.js",
+            "runs/report/*.css",
+            "runs/report/uplot/*",
             "runs/plan/*.yaml",
         ],
         "oar_plugin.patches": ["*.patch"],
@@ -95,7 +98,7 @@ setup(
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
         "trl": ["trl>=1.15,<2"],
         # For `oar report`.
-        "report": ["matplotlib>=3.9,<4", "pandas>=2.2,<4", "scipy>=1.11,<2"],
+        "report": ["pandas>=2.2,<4", "scipy>=1.11,<2"],
         # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
             "matplotlib>=3.9,<4",

@@ -24,6 +24,7 @@ def main() -> None:
         page.set_viewport_size({"width": 1240, "height": 720})
         page.goto((folder / "report" / "report.html").as_uri())
         page.evaluate("document.getElementById('curves').scrollIntoView()")
+        page.locator(".u-over").first.hover()
         save(page, "report.png")
 
 

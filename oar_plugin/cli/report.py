@@ -10,7 +10,7 @@ from oar_plugin.output import printable, say
 _EXAMPLES = """\
 examples:
   oar report RUN                                     a run's folder; the page goes to RUN/report
-  oar report O1 O2 O3 --baseline G1 G2 G3            three seeds each, compared in every figure
+  oar report O1 O2 O3 --baseline G1 G2 G3            three seeds each, compared in every chart
   oar report metrics.jsonl --baseline tensorboard/   what verl's loggers wrote: file, tensorboard, wandb (offline)
 
 exit status: 0 done, 1 a package is missing, 2 wrong input, 130 interrupted
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folders of runs that differ in their seeds, or what a logger of verl wrote"
     add("runs", nargs="+", type=Path, metavar="RUN", help=text)
     add("--baseline", nargs="+", type=Path, default=[], metavar="RUN", help="runs to compare with")
-    text = "folder for page and pictures (default: report/ in the first run's folder, or in . without a run.yaml)"
+    text = "folder for report.html (default: report/ in the first run's folder, or in . without a run.yaml)"
     add("--out", type=Path, metavar="DIR", help=text)
     add("--open", action="store_true", help="show the page in a browser")
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 1 if a package or a browser is missing, 2 for wrong input."""
     try:
-        from oar_plugin.cli.tables import console, open_page, progress_bar, table
+        from oar_plugin.cli.tables import console, open_page, table
         from oar_plugin.runs.report.logs import NoLogs, read_run
         from oar_plugin.runs.report.page import Side, write_report
 
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
             names = [str(log.settings.get("algorithm.adv_estimator", log.name)) for log in (ours[0], *theirs[:1])]
             names[1:] = ["baseline" if name == names[0] else name for name in names[1:]]
             sides = [Side(printable(name), runs) for name, runs in zip(names, (ours, theirs), strict=False)]
-            with progress_bar() as progress:
-                report = write_report(sides, out, progress)
+            report = write_report(sides, out)
         except NoLogs as error:
             say(f"oar report: {error}", sys.stderr)
             return 2

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("psutil")
-pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
 
 from benchmarks.tiny.verl_run import read_metrics
 from recipes.cpu_demo import demo, main, report
