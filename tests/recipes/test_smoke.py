@@ -83,6 +83,8 @@ def test_two_steps(name, assets, tmp_path):
         assert all(step["oar/scored"] > 0.9 for step in steps), (
             "no advantage is known to be zero, or every group differs"
         )
+    if config.reward.reward_manager.name == "dapo":
+        assert min(step["critic/score/min"] for step in steps) < 0, "a long response has a penalty"
     assert any(metric.startswith("val-core/") for metric in steps[-1]), "validated as the recipe would"
 
 
