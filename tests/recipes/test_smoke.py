@@ -67,9 +67,7 @@ test replaces what else sets them apart, the model, the data and the layout."""
 @pytest.mark.parametrize("name", [*HERE, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_two_steps(name, assets, tmp_path):
     overrides = (HERE | NIGHTLY)[name]
-    if (
-        architecture_of(composed(FOLDER / name).actor_rollout_ref.model.path) == "qwen2"
-    ):  # not so: no such model is there
+    if architecture_of(composed(FOLDER / name).actor_rollout_ref.model.path) == "qwen2":  # that of the assets
         shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
     steps = smoke(name, tmp_path, *overrides)
     config = composed(FOLDER / name, "oar", *overrides)
