@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("--resume", action="store_true", help="resume a run that was started with other settings")
     again.add_argument("--fresh", action="store_true", help="start again from step 0; the run's old folder is renamed")
     add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
-    text = "print the command, script or manifest, with <marks> for what is unset; do nothing, need no cluster"
+    text = "print the command, script or manifest, with marks for what is unset; do nothing, need no cluster"
     add("--dry-run", action="store_true", help=text)
     add("--cfg", choices=("job",), help="print the composed configuration, like Hydra's option; do nothing")
     add("--template", type=Path, metavar="FILE", help="changed copy of OAR's template (oar recipes copy cluster DIR)")
@@ -119,10 +119,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _marked(error: Exception, args: argparse.Namespace) -> bool:
-    """Whether an error says that something is unset. If so, `<... is unset>` was put in its place."""
+    """Whether an error says that something is unset. If so, `(... is unset)` was put in its place."""
     found = re.search(r"Environment variable '(\w+)' not found", str(error))  # OmegaConf's message
     name = found[1] if found else getattr(error, "name", "")
-    mark = f"<{name} is unset>"
+    mark = f"({name} is unset)"
     if name.startswith("--"):
         setattr(args, name[2:], [mark] if name == "--hosts" else mark)
     elif name:

@@ -61,8 +61,8 @@ def test_a_dry_run_marks_what_is_unset_and_prints(capsys, environment, tmp_path)
     with mock.patch.dict(os.environ):
         assert main([*words, "--dry-run"]) == 1
     said = capsys.readouterr()
-    assert [mark for mark in ("--hosts", "NOPE", "OAR_CHECKPOINTS") if f"<{mark} is unset>" not in said.out] == []
-    assert "<MODELS is unset>/32b" in said.err
+    assert [mark for mark in ("--hosts", "NOPE", "OAR_CHECKPOINTS") if f"({mark} is unset)" not in said.out] == []
+    assert "(MODELS is unset)/32b" in said.err
     assert main([*words, "--cfg", "job"]) == 1
     assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["adv_estimator"] == "oar"
     assert main(["launch", ONE, "actor_rollout_ref.model.path='~/none'", "--dry-run"]) == 0

@@ -106,7 +106,7 @@ def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environm
         shown = shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *words])
         return Job(run, needs, f"{shown}\n", words)
     hosts = options.get("hosts", ())
-    if on == "ray" and "<" not in hosts[0] and not len(hosts) == len(set(hosts)) == nodes:  # "<": a dry run's mark
+    if on == "ray" and "(" not in hosts[0] and not len(hosts) == len(set(hosts)) == nodes:  # "(": a dry run's mark
         raise ValueError(f"--hosts {','.join(hosts)}: {len(set(hosts))} different hosts, the recipe needs {needs}")
     if on == "kubernetes":
         if not checkpoints.startswith(f"{(mount := options['mount'])}/"):
