@@ -7,7 +7,7 @@ Five run with every change, each for several features at once:
 * `test_verl_run`, colocate_async: LoRA, bypass mode, the published preset with its warm-up;
 * `test_offload_run`: OAR-P on the engines with an adapter, exact before and after an update;
 * `test_megatron_run`: tensor and sequence parallelism, dumps equal to a plain backward;
-* `test_smoke`, separate_async: KL in the reward, RLOO, replaced groups, engines whose weights change while they score.
+* `test_smoke`, separate_async: KL in the reward, RLOO, rollout correction, engines whose weights change while they score.
 
 The others are `nightly`: engines on two ranks, mixtures of experts, Megatron with context parallelism and `decision`, a lost
 node and resuming, the studies that run verl.

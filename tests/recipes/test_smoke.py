@@ -21,15 +21,13 @@ from tests.recipes.test_recipes import FOLDER, RECIPES, composed, differing, fla
 pytestmark = whole_run
 
 HERE = {
-    # With KL in the reward, RLOO, groups that verl replaces, and OAR-P on the rollout engines: each exchange of weights aborts
-    # their masked copies, which run again with the new weights.
+    # With KL in the reward, RLOO, rollout correction, and OAR-P on the rollout engines: each exchange of weights aborts their
+    # masked copies, which run again with the new weights.
     "qwen2_5_7b_separate_async": [
         # An update lies between a rollout and its log-probs. With the recipe's learning rate it moves probabilities by more
         # than the check of the rollout's weights allows.
         "actor_rollout_ref.actor.optim.lr=1e-8",
         "algorithm.use_kl_in_reward=True",
-        *("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"),
-        *(f"trainer.v1.sampler.custom_sampler.{key}=null" for key in ("path", "name")),  # verl's own, which filters
         "algorithm.oar.base_estimator=rloo",
         "algorithm.oar.importance=oar_p",
         "algorithm.oar.perturbation.backend=rollout",
