@@ -88,13 +88,9 @@ setup(
         # The Megatron backend of the CPU stack. No upper end: a core that is there stays. With Python 3.12 pip would find cores
         # that mbridge does not fit; there, and on GPUs, verl's own extra and image bring megatron-core and Megatron-Bridge.
         "megatron": [f"{name}; python_version < '3.12'" for name in ("megatron-core>=0.16.1", "mbridge>=0.15.1")],
-        # For the recipes' reward and data, and `oar eval`. math-verify parses LaTeX with the version of antlr that Hydra needs.
-        "recipes": [
-            "math-verify[antlr4-9-3]>=0.9,<0.10",
-            "pebble>=5.1,<6",
-            "datasets>=4,<6",
-            "scipy>=1.11,<2",
-        ],
+        # For the recipes' reward and data, and `oar eval`, where verl is not installed (beside verl: INSTALL in
+        # oar_plugin/output.py). math-verify parses LaTeX with the version of antlr that Hydra needs.
+        "recipes": [*lines(HERE / "recipes" / "requirements.txt"), "datasets>=4,<6"],
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
         "trl": ["trl>=1.15,<2"],
         # For `oar report`.

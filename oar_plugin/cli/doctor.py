@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from oar_plugin.cli import questions
 from oar_plugin.cli.questions import Machine, ask
 from oar_plugin.hosts.vllm import versions
-from oar_plugin.output import say
+from oar_plugin.output import INSTALL, say
 from oar_plugin.runs.launch.preflight import LOGGERS, Finding, Level, importable
 
 _HELP = """\
@@ -187,7 +187,7 @@ def _plugin(told: Mapping[str, Any]) -> Finding:
     """Whether verl loads oar_plugin."""
     version = version_of("oar_plugin")
     if reason := _left_out("oar"):
-        return Finding("oar_plugin", "missing", reason, "pip install --no-deps . in a checkout, on every node")
+        return Finding("oar_plugin", "missing", reason, f"{INSTALL} in a checkout, on every node")
     if told.get("loaded"):
         return Finding("oar_plugin", "ok", f"{version}, loaded by verl")
     if "verl" not in told:

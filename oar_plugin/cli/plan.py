@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
     add("--prompt-length", type=number, help="mean in tokens; default: a quarter of data.max_prompt_length")
-    add("--scored-share", type=share, default=SCORED, help="share of the responses that get importance")
+    text = (
+        "share of the generated responses with an advantage (default: %(default)s): the others get no importance, or "
+    )
+    add("--scored-share", type=share, default=SCORED, help=text + "are generated again with algorithm.filter_groups")
     add("--json", action="store_true", help="print everything as JSON")
 
 
@@ -82,6 +85,8 @@ def _print(made: Plan) -> None:
     if s.oar is not None:
         oar = f"OAR ({s.oar.importance}) adds {made.oar:.1f} s to a step: {made.to_grpo:.2f} x the same step of GRPO, with "
         oar += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
+    more = sum(s.rounds) / s.sequences
+    filtered = f"algorithm.filter_groups generates {more:.1f} x a batch (--scored-share); " if more > 1 else ""
     for line in (
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
@@ -89,7 +94,7 @@ def _print(made: Plan) -> None:
         oar,
         made.summary,
         f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length; the hours follow it), prompts of "
-        f"{s.mean_prompt:.0f}; and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
+        f"{s.mean_prompt:.0f}; {filtered}and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to an untuned one.",
         f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on one core), and the formulas for memory and "

@@ -52,6 +52,23 @@ def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environme
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_marks_what_is_unset_and_prints(capsys, environment, tmp_path):
+    shutil.copytree(recipe.find_recipe(FOUR), tmp_path / "mine")
+    file = tmp_path / "mine" / "recipe.yaml"
+    file.write_text(file.read_text().replace("Qwen/Qwen2.5-32B", "${oc.env:MODELS}/32b"))
+    del environment["OAR_CHECKPOINTS"]
+    words = ["launch", str(tmp_path / "mine"), "--on", "ray", "--env", "NOPE"]
+    with mock.patch.dict(os.environ):
+        assert main([*words, "--dry-run"]) == 1
+    said = capsys.readouterr()
+    assert [mark for mark in ("--hosts", "NOPE", "OAR_CHECKPOINTS") if f"({mark} is unset)" not in said.out] == []
+    assert "(MODELS is unset)/32b" in said.err
+    assert main([*words, "--cfg", "job"]) == 1
+    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["adv_estimator"] == "oar"
+    assert main(["launch", ONE, "actor_rollout_ref.model.path='~/none'", "--dry-run"]) == 0
+    assert ("model", "missing") in levels(capsys.readouterr().err)
+
+
 def test_on_kubernetes_folders_are_on_the_volume_and_pods_run_their_own_recipe(capsys, environment, tmp_path):
     environment |= {"OAR_DATA": "/home/me/data", "WANDB_API_KEY": "of mine"}
     patch = tmp_path / "patch.yaml"

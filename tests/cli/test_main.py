@@ -71,7 +71,7 @@ def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, mo
 
 # ---- oar plan
 
-BIG = ["Verdict: fits", "50% of the responses scored", "402 steps", "GPU-hours on 32 GPUs", "Assumed:", "No run"]
+BIG = ["Verdict: fits", "50% of the responses", "200 steps", "11 validations", "GPU-hours on 32", "Assumed:", "No run"]
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,10 @@ def _examine_model(config: DictConfig) -> Finding:
         return Finding("model", "missing", f"{path} has no config.json")
     if Path(path).is_absolute():
         return Finding("model", "missing", f"{key}: is not there")
-    cached = try_to_load_from_cache(path, "config.json")
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except ValueError:
+        return Finding("model", "missing", f"{key}: neither a folder nor a name of the hub")
     if isinstance(cached, str) and any(Path(cached).parent.glob("*.safetensors")):
         return Finding("model", "ok", f"{path}, in {constants.HF_HUB_CACHE}")
     if constants.HF_HUB_OFFLINE:

@@ -201,7 +201,7 @@ def step_flops(s: Setup) -> dict[str, float]:
         again -= 2.0 * model.hidden * model.inner * model.layers * length
     decoding = model.layers_flops(length, s.mean_prompt) + model.head_flops(s.mean_response)
     flops = {
-        GENERATION: s.prompts * model.layers_flops(s.mean_prompt) + s.sequences * decoding,
+        GENERATION: sum(s.rounds) * (model.layers_flops(s.mean_prompt) / s.rollout.n + decoding),
         LOG_PROB: s.sequences * forward,
         REFERENCE: s.sequences * forward if s.actor.use_kl_loss or s.config.algorithm.use_kl_in_reward else 0.0,
         UPDATE: s.sequences * s.actor.ppo_epochs * (trained + again),
@@ -231,7 +231,7 @@ def step_flops(s: Setup) -> dict[str, float]:
 def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]:
     """Return phase -> seconds of one step."""
     flops, oar = step_flops(s), s.oar
-    generation = generation_seconds(s, gpu, efficiency, s.sequences)
+    generation = sum(generation_seconds(s, gpu, efficiency, sequences) for sequences in s.rounds if sequences)
 
     def trainer(phase: str, rate: float, share: float, forwards: float, backwards: float) -> float:
         """Return the seconds of a phase.

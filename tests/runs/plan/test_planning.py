@@ -99,6 +99,16 @@ def test_offload_takes_the_states_off_the_gpu_while_it_generates(fsdp):
     assert moved["update"]["optimizer"] > 0  # verl brings all of it back for the update
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_replaced_groups_are_generated_and_all_of_the_batch_is_scored(fsdp, share):
+    all_scored = Plan(fsdp, expected=Expected(scored_share=1.0))
+    made = Plan(changed(fsdp, "algorithm.filter_groups.enable=True"), expected=Expected(scored_share=share))
+    assert made.flops[GENERATION] == pytest.approx(all_scored.flops[GENERATION] / share)
+    more = made.seconds.pop(GENERATION) / all_scored.seconds.pop(GENERATION)
+    assert more == 1 if share == 1 else more > 1
+    assert made.seconds == all_scored.seconds
+
+
 def test_separate_rollouts_overlap_with_training(fsdp):
     mode = ("trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2")
     keys = ("rollout.nnodes=1", "rollout.n_gpus_per_node=8", "actor_rollout_ref.hybrid_engine=False")
@@ -111,14 +121,15 @@ def test_separate_rollouts_overlap_with_training(fsdp):
 def test_hours_are_those_of_all_steps_and_validations_within_a_range(fsdp, tmp_path):
     made = Plan(fsdp)
     expected, least, most = made.hours
-    assert made.setup.steps == (7473 + 7500) // 256 * 15
+    assert made.setup.steps == (7473 + 7500) // 256 * 4
     assert least < made.setup.steps * made.step / 3600 < expected < most
-    assert Plan(changed(fsdp, "trainer.total_training_steps=87")).hours[0] == pytest.approx(expected / 10, rel=0.02)
+    validation = Plan(changed(fsdp, "trainer.total_training_steps=0")).hours[0]  # one, before training
+    assert expected == pytest.approx(made.setup.steps * made.step / 3600 + 13 * validation)
     assert Plan(changed(fsdp, "data.train_files=[/nowhere/own.parquet]")).hours is None
     # Rows are counted where the file is there.
     file = tmp_path / "train.parquet"
     pytest.importorskip("pandas").DataFrame({"prompt": ["?"] * 1000}).to_parquet(file)
-    assert Plan(changed(fsdp, f"data.train_files=[{file}]")).setup.steps == 3 * 15
+    assert Plan(changed(fsdp, f"data.train_files=[{file}]")).setup.steps == 3 * 4
 
 
 def test_more_gpus_never_need_more_memory_each_and_larger_micro_batches_never_less(config):
