@@ -122,7 +122,7 @@ setup(
             "tyro>=1,<2",
         ],
         # For `python -m docs.site`. Before its 1.0 a new zensical may need another configuration.
-        "docs": ["zensical>=0.0.73,<0.2", "mkdocstrings-python>=2.0.11,<3"],
+        "docs": ["zensical>=0.0.73,<0.2", "mkdocstrings-python>=2.0.11,<3", "ruff>=0.14,<1"],  # ruff lays signatures out
         "dev": [
             "build>=1.2,<2",
             "pytest>=8,<10",

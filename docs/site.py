@@ -14,71 +14,71 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
-"""The documents as zensical reads them, at the paths that they have in the repository."""
+"""What zensical reads. Documents are at the paths that they have in the repository."""
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 AS_THEY_ARE = {".html", ".ipynb", ".json", ".png", ".svg"}
 """Files that a browser shows or saves. Other files become pages."""
 LANGUAGES = {".j2": "jinja", ".py": "python", ".sh": "bash", ".yaml": "yaml"}
-NOT_A_DOCUMENT = "---\nsearch:\n  exclude: true\n---\n\n"
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
-def tracked(*patterns: str) -> list[Path]:
-    """Return what git tracks and matches a pattern, relative to the repository."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)  # noqa: S607
-    return [path for name in listed.stdout.split("\0") if name and (ROOT / (path := Path(name))).is_file()]
+def files(pattern: str) -> list[Path]:
+    """Return the files that match a pattern and that git does not ignore, relative to the repository."""
+    command = ["git", "ls-files", "-zco", "--exclude-standard", "--", pattern]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in listed.split("\0") if name and (ROOT / (path := Path(name))).is_file()]
 
 
 def page_of(path: Path) -> Path:
-    """Return where the site has what stands at `path`. Both are relative to the repository."""
+    """Return the page, or the file, that the site has for what stands at `path` in the repository."""
     if (ROOT / path).is_dir():
         return path / ("README.md" if (ROOT / path / "README.md").exists() else "index.md")
     return path if path.suffix in {*AS_THEY_ARE, ".md"} else path.with_name(f"{path.name}.md")
 
 
-def listing(folder: Path) -> str:
-    names = sorted({path.relative_to(folder).parts[0] for path in tracked(f"{folder}/*")})
-    return f"# {folder}\n\n" + "".join(f"* [{name}]({name})\n" for name in names)
-
-
 def text_of(path: Path) -> str:
-    """Return the Markdown of a page, with the links that it has in the repository."""
+    """Return the Markdown of a page. Its links are those of the repository."""
     if (ROOT / path).is_dir():
-        return NOT_A_DOCUMENT + listing(path)
+        names = sorted({file.relative_to(path).parts[0] for file in files(f"{path}/*")})
+        return f"{NOT_SEARCHED}# {path}\n\n" + "".join(f"* [{name}]({name})\n" for name in names)
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
-    return f"{NOT_A_DOCUMENT}# {path}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
+    return f"{NOT_SEARCHED}# {path}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
 
 
-def stage() -> None:
-    """Write every document and all that it links to into `PAGES`."""
+def write_pages() -> None:
+    """Write every document and all that it links to."""
     shutil.rmtree(STAGE, ignore_errors=True)
-    waiting = tracked("*.md")
-    done: set[Path] = set()
+    waiting, done = files("*.md"), set()
     while waiting:
         path = waiting.pop()
-        page = page_of(path)
-        if page in done:
+        if (page := page_of(path)) in done:
             continue
         done.add(page)
         (PAGES / page).parent.mkdir(parents=True, exist_ok=True)
         if page.suffix in AS_THEY_ARE:
             shutil.copyfile(ROOT / path, PAGES / page)
             continue
-        here = path if (ROOT / path).is_dir() else path.parent
-
-        def on_the_site(link: re.Match[str], here: Path = here, page: Path = page) -> str:
-            target = Path(os.path.normpath(here / link[2]))
-            if ":" in link[2] or not (ROOT / target).exists():
-                return link[0]  # of the web, or left for zensical to complain about
-            waiting.append(target)
-            return link[1] + os.path.relpath(page_of(target), page.parent) + link[3]
-
         text = text_of(path)
-        (PAGES / page).write_text(LINK.sub(on_the_site, text) if "````" not in text else text, encoding="utf-8")
-    shutil.copyfile(ROOT / "docs" / "zensical.toml", STAGE / "zensical.toml")
+        links = LINK.findall(text) if (ROOT / path).is_dir() or path.suffix == ".md" else []
+        for before, link, after in links:
+            target = Path(os.path.normpath(page.parent / link))
+            if (ROOT / target).exists():  # not of the web; tests/test_documents.py finds what is missing
+                waiting.append(target)
+                text = text.replace(before + link + after, before + os.path.relpath(page_of(target), page.parent) + after)
+        (PAGES / page).write_text(text, encoding="utf-8")
+
+
+def write_configuration() -> None:
+    """Write zensical's configuration, without the lines of documents that do not exist."""
+    lines = (ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8").splitlines(keepends=True)
+    named = [re.fullmatch(r' *"(\S+\.md)",\n', line) for line in lines]
+    kept = [line for line, name in zip(lines, named, strict=True) if name is None or (ROOT / name[1]).exists()]
+    (STAGE / "zensical.toml").write_text("".join(kept), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    stage()
+    write_pages()
+    write_configuration()
     sys.exit(subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=STAGE).returncode)
