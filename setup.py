@@ -24,13 +24,13 @@ def lines(path: Path) -> list[str]:
 
 
 def on_an_index(readme: str) -> str:
-    """The README where the files beside it are missing: links lead to the repository, or are texts if its address is unknown."""
+    """The README without the files beside it: links lead to the repository, or are texts if its address is unknown."""
+    readme += "\n*Tests, benchmarks and documents are in the repository; wheel and sdist have none of them.*\n"
     if REPOSITORY:
         readme = re.sub(r"!\[([^]]*)\]\((?!http)", rf"![\1]({REPOSITORY}/raw/v{VERSION}/", readme)
         return re.sub(r"\]\((?!http|#)", rf"]({REPOSITORY}/blob/v{VERSION}/", readme)
     pictures = re.compile(r"^!\[[^]]*\]\((?!http).*\n(?:\n\*[^*]+\*\n)?", re.MULTILINE)  # with what is said below them
-    said = "\n*This is the README without its pictures and without its links to files: they are in the repository.*\n"
-    return re.sub(r"\[([^]]*)\]\((?!http|#)[^)]*\)", r"\1", pictures.sub("", readme)) + said
+    return re.sub(r"\[([^]]*)\]\((?!http|#)[^)]*\)", r"\1", pictures.sub("", readme))
 
 
 class BuildPy(build_py):
@@ -122,7 +122,11 @@ setup(
             "tyro>=1,<2",
         ],
         # For `python -m docs.site`. Before its 1.0 a new zensical may need another configuration.
-        "docs": ["zensical>=0.0.73,<0.2", "mkdocstrings-python>=2.0.11,<3", "ruff>=0.14,<1"],  # ruff lays signatures out
+        "docs": [
+            "zensical>=0.0.73,<0.2",
+            "mkdocstrings-python>=2.0.11,<3",
+            "ruff>=0.14,<1",
+        ],  # ruff lays signatures out
         "dev": [
             "build>=1.2,<2",
             "pytest>=8,<10",
@@ -138,6 +142,7 @@ setup(
             "ipykernel>=6,<8",
             "deepspeed>=0.19,<0.20",  # TRL's and OpenRLHF's ZeRO on a CPU
             "twine>=6,<8",
+            "readme-renderer[md]>=44",  # without it twine checks no Markdown
             "zizmor>=1.32,<2",
             "check-jsonschema>=0.39,<1",
         ],

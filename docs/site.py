@@ -50,7 +50,8 @@ def text_of(path: Path) -> str:
 def write_pages() -> None:
     """Write every document and all that it links to."""
     shutil.rmtree(STAGE, ignore_errors=True)
-    waiting, done = files("*.md"), set()
+    waiting: list[Path] = files("*.md")
+    done: set[Path] = set()
     while waiting:
         path = waiting.pop()
         if (page := page_of(path)) in done:
@@ -66,7 +67,9 @@ def write_pages() -> None:
             target = Path(os.path.normpath(page.parent / link))
             if (ROOT / target).exists():  # not of the web; tests/test_documents.py finds what is missing
                 waiting.append(target)
-                text = text.replace(before + link + after, before + os.path.relpath(page_of(target), page.parent) + after)
+                text = text.replace(
+                    before + link + after, before + os.path.relpath(page_of(target), page.parent) + after
+                )
         (PAGES / page).write_text(text, encoding="utf-8")
 
 
