@@ -86,7 +86,6 @@ def test_what_can_be_called_without_a_configuration_has_its_defaults():
 
 
 def test_settings_in_examples_can_be_set():
-    """Of each line of each example: all its settings together."""
     blocks = [block for text in DOCUMENTS.values() for block in re.findall(r"```\w+\n(.*?)```", text, re.DOTALL)]
     lines = [re.findall(r"algorithm\.oar\.([\w.]+=[\w.]+)(?!\S)", line) for line in "".join(blocks).splitlines()]
     assert len([line for line in lines if line]) > 5
