@@ -109,7 +109,7 @@ def importance(
         UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
         RuntimeError: a parameter has a `.grad`.
 
-    Example:
+    Examples:
         >>> import oar_plugin
         >>> credit = oar_plugin.importance(
         ...     model, tokenizer=tokenizer, importance="fisher",

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-$PWD/.venv-cpu}
 # Tests start hundreds of processes. Without bytecode each of them compiles this checkout, and what install.sh left out.
 unset PYTHONDONTWRITEBYTECODE
-bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,megatron,recipes
+bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,megatron,recipes
 
 declare -A started
 start() { # a name, then what to do beside the rest, with what that leaves of the cores
@@ -55,6 +55,9 @@ trl() {
 }
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+"$venv/bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
+"$venv/bin/zizmor" --offline --quiet .github
+start site "$venv/bin/python" -m docs.site
 start audit audit
 start mypy "$venv/bin/mypy"
 for release in 1.16.0 1.15.0; do start "trl-$release" trl "$release"; done

@@ -76,8 +76,9 @@ def batch_importance(
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
+    The arguments that are not listed are those of `gradient_importance`.
+
     Args:
-        model, request, token_BL, segments_BL, mask_BL, checkpoint_activations: see `gradient_importance`.
         max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
         max_over_ranks: takes a count, returns the maximum of this count over all ranks. Ranks of a sharded model must run equal
             numbers of forwards.

@@ -5,7 +5,6 @@ The driver opens the folder before Ray starts, through Hydra's callback `KeepRun
 if it can see it.
 """
 
-import importlib.metadata
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from oar_plugin import __version__
 from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.output import locked, no_link, say, write_whole
 from oar_plugin.runs.plugin import with_new_names
@@ -201,11 +201,7 @@ def _lock(folder: Path) -> None:
 
 def _versions() -> str:
     """Return the versions of verl and oar_plugin, which define the keys of a configuration."""
-    try:
-        own = importlib.metadata.version("oar_plugin")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"  # imported through PYTHONPATH
-    return f"verl {host_version()}, oar_plugin {own}"
+    return f"verl {host_version()}, oar_plugin {__version__}"
 
 
 def _compared(record: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -2,11 +2,11 @@
 
 import json
 import re
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from oar_plugin import __version__
 from oar_plugin.cli.main import COMMANDS, main
 from oar_plugin.runs.recipe import find_recipe, recipe_names
 
@@ -17,7 +17,7 @@ RECIPE = "qwen2_5_7b_math"
     ("words", "status", "out", "err"),
     [
         *(([command, "--help"], 0, f"usage: oar {command}", "") for command in COMMANDS),
-        (["--version"], 0, f"oar_plugin {version('oar_plugin')}\n", ""),
+        (["--version"], 0, f"oar_plugin {__version__}\n", ""),
         (["trian"], 2, "", "doctor"),
         # A wrong option is not taken for an override.
         *(

@@ -43,7 +43,7 @@ class OarGRPOTrainer(GRPOTrainer):
         OarConfigError: a setting, of OAR or of TRL, that cannot work. The message names it, its value and what is allowed.
         UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
 
-    Example:
+    Examples:
         >>> trainer = OarGRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """

@@ -1,6 +1,7 @@
 """What a run shows: metrics in TRL's log, and files for `oar inspect`."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_dumps_are_what_the_inspector_reads(run, tmp_path):
         assert (response.group, response.truth, response.mask) == ("0", "5", None)
         assert response.status == Status(int(seen.status_B[place])).name.lower()
     assert main(["inspect", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+
+
+def test_the_example_of_the_document_trains_and_dumps(tmp_path):
+    for part in (tiny.make_model(), tiny.TOKENIZER):
+        part.save_pretrained(tmp_path / "model")
+    block = Path("docs/hosts.md").read_text().split("```python\n")[1].split("```")[0]
+    given = {"model": str(tmp_path / "model"), "config": tiny.arguments(tmp_path, max_steps=1)}
+    exec(block, given | {"reward": lambda prompts, **_: [*range(len(prompts))], "data": tiny.data(tiny.PROMPTS)})
+    assert read([tmp_path / "credit"]).items
 
 
 def full(*arguments):
