@@ -7,11 +7,13 @@ at the top it imports nothing that needs another package.
 
 from __future__ import annotations
 
+import importlib
 import netrc
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -194,15 +196,19 @@ def _examine_model(config: DictConfig) -> Finding:
 
 
 def _examine_reward(config: DictConfig) -> Finding:
-    """Check that the reward function can be imported, by importing it."""
+    """Check that the reward function can be imported, by importing it as verl does."""
     from omegaconf import OmegaConf
-    from verl.utils.import_utils import load_extern_object
 
     path, name = (OmegaConf.select(config, f"reward.custom_reward_function.{key}") for key in ("path", "name"))
     if not path:
         return Finding("reward", "ok", "verl's own")
     try:
-        load_extern_object(path, name)
+        if path.startswith("pkg://"):
+            module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
+        else:
+            loader = SourceFileLoader("reward_function", path.removeprefix("file://"))
+            loader.exec_module(module := module_from_spec(ModuleSpec("reward_function", loader)))
+        getattr(module, name)
     except (Exception, SystemExit) as error:
         text = f"reward.custom_reward_function.path={path}: cannot be imported: {cause(error)}"
         return Finding("reward", "missing", text)
