@@ -20,6 +20,7 @@ from oar_plugin.runs.evaluate.checkpoints import find, fingerprint, parse
 from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling
 from oar_plugin.runs.evaluate.grade import GeneratedResponse, Graded, grade, read
 from oar_plugin.runs.evaluate.table import AVERAGE, as_markdown, lines_of, metrics
+from oar_plugin.runs.hub import NotOnHub
 from oar_plugin.runs.math.pool import TaskCrashed
 from tests.runs.evaluate import SAMPLING, problem_set
 
@@ -72,13 +73,17 @@ def test_other_weights_tokenizers_and_settings_have_another_fingerprint(tmp_path
         (tmp_path / name).write_text('{"a": 1}')
         seen.add(fingerprint(str(tmp_path)))
     assert len(seen) == 1 + len(names)
-    assert find("Qwen/Qwen2.5-7B", False, print) == fingerprint("Qwen/Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
+    assert fingerprint("Qwen/Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
+
+
+def refused(name):
+    raise NotOnHub(name)
 
 
 def test_a_folder_of_an_organisations_name_hides_no_model_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen").mkdir()
-    monkeypatch.setattr(checkpoints, "_on_hub", lambda name: name == "Qwen/Qwen2.5-7B")
+    monkeypatch.setattr(checkpoints, "cached", lambda name: None if name == "Qwen/Qwen2.5-7B" else refused(name))
     assert find("Qwen/Qwen2.5-7B", False, print) == "Qwen/Qwen2.5-7B"
     with pytest.raises(EvaluationError, match="neither a folder"):
         find("Qwen/global_step_7", False, print)
@@ -274,7 +279,7 @@ def test_wrong_input_is_named(words, status, said, tmp_path, monkeypatch, capsys
     write(tmp_path / "strange.parquet", [{"question": "?"}])
     for folder in (tmp_path, tmp_path / "other"):
         write(folder / "fine.parquet", [row("1")])
-    monkeypatch.setattr(checkpoints, "_on_hub", lambda name: False)
+    monkeypatch.setattr(checkpoints, "cached", refused)
     words = words.split() if "--data" in words else [*words.split(), "--data", "fine.parquet"]
     try:
         found = main(["eval", *words])
