@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from oar_plugin.runs.launch.runs import Run
 
 _HELP = """\
-Run a recipe. Before anything starts, verl and OAR check its configuration (a dry run: OAR and the planner); then data, model, reward and memory are checked.
+Run a recipe. Before anything starts, verl and OAR check its configuration (in a dry run the planner stands in for verl); then
+data, model, reward and memory are checked.
 --seeds, --variant oar,grpo and --sweep start a run for each combination, each in its own folder. The same command resumes
 unfinished runs.
 
