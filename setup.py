@@ -58,6 +58,7 @@ setup(
             "cli/*.json",
             "runs/*.yaml",
             "hosts/verl/conf/**/*.yaml",
+            "hosts/verl/conf_of_verl/**/*.yaml",
             "page/*.j2",
             "page/*.js",
             "page/*.css",
@@ -73,6 +74,7 @@ setup(
     },
     install_requires=[
         "torch>=2.6",
+        "hydra-core>=1.3,<2",
         "jinja2>=3.1,<4",
         "packaging>=20",
         "pydantic>=2.11,<3",
