@@ -73,6 +73,7 @@ setup(
             "cli/*.json",
             "runs/*.yaml",
             "hosts/verl/conf/**/*.yaml",
+            "hosts/verl/conf_of_verl/**/*.yaml",
             "page/*.j2",
             "page/*.js",
             "page/*.css",
@@ -107,7 +108,7 @@ setup(
         "megatron": [f"{name}; python_version < '3.12'" for name in ("megatron-core>=0.16.1", "mbridge>=0.15.1")],
         # For the recipes' reward and data, and `oar eval`, where verl is not installed (beside verl: INSTALL in
         # oar_plugin/output.py). math-verify parses LaTeX with the version of antlr that Hydra needs.
-        "recipes": [*lines(HERE / "recipes" / "requirements.txt"), "datasets>=4,<6"],
+        "recipes": [*lines(HERE / "recipes" / "requirements.txt"), "datasets>=4,<6", "hydra-core>=1.3,<2"],
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
         "trl": ["trl>=1.15,<2"],
         # For `oar report`.

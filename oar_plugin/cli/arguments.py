@@ -9,6 +9,7 @@ from oar_plugin.output import INSTALL, say
 _INSTALL = {
     **dict.fromkeys(("math_verify", "pebble", "scipy"), f"{INSTALL} in a checkout"),
     **{"google": "pip install protobuf", "verl": "pip install 'verl>=0.9'", "yaml": "pip install pyyaml"},
+    "hydra": "pip install hydra-core",
     "vllm": "oar doctor says how",  # it depends on the machine
 }
 """Module -> how to install it, where that is not `pip install MODULE`."""

@@ -12,14 +12,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.cli.arguments import listed, positive, whole
+from oar_plugin.cli.arguments import listed, missing_package, positive, whole
 from oar_plugin.output import say
 
 if TYPE_CHECKING:
     from oar_plugin.runs.launch.runs import Run
 
 _HELP = """\
-Run a recipe. Before anything starts, verl and OAR check its configuration; then data, model, reward and memory are checked.
+Run a recipe. Before anything starts, verl and OAR check its configuration (in a dry run the planner stands in for verl); then
+data, model, reward and memory are checked.
 --seeds, --variant oar,grpo and --sweep start a run for each combination, each in its own folder. The same command resumes
 unfinished runs.
 
@@ -108,11 +109,13 @@ def _variants(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, 1 if a run or its submission failed, or 2 if the recipe or an option cannot work."""
+    """Return 0, 1 if a package is missing or if a run or its submission failed, or 2 if the recipe or an option cannot work."""
     try:
         if importlib.util.find_spec("verl") is None:
-            raise ValueError("verl, which checks the recipe, is not installed here: pip install 'verl>=0.9'")
+            return missing_package("launch", "verl")  # verl checks the recipe
         return _launch(args)
+    except ModuleNotFoundError as error:
+        return missing_package("launch", error.name)
     except (ValueError, OSError) as error:
         say(f"oar launch: {error}", sys.stderr)
         return max(1, run(args)) if (args.dry_run or args.cfg) and _marked(error, args) else 2
@@ -151,7 +154,8 @@ def _launch(args: argparse.Namespace) -> int:
         print("---\n".join(f"# {run.name}\n{OmegaConf.to_yaml(run.config)}" for run in runs), end="")
         return 0
     for run in runs:
-        check_config(run.config)
+        if not args.dry_run:
+            check_config(run.config)
         run_folder.check(run.config, how)
     first = runs[0].folder
     if how == "resume" and first.absolute().parent.is_dir() and not any(run_folder.is_begun(r.folder) for r in runs):
@@ -162,6 +166,9 @@ def _launch(args: argparse.Namespace) -> int:
     jobs = [job_of(run, recipe, on, options, environment) for run in runs]
     files_seen = args.recipe_on_nodes is None and not in_container(on, options)
     examined = [preflight.examine(run.config, gpu, files_seen=files_seen, local=on == "local") for run in runs]
+    for run, (made, _) in zip(runs, examined, strict=True):
+        if args.dry_run and made is None:  # the planner's checks are verl's, which takes seconds to import
+            check_config(run.config)
     findings = dict.fromkeys(finding for _, of_run in examined for finding in of_run)
     for finding in findings:
         if finding.level != "ok":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _HELP = """\
 Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, steps, hours and GPU-hours of the run, and
-whether it fits. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
+whether it fits. Reads the configuration as verl would; starts nothing, needs no GPU, no network and no verl.
 
 examples:
   oar plan qwen2_5_7b_math                                          a recipe of `oar recipes`, on the cluster that it names
@@ -47,20 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("verl") is None:
-        return missing_package("plan", "verl")  # verl composes the recipe
-    from oar_plugin.runs.plan.planning import Plan
-    from oar_plugin.runs.plan.setup import Expected
-    from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe
-
     try:
+        from oar_plugin.runs.plan.planning import Plan
+        from oar_plugin.runs.plan.setup import Expected
+        from oar_plugin.runs.recipe import compose_recipe, find_recipe
+
         gpu = choose_gpu(args.gpu, args.gpu_memory)
         config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
-        check_config(config)
         made = Plan(config, gpu, Expected(args.response_length, args.prompt_length, args.scored_share, args.model))
+    except ModuleNotFoundError as error:
+        return missing_package("plan", error.name)
     except ValueError as error:
         say(f"oar plan: {error}", sys.stderr)
         return 2
+    if importlib.util.find_spec("verl") is None:
+        say("oar plan: verl is not installed here; planned with the defaults of verl 0.9.1", sys.stderr)
     if args.json:
         print(json.dumps(made.to_dict(), indent=1))
     else:

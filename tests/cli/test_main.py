@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from oar_plugin import __version__
 from oar_plugin.cli.main import COMMANDS, main
 from oar_plugin.runs.recipe import find_recipe, recipe_names
+from tests.limits import PROCESS_S
+from tests.tracked import ROOT
 
 RECIPE = "qwen2_5_7b_math"
 
@@ -111,3 +115,33 @@ def test_json_is_all_that_is_printed_and_overrides_may_stand_behind_options(caps
 def test_wrong_input_is_named(words, message, capsys):
     assert main(["plan", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plans_are_the_same_without_verl(capsys):
+    """Another process has neither verl nor what comes with it; this one has them, and the plan does not import them."""
+    others = [name for name in recipe_names() if name != "qwen2_5_7b_oar_p"]  # asks which vLLM is there
+    asked = [[name] for name in others] + [[RECIPE, "algorithm.oar.tau=0.5", "--variant", "grpo"]]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(["verl", "transformers", "ray", "tensordict", "vllm"]))
+from oar_plugin.cli.main import main
+for words in {asked!r}:
+    main(["plan", *words, "--json"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PROCESS_S)
+    for words in asked:
+        main(["plan", *words, "--json"])
+    assert done.stdout == capsys.readouterr().out
+
+
+PLAN = "oar_plugin.hosts.verl.hydra_conf", "omegaconf"
+
+
+def test_a_package_that_the_plan_lacks_is_one_line(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith(("oar_plugin.runs.plan", "oar_plugin.hosts", *PLAN))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    assert main(["plan", RECIPE]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "pip install omegaconf" in said

@@ -41,3 +41,22 @@ def test_what_cannot_be_reported_is_one_line(place, hidden, status, said, tmp_pa
     error = capsys.readouterr().err
     assert said in error
     assert (error.startswith("oar report: "), error.count("\n")) == (True, 1)
+
+
+def test_runs_are_found_up_to_two_folders_below_and_methods_are_not_mixed(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+
+    def run(name, score):
+        (tmp_path / "oar" / name).mkdir(parents=True)
+        rows = ({"step": step, "data": {"critic/score/mean": score, "timing_s/step": 1.0}} for step in (1, 2))
+        (tmp_path / "oar" / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    for seed in (1, 2):
+        run(f"math-oar-s{seed}", 0.25)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0
+    assert "math-oar-s1" in (tmp_path / "page" / "report.html").read_text()
+    assert "math-oar-s2" in (tmp_path / "page" / "report.html").read_text()
+    run("math-grpo-s1", 0.5)
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "--baseline" in capsys.readouterr().err

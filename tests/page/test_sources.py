@@ -132,6 +132,8 @@ def test_the_newest_steps_are_shown_or_those_that_are_named_and_no_group_is_part
 @pytest.mark.parametrize(
     ("source", "said"),
     [
+        ("projects", [1]),
+        ("projects/project/run", [1]),
         ("run", [1]),
         ("run/dump", [1]),
         ("run/dump/step_000001.jsonl", [1]),
@@ -149,7 +151,8 @@ def test_the_newest_steps_are_shown_or_those_that_are_named_and_no_group_is_part
 )
 def test_a_source_is_recognised_or_it_is_said_what_is_wrong(source, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_dump(tmp_path / "run/dump", 1)
+    for run in ("run", "projects/project/run"):
+        write_dump(tmp_path / run / "dump", 1)
     written(tmp_path / "run/metrics/start.jsonl", {"step": 1, "data": {}})
     written(tmp_path / "run/step_last.jsonl", RESPONSE.line())
     written(tmp_path / "rollouts/7.jsonl", VERL)

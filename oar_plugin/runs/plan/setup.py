@@ -37,9 +37,9 @@ def training_steps(config: DictConfig) -> int | None:
 
 
 class Setup:
-    """Values derived from a configuration that verl and OAR accept (`oar_plugin.runs.recipe.check_config`).
+    """Values derived from a configuration.
 
-    Raise PlanError if the configuration cannot run, or if an expected value is out of range.
+    Raise PlanError if the configuration cannot run, or if an expected value is out of range; OarConfigError if OAR refuses it.
     """
 
     def __init__(self, config: DictConfig, expected: Expected | None = None) -> None:
@@ -190,6 +190,22 @@ def _faults(s: Setup) -> list[str]:
     uneven = s.rollout_gpus % s.replica > 0 or not splits(s.rollout.tensor_model_parallel_size)
     sizes = list(filter(splits, divisors(s.rollout_gpus)))
     check(f"{ROLLOUT}.tensor_model_parallel_size", rule, sizes, s.rollout_gpus > 0 and uneven)
+    if not s.actor.use_dynamic_bsz:
+        for old in (f"{ACTOR}.ppo_micro_batch_size", f"{ROLLOUT}.log_prob_micro_batch_size"):
+            sizes = [OmegaConf.select(s.config, key) for key in (f"{old}_per_gpu", old)]
+            rule = f"must be set, and {old} must not be, if {ACTOR}.use_dynamic_bsz=False"
+            check(f"{old}_per_gpu", rule, "at least 1", not sizes[0] or sizes[1] is not None)
+        least = s.dp * (s.actor.ppo_micro_batch_size_per_gpu or 1) if s.megatron else s.gpus
+        rule = f"times {ROLLOUT}.n={n} must be divisible by {least} if {ACTOR}.use_dynamic_bsz=False"
+        multiples = f"multiples of {least // math.gcd(least, n)}"
+        check("data.train_batch_size", rule, multiples, s.sequences % least > 0)
+    modes = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    check(f"{ACTOR}.loss_agg_mode", "unknown", modes)
+    padded = s.ulysses > 1 and not s.config.actor_rollout_ref.model.use_remove_padding
+    check("actor_rollout_ref.model.use_remove_padding", "sequence parallelism needs packed sequences", True, padded)
+    greedy = s.rollout.val_kwargs.do_sample and s.rollout.temperature <= 0
+    check(f"{ROLLOUT}.temperature", "validation samples", "above 0", greedy)
+    check("actor_rollout_ref.model.lora_rank", "vLLM cannot run it", "at most 512", s.lora_rank > 512)
     check(f"{ROLLOUT}.dtype", "unknown dtype", list(BYTES))
     rule = "must be at least data.max_prompt_length + data.max_response_length"
     short = (s.rollout.max_model_len or s.max_length) < s.max_length

@@ -102,7 +102,8 @@ def _logs(path: Path) -> tuple[str, list[Path]]:
             # Names contain a number or a time, which orders them.
             return kind, sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", str(file))])
     places = ", ".join(pattern for patterns in PLACES.values() for pattern in patterns)
-    raise NoLogs(f"{path}: no logs of verl, looked for {places}; set trainer.logger=[console,file] to write them")
+    where = f"looked for {places}, there and up to two folders below"
+    raise NoLogs(f"{path}: no logs of verl, {where}; set trainer.logger=[console,file] to write them")
 
 
 def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:

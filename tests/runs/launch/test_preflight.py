@@ -10,6 +10,7 @@ pytest.importorskip("verl")
 import pyarrow
 from pyarrow import parquet
 
+from oar_plugin.runs.hub import HubUnreachable, NotOnHub
 from oar_plugin.runs.launch import preflight
 from oar_plugin.runs.plan.hardware import choose_gpu
 from oar_plugin.runs.recipe import find_recipe
@@ -30,7 +31,7 @@ def ready(tmp_path, monkeypatch):
         parquet.write_table(pyarrow.table(COLUMNS), file)
     monkeypatch.setenv("OAR_DATA", str(tmp_path))
     monkeypatch.setattr(preflight, "gpus_here", lambda: (H100,) * 8)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(preflight, "cached", lambda name: None)
     return {"oar_data": str(tmp_path), "trainer.logger": "console"}
 
 
@@ -78,6 +79,20 @@ def test_what_would_end_a_run_is_missing(ready, tmp_path, changes, subject, said
     finding = examined(ready | here)[subject]
     assert finding.level == "missing"
     assert said.replace("HERE", str(tmp_path)) in f"{finding.text}; {finding.advice}"
+
+
+@pytest.mark.parametrize(
+    ("error", "local", "level"),
+    [(NotOnHub, False, "missing"), (HubUnreachable, True, "missing"), (HubUnreachable, False, "not checked")],
+)
+def test_a_model_that_the_hub_does_not_have_is_missing_and_a_hub_that_is_silent_is_so_here(
+    ready, monkeypatch, error, local, level
+):
+    def silent(name):
+        raise error("x")
+
+    monkeypatch.setattr(preflight, "cached", silent)
+    assert examined(ready, local=local)["model"].level == level
 
 
 def test_a_run_that_does_not_fit_is_told_the_margin_and_what_to_try(ready):

@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from oar_plugin.runs.plan.costs import COPIES, GATE, GENERATION, IMPORTANCE, UPDATE, states, step_flops
 from oar_plugin.runs.plan.models import Model, PlanError, load_model
@@ -202,4 +203,38 @@ def test_an_unknown_model_is_named_with_what_to_do(tmp_path):  # test_measured r
     with pytest.raises(PlanError, match=r"nobody/Model-7B: .*--model DIR.*Qwen2\.5-7B"):
         load_model("nobody/Model-7B")
     with pytest.raises(PlanError, match=r"model_type=gpt2.*allowed: llama"):
-        Model(AutoConfig.for_model("gpt2"))
+        Model({"model_type": "gpt2"})
+    with pytest.raises(PlanError, match=r"incomplete.*hidden_size"):
+        Model({"model_type": "llama"})
+
+
+SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"vocab_size": 4096, "intermediate_size": 704}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        *((kind, {"tie_word_embeddings": tied}) for kind in ("llama", "mistral", "qwen2") for tied in (True, False)),
+        *(("llama", {"attention_bias": attention, "mlp_bias": not attention}) for attention in (True, False)),
+        *(("qwen3", {"head_dim": 32, "attention_bias": biased}) for biased in (True, False)),
+        ("qwen3_moe", {"head_dim": 64, **EXPERTS}),
+    ],
+)
+def test_sizes_are_those_of_transformers_model_and_flops_those_of_verls_counter(kind, keys, tmp_path):
+    counter = pytest.importorskip("verl.utils.flops_counter")
+    config = AutoConfig.for_model(kind, **SMALL, **keys)
+    config.save_pretrained(tmp_path)
+    ours = load_model(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = model.get_decoder().layers
+    linear = [part for part in layers.modules() if isinstance(part, torch.nn.Linear)]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert ours.parameters == sum(sizes.values())
+    assert ours.layer == sum(parameter.numel() for parameter in layers[0].parameters())
+    assert ours.experts == sum(size for name, size in sizes.items() if ".experts." in name)
+    assert ours.adapters == sum(part.in_features + part.out_features for part in linear)
+    counted = counter.FlopsCounter(config).estimate_flops([777], 1.0)[0] * 1e12
+    assert ours.training_flops(777) == pytest.approx(counted - 6 * ours.embedding * 777)
