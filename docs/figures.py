@@ -7,6 +7,7 @@ the function NAME of `FIGURES` returns. The functions read committed files only.
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -366,11 +367,35 @@ def long_run() -> str:
     return long_run()
 
 
+def architectures() -> str:
+    """Of each causal LM of transformers: whether its scores are right, or why it is refused."""
+    seen = json.loads((ROOT / "tests" / "passes" / "architectures.json").read_text(encoding="utf-8"))
+    classes = seen["architectures"].items()
+    equal = [one["type"] for _, one in classes if one.get("copies") == "equal"]
+    unbuilt = [f"`{name}` ({one['not built']})" for name, one in classes if "not built" in one]
+    refused = [(name, one["gradient"], one["copies"]) for name, one in classes if "refused" in one.get("copies", "")]
+    rows = [
+        [f"`{name}`", "equal" if gradient == "equal" else "refused", copies.removeprefix("refused: ").replace("|", "/")]
+        for name, gradient, copies in refused
+    ]
+    return (
+        f"transformers {seen['transformers']} has {len(classes)} classes. {len(equal)} have the right scores, {len(refused)} "
+        f"are refused, {len(unbuilt)} were not built.\n\n"
+        + textwrap.fill(
+            f"**Right**, by gradient and by masked copies: {', '.join(equal)}.", 120, break_on_hyphens=False
+        )
+        + f"\n\n{table(' refused | by gradient | why ', rows)}\n"
+        + textwrap.fill(f"**Not built**: {', '.join(unbuilt)}.", 120)
+        + "\n"
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity, candidates, marks, helps, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
         run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
+        architectures,
     )
 }  # fmt: skip
 

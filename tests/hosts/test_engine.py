@@ -92,6 +92,10 @@ def test_an_answer_crosses_a_context_parallel_border():
     assert len({int(at) // (32 // 4) for at in answer}) == 2
 
 
+def test_a_model_that_caps_its_logits_is_refused_on_every_rank(double):
+    assert "changes its logits after the vocabulary projection" in double["refused"]
+
+
 def test_packed_equals_one_by_one(results):
     for row, alone in results("single one by one").items():
         assert error(alone[IMPORTANCE][0], results("single packed fisher")[0][IMPORTANCE][row]) < 1e-5

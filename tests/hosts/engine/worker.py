@@ -327,6 +327,23 @@ def out_of_memory(engine: Any, where: str = "forward", rows: list[int] = EVERY) 
         return str(error)
 
 
+def refused(engine: Any) -> str:
+    """What is said of a model that caps its logits, as no key of its configuration says."""
+    forward = engine.module.forward
+
+    def capped(*args: Any, **named: Any) -> Any:
+        output = forward(*args, **named)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    with mock.patch.object(engine.module, "forward", capped):
+        try:
+            run(engine)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on this rank; the rows are split among ranks or not."""
     rows = UNEVEN[dist.get_rank()] if split else EVERY
@@ -366,7 +383,11 @@ def double(folder: str) -> dict[str, Any]:
         if "ulysses" in layout:
             ulysses.install()
         out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split="ulysses" not in layout)
-    return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
+    parts = {
+        "refused": refused(build(folder)),
+        "out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()]),
+    }
+    return out | parts
 
 
 def join() -> None:
