@@ -56,6 +56,7 @@ trl() {
 }
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+"$venv/bin/hadolint" Dockerfile
 start browser browser
 start audit audit
 start mypy "$venv/bin/mypy"

@@ -107,7 +107,12 @@ def test_what_cannot_be_seen_from_here_is_not_refused(ready, changes, where, sub
 
 @pytest.mark.parametrize(
     ("name", "gib", "planned"),
-    [("NVIDIA L4", 22, "L4"), ("NVIDIA L40", 44, "L40S"), ("NVIDIA A100-SXM4-40GB", 39, "A100"), ("Tesla P40", 24, "4090")],
+    [
+        ("NVIDIA L4", 22, "L4"),
+        ("NVIDIA L40", 44, "L40S"),
+        ("NVIDIA A100-SXM4-40GB", 39, "A100"),
+        ("Tesla P40", 24, "4090"),
+    ],
 )
 def test_a_gpu_of_this_machine_has_the_speed_of_the_most_similar_one(monkeypatch, name, gib, planned):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
