@@ -390,12 +390,31 @@ def architectures() -> str:
     )
 
 
+def one_gpu() -> str:
+    """The recipes for one GPU, as `oar plan` projects them."""
+    from oar_plugin.runs.plan.hardware import GIB, choose_gpu
+    from oar_plugin.runs.plan.planning import Plan
+    from oar_plugin.runs.recipe import compose_recipe, find_recipe
+
+    rows = []
+    for name in ("qwen2_5_0_5b_gsm8k", "qwen2_5_1_5b_lora"):
+        config = compose_recipe(find_recipe(name))
+        for key in ("L4-24", "4090-24", "A100-80"):
+            made = Plan(config, choose_gpu(key))
+            hours, least, most = made.hours or (math.nan,) * 3
+            left = f"{made.headroom / GIB:.0f} of {made.gpu.memory_gib:.0f}"
+            time = f"{hours:.1f} ({least:.1f} to {most:.1f})"
+            rows.append([f"`{name}`", made.gpu.name, left, f"{made.step:.0f}", time, f"{made.to_grpo:.2f}"])
+    return table(" recipe | GPU | GiB left | seconds per step | hours | OAR / GRPO ", rows)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity, candidates, marks, helps, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
         run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
         architectures,
+        one_gpu,
     )
 }  # fmt: skip
 

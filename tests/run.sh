@@ -55,6 +55,7 @@ trl() {
 }
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+"$venv/bin/hadolint" Dockerfile
 "$venv/bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
 "$venv/bin/zizmor" --offline --quiet .github
 start site "$venv/bin/python" -m docs.site

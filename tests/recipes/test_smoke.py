@@ -54,6 +54,8 @@ ELSEWHERE = {
 """Smoke tests that look closer, and so stand beside what they look at."""
 MATH, ASYNC = "qwen2_5_7b_math", "qwen2_5_7b_colocate_async"
 THE_SAME_RUN = {
+    "qwen2_5_0_5b_gsm8k": ([], MATH, []),
+    "qwen2_5_1_5b_lora": ([*ADAPTER, "trainer.v1.trainer_mode=colocate_async"], ASYNC, ADAPTER),
     "qwen2_5_1_5b_math": ([], MATH, []),
     "qwen2_5_7b_paper": ([], MATH, ["oar=published"]),
     "qwen2_5_7b_lora": (["trainer.v1.trainer_mode=colocate_async"], ASYNC, ADAPTER),

@@ -123,7 +123,7 @@ def gpus_here() -> tuple[Gpu, ...]:
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)
         memory = seen.total_memory / GIB
-        named = [key for key in GPUS if key.split("-")[0] in seen.name] or list(GPUS)
+        named = [key for key in GPUS if key.split("-")[0] in seen.name.replace("-", " ").split()] or list(GPUS)
         gpus.append(choose_gpu(min(named, key=lambda key: abs(GPUS[key].memory_gib - memory)), memory))
     return tuple(gpus)
 

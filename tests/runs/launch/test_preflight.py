@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,23 @@ def test_what_cannot_be_seen_from_here_is_not_refused(ready, changes, where, sub
     assert found[subject].level == "not checked"
     assert said in found[subject].text
     assert "missing" not in {finding.level for finding in found.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "planned"),
+    [
+        ("NVIDIA L4", 22, "L4"),
+        ("NVIDIA L40", 44, "L40S"),
+        ("NVIDIA A100-SXM4-40GB", 39, "A100"),
+        ("Tesla P40", 24, "4090"),
+    ],
+)
+def test_a_gpu_of_this_machine_has_the_speed_of_the_most_similar_one(monkeypatch, name, gib, planned):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    seen = SimpleNamespace(name=name, total_memory=gib * preflight.GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen)
+    (gpu,) = preflight.gpus_here.__wrapped__()
+    assert (planned in gpu.name.split(), gpu.memory_gib) == (True, gib)
 
 
 def test_the_gpu_of_a_login_node_says_nothing_of_the_cluster(monkeypatch):
