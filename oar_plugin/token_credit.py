@@ -95,9 +95,8 @@ class TokenCredit:
     ) -> None:
         self.config = settings if isinstance(settings, OarConfig) else OarConfig.parse(settings, prefix)
         if self.config.offloads and not offloads:
-            raise OarConfigError(
-                f"{prefix}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
-            )
+            fault = "there are no rollout engines here; allowed: actor"
+            raise OarConfigError(f"{prefix}.perturbation.backend=rollout: {fault}")
         self.tokenizer = tokenizer
         self._token_bytes, self._eos_token_ids = None, set[int]()
         if tokenizer is not None:
