@@ -171,7 +171,7 @@ def record_of(folder: Path) -> dict[str, Any]:
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings = {key: with_new_names(value) for key, value in dict(record["settings"]).items()}
-        texts = {"state": str(record["state"]), "start": str(record["start"])}
+        texts = {"state": str(record["state"]), "start": str(record.get("start", ""))}
         return {**texts, "versions": str(record.get("versions", "")), "settings": settings}
     except (FileNotFoundError, NotADirectoryError):
         return {}
