@@ -6,7 +6,7 @@ The host makes one `TokenCredit` per run. In each training step it calls `reques
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,8 @@ class TokenCredit:
     ) -> None:
         self.config = settings if isinstance(settings, OarConfig) else OarConfig.parse(settings, prefix)
         if self.config.offloads and not offloads:
-            raise OarConfigError(
-                f"{prefix}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
-            )
+            fault = "there are no rollout engines here; allowed: actor"
+            raise OarConfigError(f"{prefix}.perturbation.backend=rollout: {fault}")
         self.tokenizer = tokenizer
         self._token_bytes, self._eos_token_ids = None, set[int]()
         if tokenizer is not None:
@@ -235,7 +234,7 @@ class TokenCredit:
     def header(self, scales: Mapping[str, bool] | None = None, **versions: str) -> Header:
         """Returns `header_for` with the name of the run, and with the model that the tokenizer was loaded from."""
         model = str(getattr(self.tokenizer, "name_or_path", ""))
-        return replace(header_for(self.config, scales, **versions), run=self.dumps.run, model=model)
+        return header_for(self.config, scales, run=self.dumps.run, model=model, **versions)
 
     def dump(
         self,

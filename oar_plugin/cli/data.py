@@ -62,11 +62,8 @@ def _repeat(text: str) -> tuple[str, int]:
 
 
 def _listed() -> str:
-    widths = [max(len(word) for word in words) for words in (SOURCES, (source.hub_id for source in SOURCES.values()))]
-    lines = (
-        (name.ljust(widths[0]), source.hub_id.ljust(widths[1]), source.licence) for name, source in SOURCES.items()
-    )
-    return "".join(f"  {'  '.join(line)}\n" for line in lines)
+    first, second = max(map(len, SOURCES)), max(len(source.hub_id) for source in SOURCES.values())
+    return "".join(f"  {name:{first}}  {one.hub_id:{second}}  {one.licence}\n" for name, one in SOURCES.items())
 
 
 def run(args: argparse.Namespace) -> int:

@@ -133,8 +133,7 @@ def _packages(ask: Ask, needed: Collection[str], machine: Machine) -> Iterator[F
     for name, (module, tested, advice) in PACKAGES.items():
         version, install = version_of(name), advice or f'pip install "{name}{tested}"'
         level: Level = "missing" if name in needed else "note"
-        nothing = None if version else f"ModuleNotFoundError: No module named '{module}'"
-        fault = faults[name] if name in needed else nothing
+        fault = faults.get(name, None if version else f"ModuleNotFoundError: No module named '{module}'")
         absent = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", fault or "")
         if fault is None:
             from packaging.specifiers import SpecifierSet

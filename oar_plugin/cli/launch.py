@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.cli.arguments import listed, missing_package, positive, whole
+from oar_plugin.cli.arguments import listed, missing_package, number, positive, whole
 from oar_plugin.output import say
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
     add("--no-check", action="store_true", help="start although something is missing")
     add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
-    add("--gpu-memory", type=float, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
+    add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
     for launcher, options in OPTIONS.items():
         group = parser.add_argument_group(f"--on {launcher}")

@@ -39,10 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
     add("--prompt-length", type=number, help="mean in tokens; default: a quarter of data.max_prompt_length")
-    text = (
-        "share of the generated responses with an advantage (default: %(default)s): the others get no importance, or "
-    )
-    add("--scored-share", type=share, default=SCORED, help=text + "are generated again with algorithm.filter_groups")
+    text = "share of the generated responses with an advantage (default: %(default)s): the others get no importance, "
+    add("--scored-share", type=share, default=SCORED, help=text + "or are generated again with algorithm.filter_groups")
     add("--json", action="store_true", help="print everything as JSON")
 
 

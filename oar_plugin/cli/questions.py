@@ -9,13 +9,13 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple
 
 from oar_plugin.output import cause
@@ -34,7 +34,7 @@ def one_process() -> Iterator[Ask]:
     question. Each process and its children are killed at the latest at the end of the context. `ask` adds the key `fault`: the
     reason why the process ended before the last pair; None if it wrote all pairs.
     """
-    running: list[subprocess.Popen[str]] = []
+    running: list[Popen[str]] = []
 
     def kill() -> None:
         for process in running:
@@ -44,14 +44,11 @@ def one_process() -> Iterator[Ask]:
     def ask(question: Callable[..., Pairs], *arguments: Any) -> dict[str, Any]:
         if not running:
             # With -m the working directory is on the search path, as for `python -m verl.trainer.main_ppo`.
-            words, pipe, nowhere = [sys.executable, "-m", __name__], subprocess.PIPE, subprocess.DEVNULL
+            words = [sys.executable, "-m", __name__]
             try:
-                process = subprocess.Popen(
-                    words, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, start_new_session=True
-                )
+                running.append(Popen(words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, start_new_session=True))
             except OSError as error:  # no memory, no more processes
                 return {"fault": f"no process could be started: {error}"}
-            running.append(process)
         (process,) = running
         assert process.stdin is not None
         assert process.stdout is not None

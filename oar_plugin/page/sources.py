@@ -22,12 +22,8 @@ from oar_plugin.page.record import Header, Response, Weighing, parse_header, par
 TOKENS = 400_000
 """Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
 _FILES = (r"step_(\d+)\.jsonl", r"(\d+)\.jsonl")
-_DEPTHS = (
-    "",
-    "*/",
-    "*/*/",
-    "*/*/*/",
-)  # the dump's folder, a run's, a project's, that of all projects (OAR_CHECKPOINTS)
+# The dump's folder, a run's, a project's, that of all projects (OAR_CHECKPOINTS).
+_DEPTHS = ("", "*/", "*/*/", "*/*/*/")
 _VERL = {"input": "prompt", "output": "response", "gts": "truth", "score": "reward", "data_source": "source"}
 _TRAJECTORY = re.compile(r"(.+)_\d+_\d+")  # verl's uid of a response: prompt, rollout, output
 _WORD = re.compile(r"\s*\S+|\s+")

@@ -95,8 +95,8 @@ def batch_importance(
     groups = _of_like_length(segments, mask.sum(-1), max_tokens)
     # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
-    if most and request.importance_object.runs_model:
-        check_by_trial(model, token[mask], partial(_trial, model), max_over_ranks)
+    if most:
+        check_by_trial(model, request, token[mask], partial(_trial, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
         importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
@@ -144,7 +144,7 @@ def _trial(model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int
     token_BL, mask_BL = pad_sequence(sequences, True), pad_sequence([torch.ones_like(one) for one in sequences], True)
     packed, layout = packed_rows(token_BL, token_BL, mask_BL)
     with torch.no_grad(), ModelTaps(model) as taps:
-        taps.tap = trial = Reading(layout, torch.arange(len(packed.token_T)), rows_only=False)
+        taps.tap = trial = Reading(layout)
         model(input_ids=token_BL, use_cache=False)
     return trial, packed.offsets.diff().tolist()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from oar_plugin.passes.gradient import Layout
+from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project
 from oar_plugin.passes.taps import Tap, UnsupportedModelError, unwrapped
 
@@ -21,12 +22,12 @@ _ACCEPTED: WeakSet[nn.Module] = WeakSet()
 
 
 class Reading(Tap):
-    """Reads the logits of some packed tokens, `[N, V]`, on every rank that shares the sequences."""
+    """Reads the logits of some packed tokens, `[N, V]`, on every rank that shares the sequences. None: of all tokens."""
 
-    def __init__(self, layout: Layout, row_N: Tensor, rows_only: bool = True) -> None:
-        local_N = layout.local_T[row_N]
+    def __init__(self, layout: Layout, row_N: Tensor | None = None) -> None:
+        local_N = layout.local_T if row_N is None else layout.local_T[row_N]
         self.layout, self.held_N = layout, local_N >= 0
-        super().__init__(local_N[self.held_N], self._read, rows_only)
+        super().__init__(local_N[self.held_N], self._read, rows_only=row_N is not None)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
         self.embeddings = self.eps = 0.0
 
@@ -87,11 +88,14 @@ def fault(trial: Reading, lengths: list[int]) -> str:
 
 def check_by_trial(
     model: nn.Module,
+    request: Request,
     token_T: Tensor,
     forward: Callable[[list[Tensor]], tuple[Reading, list[int]]],
     max_over_ranks: Callable[[int], int],
 ) -> None:
-    """Runs the trial, unless this model object passed one. All ranks that share its weights must call this together.
+    """Runs the trial, unless this model object passed one or the importance runs no model.
+
+    All ranks that share the model's weights must call this together.
 
     Args:
         token_T: tokens of the batch; the first ones are used.
@@ -102,7 +106,7 @@ def check_by_trial(
         UnsupportedModelError: names the model's class, what differs, and by how much.
     """
     inner, sequence = unwrapped(model), trial_tokens(token_T)
-    if inner in _ACCEPTED:
+    if inner in _ACCEPTED or not request.importance_object.runs_model:
         return
     found = fault(*forward([sequence, sequence[: TOKENS // 2]]))
     if max_over_ranks(int(bool(found))):

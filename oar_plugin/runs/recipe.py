@@ -22,8 +22,6 @@ from oar_plugin.output import did_you_mean
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-VARIANTS = ("oar", "grpo")
-
 
 class RecipeError(ValueError):
     """The recipe does not exist, is not a valid configuration, or cannot run. The message says what to do."""

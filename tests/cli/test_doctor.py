@@ -336,7 +336,7 @@ def test_a_machine_that_can_start_no_process_is_told_so(monkeypatch):
     def refuse(words, **options):
         raise OSError("out of memory")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(questions, "Popen", refuse)
     assert ask(questions.devices) == {"fault": "no process could be started: out of memory"}
 
 

@@ -109,7 +109,7 @@ def inspect_model(folder):
         ("mine.jsonl --model MODEL tau=[", 2, "tau=[: not valid"),
         ("mine.jsonl --out x.html --model MODEL tau=2", 2, "algorithm.oar.tau=2: "),
         ("mine.jsonl --model nowhere", 1, "--model=nowhere: nowhere: neither a folder nor a name on the hub"),
-        ("mine.jsonl --model nobody/nothing", 1, "--model=nobody/nothing: not loaded: "),
+        ("mine.jsonl --model nobody/nothing", 1, "nobody/nothing: neither a folder nor a name on the hub: "),
         ("mine.jsonl --model MODEL --device gpu", 1, ": not loaded on --device=gpu: "),
         ("mine.jsonl --model BARE", 2, "no chat template"),
         ("mine.jsonl --model PICKY", 2, "mine:2: the model's chat template refuses its prompt: no users"),

@@ -197,7 +197,6 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{ONE} --env HF_TOKEN", "--env HF_TOKEN: a secret"),
         (f"{ONE} --env 'a b=1'", "--env a b=1: not a name"),
         (f"{ONE} --gpu H1", "--gpu H1"),
-        (f"{ONE} --gpu-memory -1", "--gpu-memory -1"),
         (f"{ONE} --max-time 9", "--max-time belongs to --on slurm"),
     ],
 )

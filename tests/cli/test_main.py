@@ -4,13 +4,16 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from oar_plugin import __version__
 from oar_plugin.cli.main import COMMANDS, main
+from oar_plugin.hosts.verl.hydra_conf import config_folder
 from oar_plugin.runs.recipe import find_recipe, recipe_names
+from tests import verl_defaults
 from tests.limits import PROCESS_S
 from tests.tracked import ROOT
 
@@ -132,6 +135,13 @@ for words in {asked!r}:
     for words in asked:
         main(["plan", *words, "--json"])
     assert done.stdout == capsys.readouterr().out
+
+
+@pytest.mark.skipif(version("verl") != "0.9.1", reason="the defaults are those of verl 0.9.1")
+def test_the_defaults_without_verl_are_verls():
+    for engine in verl_defaults.ENGINES:
+        here = verl_defaults.composed(verl_defaults.FOLDER, engine)
+        assert here == verl_defaults.composed(config_folder(), engine), "python -m tests.verl_defaults"
 
 
 PLAN = "oar_plugin.hosts.verl.hydra_conf", "omegaconf"

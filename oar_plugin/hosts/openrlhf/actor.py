@@ -53,9 +53,8 @@ class ActorPass:
                 log_prob_BA[rows] = self.actor(token_BT[rows], action_mask_BA[rows], mask_BT[rows], **self.more)
         if count := self._max_over_ranks(len(parts)):
             with self._without_engine() as model:
-                if self.request.importance_object.runs_model:
-                    forward = partial(self._trial, model)
-                    check_by_trial(model, token_BT[mask_BT.bool()], forward, self._max_over_ranks)
+                forward = partial(self._trial, model)
+                check_by_trial(model, self.request, token_BT[mask_BT.bool()], forward, self._max_over_ranks)
                 for rows in [first] * (count - len(parts)) + parts:
                     inputs = token_BT[rows], segments_BT[rows], action_mask_BA[rows], mask_BT[rows]
                     log_prob_BA[rows], importance_BT[rows] = self._score(model, *inputs)
@@ -99,7 +98,7 @@ class ActorPass:
         token_RT, mask_RT = (pad_sequence(rows, True, padding_side="left") for rows in (sequences, ones))
         packed, layout, _ = self._packed(token_RT, token_RT, mask_RT)
         with torch.no_grad(), ModelTaps(model) as taps:
-            taps.tap = trial = Reading(layout, torch.arange(len(packed.token_T)), rows_only=False)
+            taps.tap = trial = Reading(layout)
             self.actor(token_RT, None, mask_RT, return_output=True, **self.more)
         return trial, packed.offsets.diff().tolist()
 

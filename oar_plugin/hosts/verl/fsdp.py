@@ -69,7 +69,8 @@ class OarFSDPMixin(ImportancePass):
 
             def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
                 nonlocal scored
-                scored = scored or self._micro_batch_pass(request, micro_batch, local_input_ids)
+                layout = self._layout(micro_batch, local_input_ids)
+                scored = scored or MicroBatchPass(request, packed_of(micro_batch), layout)
                 set_tap(scored)
 
             with self._tapping(taps, on_inputs):
@@ -147,9 +148,7 @@ class OarFSDPMixin(ImportancePass):
         readings: list[Reading] = []
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
-            layout = self._layout(micro_batch, local_input_ids)
-            every_T = torch.arange(len(layout.local_T), device=layout.local_T.device)
-            readings.append(Reading(layout, every_T if row_N is None else row_N, rows_only=row_N is not None))
+            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N))
             taps.tap = readings[0]
 
         with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, on_inputs):
@@ -157,9 +156,6 @@ class OarFSDPMixin(ImportancePass):
         return readings[0]
 
     # ---- positions, ranks, refusals
-
-    def _micro_batch_pass(self, request: Request, micro_batch: TensorDict, local_input_ids: Tensor) -> MicroBatchPass:
-        return MicroBatchPass(request, packed_of(micro_batch), self._layout(micro_batch, local_input_ids))
 
     def _layout(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Layout:
         local_T = self._local_positions(micro_batch, local_input_ids)
@@ -204,8 +200,7 @@ class OarFSDPMixin(ImportancePass):
             micro_batch = row_0 if images else like_first_row(row_0, sequences)
             return self.read(micro_batch), micro_batch["input_ids"].offsets().diff().tolist()
 
-        if request.importance_object.runs_model:
-            check_by_trial(self.module, data["input_ids"].values(), forward, self.max_over_ranks)
+        check_by_trial(self.module, request, data["input_ids"].values(), forward, self.max_over_ranks)
 
 
 class _SequenceParallelCopies(MaskedCopies):

@@ -146,7 +146,7 @@ def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
 
 
 def config_folder() -> Path:
-    """verl's folder of configurations, found without an import of verl; if verl is absent, the copy of those of verl 0.9.1."""
+    """verl's folder of configurations, found without an import of verl; without verl, what verl 0.9.1 composes."""
     verl = path_of("verl")
     return verl.parent / "trainer" / "config" if verl else Path(__file__).parent / "conf_of_verl"
 

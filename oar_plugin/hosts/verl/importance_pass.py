@@ -239,9 +239,8 @@ class ImportancePass:
 
         It is the smaller one of verl's sizes for log-probs and for the actor update.
         """
-        return min(
-            size for size in (data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu) if size
-        )
+        sizes = data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu
+        return min(size for size in sizes if size)
 
     def _limit_micro_batches(self, data: TensorDict) -> None:
         """Limit the scoring pass to micro-batches of the actor update's size: both keep activations for a backward."""

@@ -94,9 +94,7 @@ def _step_of(folder: Path, best: bool) -> Path:
     place = folder / "best" if best else folder
     steps = {step.name: step for step in place.glob("global_step_*") if step.name[12:].isdigit()}
     if not steps and best:
-        raise EvaluationError(
-            f"--best: {folder} has no checkpoint best/global_step_N; without --best the last one is used"
-        )
+        raise EvaluationError(f"--best: {folder} has no best/global_step_N; without --best the last one is used")
     if not steps:
         return folder
     # verl writes this file after a checkpoint is complete. The named checkpoint may have been deleted, or not copied.

@@ -37,13 +37,11 @@ GPUS = {
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
     """Return the GPU called `name` (`H100-80`; `h100` if only one matches). A given `memory_gib` replaces its memory.
 
-    Raise ValueError if the name is unknown or ambiguous, or if the memory is not positive.
+    Raise ValueError if the name is unknown or ambiguous.
     """
     matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
         raise ValueError(f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}, with any --gpu-memory")
-    if memory_gib is not None and memory_gib <= 0:
-        raise ValueError(f"--gpu-memory {memory_gib}: must be positive")
     return replace(matches[0], memory_gib=memory_gib or matches[0].memory_gib)
 
 

@@ -42,9 +42,8 @@ class Model:
         self.heads, self.kv_heads = c.num_attention_heads, c.num_key_value_heads
         self.head_dim: int = getattr(c, "head_dim", None) or self.hidden // self.heads
         self.embedding: int = self.vocab * self.hidden
-        c.num_experts = number = getattr(
-            c, "num_experts", getattr(c, "num_local_experts", 0)
-        )  # newer configs: the second
+        # Newer configs have `num_local_experts`.
+        c.num_experts = number = getattr(c, "num_experts", getattr(c, "num_local_experts", 0))
         self.visits: int = c.num_experts_per_tok if number else 0  # experts per layer and token
         # Width of the MLP; in a mixture of experts, the summed width of one token's experts.
         self.inner: int = self.visits * c.moe_intermediate_size if self.visits else c.intermediate_size

@@ -20,10 +20,8 @@ class Plan:
         self.peak = max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
         # Free bytes in the peak phase; negative if it does not fit.
         self.headroom = card.memory - sum(self.memory[self.peak].values())
-        longest = s.rollout.max_model_len or s.max_length
-        self.cached = (
-            costs.cached_tokens(s, card) / longest
-        )  # sequences of maximum length that one engine's cache holds
+        # Sequences of maximum length that one engine's cache holds.
+        self.cached = costs.cached_tokens(s, card) / (s.rollout.max_model_len or s.max_length)
         self.fits = self.headroom >= 0 and self.cached >= 1
         tight = self.headroom < TIGHT * card.memory
         self.verdict = "does not fit" if not self.fits else "fits tightly" if tight else "fits"

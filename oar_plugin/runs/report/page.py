@@ -30,11 +30,7 @@ LINES = (
     ("Answer found", ("oar/answer_found",), "Share of the responses in which OAR found a final answer."),
     ("ESS ratio", ("oar/ess_ratio",), "1: all tokens have the same credit. Near 0: few tokens have all of it."),
     ("Top-10 % mass", ("oar/top10_mass",), "Share of the weight on the top 10 % of the tokens; 0.1: all are equal."),
-    (
-        "Seconds of OAR",
-        ("timing_s/oar",),
-        "Added by OAR to a step; the phases below include it. Without the first step.",
-    ),
+    ("Seconds of OAR", ("timing_s/oar",), "Added to a step; the phases below include it. Without the first step."),
 )
 ACCURACY = "Mean over the validation problems. Their number is not logged, so only the spread over seeds is shown."
 STACKS = (
