@@ -20,16 +20,8 @@ from tests.default_yaml import FILE, MADE, shown
 from tests.own_importance import Saliency
 
 ROOT = Path(__file__).parents[1]
-GLOBS = (
-    "*.md",
-    "docs/**/*.md",
-    "benchmarks/**/*.md",
-    "patches/*.md",
-    "recipes/*.md",
-    "recipes/*/README.md",
-    "verl_cpu/*.md",
-)
-PATHS = sorted(path for glob in GLOBS for path in ROOT.glob(glob))
+GLOBS = "*.md docs/**/*.md benchmarks/**/*.md patches/*.md recipes/*.md recipes/*/README.md verl_cpu/*.md"
+PATHS = sorted(path for glob in GLOBS.split() for path in ROOT.glob(glob))
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 SETTINGS = DOCUMENTS["docs/settings.md"]
 

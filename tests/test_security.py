@@ -170,9 +170,7 @@ def test_an_answer_is_not_evaluated_as_python(text, answer, tmp_path, monkeypatc
     """sympy's parser calls eval. Only digits and operators reach it, no letter."""
     parser = pytest.importorskip("math_verify.parser")
     given, parse_expr = [], parser.parse_expr
-    monkeypatch.setattr(
-        parser, "parse_expr", lambda text, **options: (given.append(text), parse_expr(text, **options))[1]
-    )
+    monkeypatch.setattr(parser, "parse_expr", lambda text, **more: (given.append(text), parse_expr(text, **more))[1])
     parser.parse_expr_cached.cache_clear()
     found = final_answer(answer.format(text.format(str(tmp_path / "made"))))
     assert found is not None

@@ -363,10 +363,7 @@ def test_a_verl_that_breaks_at_import_is_told(broken):
     folder = broken(verl='raise OSError("libnccl.so: bad")')
     (folder / "verl" / "version").mkdir()
     (folder / "verl" / "version" / "version").write_text("0.9.1")
-    assert ask(questions.features, ["sync", "fsdp"]) == {
-        "verl": "0.9.1",
-        "fault": "OSError: libnccl.so: bad (import verl)",
-    }
+    assert ask(questions.features, ["sync"]) == {"verl": "0.9.1", "fault": "OSError: libnccl.so: bad (import verl)"}
 
 
 def test_an_environment_that_has_nothing_gets_a_list_and_no_traceback(tmp_path):

@@ -146,12 +146,10 @@ def test_a_template_of_ones_own(capsys, tmp_path):
     assert capsys.readouterr().out == "4 nodes\npython -m oar_plugin.runs.launch.wait\n"
 
 
-@pytest.mark.parametrize(
-    ("where", "alone"), [([], True), (["--on", "slurm"], False), (["--on", "ray", "--hosts", "a"], False)]
-)
+@pytest.mark.parametrize(("where", "alone"), [("", True), ("--on slurm", False), ("--on ray --hosts a", False)])
 def test_a_run_on_the_cpus_of_one_machine_listens_on_its_loopback(where, alone, environment, capsys):
     environment["OAR_SMOKE"] = "/smoke"
-    assert main(["launch", ONE, "+cpu_smoke=dp", *where, "--dry-run"]) == 0
+    assert main(["launch", ONE, "+cpu_smoke=dp", *where.split(), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert [name in said for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0", "GLOO_SOCKET_IFNAME=lo")] == [alone] * 2
     assert "RAY_USAGE_STATS_ENABLED=0" in said
@@ -279,20 +277,16 @@ def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd, monk
     assert [line for line in said.out.splitlines() if line.startswith(ONE)] == [f"{ONE}-oar-s1", f"{ONE}-oar-s3"]
     assert f"{ONE}-oar-s1: failed, exit status 3" in said.err
     rows = [line.split() for line in said.out.splitlines() if line.startswith(" ") and ONE in line]
-    assert [row[:3] for row in rows] == [
-        [f"{ONE}-oar-s1", "not", "started"],
-        [f"{ONE}-oar-s2", "finished", "30"],
-        [f"{ONE}-oar-s3", "not", "started"],
-    ]
+    states = ["not", "started"], ["finished", "30"], ["not", "started"]
+    assert [row[:3] for row in rows] == [[f"{ONE}-oar-s{seed}", *state] for seed, state in enumerate(states, start=1)]
     assert " ".join(rows[1][5:]) == "0.500 (step 30) 0.600 (step 20)"
     assert main(["launch", ONE, "--seeds", "3", "--status"]) == 0
     assert "finished" in capfd.readouterr().out
 
 
 def test_ctrl_c_ends_the_run_and_starts_no_other(child, tmp_path):
-    child(
-        "signal.signal(2, lambda *_: (open(f'{name}.ended', 'w'), sys.exit(130))); open(f'{name}.up', 'w'); time.sleep(60)"
-    )
+    ends = "signal.signal(2, lambda *_: (open(f'{name}.ended', 'w'), sys.exit(130)))"
+    child(ends + "; open(f'{name}.up', 'w'); time.sleep(60)")
 
     def press():
         while not list(tmp_path.glob("*.up")):

@@ -27,10 +27,8 @@ RECIPE = "qwen2_5_7b_math"
         (["--version"], 0, f"oar_plugin {__version__}\n", ""),
         (["trian"], 2, "", "doctor"),
         # A wrong option is not taken for an override.
-        *(
-            (["launch", RECIPE, "--dry-run", *words], 2, "", words[0])
-            for words in (("--partitoin", "gpu"), ("--ssh", "'"))
-        ),
+        (["launch", RECIPE, "--dry-run", "--partitoin", "gpu"], 2, "", "--partitoin"),
+        (["launch", RECIPE, "--dry-run", "--ssh", "'"], 2, "", "--ssh"),
     ],
 )
 def test_commands_explain_themselves_and_what_is_none_is_refused(words, status, out, err, capsys):

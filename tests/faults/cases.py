@@ -270,9 +270,7 @@ def _own(name: str) -> tuple[str, ...]:
 CASES: dict[str, Case] = {
     **{
         f"kill -9 while responses are written: {kind}": Case(
-            expected,
-            signalled(kind, signal.SIGKILL, generating),
-            same=None if kind == SOME_RESPONSES_FAIL else True,
+            expected, signalled(kind, signal.SIGKILL, generating), same=None if kind == SOME_RESPONSES_FAIL else True
         )
         for kind, expected in _KILLED.items()
     },

@@ -116,10 +116,8 @@ def test_weights_that_are_almost_the_same_are_counted():
 
 
 def test_weights_of_responses_that_were_not_scored_are_no_kinds():
-    tables = [
-        code_block(rows).partition("how many")[2]
-        for rows in ([RESPONSE], [RESPONSE, replace(RESPONSE, status="no_answer")])
-    ]
+    both = [RESPONSE], [RESPONSE, replace(RESPONSE, status="no_answer")]
+    tables = [code_block(rows).partition("how many")[2] for rows in both]
     assert tables[0] == tables[1]
 
 
@@ -133,14 +131,8 @@ def test_hostile_text_stays_text_in_tensorboard():
     """As its own text plugin renders it: one block of code, with nothing in it."""
     from tensorboard.plugin_util import markdown_to_safe_html
 
-    hostile = [
-        "    4\n\n",
-        "**no** ",
-        "</code></pre><script>x()</script>",
-        "[a](javascript:x)\n",
-        "\u202e\x00",
-        "# `b` &lt;\n<p>\n",
-    ]
+    hostile = ["    4\n\n", "**no** ", "</code></pre><script>x()</script>", "[a](javascript:x)\n"]
+    hostile += ["\u202e\x00", "# `b` &lt;\n<p>\n"]
     rows = {"tokens": hostile, "token_ids": [*range(6)], "weights": [1.5, 0.5] * 3, "segments": [1] * 6}
     nothing = {"importance": {}, "log_probs": None, "entropies": None}
     block = code_block([replace(RESPONSE, **rows, **nothing, prompt="<b>4 + *3*\n```", truth="<i>7", uid="\n<h1>")])

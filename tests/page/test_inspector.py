@@ -71,25 +71,18 @@ def expected(response):
 
 
 @pytest.fixture
-def show(browser, tmp_path):
+def show(opened):
     """Opens the page of some responses; an error of its script or a request fails the test."""
-    faults = []
+    found = []
 
-    def opened(responses, header=HEADER, size=(1280, 900), as_recorded=False, **options):
-        file = tmp_path / "page.html"
-        file.write_text(inspector_page(responses, header, "A run <1>", as_recorded), encoding="utf-8")
-        page = browser.new_page(viewport={"width": size[0], "height": size[1]}, **options)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda message: faults.append(message.text))
-        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
-        page.goto(file.as_uri())
+    def shown(responses, header=HEADER, as_recorded=False, **options):
+        page, faults = opened(inspector_page(responses, header, "A run <1>", as_recorded), **options)
+        found.append(faults)
         page.wait_for_selector("body[data-ready]")
         return page
 
-    yield opened
-    for context in browser.contexts:
-        context.close()
-    assert faults == []
+    yield shown
+    assert found == [[]] * len(found)
 
 
 SET = "(node, value) => { node.value = value; node.dispatchEvent(new Event('input', {bubbles: true})); }"
@@ -245,14 +238,8 @@ def test_numbers_survive_the_journey(show):
 
 def test_hostile_text_is_shown_and_does_nothing(show):
     as_it_is = ["<b>x</b>", "</script><script>document.title='gone'</script>", "-->", "<!--", "{{ 7 * 7 }}", "&lt;"]
-    signs = {
-        "\u202eabc": "⟨U+202E⟩abc",
-        "\u2066": "⟨U+2066⟩",
-        "\0": "⟨U+0000⟩",
-        "\x1b": "⟨U+001B⟩",
-        "\u200b": "⟨U+200B⟩",
-    }
-    signs |= {"\ud83d": "⟨U+D83D⟩", "\\xe2": "\\xe2", "😀": "😀", "שלום": "שלום"}
+    signs = {"\u202eabc": "⟨U+202E⟩abc", "\u2066": "⟨U+2066⟩", "\0": "⟨U+0000⟩", "\x1b": "⟨U+001B⟩"}
+    signs |= {"\u200b": "⟨U+200B⟩", "\ud83d": "⟨U+D83D⟩", "\\xe2": "\\xe2", "😀": "😀", "שלום": "שלום"}
     signs |= {"עברית": "עברית", "\ufeff": "⟨U+FEFF⟩", "\t": "⇥", "": "∅", " ": "␣", "\r\n": "⟨U+000D⟩⏎\n"}
     words = [*as_it_is, *signs]
     bad = "<img src=x onerror=\"document.title='gone'\">\u202e\0\ud800"
@@ -359,9 +346,8 @@ def test_siblings_stand_side_by_side_with_their_first_difference_marked(show):
     assert narrow.evaluate("document.documentElement.scrollWidth") == 390
     right, near = narrow.evaluate(lefts)
     assert right == near
-    assert (
-        len(set(narrow.evaluate("Array.from(document.querySelector('.chips').children, chip => chip.offsetTop)"))) == 1
-    )
+    tops = "Array.from(document.querySelector('.chips').children, chip => chip.offsetTop)"
+    assert len(set(narrow.evaluate(tops))) == 1
 
 
 def test_what_outcomes_have_in_common_is_said_for_equal_responses_and_early_differences_too(show):
@@ -520,9 +506,8 @@ def test_nothing_comes_from_elsewhere_and_no_response_is_a_page_too(show):
     assert [status for status in Status if f'<option value="{status.name.lower()}">' not in page] == []
     show([]).get_by_text("0 of 0 responses").wait_for()
     odd = "a  'name'"
-    page = show(
-        [made(source="", importance={odd: made().importance["fisher"]})], replace(HEADER, arbitrary_scale={odd: True})
-    )
+    one = made(source="", importance={odd: made().importance["fisher"]})
+    page = show([one], replace(HEADER, arbitrary_scale={odd: True}))
     assert page.evaluate("nameNow()") == odd
     assert page.locator(".about:visible").text_content().startswith("Step 3 · 1 response")
 

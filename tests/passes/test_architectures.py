@@ -15,11 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.passes.masked_copies import Candidate
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import UnsupportedModelError
-from tests.hosts.engine.world import copies_importance
+from tests.hosts.engine.world import of_response
 from tests.passes.batch import distance
 
 RESULTS = Path(__file__).with_name("architectures.json")
@@ -99,10 +98,8 @@ def saliency(model, ids, segments):
 
 
 def whole_copies(model, ids, segments):
-    prompt = len(ids) - LENGTH
-    units = [(at,) for at in range(REASONING)]
-    scores = copies_importance(model, Candidate.of(ids, segments[prompt:]), units, LENGTH, replacement=padding(model))
-    return torch.nn.functional.pad(scores.float(), (prompt, 0))
+    scores = of_response(model, ids, segments[-LENGTH:], replacement=padding(model))
+    return torch.nn.functional.pad(scores.float(), (len(ids) - LENGTH, 0))
 
 
 def padding(model):
@@ -118,9 +115,8 @@ def outcome(model, importance, plain):
     try:
         got = batch_importance(model, Request(importance, replacement_token=padding(model)), ids, segments, mask)
     except UnsupportedModelError as error:
-        return "refused: " + re.sub(
-            r"^\w+ is not supported: |: they .*|; OAR .*|^\w+: its | \(.*Error.*", "", str(error)
-        )
+        why = re.sub(r"^\w+ is not supported: |: they .*|; OAR .*|^\w+: its | \(.*Error.*", "", str(error))
+        return f"refused: {why}"
     except Exception as error:
         return f"fails: {type(error).__name__}"
     want = [plain(model, ids[row, keep], segments[row, keep]) for row, keep in enumerate(mask)]

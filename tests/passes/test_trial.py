@@ -14,12 +14,11 @@ from transformers import (
     RobertaConfig,
 )
 
-from oar_plugin.passes.masked_copies import Candidate
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import UnsupportedModelError
 from tests.hosts.engine import world
-from tests.passes.batch import SIZE, padded, positions, random_model, rows_of
+from tests.passes.batch import SIZE, padded, random_model, rows_of
 
 SMALL = {"vocab_size": 300, "initializer_range": 0.3}
 SIZES = {
@@ -101,7 +100,6 @@ def test_copies_share_a_prefix_only_where_that_gives_what_whole_copies_give(kind
     model = random_model(kind, **SMALL | SIZES.get(kind, {}) | settings).double()
     for (ids, segments), got in zip(rows_of(), run(model, "oar_p"), strict=True):
         prompt = int((segments > 0).nonzero()[0])
-        units = [(int(at) - prompt,) for at in positions(segments)]
-        want = world.copies_importance(model, Candidate.of(ids, segments[prompt:]), units, len(ids) - prompt)
+        want = world.of_response(model, ids, segments[prompt:])
         torch.testing.assert_close(got[prompt : len(ids)], want.float(), rtol=1e-3, atol=1e-4 * want.max().item())
     assert ("run whole" in caplog.text) == (kind is OpenAIGPTConfig)

@@ -31,7 +31,7 @@ HERE = {
         "algorithm.oar.base_estimator=rloo",
         "algorithm.oar.importance=oar_p",
         "algorithm.oar.perturbation.backend=rollout",
-    ],
+    ]
 }
 NIGHTLY = {
     "qwen2_5_7b_deepmath": [],  # the synchronous trainer replaces groups; a penalty for long responses
@@ -78,9 +78,8 @@ def test_two_steps(name, assets, tmp_path):
         assert step["oar/answer_found"] > 0.8, "the answer that the reward looks for is the one whose tokens count"
         assert step.get("oar/offload/scored", 0) > 0.5 * resolve(config).offloads
     if config.algorithm.use_kl_in_reward or config.algorithm.filter_groups.enable:
-        assert all(step["oar/scored"] > 0.9 for step in steps), (
-            "no advantage is known to be zero, or every group differs"
-        )
+        # No advantage is known to be zero, or every group differs.
+        assert all(step["oar/scored"] > 0.9 for step in steps)
     if config.reward.reward_manager.name == "dapo":
         assert min(step["critic/score/min"] for step in steps) < 0, "a long response has a penalty"
     assert any(metric.startswith("val-core/") for metric in steps[-1]), "validated as the recipe would"

@@ -33,9 +33,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "LIMIT_S", 0.5)
 
     def at(port):
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"http://127.0.0.1:{port}/{{repo_id}}/{{filename}}"
-        )
+        url = f"http://127.0.0.1:{port}/{{repo_id}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
 
     return at
 

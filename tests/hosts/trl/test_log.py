@@ -76,9 +76,7 @@ def before(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("where", "name", "fails"), [(Dumps, "write", full), (OarGRPOTrainer, "_known", broken)])
-def test_a_dump_that_fails_is_counted_and_said_once_and_training_goes_on(
-    before, tmp_path, monkeypatch, caplog, where, name, fails
-):
+def test_a_dump_that_fails_is_said_once_and_ends_nothing(before, tmp_path, monkeypatch, caplog, where, name, fails):
     """Its other faults are in `tests/test_token_credit.py`."""
     monkeypatch.setattr(where, name, fails)
     after, made = _trained(tmp_path / "after")

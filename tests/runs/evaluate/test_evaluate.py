@@ -175,9 +175,8 @@ def test_responses_are_graded_by_the_reward_and_equal_answers_vote_together():
         [r"\boxed{\frac12}", r"\boxed{1/2}", r"\boxed{3}", ""],  # two spellings of one answer
         [r"\boxed{3}", r"\boxed{3}", "\x00", r"\boxed{" + "9" * 600 + "}"],
     ]
-    responses = {
-        (p, s): GeneratedResponse(p, s, text, s == 3) for p, row in enumerate(texts) for s, text in enumerate(row)
-    }
+    given = [GeneratedResponse(p, s, text, s == 3) for p, row in enumerate(texts) for s, text in enumerate(row)]
+    responses = {(one.problem, one.sample): one for one in given}
     found = grade(problem_set(r"\frac{1}{2}", "4"), responses, 4, lambda done, total: None)
     assert found.correct_PK.tolist() == [[True, True, False, False], [False] * 4]
     assert found.majority_P.tolist() == [1.0, 0.0]

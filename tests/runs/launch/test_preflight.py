@@ -86,9 +86,7 @@ def test_what_would_end_a_run_is_missing(ready, tmp_path, changes, subject, said
     ("error", "local", "level"),
     [(NotOnHub, False, "missing"), (HubUnreachable, True, "missing"), (HubUnreachable, False, "not checked")],
 )
-def test_a_model_that_the_hub_does_not_have_is_missing_and_a_hub_that_is_silent_is_so_here(
-    ready, monkeypatch, error, local, level
-):
+def test_a_model_that_the_hub_lacks_is_missing_and_a_silent_hub_is_so_here(ready, monkeypatch, error, local, level):
     def silent(name):
         raise error("x")
 

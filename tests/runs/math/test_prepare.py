@@ -163,11 +163,7 @@ def test_equal_rows_of_a_training_set_are_kept_once(tmp_path):
 
 
 def test_rows_without_an_answer_and_copies_are_dropped_and_a_test_set_is_repeated_on_request(tmp_path):
-    rows = [
-        *(a_row("aime24", 1) for _ in range(3)),
-        {"problem": "q", "answer": ""},
-        {"problem": "r", "answer": r"\frac{"},
-    ]
+    rows = [a_row("aime24", 1)] * 3 + [{"problem": "q", "answer": ""}, {"problem": "r", "answer": r"\frac{"}]
     done = prepared("aime24", copy_of(tmp_path / "aime", rows), tmp_path, repeats={"aime24": 3})
     assert (truths(done.path), done.rows) == (["1", r"\frac{"] * 3, 2)
     assert done.dropped == {"a copy of another": 2, "no answer": 1}

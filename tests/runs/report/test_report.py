@@ -172,15 +172,11 @@ def report(tmp_path_factory):
 
 
 @pytest.fixture(params=[(1200, "light"), (390, "dark")])
-def page(report, browser, request):
-    page = browser.new_page(viewport={"width": request.param[0], "height": 800}, color_scheme=request.param[1])
-    seen = []
-    for event in ("request", "console", "pageerror", "dialog"):
-        page.on(event, lambda said: seen.append(said))
-    page.goto(report.as_uri())
+def page(report, opened, request):
+    width, scheme = request.param
+    page, faults = opened(report.read_text(encoding="utf-8"), (width, 800), color_scheme=scheme)
     yield page
-    assert len(seen) == 1, seen  # the page itself
-    page.close()
+    assert faults == []
 
 
 def test_the_page_opens_alone_without_errors_and_fits(page):
