@@ -1,7 +1,5 @@
 """The faults of whole runs, and the expected outcomes.
 
-Expectations were written down before the first try. They were changed where the host itself behaves differently.
-
 A fault waits for its moment: `generating` comes right after a step's metrics, when the next responses are generated;
 `updating` comes right after a step's dump, when advantages are known and the actor's update is running.
 """

@@ -1,10 +1,7 @@
 """verl's engines on GPUs: every layout against a plain model on the CPU in float32 or float64, and peak memory.
 
-Errors are relative to the response's largest score. In bf16 a product keeps 8 bits, so that scores differ by several per cent;
-the gate uses their order, which is reported beside it.
-
-Scoring on vLLM engines: the tests of tests/hosts/vllm, with CUDA graphs and asynchronous scheduling, and in bf16. Both model
-runners, the second one with real Triton kernels. On a CPU the engine has no graphs.
+Errors are relative to the response's largest score; in bf16 scores differ by several per cent, so their order is reported too.
+Scoring on vLLM engines: the tests of tests/hosts/vllm, with CUDA graphs and asynchronous scheduling, and in bf16.
 """
 
 import json

@@ -1,8 +1,7 @@
 """verl's real FSDP and Megatron engines with importance against a plain HuggingFace model: autograd, and a forward in float64
 for each copy.
 
-The engines run in processes on gloo; engine/worker.py and engine/megatron_worker.py name the stand-ins for GPUs.
-Errors are relative to the response's largest score.
+The engines' workers name the stand-ins for GPUs. Errors are relative to the response's largest score.
 """
 
 import pytest

@@ -1,7 +1,4 @@
-"""The question to every node, asked of real Ray actors that stand in for verl's workers and servers.
-
-One has the plugin hidden from its imports, one has verl's plugins switched off, one has changed sources.
-"""
+"""The question to every node, asked of real Ray actors that stand in for verl's workers and servers."""
 
 import shutil
 from pathlib import Path

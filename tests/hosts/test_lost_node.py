@@ -1,7 +1,6 @@
 """A recipe on a Ray cluster of two nodes that loses one of them, or the network to it, and goes on from its checkpoint.
 
-Both nodes are on this machine: two raylets, a pretended GPU each. For a network that can be cut the second one is in a network
-namespace of its own, which takes root. A real cluster adds shared storage.
+Both nodes are on this machine: two raylets, a pretended GPU each. A network that can be cut takes root.
 """
 
 import json

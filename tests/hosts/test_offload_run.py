@@ -1,7 +1,6 @@
 """OAR-P on the rollout engines in whole runs: real verl, real Ray, real vLLM on a CPU.
 
-Importance is compared with a plain HuggingFace model in float64, one whole forward a copy: that of the first step with the
-weights on disk, that of the second with what the first one made of them.
+Importance is compared with a plain HuggingFace model in float64, one whole forward a copy, before and after an update.
 """
 
 import json

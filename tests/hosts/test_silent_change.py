@@ -1,7 +1,6 @@
 """With another estimator a whole run is bit for bit the same with and without the plugin, in every trainer mode.
 
-vLLM's sampling differs from run to run. So a first run records its responses with verl's own `skip.rollout_tq`, and two others
-replay them.
+A first run records its responses with verl's own `skip.rollout_tq`, and two others replay them.
 """
 
 import math

@@ -123,10 +123,8 @@ def reference(
 def gradient_importance(
     model, ids, segments, importance="fisher", probe="answer_mean", seed=0, columns=None, temperature=TEMPERATURE
 ):
-    """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model.
-
-    `columns`: of the vocabulary, the first ones only. `temperature`: of the entropies.
-    """
+    """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model. `columns`: of the
+    vocabulary, the first ones only. `temperature`: of the entropies."""
     prompt, joint = len(ids) - len(segments), probe == "answer_joint"
     reasoning = (segments == Segment.REASONING).nonzero()[:, 0] + prompt
     answer = (segments == Segment.ANSWER).nonzero()[:, 0] + prompt
