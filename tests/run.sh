@@ -12,6 +12,7 @@ unset PYTHONDONTWRITEBYTECODE
 bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,megatron,recipes
 
 declare -A started
+trap 'kill "${started[@]}" 2> /dev/null; exit 130' INT TERM # what runs in the background ignores Ctrl-C
 start() { # a name, then what to do beside the rest, with what that leaves of the cores
   { renice -n 10 -p "$BASHPID" && "${@:2}"; } > "$venv/$1.log" 2>&1 &
   started[$1]=$!
@@ -31,7 +32,7 @@ browser() {
   if [ "$(id -u)" = 0 ] && command -v apt-get; then
     { apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell; } || true
   else
-    "$venv/bin/playwright" install chromium-headless-shell || true
+    timeout 300 "$venv/bin/playwright" install chromium-headless-shell || true
   fi
 }
 # Known vulnerabilities of what is pinned, where the package index tells of them. pip-audit has an environment of its own: nothing

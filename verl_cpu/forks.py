@@ -4,7 +4,8 @@ A run has about ten Ray workers, and one of them starts vLLM's engine. Each woul
 up to 20 seconds; a fork has them at once. Ray starts a worker with the Python that its runtime environment names
 (`py_executable`), and multiprocessing with the one that it was told. Here both are this file, which runs as
 
-* a client, one for each process: it hands its command line, environment and files to the server; client and fork end together;
+* a client, one for each process: it hands its command line, environment and files to the server; client and fork end together,
+  with the same exit status;
 * the server, which the first client of a Ray node starts: it imports, and forks for each client.
 
 Only a session has them, because the session ends them (``session.py``). The module imports nothing but the standard library at
@@ -12,6 +13,7 @@ its top: that is all a client needs.
 """
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -19,6 +21,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -73,8 +76,8 @@ def _executable() -> Path:
     return program
 
 
-def client(words: list[str]) -> None:
-    """Have the server run a Python program, and return when the fork has ended. Without a server, run it in this process."""
+def client(words: list[str]) -> NoReturn:
+    """Have the server run a Python program, and end as the fork ends. Without a server, run the program in this process."""
     path = Path(os.environ[FOLDER], f"forks-{os.environ[NODE]}")
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = [file for file in files if os.path.exists(f"/proc/self/fd/{file}")]  # without the one that listed them
@@ -91,7 +94,11 @@ def client(words: list[str]) -> None:
         print(f"verl_cpu: no fork, see {path}.log, but a process that imports by itself: {error}", file=sys.stderr)
         os.execv(sys.executable, [sys.executable, *words])
     signal.signal(signal.SIGTERM, lambda *_: os.kill(int.from_bytes(process, "big"), signal.SIGTERM))
-    server.recv(1)  # nothing comes: the fork has the other end, and closes it by ending
+    code = int.from_bytes(server.recv(2) or b"\1", "big", signed=True)  # nothing comes if the server has ended
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _connected(path: Path) -> socket.socket:
@@ -118,15 +125,39 @@ def serve(listener: socket.socket) -> None:
     multiprocessing.set_executable(str(_executable()))
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy every page
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    forks = dict[int, socket.socket]()
     while True:
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            atexit.register(gc.unfreeze)  # or nanobind reports objects that nobody has freed
-            _run(connection, imported)
-        connection.close()
+        ready, _, _ = select.select([listener, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _report_ended(forks)
+        if listener in ready:
+            connection, _ = listener.accept()
+            process = os.fork()
+            if process == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (listener, *forks.values()):
+                    other.close()
+                os.close(woken)
+                os.close(wake)
+                atexit.register(gc.unfreeze)  # or nanobind reports objects that nobody has freed
+                _run(connection, imported)
+            forks[process] = connection
+
+
+def _report_ended(forks: dict[int, socket.socket]) -> None:
+    """Send each ended fork's exit status to its client: negative for a signal, as in `subprocess`."""
+    while forks:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process == 0:
+            return
+        if process in forks:
+            with forks.pop(process) as connection, contextlib.suppress(OSError):  # the client may have ended first
+                connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(2, "big", signed=True))
 
 
 def _run(client: socket.socket, imported: dict[str, str]) -> NoReturn:

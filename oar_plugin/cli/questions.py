@@ -54,13 +54,15 @@ def one_process() -> Iterator[Ask]:
         assert process.stdout is not None
         told, begun, watch = dict[str, Any](), time.monotonic(), threading.Timer(LIMIT_S, kill)
         watch.start()
-        with suppress(BrokenPipeError):  # it has just crashed
-            print(json.dumps([question.__name__, arguments]), file=process.stdin, flush=True)
-        for line in process.stdout:
-            told |= [json.loads(line)] if line.endswith("\n") else []  # the last one may be incomplete
-            if "fault" in told:
-                break
-        watch.cancel()
+        try:
+            with suppress(BrokenPipeError):  # it has just crashed
+                print(json.dumps([question.__name__, arguments]), file=process.stdin, flush=True)
+            for line in process.stdout:
+                told |= [json.loads(line)] if line.endswith("\n") else []  # the last one may be incomplete
+                if "fault" in told:
+                    break
+        finally:
+            watch.cancel()  # also after Ctrl-C, which would wait for it
         if "fault" not in told:
             code = process.wait()
             kill()

@@ -24,20 +24,20 @@ _ACCEPTED: WeakSet[nn.Module] = WeakSet()
 class Reading(Tap):
     """Reads the logits of some packed tokens, `[N, V]`, on every rank that shares the sequences. None: of all tokens."""
 
-    def __init__(self, layout: Layout, row_N: Tensor | None = None) -> None:
+    def __init__(self, layout: Layout, row_N: Tensor | None = None, rows_only: bool = False) -> None:
         local_N = layout.local_T if row_N is None else layout.local_T[row_N]
         self.layout, self.held_N = layout, local_N >= 0
-        super().__init__(local_N[self.held_N], self._read, rows_only=row_N is not None)
+        super().__init__(local_N[self.held_N], self._read, rows_only)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
         self.embeddings = self.eps = 0.0
 
     def leaf(self, embedding: Tensor) -> Tensor | None:
-        self.embeddings = embedding.shape[:-1].numel()
+        self.embeddings, self.eps = embedding.shape[:-1].numel(), rounding(embedding)
         return super().leaf(embedding)
 
     def _read(self, project: Project, hidden_NH: Tensor) -> None:
         logits_NV = project(hidden_NH)
-        self.tapped_NV, self.eps = self._whole(logits_NV), max(rounding(hidden_NH), rounding(logits_NV))
+        self.tapped_NV, self.eps = self._whole(logits_NV), max(self.eps, rounding(hidden_NH), rounding(logits_NV))
 
     def see(self, output: Any) -> None:
         if not self.rows_only and output.logits.shape[:-1].numel() == self.layout.num_embeddings:

@@ -1,5 +1,6 @@
 """Whether a model of the HuggingFace hub can be loaded here: one request in place of the minutes of retries of a run."""
 
+import os
 from pathlib import Path
 
 from oar_plugin.output import cause
@@ -17,10 +18,15 @@ class HubUnreachable(NotOnHub):
 
 
 def cached(name: str) -> str | None:
-    """Return the cache's folder if the model is in it, or None if it is on the hub. Raise NotOnHub if it is in neither."""
+    """Return the cache's folder if the model is in it, or None if it is on the hub. Raise NotOnHub if it is in neither.
+
+    Also None if a run would ask ModelScope, or if the hub is busy, which a run waits for.
+    """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
 
+    if any(os.getenv(name, "").lower() in ("1", "true") for name in ("VERL_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE")):
+        return None
     try:
         config = try_to_load_from_cache(name, "config.json")
         if isinstance(config, str) and any(any(Path(config).parent.glob(weights)) for weights in WEIGHTS):
@@ -30,6 +36,9 @@ def cached(name: str) -> str | None:
         said = "it must exist, and a private or gated model needs HF_TOKEN"
         raise NotOnHub(f"not on {constants.ENDPOINT} ({type(error).__name__}): {said}") from error
     except Exception as error:  # which types depends on the HTTP library of this version of huggingface_hub
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status == 429 or status >= 500:
+            return None
         fault = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {cause(error)}"
         raise HubUnreachable(f"not in {constants.HF_HUB_CACHE}, and the hub does not answer ({fault})") from error
     return None

@@ -13,6 +13,7 @@ import io
 import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    verl is not imported, because that takes seconds, and need not be installed.
+    verl need not be installed. It is imported, which takes seconds, only if other plugins of verl may add config groups.
 
     Raises:
         RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
@@ -67,6 +68,9 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     if not (folder / f"{variant}.yaml").is_file():
         advice = "name the folder of a recipe, such as recipes/qwen2_5_7b_math"
         raise RecipeError(f"{folder} has no {variant}.yaml: {advice}")
+    if any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
+        with contextlib.suppress(ModuleNotFoundError):
+            import verl  # noqa: F401
     if fault := misspelt(overrides):
         raise RecipeError(fault)
     try:

@@ -10,7 +10,7 @@ import pytest
 hub = pytest.importorskip("oar_plugin.runs.hub")
 constants = pytest.importorskip("huggingface_hub.constants")
 
-HEADERS = {"you/model": (200, {"ETag": "1", "X-Repo-Commit": "1", "Content-Length": "1"})}
+HEADERS = {"you/model": (200, {"ETag": "1", "X-Repo-Commit": "1", "Content-Length": "1"}), "you/busy": (429, {})}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -43,7 +43,7 @@ def test_a_model_is_on_the_hub_or_not(place):
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         place(server.server_port)
-        assert hub.cached("you/model") is None
+        assert hub.cached("you/model") is hub.cached("you/busy") is None
         for name in ("you/other", "a/b/c"):
             with pytest.raises(hub.NotOnHub) as error:
                 hub.cached(name)
@@ -62,6 +62,11 @@ def test_a_hub_that_cannot_be_reached_or_does_not_answer_is_given_up_on(place, l
         with pytest.raises(hub.HubUnreachable):
             hub.cached("you/model")
         assert time.monotonic() - begun < 10
+
+
+def test_a_run_that_asks_modelscope_asks_nothing_of_the_hub(monkeypatch):
+    monkeypatch.setenv("VERL_USE_MODELSCOPE", "True")
+    assert hub.cached("you/other") is None
 
 
 def test_offline_the_cache_is_enough_and_nothing_is_asked(place, tmp_path, monkeypatch):

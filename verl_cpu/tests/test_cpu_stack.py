@@ -357,6 +357,8 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(json.dumps([os.getpid(), sys.argv[1:], here(0), *pool.map(here, [0])]), flush=True)
     time.sleep(float(sys.argv[1]))
+    sys.stdout.flush()
+    eval(sys.argv[2])
 """
 
 
@@ -382,11 +384,19 @@ def client_of_forks(module: str, folder: Path, *words: str) -> "Iterator[subproc
 @pytest.mark.parametrize(("module", "forked"), [("colorsys", True), ("nothing_of_the_kind", False)])
 def test_a_program_and_what_it_starts_are_forks_that_have_imported(module, forked, tmp_path):
     """With the client's words, environment, folder and files. Where the server fails they are ordinary processes."""
-    with client_of_forks(module, tmp_path, "0") as client:
+    words = ["0", "sys.exit(3)"]
+    with client_of_forks(module, tmp_path, *words) as client:
         out, err = client.communicate(timeout=PROCESS_S)
     process, *rest = json.loads(out)
-    assert rest == [["0"], *2 * [[forked, "7", str(tmp_path)]]], err
+    assert rest == [words, *2 * [[forked, "7", str(tmp_path)]]], err
     assert (process != client.pid, "forks-1.log" in err) == (forked, not forked)
+    assert client.returncode == 3
+
+
+def test_a_crash_of_a_fork_is_one_of_its_client(tmp_path):
+    with client_of_forks("colorsys", tmp_path, "0", "os.kill(os.getpid(), 11)") as client:
+        client.communicate(timeout=PROCESS_S)
+    assert client.returncode == -11
 
 
 def test_a_fork_ends_with_its_client(tmp_path):

@@ -26,7 +26,7 @@ from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwa
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model, unwrapped
-from oar_plugin.passes.trial import Reading, check_by_trial
+from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
 OnInputs = Callable[[TensorDict, Tensor], None]
 """Called with verl's micro-batch on the device and with this rank's input ids, right before the model runs."""
@@ -143,12 +143,12 @@ class OarFSDPMixin(ImportancePass):
             scored = copies.importance(wanted, self.max_over_ranks)
         return [scored.get(row, torch.zeros(len(segment))) for row, segment in enumerate(segments)]
 
-    def read(self, micro_batch: TensorDict, row_N: Tensor | None = None) -> Reading:
+    def read(self, micro_batch: TensorDict, row_N: Tensor | None = None, rows_only: bool = False) -> Reading:
         """Reads logits at packed positions of a micro-batch, by one forward of verl's without a graph. None: all positions."""
         readings: list[Reading] = []
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
-            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N))
+            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only))
             taps.tap = readings[0]
 
         with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, on_inputs):
@@ -195,9 +195,10 @@ class OarFSDPMixin(ImportancePass):
             )
 
         def forward(sequences: list[Tensor]) -> tuple[Reading, list[int]]:
-            # Images need all of their tokens, so a model with images gets the first row as it is.
             row_0 = tu.index_select_tensor_dict(data, torch.tensor([0]))
-            micro_batch = row_0 if images else like_first_row(row_0, sequences)
+            if images:  # they need all of their tokens; only the first logits are compared, because a row may be long
+                return self.read(row_0, torch.arange(min(TOKENS, row_0["input_ids"].values().numel()))), [TOKENS]
+            micro_batch = like_first_row(row_0, sequences)
             return self.read(micro_batch), micro_batch["input_ids"].offsets().diff().tolist()
 
         check_by_trial(self.module, request, data["input_ids"].values(), forward, self.max_over_ranks)
@@ -217,7 +218,7 @@ class _SequenceParallelCopies(MaskedCopies):
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
         self.tokens += token_KT.numel()
         micro_batch = like_first_row(self.template, token_KT.unbind())
-        return self.engine.read(micro_batch, row_N.to(token_KT.device)).tapped_NV
+        return self.engine.read(micro_batch, row_N.to(token_KT.device), rows_only=True).tapped_NV
 
 
 def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:

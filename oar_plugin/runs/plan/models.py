@@ -27,14 +27,17 @@ class Model:
     """
 
     def __init__(self, config: Mapping[str, Any], name: str = "") -> None:
-        if (kind := config.get("model_type")) not in KNOWN["families"]:
+        if (kind := str(config.get("model_type"))) not in KNOWN["families"]:
             allowed = ", ".join(KNOWN["families"])
             raise PlanError(f"{name}: model_type={kind} is not supported; allowed: {allowed}")
         defaults = {"tie_word_embeddings": False, "num_key_value_heads": config.get("num_attention_heads")}
-        self.name, self.config = name, SimpleNamespace(**defaults | dict(config))
+        given = {key: value for key, value in config.items() if value is not None}
+        self.name, self.config = name, SimpleNamespace(**defaults | given)
         try:
             self._count(self.config)
-        except (AttributeError, TypeError) as error:
+            if min(self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.vocab) < 1:
+                raise TypeError("sizes must be at least 1")
+        except (AttributeError, TypeError, ZeroDivisionError) as error:
             raise PlanError(f"{name}: no model that can be planned: its config.json is incomplete ({error})") from None
 
     def _count(self, c: SimpleNamespace) -> None:
@@ -96,7 +99,9 @@ def load_model(name: str) -> Model:
     if Path(name).is_dir():
         try:
             config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            if not isinstance(config, dict):
+                raise ValueError("config.json is no JSON object")
+        except (OSError, ValueError, RecursionError) as error:
             raise PlanError(f"{name}: no model that can be planned ({str(error).splitlines()[0]})") from None
         return Model(config, name)
     words = name.split("/")[-1].removeprefix("Meta-").split("-")

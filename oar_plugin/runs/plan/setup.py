@@ -210,6 +210,17 @@ def _faults(s: Setup) -> list[str]:
     rule = "must be at least data.max_prompt_length + data.max_response_length"
     short = (s.rollout.max_model_len or s.max_length) < s.max_length
     check(f"{ROLLOUT}.max_model_len", rule, f"at least {s.max_length}", short)
+    overlong = "reward.reward_kwargs.overlong_buffer_cfg"
+    if OmegaConf.select(s.config, f"{overlong}.enable"):
+        most = s.max_response // 2
+        rule = (
+            f"longer responses are punished; data.max_response_length={s.max_response} must leave room for shorter ones"
+        )
+        check(f"{overlong}.len", rule, f"at most {most}", int(OmegaConf.select(s.config, f"{overlong}.len")) > most)
+    if s.megatron and s.steps:
+        rule = f"Megatron's learning-rate schedule needs fewer warm-up steps than the {s.steps} steps of the run"
+        warm_up = f"{ACTOR}.optim.lr_warmup_steps"
+        check(warm_up, rule, f"at most {s.steps - 1}", int(OmegaConf.select(s.config, warm_up) or 0) >= s.steps)
     cycle = int(s.config.trainer.v1.separate_async.parameter_sync_step)
     rule = f"must be trainer.v1.separate_async.parameter_sync_step={cycle} x {ACTOR}.ppo_mini_batch_size={mini}"
     check("data.train_batch_size", rule, cycle * mini, s.dedicated and s.prompts != cycle * mini)

@@ -101,7 +101,8 @@ class Chart:
 
 
 def _rounded(column: pd.Series) -> list[float | None]:
-    return [None if math.isnan(x) else float(f"{x:.4g}") for x in column]
+    short = (float(f"{x:.4g}") for x in column)
+    return [x if math.isfinite(x) else None for x in short]
 
 
 def charts(sides: Sequence[Side]) -> list[Chart]:

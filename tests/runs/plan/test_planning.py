@@ -155,6 +155,8 @@ def test_more_gpus_never_need_more_memory_each_and_larger_micro_batches_never_le
         ("megatron", ["actor.megatron.pipeline_model_parallel_size=3"], ["pipeline_model_parallel_size=3", "1, 2, 4"]),
         ("megatron", ["actor.megatron.context_parallel_size=3"], ["context 3 = 48", "32 GPUs"]),
         ("megatron", ["model.path=Qwen/Qwen3-30B-A3B"], ["mixture of experts"]),
+        ("megatron", ["trainer.total_training_steps=10"], ["lr_warmup_steps=10", "at most 9"]),
+        ("megatron", ["data.max_response_length=3072"], ["overlong_buffer_cfg.len=2048", "at most 1536"]),
     ],
 )
 def test_what_cannot_run_is_named(request, layout, overrides, said):
@@ -206,6 +208,14 @@ def test_an_unknown_model_is_named_with_what_to_do(tmp_path):  # test_measured r
         Model({"model_type": "gpt2"})
     with pytest.raises(PlanError, match=r"incomplete.*hidden_size"):
         Model({"model_type": "llama"})
+    for wrong in ({"num_attention_heads": 0}, {"num_hidden_layers": -2}, {"vocab_size": "many"}):
+        with pytest.raises(PlanError, match="incomplete"):
+            Model({"model_type": "llama", **SMALL, **wrong})
+    for text in ("[]", "null", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        load_model.cache_clear()
+        with pytest.raises(PlanError, match="no model that can be planned"):
+            load_model(str(tmp_path))
 
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
