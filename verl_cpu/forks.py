@@ -130,11 +130,11 @@ def serve(listener: socket.socket) -> None:
     signal.set_wakeup_fd(wake)
     forks = dict[int, socket.socket]()
     while True:
-        ready, _, _ = select.select([listener, woken], [], [])
+        ready, _, _ = select.select([listener.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
             _report_ended(forks)
-        if listener in ready:
+        if listener.fileno() in ready:
             connection, _ = listener.accept()
             process = os.fork()
             if process == 0:
