@@ -184,7 +184,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{FOUR} --on slurm --template no.j2", "no.j2"),
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
         (f"{Path(__file__).parent}", "has no oar.yaml"),
-        ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_14b_deepmath,"),
+        ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_0_5b_gsm8k,"),
         (f"{ONE} data.no_such_key=1", "data.no_such_key=1: verl's schema has no such key; to add one, write +data"),
         (f"{ONE} --sweep algorithm.oar.tauu=1,2", "did you mean algorithm.oar.tau?"),
         (f"{ONE} +oar=decision", "write oar=decision"),
