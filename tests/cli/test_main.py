@@ -106,8 +106,8 @@ def test_json_is_all_that_is_printed_and_overrides_may_stand_behind_options(caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("nothing", "recipes: qwen2_5_14b_deepmath"),
-        (f"{RECIPE} --gpu abacus", "allowed: A100-40"),
+        ("nothing", "recipes: qwen2_5_0_5b_gsm8k"),
+        (f"{RECIPE} --gpu abacus", "allowed: L4-24"),
         (f"{RECIPE} --response-length 9999", "--response-length 9999: must be above 0 and at most 2048"),
         (f"{RECIPE} algorithm.oar.tau=2", "algorithm.oar.tau=2: Input should be less than or equal to 1"),
         (f"{RECIPE} actor_rollout_ref.actor.use_dynamic_bsz=False", "ppo_micro_batch_size_per_gpu"),
