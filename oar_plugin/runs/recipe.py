@@ -53,13 +53,13 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    verl need not be installed. It is imported, which takes seconds, only if other plugins of verl may add config groups.
+    verl need not be installed. It is imported, which takes seconds, only for config groups of other plugins of verl.
 
     Raises:
         RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
     """
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -68,17 +68,24 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     if not (folder / f"{variant}.yaml").is_file():
         advice = "name the folder of a recipe, such as recipes/qwen2_5_7b_math"
         raise RecipeError(f"{folder} has no {variant}.yaml: {advice}")
-    if any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
-        with contextlib.suppress(ModuleNotFoundError):
-            import verl  # noqa: F401
     if fault := misspelt(overrides):
         raise RecipeError(fault)
-    try:
+
+    def composed() -> DictConfig:
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            config = compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
+            return compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
+
+    if any(override.startswith("+") for override in overrides):  # `+GROUP=NAME`, or a new key
+        _load_other_plugins()
+    try:
+        try:
+            config = composed()
+        except MissingConfigException:  # perhaps a group in the recipe's `defaults`
+            _load_other_plugins()
+            config = composed()
         engine = str(config.model_engine)
         faults = _unknown_in_files(folder, variant, _generated(engine))
         faults = faults and _unknown_in_files(folder, variant, _schema(engine))
@@ -89,6 +96,13 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     if faults:
         raise RecipeError("\n".join(faults))
     return config
+
+
+def _load_other_plugins() -> None:
+    """Import verl, which loads its plugins, if there are others than ours: they may add config groups."""
+    if any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
+        with contextlib.suppress(ModuleNotFoundError):
+            import verl  # noqa: F401
 
 
 def _search_path(file: Path) -> str:
