@@ -71,7 +71,7 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
 
 
 def fault(trial: Reading, lengths: list[int]) -> str:
-    """What differs, and by how much; empty if nothing does. `trial` has read all tokens of one or two sequences."""
+    """What differs, and by how much; empty if nothing does. `trial` has read two sequences, or the first tokens of one."""
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != tapped_NV.shape:
         return "it has not one embedding, hidden state and row of logits for each token"
@@ -105,9 +105,10 @@ def check_by_trial(
     Raises:
         UnsupportedModelError: names the model's class, what differs, and by how much.
     """
-    inner, sequence = unwrapped(model), trial_tokens(token_T)
+    inner = unwrapped(model)
     if inner in _ACCEPTED or not request.importance_object.runs_model:
         return
+    sequence = trial_tokens(token_T)
     found = fault(*forward([sequence, sequence[: TOKENS // 2]]))
     if max_over_ranks(int(bool(found))):
         raise UnsupportedModelError(f"{type(inner).__name__} is not supported: {found or 'another rank says why'}")
@@ -116,4 +117,4 @@ def check_by_trial(
 
 def trial_tokens(token_T: Tensor) -> Tensor:
     """The first `TOKENS` tokens; token 0 where there are fewer."""
-    return torch.cat([token_T, token_T.new_zeros(TOKENS)])[:TOKENS]
+    return torch.cat([token_T[:TOKENS], token_T.new_zeros(TOKENS)])[:TOKENS]
