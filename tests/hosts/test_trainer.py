@@ -213,9 +213,7 @@ def test_token_weights_and_every_rollout_correction_leave_each_other_alone(world
         one.report_from_actor()
         one.trainer.config.algorithm.update(rollout_correction=corrects, adv_estimator=estimator)
         old = [torch.linspace(-1, -2, length) for length in one.lengths]
-        apart = [
-            torch.linspace(0, row, length) for row, length in enumerate(one.lengths)
-        ]  # the first: not at all
+        apart = [torch.linspace(0, row, length) for row, length in enumerate(one.lengths)]  # the first: not at all
         one.fields["old_log_probs"] = nested(old)
         one.fields["rollout_log_probs"] = nested([a + b for a, b in zip(old, apart, strict=True)])
         compute = type(one.trainer)._compute_advantage if estimator == "oar" else BASE.PPOTrainer._compute_advantage
