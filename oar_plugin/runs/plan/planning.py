@@ -70,9 +70,13 @@ class Plan:
         if s.validated is not None:
             share = 1 - (s.steps or 0) * self.step / 3600 / hours if hours else 0.0
             validation = f"with {s.validations} validations ({share:.1%} of the time)"
+        one, all_gpus = (
+            [round(n * value, 0 if n * hours > 9 else 1) for value in (hours, least, most)] for n in (1, gpus)
+        )
         return (
-            f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
-            f"{gpus} GPU{'s' * (gpus > 1)} ({least * gpus:,.0f} to {most * gpus:,.0f}), {validation}, without rewards and checkpoints."
+            f"The run: {s.steps} steps, {one[0]:,g} hours ({one[1]:,g} to {one[2]:,g}), {all_gpus[0]:,g} GPU-hours on "
+            f"{gpus} GPU{'s' * (gpus > 1)} ({all_gpus[1]:,g} to {all_gpus[2]:,g}), {validation}, without rewards and "
+            "checkpoints."
         )
 
     def to_dict(self) -> dict[str, Any]:
