@@ -31,6 +31,11 @@ _ENGINES = "verl.workers.engine"
 
 FEATURES = {
     **{mode: Feature(_TRAINER, trainer, ("OarTrainerMixin",)) for mode, trainer in TRAINERS.items()},
+    "ray_trainer": Feature(
+        ("hosts.verl.ray_trainer", "hosts.verl.balancing"),
+        "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
+        ("OarRayTrainer",),
+    ),
     "fsdp": Feature(
         ("hosts.verl.fsdp", *_ENGINE),
         f"{_ENGINES}.fsdp.transformer_impl.FSDPEngineWithLMHead",
@@ -43,7 +48,7 @@ FEATURES = {
     ),
     "offload": Feature(("hosts.verl.agent_loop", "hosts.verl.rollout_server", "hosts.verl.rollout_worker")),
 }
-"""The three trainers, the two engines, and OAR-P on vLLM's rollout engines."""
+"""The three trainers of `trainer.v1`, `RayPPOTrainer`, the two engines, and OAR-P on vLLM's rollout engines."""
 
 
 def host_version() -> str:

@@ -28,7 +28,7 @@ from verl.workers.utils.padding import response_to_nested
 from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.balancing import balanced_partitions
-from oar_plugin.hosts.verl.handshake import check_nodes
+from oar_plugin.hosts.verl.handshake import check_nodes, no_importance
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
 from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
@@ -197,10 +197,7 @@ class OarTrainerMixin:
             padded = data.to_padded_tensor()
             asked_B = padded[NEEDED][:, 0] > 0
             if IMPORTANCE not in padded and (asked_B.any() or not self.oar.offloads):
-                raise RuntimeError(
-                    f"step {self.global_steps}: the actor was asked for token importance and returned none. Its workers do not "
-                    "run oar_plugin's engine; `oar doctor` on their nodes says what they have"
-                )
+                raise RuntimeError(no_importance(self.global_steps))
             if self.oar.offloads:
                 padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
             status_B = padded[STATUS][:, 0]
