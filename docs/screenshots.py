@@ -16,13 +16,15 @@ def main() -> None:
     with sync_playwright() as playwright:
         program = shutil.which("chromium-headless-shell") or shutil.which("chromium")
         page = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"]).new_page(
-            viewport={"width": 1240, "height": 720}
+            viewport={"width": 1240, "height": 860}
         )
         page.goto((folder / "tokens.html").as_uri())
         page.wait_for_selector("article .t")
         save(page, "inspect.png")
+        page.set_viewport_size({"width": 1240, "height": 720})
         page.goto((folder / "report" / "report.html").as_uri())
         page.evaluate("document.getElementById('curves').scrollIntoView()")
+        page.locator(".u-over").first.hover()
         save(page, "report.png")
 
 

@@ -63,9 +63,8 @@ class Credit:
 
 
 def _shaded(text: str, weight: float) -> str:
-    colour = (
-        f"rgba(240,140,0,{min(0.8, (weight - 1) / 2):.2f})" if weight > 1 else f"rgba(0,110,220,{(1 - weight) / 2:.2f})"
-    )
+    colour, strength = ("240,140,0", min(0.8, (weight - 1) / 2)) if weight > 1 else ("0,110,220", (1 - weight) / 2)
+    colour = f"rgba({colour},{strength:.2f})"
     return f"<span style='background:{colour}' title='weight {weight:.2f}'>{html.escape(text)}</span>"
 
 
@@ -109,7 +108,7 @@ def importance(
         UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
         RuntimeError: a parameter has a `.grad`.
 
-    Example:
+    Examples:
         >>> import oar_plugin
         >>> credit = oar_plugin.importance(
         ...     model, tokenizer=tokenizer, importance="fisher",
@@ -128,9 +127,8 @@ def importance(
         _check(value > 0, f"{name}={value!r}", "must be above 0")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
-    credit = TokenCredit(
-        settings, tokenizer, "oar_plugin.importance", padding=model.config if tokenizer is None else None
-    )
+    padding = model.config if tokenizer is None else None
+    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding)
     request = credit.request(step, temperature=temperature, importance_only=True)
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
@@ -201,10 +199,9 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
             f"oar_plugin.importance; allowed here: {', '.join(GATE_SETTINGS)}"
         )
     advantage_BL = torch.as_tensor(advantages, dtype=torch.float32).cpu()
-    wanted = (len(credit.status),), tuple(credit.importance.shape)
-    _check(
-        tuple(advantage_BL.shape) in wanted, _shape("advantages", advantage_BL), f"must be {wanted[0]} or {wanted[1]}"
-    )
+    rows, tokens = (len(credit.status),), tuple(credit.importance.shape)
+    known = tuple(advantage_BL.shape) in (rows, tokens)
+    _check(known, _shape("advantages", advantage_BL), f"must be {rows} or {tokens}")
     if advantage_BL.dim() == 1:
         advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")

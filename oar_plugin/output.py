@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+INSTALL = "pip install --no-deps . -r recipes/requirements.txt"
+"""Installs the plugin beside verl, from a checkout, with what the recipes need. It changes no package that verl brought."""
+
 
 def printable(text: str) -> str:
     """`text` with every character that steers a terminal or the writing direction escaped, as in `\\x1b`; newlines stay."""

@@ -21,7 +21,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.watch import Watch
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
-from oar_plugin.page.record import Response, header_for
+from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
@@ -95,9 +95,8 @@ class TokenCredit:
     ) -> None:
         self.config = settings if isinstance(settings, OarConfig) else OarConfig.parse(settings, prefix)
         if self.config.offloads and not offloads:
-            raise OarConfigError(
-                f"{prefix}.perturbation.backend=rollout: there are no rollout engines here; allowed: actor"
-            )
+            fault = "there are no rollout engines here; allowed: actor"
+            raise OarConfigError(f"{prefix}.perturbation.backend=rollout: {fault}")
         self.tokenizer = tokenizer
         self._token_bytes, self._eos_token_ids = None, set[int]()
         if tokenizer is not None:
@@ -232,6 +231,11 @@ class TokenCredit:
             **fields,
         )
 
+    def header(self, scales: Mapping[str, bool] | None = None, **versions: str) -> Header:
+        """Returns `header_for` with the name of the run, and with the model that the tokenizer was loaded from."""
+        model = str(getattr(self.tokenizer, "name_or_path", ""))
+        return header_for(self.config, scales, run=self.dumps.run, model=model, **versions)
+
     def dump(
         self,
         batch: PaddedBatch,
@@ -276,4 +280,4 @@ class TokenCredit:
         if self.dumps.folder is not None and (record_of or not failed):
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):
                 responses = [record_of[uid] for _, uid, *_ in chosen if uid in record_of]
-                self.dumps.write(header_for(self.config), reshaped.step, responses)
+                self.dumps.write(self.header(), reshaped.step, responses)

@@ -65,7 +65,9 @@ def group_of(config: DictConfig) -> str:
     mode = str(config.trainer.v1.trainer_mode)
     if config.actor_rollout_ref.actor.strategy == "megatron":
         return "megatron"
-    return "dp" if mode == "sync" else mode
+    if mode == "sync":
+        return "filtered" if config.algorithm.filter_groups.enable else "dp"
+    return mode
 
 
 def architecture_of(model: str) -> Architecture:

@@ -15,22 +15,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = (
-    "test_verl_run.py",
-    "test_smoke.py",
-    "test_engine.py",
-    "test_offload_run.py",
-    "test_engine_scoring.py",
-    "test_megatron_run.py",
-    "test_openrlhf.py",
-)
+LONGEST = ["verl_run", "smoke", "engine", "offload_run", "engine_scoring", "megatron_run", "openrlhf"]
 
 
 def pytest_collection_modifyitems(config, items):
     """Beside another worker (`-n 2 --dist loadfile`): what takes longest first, so that none is left over at the end."""
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
-        place = {name: number for number, name in enumerate(LONGEST)}
+        place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path not in slow))
 
 

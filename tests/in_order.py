@@ -1,7 +1,6 @@
 """verl's replay buffers with batches in the order of the data.
 
-verl names prompts at random and orders them by hashes of their names: a mini-batch has other prompts in every run, and no two
-runs are equal bit for bit. verl's `trainer.v1.sampler.custom_sampler` selects these buffers.
+verl orders prompts by hashes of random names. Its `trainer.v1.sampler.custom_sampler` selects these buffers.
 """
 
 from typing import Any

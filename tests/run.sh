@@ -9,11 +9,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-$PWD/.venv-cpu}
 # Tests start hundreds of processes. Without bytecode each of them compiles this checkout, and what install.sh left out.
 unset PYTHONDONTWRITEBYTECODE
-bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,megatron,recipes
+bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,megatron,recipes
 
 declare -A started
-start() { # a name, then what to do beside the rest
-  "${@:2}" > "$venv/$1.log" 2>&1 &
+trap 'kill "${started[@]}" 2> /dev/null; exit 130' INT TERM # what runs in the background ignores Ctrl-C
+start() { # a name, then what to do beside the rest, with what that leaves of the cores
+  { renice -n 10 -p "$BASHPID" && "${@:2}"; } > "$venv/$1.log" 2>&1 &
   started[$1]=$!
 }
 finish() { # wait for all that was started, show their output; 1 where one has failed
@@ -22,7 +23,6 @@ finish() { # wait for all that was started, show their output; 1 where one has f
     wait "${started[$name]}" || { status=1; echo "run.sh: $name failed:"; }
     cat "$venv/$name.log"
   done
-  started=()
   return $status
 }
 
@@ -32,7 +32,7 @@ browser() {
   if [ "$(id -u)" = 0 ] && command -v apt-get; then
     { apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell; } || true
   else
-    "$venv/bin/playwright" install chromium-headless-shell || true
+    timeout 300 "$venv/bin/playwright" install chromium-headless-shell || true
   fi
 }
 # Known vulnerabilities of what is pinned, where the package index tells of them. pip-audit has an environment of its own: nothing
@@ -56,11 +56,17 @@ trl() {
 }
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
-start browser browser
+"$venv/bin/hadolint" Dockerfile
+"$venv/bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
+"$venv/bin/zizmor" --offline --quiet .github
+start site "$venv/bin/python" -m docs.site
 start audit audit
 start mypy "$venv/bin/mypy"
 for release in 1.16.0 1.15.0; do start "trl-$release" trl "$release"; done
-finish
+browser
 # Two tests at a time: most of a whole run of verl is one process that waits for the imports of another.
 # Of two -m pytest takes the last one.
-exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly" "$@"
+status=0
+"$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly" "$@" || status=$?
+finish || status=1
+exit $status

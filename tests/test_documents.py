@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+import oar_plugin
 from oar_plugin.cli.main import COMMANDS, make_parser
 from oar_plugin.config import GROUPS, OarConfig
 from oar_plugin.credit.gate import GATES
@@ -18,16 +20,8 @@ from tests.default_yaml import FILE, MADE, shown
 from tests.own_importance import Saliency
 
 ROOT = Path(__file__).parents[1]
-GLOBS = (
-    "*.md",
-    "docs/**/*.md",
-    "benchmarks/**/*.md",
-    "patches/*.md",
-    "recipes/*.md",
-    "recipes/*/README.md",
-    "verl_cpu/*.md",
-)
-PATHS = sorted(path for glob in GLOBS for path in ROOT.glob(glob))
+GLOBS = "*.md docs/**/*.md benchmarks/**/*.md patches/*.md recipes/*.md recipes/*/README.md verl_cpu/*.md"
+PATHS = sorted(path for glob in GLOBS.split() for path in ROOT.glob(glob))
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 SETTINGS = DOCUMENTS["docs/settings.md"]
 
@@ -81,6 +75,20 @@ def test_what_can_be_called_without_a_configuration_has_its_defaults():
     request = Request(config.importance)
     assert (request.probe, request.sigma, request.num_draws) == (config.probe, config.sigma, config.num_draws)
     assert Rows.sigma == Parts.sigma == config.sigma
+
+
+def test_settings_in_examples_can_be_set():
+    blocks = [block for text in DOCUMENTS.values() for block in re.findall(r"```\w+\n(.*?)```", text, re.DOTALL)]
+    lines = [re.findall(r"algorithm\.oar\.([\w.]+=[\w.]+)(?!\S)", line) for line in "".join(blocks).splitlines()]
+    assert len([line for line in lines if line]) > 5
+    for line in lines:
+        OarConfig.parse(OmegaConf.to_container(OmegaConf.from_dotlist(line)), "algorithm.oar")
+
+
+def test_the_site_names_every_guide_and_the_reference_what_the_package_exports():
+    nav = (ROOT / "docs" / "zensical.toml").read_text()
+    assert [path for path in DOCUMENTS if re.fullmatch(r"docs/[\w-]+\.md", path) and f'"{path}"' not in nav] == []
+    assert {name for name in oar_plugin.__all__ if f"::: oar_plugin.{name}\n" not in DOCUMENTS["docs/api.md"]} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

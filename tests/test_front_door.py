@@ -152,10 +152,7 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         ({"prompts": ["a"]}, "as many responses"),
         ({"prompts": ["a"], "responses": ["b"]}, "tokenizer"),
         ({"prompts": [[1]], "responses": [[2]]}, "segments"),
-        (
-            {"prompts": [[1]], "responses": [[2, 3]], "segments": ONES[:, :2]},
-            r"segments of shape \(1, 2\): must be \(1, 3\)",
-        ),
+        ({"prompts": [[1]], "responses": [[2, 3]], "segments": ONES[:, :2]}, r"segments of shape \(1, 2\): must be"),
         ({"input_ids": ONES, "response_mask": ONES}, "attention_mask"),
         ({"importance": "fishr"}, r"oar_plugin.importance.importance='fishr'.*allowed: fisher"),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "no rollout engines here"),
@@ -168,10 +165,7 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         ({"input_ids": ONES, **MASKS | {"response_mask": ONES[0]}}, r"response_mask of shape \(3,\): must be \(1, 3\)"),
         ({"input_ids": ONES, **MASKS | {"response_mask": ONES.repeat(2, 1)}}, r"response_mask of shape \(2, 3\)"),
         ({"input_ids": ONES, **MASKS, "segments": SEGMENTS[:, 1:]}, r"segments of shape \(1, 2\)"),
-        (
-            {"input_ids": ONES, **MASKS, "segments": SEGMENTS * 9},
-            r"segments hold \[9\]: allowed: OUTSIDE 0, .*ANSWER 3",
-        ),
+        ({"input_ids": ONES, **MASKS, "segments": SEGMENTS * 9}, r"segments hold \[9\]: allowed: OUTSIDE 0.*ANSWER 3"),
         (
             {"input_ids": ONES, "response_mask": ONES, "attention_mask": ONES, "segments": SEGMENTS},
             "response 0: there is no token before",
@@ -230,9 +224,8 @@ def test_a_chat_is_its_template_and_begins_once(model):
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     given = {"responses": RESPONSES[:1], "tokenizer": tokenizer, "answer_patterns": ["hash"]}
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    ids = [
-        oar_plugin.importance(model, prompts=[prompt], **given).input_ids[0].tolist() for prompt in (CHAT, text, "3+4?")
-    ]
+    credits = (oar_plugin.importance(model, prompts=[prompt], **given) for prompt in (CHAT, text, "3+4?"))
+    ids = [credit.input_ids[0].tolist() for credit in credits]
     assert ids[0] == ids[1] == ids[2]
     assert ids[0][:2] == [tokenizer.bos_token_id, tokenizer("3", add_special_tokens=False)["input_ids"][0]]
     tokenizer.chat_template = None
@@ -251,9 +244,8 @@ def test_advantages_of_another_shape_and_settings_of_importance_are_refused(mode
 
 def test_a_credit_shows_itself(model):
     credit = credit_of(model, ["<script>no answer<eos>", *RESPONSES[1:]])
-    assert re.fullmatch(
-        r"Credit\(4 responses: NO_ANSWER 1, SCORED 3; importance=fisher, gate=two_level; weights .*\)", repr(credit)
-    )
+    shown = r"Credit\(4 responses: NO_ANSWER 1, SCORED 3; importance=fisher, gate=two_level; weights .*\)"
+    assert re.fullmatch(shown, repr(credit))
     page = credit._repr_html_()
     assert "<script>" not in page
     assert page.count("<p><b>") == 4

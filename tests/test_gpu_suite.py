@@ -72,9 +72,8 @@ def test_verl_and_oar_accept_the_runs_on_gpus(name, gpus, overrides, monkeypatch
 
     conf.register()
     monkeypatch.setenv("OAR_SMOKE", "/made/up")
-    config = compose_recipe(
-        FOLDER.parent / "recipes" / name, "oar", ["+cpu_smoke=tiny", *check_runs.sizes(gpus, overrides)]
-    )
+    words = ["+cpu_smoke=tiny", *check_runs.sizes(gpus, overrides)]
+    config = compose_recipe(FOLDER.parent / "recipes" / name, "oar", words)
     assert config.actor_rollout_ref.model.path == "/made/up/model"
     check_config(config)
 

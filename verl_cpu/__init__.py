@@ -36,6 +36,12 @@ PATCHES = (
         until="verl leaves out the second half when the device is the CPU.",
     ),
     Patch(
+        module="verl.trainer.constants_ppo",
+        apply="verl_cpu.forks:start_workers_as_forks",
+        reason="Each of verl's ten workers imports for 20 s of a core; forks of one process import once.",
+        until="imports take seconds.",
+    ),
+    Patch(
         module="verl.workers.engine.fsdp.transformer_impl",
         apply="verl_cpu.engines:register",
         reason="verl registers its FSDP engines for cuda and npu only.",

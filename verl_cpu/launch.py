@@ -25,6 +25,8 @@ def cpu_environment(one_machine: bool = True) -> dict[str, str]:
         **(ON_LOOPBACK if one_machine else {}),
         # A dozen actors have a process each; several threads in each would only compete for the cores.
         "OMP_NUM_THREADS": "1",
+        # vLLM compiles its sampler, and verl its entropy, which takes longer than the run.
+        "TORCH_COMPILE_DISABLE": "1",
         # A KV cache of 1 GB. vLLM's default is a share of the machine's memory, which another run may use.
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # Connections between the processes of a run must not go through the user's proxy.
@@ -37,6 +39,8 @@ def cpu_environment(one_machine: bool = True) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # Ray's default drops equal lines of different processes.
         "RAY_DEDUP_LOGS": "0",
+        # Ray's default is 60 s; the first worker waits for the imports of all (forks.py).
+        "RAY_worker_register_timeout_seconds": "600",
         # TransferQueue warns at every message that the machine has fewer than 8 cores.
         "TQ_LOGGING_LEVEL": "ERROR",
         # The message about a failing override names the line.

@@ -4,12 +4,12 @@ import argparse
 import math
 import sys
 
-from oar_plugin.output import say
+from oar_plugin.output import INSTALL, say
 
-_RECIPES = "pip install '.[recipes]' in a checkout"
 _INSTALL = {
-    **dict.fromkeys(("datasets", "math_verify", "pebble"), _RECIPES),
+    **dict.fromkeys(("math_verify", "pebble", "scipy"), f"{INSTALL} in a checkout"),
     **{"google": "pip install protobuf", "verl": "pip install 'verl>=0.9'", "yaml": "pip install pyyaml"},
+    "hydra": "pip install hydra-core",
     "vllm": "oar doctor says how",  # it depends on the machine
 }
 """Module -> how to install it, where that is not `pip install MODULE`."""

@@ -62,18 +62,21 @@ def _repeat(text: str) -> tuple[str, int]:
 
 
 def _listed() -> str:
-    rows = [("", "splits", "page on the hub", "licence", "columns")]
-    for name, source in SOURCES.items():
-        page = source.hub_id + (f" ({source.config})" if source.config not in (None, "main", "default") else "")
-        rows.append((name, ", ".join(source.splits), page, source.licence, f"{source.question}, {source.answer}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
+    first, second = max(map(len, SOURCES)), max(len(source.hub_id) for source in SOURCES.values())
+    return "".join(f"  {name:{first}}  {one.hub_id:{second}}  {one.licence}\n" for name, one in SOURCES.items())
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0; 1 if a package or a data set is missing; 2 for wrong input. The message says what to do."""
+    from oar_plugin.cli.tables import console, table
+
     if args.list:
-        print(_listed(), end="")
+        listed = table("", "splits", "page on the hub", "licence", "columns")
+        for name, source in SOURCES.items():
+            page = source.hub_id + (f" ({source.config})" if source.config not in (None, "main", "default") else "")
+            columns = f"{source.question}, {source.answer}"
+            listed.add_row(name, ", ".join(source.splits), page, source.licence, columns)
+        console().print(listed)
         return 0
     repeats = dict(args.repeat)
     absent = [name for name in repeats if name not in args.names or "test" not in SOURCES[name].splits]
@@ -83,8 +86,6 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if importlib.util.find_spec("datasets") is None:
         return missing_package("data", "datasets")
-
-    from oar_plugin.cli.tables import console, table
 
     try:
         prepared = prepare(args.names, args.out, args.local, args.decontaminate, repeats)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oar_plugin.cli import questions
-from oar_plugin.cli.questions import Machine, ask
+from oar_plugin.cli.questions import Ask, Machine, one_process
 from oar_plugin.hosts.vllm import versions
-from oar_plugin.output import say
+from oar_plugin.output import INSTALL, say
 from oar_plugin.runs.launch.preflight import LOGGERS, Finding, Level, importable
 
 _HELP = """\
 Check whether a run with OAR would start on this machine: packages, features of this verl and this vLLM, GPUs, and what
-a recipe needs. If not, say what to do. Imports all that a run imports (half a minute); starts and changes nothing.
+a recipe needs. If not, say what to do. Imports all that a run imports (some seconds); starts and changes nothing.
 
   ok           no problem
   note         information: it is untested, or only other runs need it
@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     except RecipeError as error:
         say(f"oar doctor: {error}", sys.stderr)
         return 2
-    findings = list(examine(recipe, args.overrides))
+    with one_process() as ask:
+        findings = list(examine(ask, recipe, args.overrides))
     missing, unseen = ([one.subject for one in findings if one.level == level] for level in ("missing", "not checked"))
     verdict, status = ("not ready", 1) if missing else ("not checked", 3) if unseen else ("ready", 0)
     if args.json:
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def examine(recipe: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
+def examine(ask: Ask, recipe: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
     """Yield all findings for a recipe, given by its folder, or for a run with verl's defaults."""
     if sys.stderr.isatty():
         say("oar doctor: imports what a run imports, a moment ...", sys.stderr)
@@ -96,8 +97,8 @@ def examine(recipe: Path | None = None, overrides: Sequence[str] = ()) -> Iterat
     asked = {} if recipe is None else ask(questions.recipe, str(recipe), list(overrides), bool(machine.gpus))
     wanted = PLAIN | asked
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "packages": lambda: _packages(_needed(wanted, machine.on_cpu), machine),
-        "verl": lambda: _verl(ask(questions.features), wanted, machine),
+        "packages": lambda: _packages(ask, _needed(wanted, machine.on_cpu), machine),
+        "verl": lambda: _verl(ask, wanted, machine),
         "GPUs": lambda: _gpus(machine, asked.get("share")),
         "recipe": lambda: [] if recipe is None else _recipe(asked, machine),
     }
@@ -123,20 +124,23 @@ def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
     return needed
 
 
-def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
-    modules = {name: package.module for name, package in PACKAGES.items()}
-    if machine.on_cpu:
+def _packages(ask: Ask, needed: Collection[str], machine: Machine) -> Iterator[Finding]:
+    """Import the packages that a run needs. For other packages the version is enough, and imports take seconds."""
+    modules = {name: package.module for name, package in PACKAGES.items() if name in needed}
+    if machine.on_cpu and "vllm" in modules:
         modules["vllm"] = "vllm._custom_ops"  # this module selects kernels for the CPU's instruction set
-    faults = import_faults(modules)
+    faults = import_faults(ask, modules)
     for name, (module, tested, advice) in PACKAGES.items():
-        version, fault, install = version_of(name), faults[name], advice or f'pip install "{name}{tested}"'
+        version, install = version_of(name), advice or f'pip install "{name}{tested}"'
         level: Level = "missing" if name in needed else "note"
+        fault = faults.get(name, None if version else f"ModuleNotFoundError: No module named '{module}'")
         absent = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", fault or "")
         if fault is None:
             from packaging.specifiers import SpecifierSet
 
             known = version is None or SpecifierSet(tested).contains(version, prereleases=True)
-            yield Finding(name, "ok" if known else "note", version or "", "" if known else f"tested with {tested}")
+            text = f"{version or ''}{'' if name in needed else ', not imported: only other runs need it'}"
+            yield Finding(name, "ok" if known else "note", text, "" if known else f"tested with {tested}")
         elif version is None and absent and f"{module}.".startswith(f"{absent[1]}."):
             yield Finding(name, level, "not installed", install)
         elif machine.without_gpus and DRIVER_ERROR.search(fault):
@@ -145,7 +149,7 @@ def _packages(needed: Collection[str], machine: Machine) -> Iterator[Finding]:
             yield Finding(name, level, f"{version or ''} does not import: {fault}".strip(), f"again: {install}")
 
 
-def import_faults(modules: Mapping[str, str]) -> dict[str, str | None]:
+def import_faults(ask: Ask, modules: Mapping[str, str]) -> dict[str, str | None]:
     """Return each module's import error, None if it works. After a crash, a new process imports the others."""
     faults: dict[str, str | None] = {}
     while left := {name: module for name, module in modules.items() if name not in faults}:
@@ -163,16 +167,17 @@ def version_of(name: str) -> str | None:
     return versions.installed() if name == "vllm" else next((each.version for each in found), None)
 
 
-def _verl(told: Mapping[str, Any], wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
+def _verl(ask: Ask, wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     """Yield findings about verl itself, whether it loads the plugin, and which features it supports."""
+    engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
+    needed = [str(wanted["mode"]), engine, *(["offload"] if wanted["offloads"] else [])]
+    told = ask(questions.features, needed)
     if "folder" in told:
         note = told["note"] or ""
         yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note)
     else:
         yield Finding("verl", "missing", f"{told.get('verl', '')} {told['fault']}".strip(), "pip install 'verl>=0.9.0'")
     yield _plugin(told)
-    engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
-    needed = {str(wanted["mode"]), engine, "offload" if wanted["offloads"] else ""}
     unseen: Level = "not checked" if machine.without_gpus else "missing"  # a node with GPUs may import it
     for name, (lacking, unchecked) in told.get("features", {}).items():
         faults = "; ".join([*lacking, *unchecked])
@@ -187,7 +192,7 @@ def _plugin(told: Mapping[str, Any]) -> Finding:
     """Whether verl loads oar_plugin."""
     version = version_of("oar_plugin")
     if reason := _left_out("oar"):
-        return Finding("oar_plugin", "missing", reason, "pip install --no-deps . in a checkout, on every node")
+        return Finding("oar_plugin", "missing", reason, f"{INSTALL} in a checkout, on every node")
     if told.get("loaded"):
         return Finding("oar_plugin", "ok", f"{version}, loaded by verl")
     if "verl" not in told:

@@ -99,8 +99,9 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         return missing_package("eval", *missing)
 
+    from oar_plugin.cli.tables import console, table
     from oar_plugin.runs.evaluate.grade import read
-    from oar_plugin.runs.evaluate.table import as_markdown
+    from oar_plugin.runs.evaluate.table import as_markdown, as_rows, explained
 
     try:
         sets = [read(name, data_folder(), args.limit) for name in dict.fromkeys(args.data)]
@@ -118,9 +119,14 @@ def run(args: argparse.Namespace) -> int:
     content = {"settings": settings, "models": methods, "baseline": baseline, "lines": [asdict(line) for line in lines]}
     _set_aside(args.out, content)
     write_whole(args.out / "results.json", json.dumps(content, indent=1) + "\n")
-    text = as_markdown(lines, baseline, args.k)
-    write_whole(args.out / "table.md", text)
-    say(f"{text}\nwritten to {args.out}: results.json, table.md and the responses")
+    tables = as_rows(lines, baseline, args.k)
+    write_whole(args.out / "table.md", as_markdown(tables, lines))
+    for metric, (titles, *methods_rows) in tables.items():
+        shown = table(metric, *titles[1:])
+        for row in methods_rows:
+            shown.add_row(*row)
+        console().print(shown, "")
+    say(f"{explained(lines)}\nwritten to {args.out}: results.json, table.md and the responses")
     return 0
 
 

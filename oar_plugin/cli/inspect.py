@@ -107,7 +107,7 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
         except EvaluationError as error:
             say(f"oar inspect: --model={args.model}: {error}", sys.stderr)
             return 1
-        header = header or score.header_of(configs)
+        header = header or score.header_of(configs, args.model or "")
     assert header is not None
     for note in loaded.notes():
         say(f"oar inspect: {note}", sys.stderr)
@@ -121,8 +121,8 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
     from oar_plugin.page.inspector import inspector_page
 
     page = args.out or (places[0] / "inspect.html" if places[0].is_dir() else places[0].with_suffix(".html"))
-    title = ", ".join(place.resolve().name for place in places)
-    write_whole(page, inspector_page(responses, header, title, loaded.settings_differ))
+    run = (header.run if len(places) == 1 else "") or ", ".join(place.resolve().name for place in places)
+    write_whole(page, inspector_page(responses, header, run, loaded.settings_differ))
     steps = steps_text(sorted({response.step for response in responses}))
     say(f"{len(responses)} responses of steps {steps}: {page} ({page.stat().st_size / 1e6:.1f} MB)")
     return open_page(page, "inspect") if args.open else 0

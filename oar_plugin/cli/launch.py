@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -11,14 +12,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oar_plugin.cli.arguments import listed, positive, whole
+from oar_plugin.cli.arguments import listed, missing_package, number, positive, whole
 from oar_plugin.output import say
 
 if TYPE_CHECKING:
     from oar_plugin.runs.launch.runs import Run
 
 _HELP = """\
-Run a recipe. Before anything starts, verl and OAR check its configuration; then data, model, reward and memory are checked.
+Run a recipe. Before anything starts, verl and OAR check its configuration (in a dry run the planner stands in for verl); then
+data, model, reward and memory are checked.
 --seeds, --variant oar,grpo and --sweep start a run for each combination, each in its own folder. The same command resumes
 unfinished runs.
 
@@ -27,7 +29,8 @@ unfinished runs.
   slurm        writes NAME.sbatch and submits it; the job resumes by itself when its time is over or a node is lost
   kubernetes   creates a RayJob (KubeRay 1.2 or later), which is submitted again after a fault
 
-exit status: 0 it ran or was submitted, 1 something is missing or what ran failed, 2 the recipe or an option cannot work
+exit status: 0 it ran or was submitted, 1 something is missing or what ran failed, 2 the recipe or an option cannot work;
+of a dry run: 0, 1 something is unset, 2 as above
 """
 _EXAMPLES = """\
 examples:
@@ -79,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("--resume", action="store_true", help="resume a run that was started with other settings")
     again.add_argument("--fresh", action="store_true", help="start again from step 0; the run's old folder is renamed")
     add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
-    add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
+    text = "print the command, script or manifest, with marks for what is unset; do nothing, need no cluster"
+    add("--dry-run", action="store_true", help=text)
+    add("--cfg", choices=("job",), help="print the composed configuration, like Hydra's option; do nothing")
     add("--template", type=Path, metavar="FILE", help="changed copy of OAR's template (oar recipes copy cluster DIR)")
     text = "variable for all nodes, besides OAR_*, HF_*, WANDB_*, NCCL_*, VLLM_* and VERL_* (scripts hold no tokens)"
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
@@ -88,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
     add("--no-check", action="store_true", help="start although something is missing")
     add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
-    add("--gpu-memory", type=float, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
+    add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--wait", type=positive, default=900, metavar="SECONDS", help="for nodes to join (default: %(default)s)")
     for launcher, options in OPTIONS.items():
         group = parser.add_argument_group(f"--on {launcher}")
@@ -104,17 +109,33 @@ def _variants(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, 1 if a run or its submission failed, or 2 if the recipe or an option cannot work."""
+    """Return 0, 1 if a package is missing or if a run or its submission failed, or 2 if the recipe or an option cannot work."""
     try:
         if importlib.util.find_spec("verl") is None:
-            raise ValueError("verl, which checks the recipe, is not installed here: pip install 'verl>=0.9'")
+            return missing_package("launch", "verl")  # verl checks the recipe
         return _launch(args)
+    except ModuleNotFoundError as error:
+        return missing_package("launch", error.name)
     except (ValueError, OSError) as error:
         say(f"oar launch: {error}", sys.stderr)
-        return 2
+        return max(1, run(args)) if (args.dry_run or args.cfg) and _marked(error, args) else 2
+
+
+def _marked(error: Exception, args: argparse.Namespace) -> bool:
+    """Whether an error says that something is unset. If so, `(... is unset)` was put in its place."""
+    found = re.search(r"Environment variable '(\w+)' not found", str(error))  # OmegaConf's message
+    name = found[1] if found else getattr(error, "name", "")
+    mark = f"({name} is unset)"
+    if name.startswith("--"):
+        setattr(args, name[2:], [mark] if name == "--hosts" else mark)
+    elif name:
+        os.environ[name] = f"/{mark}"  # most of them are absolute paths
+    return bool(name)
 
 
 def _launch(args: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
     from oar_plugin.runs import run_folder
     from oar_plugin.runs.launch import preflight
     from oar_plugin.runs.launch.job import PROGRAMS, in_container, job_of
@@ -129,8 +150,12 @@ def _launch(args: argparse.Namespace) -> int:
     runs = plan_runs(recipe, args.variant, seeds, args.sweep, args.overrides)
     if args.status:
         return _report(runs)
+    if args.cfg:
+        print("---\n".join(f"# {run.name}\n{OmegaConf.to_yaml(run.config)}" for run in runs), end="")
+        return 0
     for run in runs:
-        check_config(run.config)
+        if not args.dry_run:
+            check_config(run.config)
         run_folder.check(run.config, how)
     first = runs[0].folder
     if how == "resume" and first.absolute().parent.is_dir() and not any(run_folder.is_begun(r.folder) for r in runs):
@@ -141,6 +166,9 @@ def _launch(args: argparse.Namespace) -> int:
     jobs = [job_of(run, recipe, on, options, environment) for run in runs]
     files_seen = args.recipe_on_nodes is None and not in_container(on, options)
     examined = [preflight.examine(run.config, gpu, files_seen=files_seen, local=on == "local") for run in runs]
+    for run, (made, _) in zip(runs, examined, strict=True):
+        if args.dry_run and made is None:  # the planner's checks are verl's, which takes seconds to import
+            check_config(run.config)
     findings = dict.fromkeys(finding for _, of_run in examined for finding in of_run)
     for finding in findings:
         if finding.level != "ok":
@@ -176,13 +204,15 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the chosen launcher. Raise ValueError if one is missing or belongs to another launcher."""
+    from oar_plugin.runs.launch.job import Unset
+
     for launcher, names in OPTIONS.items():
         for name in names:
             if launcher != args.on and getattr(args, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} belongs to --on {launcher}, this is --on {args.on}")
     own = {name: getattr(args, name) or default for name, (_, default, _) in OPTIONS.get(args.on, {}).items()}
     if missing := [f"--{name}" for name, value in own.items() if value is None]:
-        raise ValueError(f"--on {args.on} needs {' and '.join(missing)}")
+        raise Unset(missing[0], f"--on {args.on} needs {' and '.join(missing)}")
     options = {name: getattr(args, name) for name in COMMON} | own
     if args.on == "kubernetes":
         options["mount"] = options["mount"].rstrip("/")

@@ -6,9 +6,9 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
+from oar_plugin import __version__
 from oar_plugin.output import did_you_mean, printable, say
 
 COMMANDS = {
@@ -40,7 +40,7 @@ def make_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser
         "130 interrupted. For completion: pip install shtab; shtab --shell=bash oar_plugin.cli.main.make_parser > "
         "~/.local/share/bash-completion/completions/oar",
     )
-    parser.add_argument("--version", action="version", version=f"oar_plugin {_version()}")
+    parser.add_argument("--version", action="version", version=f"oar_plugin {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -80,13 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("oar: interrupted", sys.stderr)
         return 130
-
-
-def _version() -> str:
-    try:
-        return version("oar_plugin")
-    except PackageNotFoundError:  # on PYTHONPATH only; `oar doctor` says what to do
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _HELP = """\
 Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, steps, hours and GPU-hours of the run, and
-whether it fits. Reads the configuration as verl would; starts nothing, needs no GPU and no network.
+whether it fits. Reads the configuration as verl would; starts nothing, needs no GPU, no network and no verl.
 
 examples:
   oar plan qwen2_5_7b_math                                          a recipe of `oar recipes`, on the cluster that it names
@@ -39,25 +39,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
     add("--prompt-length", type=number, help="mean in tokens; default: a quarter of data.max_prompt_length")
-    add("--scored-share", type=share, default=SCORED, help="share of the responses that get importance")
+    text = "share of the generated responses with an advantage (default: %(default)s): the others get no importance, "
+    add("--scored-share", type=share, default=SCORED, help=text + "or are generated again with algorithm.filter_groups")
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("verl") is None:
-        return missing_package("plan", "verl")  # verl composes the recipe
-    from oar_plugin.runs.plan.planning import Plan
-    from oar_plugin.runs.plan.setup import Expected
-    from oar_plugin.runs.recipe import check_config, compose_recipe, find_recipe
-
     try:
+        from oar_plugin.runs.plan.planning import Plan
+        from oar_plugin.runs.plan.setup import Expected
+        from oar_plugin.runs.recipe import compose_recipe, find_recipe
+
         gpu = choose_gpu(args.gpu, args.gpu_memory)
         config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
-        check_config(config)
         made = Plan(config, gpu, Expected(args.response_length, args.prompt_length, args.scored_share, args.model))
+    except ModuleNotFoundError as error:
+        return missing_package("plan", error.name)
     except ValueError as error:
         say(f"oar plan: {error}", sys.stderr)
         return 2
+    if importlib.util.find_spec("verl") is None:
+        say("oar plan: verl is not installed here; planned with the defaults of verl 0.9.1", sys.stderr)
     if args.json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
@@ -82,6 +84,8 @@ def _print(made: Plan) -> None:
     if s.oar is not None:
         oar = f"OAR ({s.oar.importance}) adds {made.oar:.1f} s to a step: {made.to_grpo:.2f} x the same step of GRPO, with "
         oar += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
+    more = sum(s.rounds) / s.sequences
+    filtered = f"algorithm.filter_groups generates {more:.1f} x a batch (--scored-share); " if more > 1 else ""
     for line in (
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
         f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
@@ -89,7 +93,7 @@ def _print(made: Plan) -> None:
         oar,
         made.summary,
         f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length; the hours follow it), prompts of "
-        f"{s.mean_prompt:.0f}; and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
+        f"{s.mean_prompt:.0f}; {filtered}and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to an untuned one.",
         f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on one core), and the formulas for memory and "

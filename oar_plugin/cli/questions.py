@@ -1,19 +1,21 @@
-"""Questions of `oar doctor` that import packages. A new process answers each one, because an import may crash or hang.
+"""Questions of `oar doctor` that import packages. Another process answers them, because an import may crash or hang.
 
-A question is a generator of pairs `(key, value)`. The process writes each pair to a file immediately, so a crash loses
-only later pairs. The value of the key `doing` is the next step. If the process ends early, the message has this step.
+A question is a generator of pairs `(key, value)`. The process writes each pair immediately, so a crash loses only later pairs.
+The value of the key `doing` is the next step. If the process ends early, the message has this step.
 """
 
+import gc
 import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple
 
 from oar_plugin.output import cause
@@ -21,45 +23,82 @@ from oar_plugin.output import cause
 LIMIT_S = 300.0
 """Time limit of one question, in seconds. Imports need most of it: ten seconds, or minutes from a slow network disk."""
 Pairs = Iterator[tuple[str, Any]]
+Ask = Callable[..., dict[str, Any]]
 
 
-def ask(question: Callable[..., Pairs], *arguments: Any) -> dict[str, Any]:
-    """Return the pairs that a new process writes. Before `ask` returns, it kills that process and its children.
+@contextmanager
+def one_process() -> Iterator[Ask]:
+    """Give a function `ask(question, *arguments)` that returns the question's pairs.
 
-    The key `fault` is added: the reason why the process ended before the last pair; None if it wrote all pairs.
+    One process answers all questions, so it imports each package once. If it crashes or hangs, a new process answers the next
+    question. Each process and its children are killed at the latest at the end of the context. `ask` adds the key `fault`: the
+    reason why the process ended before the last pair; None if it wrote all pairs.
     """
-    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
-        # With -m the working directory is on the search path, as for `python -m verl.trainer.main_ppo`.
-        words = [sys.executable, "-m", __name__, question.__name__, json.dumps(arguments), file.name]
-        nowhere = subprocess.DEVNULL  # packages print when they are imported
-        try:
-            process = subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
-        except OSError as error:  # no memory, no more processes
-            return {"fault": f"no process could be started: {error}"}
-        try:
-            code = process.wait(LIMIT_S)
-            end = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            end = f"no answer within {LIMIT_S:g} s"
-        finally:
+    running: list[Popen[str]] = []
+
+    def kill() -> None:
+        for process in running:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        told = dict(json.loads(line) for line in file if line.endswith("\n"))  # the last one may be incomplete
-    fault, doing = told.pop("fault", end), told.pop("doing", None)
-    return {**told, "fault": f"{fault} ({doing})" if fault and doing else fault}
 
-
-def _answer(question: str, arguments: str, file: str) -> None:
-    """Write every pair, and at the end the pair `fault`: None, or what the question raised."""
-    with open(file, "w", encoding="utf-8", buffering=1) as lines:
+    def ask(question: Callable[..., Pairs], *arguments: Any) -> dict[str, Any]:
+        if not running:
+            # With -m the working directory is on the search path, as for `python -m verl.trainer.main_ppo`.
+            words = [sys.executable, "-m", __name__]
+            try:
+                running.append(Popen(words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, start_new_session=True))
+            except OSError as error:  # no memory, no more processes
+                return {"fault": f"no process could be started: {error}"}
+        (process,) = running
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, begun, watch = dict[str, Any](), time.monotonic(), threading.Timer(LIMIT_S, kill)
+        watch.start()
         try:
-            for pair in globals()[question](*json.loads(arguments)):
-                print(json.dumps(pair, default=str), file=lines)
+            with suppress(BrokenPipeError):  # it has just crashed
+                print(json.dumps([question.__name__, arguments]), file=process.stdin, flush=True)
+            for line in process.stdout:
+                told |= [json.loads(line)] if line.endswith("\n") else []  # the last one may be incomplete
+                if "fault" in told:
+                    break
+        finally:
+            watch.cancel()  # also after Ctrl-C, which would wait for it
+        if "fault" not in told:
+            code = process.wait()
+            kill()
+            running.clear()
+            told["fault"] = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            if time.monotonic() - begun >= LIMIT_S:
+                told["fault"] = f"no answer within {LIMIT_S:g} s"
+        fault, doing = told.pop("fault"), told.pop("doing", None)
+        return {**told, "fault": f"{fault} ({doing})" if fault and doing else fault}
+
+    try:
+        yield ask
+    finally:
+        kill()
+        for process in running:
+            process.wait()
+
+
+def _answer() -> None:
+    """Read questions from standard input, and write every pair, and at the end the pair `fault`, to standard output.
+
+    Packages print when they are imported: what they write to standard output goes nowhere.
+    """
+    gc.disable()  # it takes a tenth of the time of imports
+    questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
+    for standard in (0, 1):
+        os.dup2(os.open(os.devnull, os.O_RDWR), standard)
+    for line in questions:
+        question, arguments = json.loads(line)
+        try:
+            for pair in globals()[question](*arguments):
+                print(json.dumps(pair, default=str), file=answers)
             fault = None
         except (Exception, SystemExit) as error:
             fault = cause(error)
-        print(json.dumps(("fault", fault)), file=lines)
+        print(json.dumps(("fault", fault)), file=answers)
     os._exit(0)  # a normal exit runs the packages' exit code, which may hang
 
 
@@ -115,8 +154,10 @@ def devices() -> Pairs:
             yield "why_not", cause(error)
 
 
-def features() -> Pairs:
-    """Yield verl's version and folder, each feature's missing code and failed imports, and whether verl loads OAR."""
+def features(needed: Sequence[str]) -> Pairs:
+    """Yield verl's version and folder, each feature's missing code, the failed imports of those that are needed, and whether
+    verl loads OAR.
+    """
     from oar_plugin.hosts.verl import capabilities
     from oar_plugin.hosts.vllm import versions
 
@@ -132,7 +173,7 @@ def features() -> Pairs:
         lacking = capabilities.missing(feature)
         if feature == "offload" and (reason := versions.unsupported(versions.installed())):
             lacking = [*lacking, reason]
-        found[feature] = lacking, capabilities.unchecked(feature)
+        found[feature] = lacking, capabilities.unchecked(feature) if feature in needed else []
         yield "features", found
     yield from imports({"rollout": "verl.workers.rollout.vllm_rollout.vllm_async_server"})
     yield "doing", "asking verl for the estimator"
@@ -176,4 +217,4 @@ def recipe(folder: str, overrides: Sequence[str], sees_gpus: bool) -> Pairs:
 
 
 if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+    _answer()

@@ -48,9 +48,7 @@ def _copy(name: str, folder: Path) -> int:
         say(f"oar recipes: {error}", sys.stderr)
         return 2
     shutil.copytree(source, folder)
-    if (
-        source.parent == recipes_folder()
-    ):  # one of OAR's own: the copy's commands, links and default run name become its own
+    if source.parent == recipes_folder():  # OAR's own: the copy's commands, links and default run name become its own
         for file in (file for file in folder.iterdir() if file.suffix in (".md", ".sh", ".yaml")):
             text = file.read_text(encoding="utf-8").replace(f"recipes/{source.name}", shlex.quote(str(folder)))
             own_name = re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII)

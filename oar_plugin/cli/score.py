@@ -45,10 +45,10 @@ def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> dict[str
     return {config.importance_object.name: config for config in configs}
 
 
-def header_of(configs: Mapping[str, OarConfig]) -> Header:
+def header_of(configs: Mapping[str, OarConfig], model: str) -> Header:
     """Return the header for responses without a run's dump. `configs` is from `configs_of`; empty without a model."""
     scales = {name: config.importance_object.arbitrary_scale for name, config in configs.items()}
-    return header_for(next(iter(configs.values()), OarConfig()), scales)
+    return header_for(next(iter(configs.values()), OarConfig()), scales, model=model)
 
 
 def graded(texts: Sequence[Text]) -> list[Text]:

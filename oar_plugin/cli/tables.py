@@ -32,7 +32,7 @@ def console(**options: Any) -> Console:
 
 def table(*titles: str, **options: Any) -> Table:
     """Return an empty table with these columns, which wraps long cells."""
-    made = Table(box=SIMPLE_HEAD, **options)
+    made = Table(box=SIMPLE_HEAD, show_edge=False, **options)
     for title in titles:
         made.add_column(title, overflow="fold")
     return made

@@ -150,10 +150,9 @@ def _members(cls: Thing) -> Mapping[str, ast.AST]:
     """What a class defines or declares, and the attributes that its methods set."""
     assert cls.node is not None
     statements = _statements(getattr(cls.node, "body", ()))
-    stored = (part for part in ast.walk(cls.node) if isinstance(part, ast.Attribute))
-    return {part.attr: part for part in stored if isinstance(part.ctx, ast.Store)} | _first_bound(
-        statement for statement in statements if not _declares(cls, statement)
-    )
+    defined = _first_bound(statement for statement in statements if not _declares(cls, statement))
+    attributes = (part for part in ast.walk(cls.node) if isinstance(part, ast.Attribute))
+    return {part.attr: part for part in attributes if isinstance(part.ctx, ast.Store)} | defined
 
 
 def _first_bound(statements: Iterable[ast.AST]) -> dict[str, ast.AST]:

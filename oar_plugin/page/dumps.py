@@ -46,7 +46,7 @@ def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
 
 
 class Dumps:
-    """The folder of a run's dumps: `folder`, which exists; None if the settings ask for no files.
+    """The folder of a run's dumps: `folder`, which exists; None if the settings ask for no files. `run` names the run.
 
     Args:
         home: a relative `dump.dir` is below it.
@@ -58,7 +58,7 @@ class Dumps:
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
         self._every, self._seen, self._due, self._begun = config.every, 0, False, False
-        self._said = set[str]()
+        self._said, self.run = set[str](), Path(home).absolute().name
         self.folder = None if config.dir is None else Path(home, Path(config.dir).expanduser()).absolute()
         if self.folder is not None:
             try:
@@ -82,7 +82,13 @@ class Dumps:
         write_whole(self.folder / f"step_{step:06d}.jsonl", "".join(lines))
         if not self._begun:
             self._begun = True
-            self._discard_later(self.folder, step)
+            # After a resume: the run does later steps again.
+            steps = {file: file.stem.removeprefix("step_") for file in self.folder.glob("step_*.jsonl")}
+            later = [file for file, of in steps.items() if of.isdecimal() and int(of) > step]
+            for file in later:
+                file.replace(f"{file}.discarded")
+            if later:
+                logger.warning("%s: %d files of steps after %d are now *.discarded", self.folder, len(later), step)
 
     @contextmanager
     def counted(self, step: int, metrics: dict[str, float], what: str, *names: str) -> Iterator[None]:
@@ -96,12 +102,3 @@ class Dumps:
                 text = "step %d: %s failed: %r. Training goes on; %s counts it, and this is not said again"
                 said = step, what, error, ", ".join(names)
                 logger.warning(text, *said, exc_info=not isinstance(error, OSError))
-
-    def _discard_later(self, folder: Path, step: int) -> None:
-        """After a resume: renames the files of later steps, which this run does again."""
-        steps = {file: file.stem.removeprefix("step_") for file in folder.glob("step_*.jsonl")}
-        later = [file for file, of in steps.items() if of.isdecimal() and int(of) > step]
-        for file in later:
-            file.replace(f"{file}.discarded")
-        if later:
-            logger.warning("%s: %d files of steps after %d are now *.discarded", folder, len(later), step)

@@ -205,6 +205,9 @@ function setUp() {
   for (const option of elements.status.options) option.hidden = option.value !== "" && !offered.status.has(option.value);
   elements.step.max = steps.length;
   elements.step.parentNode.hidden = steps.length < 2;
+  for (const node of document.querySelectorAll("[data-segment]")) {
+    node.hidden = !responses.some(r => r.segment.includes(node.dataset.segment));
+  }
   if (!data.responses.weighted.includes(true)) elements.colour.value = logged("logProb") ? "logProb" : "entropy";
   else if (!data.responses.advantage.some(Number.isFinite)) elements.colour.value = "weight";
 }
@@ -229,30 +232,59 @@ function hits(r) {
   return places;
 }
 
-// The place of a response's first difference from the most similar sibling of the other outcome.
+// The most similar sibling of the other outcome, and how many first tokens are the same: the place of the first difference.
 function difference(r) {
   let best = {place: -1};
   for (const other of r.siblings.filter(s => s.right !== r.right && s.right !== null && r.right !== null)) {
     let place = 0;
     while (place < r.length && r.token[place] === other.token[place]) place++;
-    if (place < r.length && place > best.place) best = {place, other};
+    if (place > best.place) best = {place, other};
   }
   return best;
 }
 
+function differenceText(r, {place, other}) {
+  const outcome = other.right ? "right" : "wrong";
+  if (place === other.length && place === r.length) return `the same tokens as a ${outcome} response`;
+  if (place === r.length) return `a ${outcome} response begins with these ${place} tokens`;
+  if (place === 0) return `differs from each ${outcome} response at the first token`;
+  return `like a ${outcome} response up to token ${place}`;
+}
+
+// The start of what the user asks, without the system prompt and the marks of chat templates.
+const ASKS = /<[^<>\n]*>\s*user\b\s*(?:<[^<>\n]*>)?|<[^<>\n]*\buser\b[^<>\n]*>|\[INST\]|^user(?::|$)/gimu;
+const ASKED = /<[^<>\s]*[|｜_][^<>\n]*>|<\/s>|\[\/INST\]|^assistant(?::|$)/imu;
+const oneLine = text => text.replace(/\s+/g, " ").trim();
+const questionOf = prompt => oneLine(prompt.split(ASKS).at(-1).split(ASKED)[0]) || oneLine(prompt);
+
 // ---- drawing
 
-function histogram(list, name, bins) {
-  const unknown = () => NaN, counts = new Uint32Array(bins);
-  const values = list.flatMap(r => Array.from(r.reasoning, colourNow().value(r, name) || unknown)).filter(Number.isFinite);
+const nice = least => {  // the smallest of 1, 2, 5, 10, 20, ... that is at least `least`
+  const ten = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map(x => x * ten).find(x => x >= 0.999 * least);
+};
+
+// Bars between multiples of a round number, a line at zero, and an axis, which has zero except for logarithms.
+function histogram(list, name) {
+  const unknown = () => NaN, {value} = colourNow(), ends = value === logImportance ? [Infinity, -Infinity] : [0, 0];
+  const values = list.flatMap(r => Array.from(r.reasoning, value(r, name) || unknown)).filter(Number.isFinite);
   if (!values.length) return "no numbers";
-  const [low, high] = values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
-  for (const value of values) counts[Math.min(bins - 1, Math.floor((value - low) / (high - low || 1) * bins))]++;
-  const unit = 19 / counts.reduce((a, b) => Math.max(a, b)), ends = [low, high].map(x => make("span", {textContent: format(x)}));
-  const bars = Array.from(counts, (count, i) => count ? `M${i + 0.1} 20v${-(1 + unit * count)}h.8V20z` : "").join("");
-  const made = make("span", {className: "histogram", role: "img", ariaLabel: `${values.length} tokens by their number`});
-  made.innerHTML = `<svg viewBox="0 0 ${bins} 20" preserveAspectRatio="none"><path d="${bars}"/></svg>`;
-  made.append(make("span", {className: "ends"}, ...ends));
+  const [low, high] = values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], ends);
+  const wide = nice((high - low || 1) / 60), first = Math.floor(low / wide), bins = Math.floor(high / wide) - first + 1;
+  const counts = new Uint32Array(bins), apart = nice(wide * bins / 6), ticks = [];
+  for (const x of values) counts[Math.floor(x / wide) - first]++;
+  const most = counts.reduce((a, b) => Math.max(a, b)), at = x => x / wide - first;
+  const bars = Array.from(counts, (count, i) => count ? `M${i + 0.1} 20v${-(1 + 19 * count / most)}h.8V20z` : "").join("");
+  for (let k = Math.ceil(first * wide / apart); at(k * apart) <= bins; k++) {
+    const tick = make("span", {className: k ? "" : "zero", textContent: format(k * apart)});
+    tick.style.left = `${100 * at(k * apart) / bins}%`;
+    ticks.push(tick);
+  }
+  const made = make("div", {className: "histogram", role: "img"});
+  made.ariaLabel = `${values.length} tokens by ${byId("histogramTitle").textContent}, from ${format(low)} to ${format(high)}`;
+  made.innerHTML = `<svg viewBox="0 0 ${bins} 20" preserveAspectRatio="none"><path d="${bars}"/><path class="zero" d="M${-first} 0V20"/></svg>`;
+  made.prepend(make("span", {className: "most", textContent: `highest bar: ${most.toLocaleString("en")} tokens`}));
+  made.append(make("div", {className: "ticks"}, ...ticks));
   return made;
 }
 
@@ -265,20 +297,22 @@ function head(card) {
   const {r} = card, name = nameNow(), {status, weights} = credit(r, name), figures = diagnostics(r, name);
   const chip = (textContent, className = "", title = "") => make("span", {className: `chip ${className}`, textContent, title});
   const [arrow, way] = r.advantage > 0 ? ["▲", "up"] : r.advantage < 0 ? ["▼", "down"] : ["●", ""];
-  const said = weights || status !== "scored" ? statusText(status) ?? status : "no weights recorded";
-  const parts = [chip(outcomeText(r.right), r.right === false ? "wrong" : "right"),
-    chip(`${arrow} advantage ${r.advantage === null ? "–" : signed(r.advantage)}`, way), chip(`reward ${format(r.reward)}`),
-    chip(visible(said), status === "scored" ? "" : "fallback", status)];
-  if (figures) parts.push(chip(figuresText(figures), "", "effective sample size: 1 when the credit is even"));
+  const outcome = r.right === null ? "no reward" : `${r.right ? "✓" : "✗"} reward ${format(r.reward)}`;
+  const parts = [chip(outcome, r.right === false ? "wrong" : "right"),
+    chip(`${arrow} advantage ${r.advantage === null ? "–" : signed(r.advantage)}`, way)];
+  const why = statusText(status) ?? visible(status);
+  if (status !== "scored") parts.push(chip(why.replace(": falls back to", " →"), "fallback", why));
+  else if (!weights) parts.push(chip("no weights recorded", "fallback"));
   if (usedFor(r, name) !== name) parts.push(chip(`importance: ${visible(usedFor(r, name))}`, "fallback"));
-  parts.push(chip(`${r.length} tokens`), make("span", {className: "uid", textContent: joined(r.source, r.uid)}));
-  const {place, other} = card.differs = difference(r);
+  if (figures) parts.push(chip(figuresText(figures), "", "effective sample size: 1 when the credit is even"));
+  const {place, other} = card.differs = difference(r), about = [];
   if (other) {
-    const textContent = `◆ differs from a ${other.right ? "right" : "wrong"} sibling after ${place} tokens`;
-    const title = `the most similar one: ${visible(other.uid)}`;
-    parts.push(make("button", {type: "button", textContent, title, onclick: () => pinAt(card, place, "center")}));
+    const textContent = `◆ ${differenceText(r, card.differs)}`, title = `the most similar one: ${visible(other.uid)}`;
+    about.push(place === r.length ? make("span", {textContent, title})
+      : make("button", {type: "button", textContent, title, onclick: () => pinAt(card, place, "center")}));
   }
-  card.head.replaceChildren(...parts, histogram([r], name, 24));
+  about.push(make("span", {className: "uid", textContent: joined(`${r.length} tokens`, r.uid), title: visible(r.uid)}));
+  card.head.replaceChildren(make("div", {className: "chips"}, ...parts), make("div", {className: "more"}, ...about));
 }
 
 // The whole response as one line of pixels. A pixel that several tokens share shows the strongest.
@@ -298,7 +332,7 @@ function strip({r, strip: canvas, differs}) {
     pen.clearRect(at, 0, Math.ceil(wide), 10);
     fill(css(colour), i, 0, 10);
   }
-  if (differs.other) fill("gray", differs.place, 0, 14, 3);
+  if (differs.place in r.token) fill("gray", differs.place, 0, 14, 3);
 }
 
 function row(card, name) {
@@ -352,8 +386,12 @@ function build() {
     r.siblings.push(r);
     groups.set(key, r.siblings);
   }
-  for (const group of groups.values()) {
-    const [{step, source, group: name, truth, prompt}] = group;
+  const asked = [...groups.values()].map(([{prompt}]) => questionOf(prompt)), [one = ""] = asked;
+  let same = 0;
+  while (same < one.length && asked.every(text => text[same] === one[same])) same++;
+  same = new Set(asked).size > 1 && same > 30 ? one.lastIndexOf(" ", same) + 1 : 0;  // instructions before each question
+  for (const [i, group] of [...groups.values()].entries()) {
+    const [{step, source, group: id, truth, prompt}] = group, rewards = group.map(r => r.reward).filter(Number.isFinite);
     const columns = [true, false, null].map(right => [right, group.filter(r => r.right === right)]);
     const made = columns.filter(([, own]) => own.length).map(([right, own]) => make("div", {className: "column"},
       make("h3", {textContent: `${outcomeText(right)} (${own.length})`}), ...own.map(r => {
@@ -363,11 +401,13 @@ function build() {
         cards.push(card);
         return card.node = make("article", {card}, card.head, card.strip, card.rows);
       })));
-    const about = make("p", {className: "about"}, joined(`Step ${step}`, source, `group ${name}`),
+    const about = make("p", {className: "about"}, joined(step && `Step ${step}`, source,
+      `${group.length} response${group.length > 1 ? "s" : ""}`, rewards.length && `mean reward ${format(sum(rewards) / rewards.length)}`),
       ...(truth === null ? [] : [" · right answer ", make("bdi", {textContent: visible(truth)})]));
-    byId("groups").append(make("section", {className: "group"}, about, make("details", {className: "prompt"},
-      make("summary", {textContent: visible(prompt.replace(/\s+/g, " "))}), make("pre", {textContent: visible(prompt)})),
-    make("div", {className: "columns"}, ...made)));
+    byId("groups").append(make("section", {className: "group"}, make("details", {className: "prompt"},
+      make("summary", {}, make("h2", {textContent: visible((same ? "… " : "") + asked[i].slice(same))})),
+      make("pre", {textContent: visible(prompt)}), make("p", {className: "about id", textContent: `group ${visible(id)}`})),
+    about, make("div", {className: "columns"}, ...made)));
   }
   cards.forEach(card => watch.observe(card.node));
 }
@@ -381,7 +421,7 @@ function summarize() {
   say("histogramTitle", `${number}, reasoning tokens`);
   say("figures", `${all.length} responses with weights: mean ESS ratio ${mean("ess")}, mean top-10 % mass ${mean("top")}`);
   say("shown", `${shown.length} of ${responses.length} responses`);
-  byId("histogram").replaceChildren(histogram(shown, name, 60));
+  byId("histogram").replaceChildren(histogram(shown, name));
   types(scored, name);
 }
 
@@ -402,18 +442,35 @@ function types(list, name) {
   const whole = sum(kinds.map(({all}) => all[6])), own = steps.filter(step => list.some(r => r.step === step));
   const columns = own.length > 1 ? own : [], share = all => `${format(Math.round(100 * all[6] / whole))} %`;
   const means = sums => [sums[0] / sums[1], sums[2] / sums[3]].map(x => Number.isNaN(x) ? "–" : x.toFixed(2));
-  const line = (tag, texts) => make("tr", {}, ...texts.map((textContent, i) => make(i ? tag : "th", {textContent})));
+  const count = all => all[1] + all[3] + all[5], line = (tag, texts) => make("tr", {},
+    ...texts.map((textContent, i) => make(i ? tag : "th", {textContent})));
   byId("types").replaceChildren(
-    make("caption", {textContent: "mean weight in right and in wrong responses; share of all |weight × advantage|"}),
     line("th", ["", "tokens", "right", "wrong", "share", ...columns.map(step => `step ${step}`)]),
-    ...kinds.map(({all, ...of}, i) => line("td", [data.kinds[i], all[1] + all[3] + all[5], ...means(all), share(all),
+    ...kinds.map(({all, ...of}, i) => line("td", [data.kinds[i], count(all), ...means(all), share(all),
       ...columns.map(step => of[step] ? means(of[step]).join(" · ") : "–")])));
+  showMore();
+  byId("form").textContent = formText(kinds.map(({all}) => [count(all), all[0] + all[2] + all[4], ...means(all)]), list);
 }
+
+// What to think of it if form has the largest mean weight. `kinds`: tokens, sum of weights, mean weights in right and wrong responses.
+function formText(kinds, list) {
+  const names = {marks: "Marks (“;”, other punctuation, line breaks)", operators: "Operators (“=”, “+”)"};
+  const paid = kinds.map(([count, weight]) => weight / count || 0), top = paid.indexOf(Math.max(...paid));
+  const [count, , right, wrong] = kinds[top], length = Math.round(sum(list.map(r => r.reasoning.length)) / list.length);
+  if (!(data.kinds[top] in names) || count < 20 || !(paid[top] > 1)) return "";
+  const noise = length < 200 ? `Part of it can be noise: a response has only ${length} reasoning tokens. ` : "";
+  const here = [right, wrong].includes("–") ? "" : ` (here ${right} and ${wrong})`;
+  return `${names[data.kinds[top]]} have the largest mean weight: ${paid[top].toFixed(2)}. They often stand where the model commits itself `
+    + `to a result, and the answer can depend on that place; this does not mean that they are right. ${noise}`
+    + `Their updates cancel in a group if right and wrong responses give them the same weight${here}.`;
+}
+
+const showMore = () => { byId("more").hidden = byId("types").offsetWidth <= byId("types").parentNode.clientWidth; };
 
 // ---- the token under the pointer, and the pinned token
 
 function tell(span) {
-  const {r} = span.closest("article").card, i = span.place, box = span.getBoundingClientRect(), tip = byId("tip"), lines = [];
+  const {r} = span.closest("article").card, i = span.place, tip = byId("tip"), lines = [];
   const say = (key, value) => lines.push(make("dt", {textContent: key}), make("dd", {textContent: value}));
   say("token", `id ${data.tokens.id[r.token[i]]}, ${i + 1} of ${r.length}, ${r.segment[i]}`);
   for (const name of names()[0] ? ownOf(r, Object.keys(data.importances)) : [""]) {
@@ -426,9 +483,16 @@ function tell(span) {
   if (r.entropy[i] >= 0) say("entropy", `${format(r.entropy[i])} nats`);
   tip.replaceChildren(make("bdi", {textContent: shownText(textOf(r, i))}), make("dl", {}, ...lines));
   tip.style.display = "block";
-  const below = box.bottom + 6, fits = below + tip.offsetHeight + 8 < innerHeight;
-  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${fits ? below : Math.max(4, box.top - tip.offsetHeight - 6)}px`;
+  put(tip, span);
+}
+
+// Beside the response, at the height of the token; where the window is too narrow, at its edge that is further away.
+function put(tip, span) {
+  const [line] = span.getClientRects(), card = span.closest("article").getBoundingClientRect();
+  const {offsetWidth: wide, offsetHeight: high} = tip, left = card.left - wide - 6, last = innerHeight - high - 4;
+  const beside = left >= 4 || card.right + wide + 10 <= document.documentElement.clientWidth;
+  tip.style.left = `${!beside ? 4 : left >= 4 ? left : card.right + 6}px`;
+  tip.style.top = `${beside ? Math.max(4, Math.min(line.top - 8, last)) : line.top > innerHeight / 2 ? 4 : last}px`;
 }
 
 const mark = (card, i, className, on) => card.shown?.forEach(({spans}) => spans[i].classList.toggle(className, on));
@@ -521,7 +585,7 @@ function listen() {
     if (event.key !== "Escape") event.preventDefault();  // the browser closes the list of keys with it
   });
   addEventListener("scroll", () => pin && tell(pinned()));
-  addEventListener("resize", () => cards.filter(card => card.near).forEach(strip));
+  addEventListener("resize", () => { cards.filter(card => card.near).forEach(strip); showMore(); });
   form.onsubmit = () => false;
   form.oninput = ({target}) => update(target.name);
 }

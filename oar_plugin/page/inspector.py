@@ -24,6 +24,7 @@ from markupsafe import Markup
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import GATES
 from oar_plugin.page.record import Header, Response
+from oar_plugin.page.sources import steps_text
 from oar_plugin.page.templates import TEMPLATES
 
 KINDS = ("digits", "operators", "words", "marks")
@@ -34,8 +35,8 @@ _OPERATORS = frozenset("+-*/=<>^%×÷·±−≤≥≠≈√|&")
 _PART_OF_A_CHARACTER = re.compile(r"(\\x[0-9a-f]{2})+")
 
 
-def inspector_page(responses: Sequence[Response], header: Header, title: str, as_recorded: bool = False) -> str:
-    """Returns the page. `title` is plain text; responses of the same step and group are siblings.
+def inspector_page(responses: Sequence[Response], header: Header, run: str, as_recorded: bool = False) -> str:
+    """Returns the page. `run` names the run or the files, in plain text; responses of the same step and group are siblings.
 
     The page computes weights with the settings in `header.config`. It shows recorded weights for a user's own gate, and if
     `as_recorded`: settings differ between steps, and `header` has the newest.
@@ -51,8 +52,11 @@ def inspector_page(responses: Sequence[Response], header: Header, title: str, as
     planes = [column.view(np.uint8).reshape(len(column), column.itemsize).T.tobytes() for column in columns]
     text = json.dumps(document, allow_nan=False).encode()
     block = base64.b64encode(zlib.compress(text + b"\n" + b"".join(planes), 9)).decode()
+    steps = sorted({response.step for response in responses} - {0})  # 0: unknown
+    named = f"{'steps' if len(steps) > 1 else 'step'} {steps_text(steps)}" if steps else ""
+    title = " · ".join(filter(None, (run, "/".join(header.model.split("/")[-2:]), named))) or "Responses"
     values = {"title": title, "style": style, "script": script, "data": block, "as_recorded": as_recorded}
-    settings = [*header.versions.items(), *header.config.items()]
+    settings = [("model", header.model), *header.versions.items(), *header.config.items()]
     return TEMPLATES.get_template("inspector.html.j2").render(values, of=document, settings=settings)
 
 

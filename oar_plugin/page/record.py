@@ -28,6 +28,8 @@ class Header:
     config: Mapping[str, Any]  # the settings below algorithm.oar; `tau` with its default filled in
     arbitrary_scale: Mapping[str, bool]  # of an importance by its name: see `Importance.arbitrary_scale`
     oar_dump: int = FORMAT
+    run: str = ""  # name of its folder
+    model: str = ""  # name or path
 
     def line(self) -> str:
         return json.dumps(vars(self)) + "\n"
@@ -101,7 +103,9 @@ def parse_header(line: str) -> Header:
     return made
 
 
-def header_for(config: "OarConfig", scales: Mapping[str, bool] | None = None, **versions: str) -> Header:
+def header_for(
+    config: "OarConfig", scales: Mapping[str, bool] | None = None, *, run: str = "", model: str = "", **versions: str
+) -> Header:
     """Returns the header of responses with these settings.
 
     `scales` is `Header.arbitrary_scale`, by default that of the settings' own importance. `versions` are added to those of the
@@ -111,4 +115,4 @@ def header_for(config: "OarConfig", scales: Mapping[str, bool] | None = None, **
     scales = {importance.name: importance.arbitrary_scale} if scales is None else scales
     installed = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     versions |= {name: package.version for name, package in installed.items() if package}
-    return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales)
+    return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales, run=run, model=model)

@@ -22,6 +22,8 @@ from oar_plugin.page.record import Header, Response, Weighing, parse_header, par
 TOKENS = 400_000
 """Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
 _FILES = (r"step_(\d+)\.jsonl", r"(\d+)\.jsonl")
+# The dump's folder, a run's, a project's, that of all projects (OAR_CHECKPOINTS).
+_DEPTHS = ("", "*/", "*/*/", "*/*/*/")
 _VERL = {"input": "prompt", "output": "response", "gts": "truth", "score": "reward", "data_source": "source"}
 _TRAJECTORY = re.compile(r"(.+)_\d+_\d+")  # verl's uid of a response: prompt, rollout, output
 _WORD = re.compile(r"\s*\S+|\s+")
@@ -95,7 +97,7 @@ class Loaded:
 
 
 def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
-    """Read responses of files, of dump folders, and of folders with a single dump folder, in whole groups.
+    """Read responses of files, of dump folders, and of folders with a single dump folder below, in whole groups.
 
     By default these are the newest steps, up to `TOKENS` tokens, at least one group. SourceError: there is nothing to show.
     """
@@ -142,9 +144,9 @@ def files(source: Path) -> list[tuple[int | None, Path]]:
     if not source.is_dir():
         raise SourceError(f"{source}: no such file or folder")
     for pattern in _FILES:
-        for depth in ("*.jsonl", "*/*.jsonl"):
+        for depth in _DEPTHS:
             dumps = defaultdict[Path, list[tuple[int | None, Path]]](list)
-            for path in sorted(source.glob(depth)):
+            for path in sorted(source.glob(f"{depth}*.jsonl")):
                 if match := re.fullmatch(pattern, path.name):
                     dumps[path.parent].append((int(match[1]), path))
             if len(dumps) > 1:
@@ -152,8 +154,8 @@ def files(source: Path) -> list[tuple[int | None, Path]]:
             if dumps:
                 return dumps.popitem()[1]
     raise NothingYet(
-        f"{source}: no step_N.jsonl (of algorithm.oar.dump.dir) and no N.jsonl (of trainer.rollout_data_dir), there or one "
-        "folder below; did the run set one of them? Other files are named one by one"
+        f"{source}: no step_N.jsonl (of algorithm.oar.dump.dir) and no N.jsonl (of trainer.rollout_data_dir), there or up to "
+        "three folders below; did the run set one of them? Other files are named one by one"
     )
 
 

@@ -7,9 +7,11 @@ the first replaced one. A forward without replacements fills the cache, and the 
 Only the rows of the answer are projected to logits. Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +19,20 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance import without_copies
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds, sample_replacements, units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps, Tap, unwrapped
+from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, unwrapped
+from oar_plugin.passes.trial import TOKENS, change, rounding, trial_tokens
+
+logger = logging.getLogger(__name__)
 
 ROW_VALUES = 2**28
 """Maximum number of answer logits in one forward (1 GiB in float32), unless a single copy has more."""
+
+_SHARES_PREFIX: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,9 @@ class MaskedCopies:
         self.tokens = 0
         config: Any = unwrapped(module).config
         self._vocabulary: int = config.get_text_config().vocab_size
-        self._shares_prefix = all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+        self._shares_prefix = hasattr(config.get_text_config(), "num_hidden_layers") and all(
+            type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers
+        )
 
     def importance(
         self,
@@ -76,6 +86,8 @@ class MaskedCopies:
         """
         request, copies = self.request, self.request.importance_object.copies
         assert copies is not None
+        nothing = torch.zeros(0, dtype=torch.long, device=next(self.module.parameters()).device)
+        self._try_prefix(next((token_T for token_T, *_ in wanted.values()), nothing), max_over_ranks)
         candidates, searches = {}, {}
         for row, (token_T, segments_L, gradient_L) in wanted.items():
             candidates[row] = Candidate.of(token_T, segments_L)
@@ -91,6 +103,34 @@ class MaskedCopies:
             for _ in range(most - forwards):
                 self.idle()
         return {row: search.importance.float() for row, search in searches.items() if search.importance is not None}
+
+    def _try_prefix(self, token_T: Tensor, max_over_ranks: Callable[[int], int]) -> None:
+        """Compares a copy behind a cached prefix with a whole copy, once per model. If they differ, copies run whole.
+
+        UnsupportedModelError: a forward with a cache fails. Afterwards a sharded model may not run again.
+        """
+        model = unwrapped(self.module)
+        if self._shares_prefix and model not in _SHARES_PREFIX:
+            middle, cache, token = TOKENS // 2, DynamicCache(), self.request.replacement_token
+            pair_2T = trial_tokens(token_T).repeat(2, 1)
+            pair_2T[1, middle] = (pair_2T[0, middle] + 1) % self._vocabulary if token is None else token
+            row_N = torch.arange(TOKENS + middle, 2 * TOKENS)
+            try:
+                whole_NV = self._forward(pair_2T, row_N, cache)
+                behind_NV = self._forward(pair_2T[:, middle:], row_N - TOKENS, _shared(cache, middle))
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: its forward with a cache, for masked copies, fails ({error!r}); allowed: "
+                    f"algorithm.oar.importance={without_copies()}"
+                ) from error
+            differs = change(behind_NV, whole_NV, rounding(whole_NV))
+            if differs:
+                message = "%s: logits behind a cached prefix are wrong: %s; masked copies run whole, which takes longer"
+                logger.warning(message, type(model).__name__, differs)
+            _SHARES_PREFIX[model] = not max_over_ranks(int(bool(differs)))
+        self._shares_prefix = self._shares_prefix and _SHARES_PREFIX[model]
 
     def forwards(self, wanted: Sequence[tuple[Candidate, list[Unit]]]) -> int:
         """Number of forwards that `run` needs for these responses and units."""
@@ -159,17 +199,11 @@ class MaskedCopies:
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
         """Logits `[N, V]` of the rows `row_N` of the flattened batch. Extends an empty `cache`; reads a filled one."""
         self.tokens += token_KT.numel()
-        begin = cache.get_seq_length() if cache is not None else 0
-        position_1T = torch.arange(begin, begin + token_KT.shape[1], device=token_KT.device)[None]
         logits: list[Tensor] = []
         with torch.no_grad(), ModelTaps(self.module) as taps:
             taps.tap = Tap(row_N.to(token_KT.device), lambda project, hidden_NH: logits.append(project(hidden_NH)))
-            self.module(
-                input_ids=token_KT,
-                position_ids=position_1T.expand(len(token_KT), -1),
-                past_key_values=cache,
-                use_cache=cache is not None,
-            )
+            # Without positions: the model counts its own, which need not begin with 0.
+            self.module(input_ids=token_KT, past_key_values=cache, use_cache=cache is not None)
         return logits[0]
 
     def _outcomes(self, logits_KmV: Tensor, candidate: Candidate) -> Tensor:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
@@ -13,6 +15,7 @@ from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, i
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.trial import Reading, check_by_trial
 
 
 def gradient_importance(
@@ -32,23 +35,26 @@ def gradient_importance(
         segments_BL: `Segment` per token; OUTSIDE at all tokens of a response that is not scored.
         mask_BL: bool, false at padding. None: padding counts as tokens. This is correct without padding, and also if padding is
             on the right, because causal attention does not look to the right.
-        on_logits: called with the model's logits `[B, L, V]`, without a graph. None: the model computes only the logits that
-            the importance needs.
+        on_logits: called with the model's logits, without a graph, `[B, L, V]`; with a mask, each row begins with its first
+            token, and L is the length of the longest row. None: the model computes only the logits that the importance needs.
         checkpoint_activations: recompute activations in the backward, to save memory.
 
     Raises:
         UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
-    packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
+    packed, given = packed_rows(token_BL, segments_BL, mask_BL)
+    input_BL, layout = token_BL, given
+    if mask_BL is not None:
+        # Padding behind each row needs no mask and no positions: models count these in different ways.
+        length_B = packed.offsets.diff()
+        keep_BL = torch.arange(max(1, int(length_B.max())), device=length_B.device) < length_B[:, None]
+        input_BL = torch.zeros_like(keep_BL, dtype=torch.long).masked_scatter(keep_BL, packed.token_T)
+        layout = packed_rows(input_BL, input_BL, keep_BL)[1]
     micro_batch = MicroBatchPass(request, packed, layout)
-    arguments = {"input_ids": token_BL, "use_cache": False}
-    if mask_BL is not None and not mask_BL[:, 0].all():  # padding on the right needs no mask
-        position_BL = (mask_BL.long().cumsum(-1) - 1).clamp_min(0)
-        arguments |= {"attention_mask": mask_BL.long(), "position_ids": position_BL}
 
     def model_forward(forward: Forward, set_tap: SetTap) -> None:
         set_tap(micro_batch)
-        logits = model(**arguments).logits
+        logits = model(input_ids=input_BL, use_cache=False).logits
         if forward.log_probs and on_logits is not None:
             on_logits(logits.detach())
 
@@ -59,7 +65,7 @@ def gradient_importance(
         run_forwards(taps, forwards, model_forward)
     importance_T = importance_of_scores(request, packed, micro_batch.scores)
     flat = importance_T.new_zeros(token_BL.numel())
-    flat[layout.local_T] = importance_T
+    flat[given.local_T] = importance_T
     return flat.view_as(token_BL)
 
 
@@ -76,8 +82,9 @@ def batch_importance(
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
+    The arguments that are not listed are those of `gradient_importance`.
+
     Args:
-        model, request, token_BL, segments_BL, mask_BL, checkpoint_activations: see `gradient_importance`.
         max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
         max_over_ranks: takes a count, returns the maximum of this count over all ranks. Ranks of a sharded model must run equal
             numbers of forwards.
@@ -85,14 +92,14 @@ def batch_importance(
     device = next(model.parameters()).device
     token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
     importance_BL = torch.zeros(token.shape, device=device)
-    groups = _of_like_length(segments, mask, max_tokens)
+    groups = _of_like_length(segments, mask.sum(-1), max_tokens)
     # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
+    if most:
+        check_by_trial(model, request, token[mask], partial(_trial, model), max_over_ranks)
     for group in groups:
-        used = mask[group].any(0).nonzero()[:, 0]
-        columns = slice(int(used[0]), int(used[-1]) + 1)
-        part = token[group, columns], segments[group, columns], mask[group, columns]
-        importance_BL[group, columns] = gradient_importance(model, request, *part, None, checkpoint_activations)
+        part = token[group], segments[group], mask[group]
+        importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
     for _ in range(most - len(groups)):
         nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
@@ -133,24 +140,25 @@ def copies_importance(
     return importance_BL
 
 
-def _of_like_length(segments_BL: Tensor, mask_BL: Tensor, max_tokens: int) -> list[Tensor]:
+def _trial(model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int]]:
+    token_BL, mask_BL = pad_sequence(sequences, True), pad_sequence([torch.ones_like(one) for one in sequences], True)
+    packed, layout = packed_rows(token_BL, token_BL, mask_BL)
+    with torch.no_grad(), ModelTaps(model) as taps:
+        taps.tap = trial = Reading(layout)
+        model(input_ids=token_BL, use_cache=False)
+    return trial, packed.offsets.diff().tolist()
+
+
+def _of_like_length(segments_BL: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:
     """Splits the rows with reasoning into micro-batches of similar length; returns the row indices of each."""
-    length_B, width = mask_BL.sum(-1), torch.arange(mask_BL.shape[1], device=mask_BL.device)
-    first_B = torch.where(mask_BL, width, mask_BL.shape[1]).amin(-1)
-    last_B = torch.where(mask_BL, width, -1).amax(-1)
     rows = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0]
     groups: list[list[int]] = []
-    begin = end = 0
     for row in rows[length_B[rows].argsort(stable=True)].tolist():
-        first, last = int(first_B[row]), int(last_B[row])
-        wider = min(begin, first), max(end, last + 1)
-        if groups and (len(groups[-1]) + 1) * (wider[1] - wider[0]) <= max_tokens:
+        if groups and (len(groups[-1]) + 1) * int(length_B[row]) <= max_tokens:
             groups[-1].append(row)
-            begin, end = wider
         else:
             groups.append([row])
-            begin, end = first, last + 1
-    return [torch.tensor(group, device=mask_BL.device) for group in groups]
+    return [torch.tensor(group, device=length_B.device) for group in groups]
 
 
 @contextmanager

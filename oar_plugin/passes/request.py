@@ -91,7 +91,6 @@ def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
     if config.copies is None or config.perturbation.replacement == "sampled":
         return None
     if tokenizer.pad_token_id is None:
-        raise OarConfigError(
-            "algorithm.oar.perturbation.replacement=pad: the tokenizer has no padding token; allowed here: sampled"
-        )
+        fault = "the tokenizer has no padding token; allowed here: sampled"
+        raise OarConfigError(f"algorithm.oar.perturbation.replacement=pad: {fault}")
     return int(tokenizer.pad_token_id)

@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,15 @@ SLOW_SECONDS, LOST_SECONDS = 0.1, 20.0
 A search takes microseconds, unless a user's own pattern does not fit the text."""
 
 
+@dataclass
 class LostTime:
     """Counts the seconds of a batch's searches that failed or were slow."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def spent(self) -> bool:
-        return self._seconds > LOST_SECONDS
+    seconds: float = 0.0
 
     def count(self, seconds: float, status: Status) -> None:
         if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
-            self._seconds += seconds
+            self.seconds += seconds
 
 
 def segment_rows(
@@ -85,7 +83,7 @@ def segment_response(
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:
         return nothing, Status.TRUNCATED
-    if lost.spent():
+    if lost.seconds > LOST_SECONDS:
         _warn_once(f"failed or slow searches of a batch took {LOST_SECONDS:g} s; its others are not searched")
         return nothing, Status.SEARCH_FAILED
     segments_L, status, started = None, Status.NO_ANSWER, time.perf_counter()

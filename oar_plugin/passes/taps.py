@@ -22,10 +22,13 @@ from typing_extensions import Self
 
 from oar_plugin.passes.rows import Project
 
-# Config keys of models that change the logits after the vocabulary projection (Gemma 2/3, Granite, Cohere, Falcon-H1).
-# OAR's own projection would miss this change. The value None, 0 or 1 means: no change.
+# Config keys of models that change the logits after the vocabulary projection (Gemma 2, Granite, Cohere, Falcon-H1, xLSTM).
+# OAR's own projection would miss this change. The value None, 0 or 1 means: no change. These keys refuse a model before any
+# work on a device; `trial.py` finds a change by any other key.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
     "logits_scaling",
     "logit_scale",
     "lm_head_multiplier",
@@ -48,6 +51,9 @@ class Tap:
     columns: int | None = None  # number of columns of this rank's projection that are tokens, not padding; None: all
     scalar: Tensor | None = field(default=None, init=False)  # set by the forward
     embedded: bool = field(default=False, init=False)  # true after the first embedding; later ones are not replaced
+
+    def see(self, output: Any) -> None:
+        """Called with the model's output."""
 
     def leaf(self, embedding: Tensor) -> Tensor | None:
         """Returns the tensor that replaces the embeddings; None: they are not replaced."""
@@ -238,5 +244,7 @@ class ModelTaps(Taps):
             tap.scalar = tap.probe(module.forward, hidden.flatten(0, -2)[tap.row_position_N])
 
     def _attach_scalar(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.tap is not None and self.tap.scalar is not None:
-            output.hidden_states = (self.tap.scalar,)
+        if self.tap is not None:
+            self.tap.see(output)
+            if self.tap.scalar is not None:
+                output.hidden_states = (self.tap.scalar,)

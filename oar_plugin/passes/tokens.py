@@ -57,9 +57,8 @@ class TokenBytes:
         self._metaspace = kinds == ["Metaspace"] and steps[0]["replacement"] == "▁"
         self._byte_fallback = "ByteFallback" in kinds
         sentence_piece = self._metaspace or _is_replace_chain(steps)
-        self._drops_first_space = (
-            steps[0]["prepend_scheme"] != "never" if self._metaspace else sentence_piece and kinds[-1] == "Strip"
-        )
+        strips = sentence_piece and kinds[-1] == "Strip"
+        self._drops_first_space = steps[0]["prepend_scheme"] != "never" if self._metaspace else strips
         self._by_table = self._byte_level or sentence_piece
 
     def pieces(self, ids: Sequence[int] | torch.Tensor) -> list[bytes]:

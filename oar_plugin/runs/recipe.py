@@ -10,8 +10,10 @@ import contextlib
 import difflib
 import functools
 import io
+import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,6 @@ from oar_plugin.output import did_you_mean
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-VARIANTS = ("oar", "grpo")
 
 
 class RecipeError(ValueError):
@@ -53,12 +53,13 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
+    verl need not be installed. It is imported, which takes seconds, only for config groups of other plugins of verl.
+
     Raises:
         RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
     """
-    import verl  # noqa: F401  loads the plugins, which add config groups
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -69,13 +70,25 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         raise RecipeError(f"{folder} has no {variant}.yaml: {advice}")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
-    try:
+
+    def composed() -> DictConfig:
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            config = compose(config_name=variant, overrides=list(overrides))
-        faults = _unknown_in_files(folder, variant, str(config.model_engine))
+            return compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
+
+    if any(override.startswith("+") for override in overrides):  # `+GROUP=NAME`, or a new key
+        _load_other_plugins()
+    try:
+        try:
+            config = composed()
+        except MissingConfigException:  # perhaps a group in the recipe's `defaults`
+            _load_other_plugins()
+            config = composed()
+        engine = str(config.model_engine)
+        faults = _unknown_in_files(folder, variant, _generated(engine))
+        faults = faults and _unknown_in_files(folder, variant, _schema(engine))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
         faults = _unknown_in_overrides(overrides)
@@ -85,6 +98,24 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     return config
 
 
+def _load_other_plugins() -> None:
+    """Import verl, which loads its plugins, if there are others than ours: they may add config groups."""
+    if any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
+        with contextlib.suppress(ModuleNotFoundError):
+            import verl  # noqa: F401
+
+
+def _search_path(file: Path) -> str:
+    """Return an override of a recipe's search path that has verl's folder in place of verl's package."""
+    from omegaconf import OmegaConf
+
+    from oar_plugin.hosts.verl.hydra_conf import config_folder
+
+    given = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath") or []
+    places = [f"file://{config_folder()}" if place == "pkg://verl.trainer.config" else str(place) for place in given]
+    return f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"
+
+
 # ---- mistyped keys: Hydra accepts an unknown key in a yaml file, and verl then runs with its default for the key that was
 # meant. On the command line Hydra refuses an unknown key, but suggests adding it even if it is only mistyped.
 
@@ -92,18 +123,18 @@ _NOT_VERLS = ("defaults", "hydra", "algorithm.oar")
 """Keys that are not looked up in verl's schema: Hydra's own, and OAR's, which `OarConfig` checks."""
 
 
-def _unknown_in_files(folder: Path, name: str, engine: str) -> list[str]:
+def _unknown_in_files(folder: Path, name: str, schema: Mapping[str, Any]) -> list[str]:
     """Return one line for each unknown key in a yaml file of a recipe, and in the files beside it that its `defaults` name."""
     from omegaconf import OmegaConf
 
-    file, schema = folder / f"{name}.yaml", _schema(engine)
+    file = folder / f"{name}.yaml"
     if not file.is_file():
         return []
     tree: Any = OmegaConf.to_container(OmegaConf.load(file))
     lines = [f"{file}: {key}: verl has no such key{_hint(key, _names(schema))}" for key in _unknown(tree, schema)]
     for entry in tree.get("defaults") or []:
         if isinstance(entry, str) and entry != "_self_":
-            lines += _unknown_in_files(folder, entry, engine)
+            lines += _unknown_in_files(folder, entry, schema)
     return lines
 
 
@@ -147,12 +178,24 @@ def _hint(key: str, known: Collection[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def _generated(engine: str) -> Any:
+    """Return verl's own record of its schema: fast to read, but a fork may lack it or not keep it up to date."""
+    import yaml
+
+    from oar_plugin.hosts.verl.hydra_conf import config_folder
+
+    file = config_folder() / f"_generated_ppo_{'' if engine == 'dp' else f'{engine}_'}trainer.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
 @functools.cache
 def _schema(engine: str) -> Any:
-    from hydra import compose, initialize_config_module
+    from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
+    from oar_plugin.hosts.verl.hydra_conf import config_folder
+
+    with initialize_config_dir(str(config_folder()), version_base=None):
         return OmegaConf.to_container(compose("ppo_trainer", [f"model_engine={engine}"]))
 
 

@@ -16,12 +16,12 @@ import threading
 from collections import Counter
 from typing import Any
 
+from oar_plugin.output import INSTALL
+
 _missing = [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]
 if _missing:
-    raise ImportError(
-        f"the reward oar_plugin.runs.reward requires {' and '.join(_missing)}; on every node, run "
-        "pip install '.[recipes]' in a checkout of this plugin"
-    )
+    needs = f"the reward oar_plugin.runs.reward requires {' and '.join(_missing)}"
+    raise ImportError(f"{needs}; on every node, run {INSTALL} in a checkout of this plugin")
 
 from oar_plugin.runs.math.answer import compare, final_answer, warm_up  # noqa: E402
 from oar_plugin.runs.math.pool import GuardedPool, TaskCrashed, TaskTimedOut  # noqa: E402

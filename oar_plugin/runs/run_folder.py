@@ -5,7 +5,6 @@ The driver opens the folder before Ray starts, through Hydra's callback `KeepRun
 if it can see it.
 """
 
-import importlib.metadata
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from oar_plugin import __version__
 from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.output import locked, no_link, say, write_whole
 from oar_plugin.runs.plugin import with_new_names
@@ -72,7 +72,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
 def check(config: DictConfig, start: str = "") -> None:
     """Raise RunRefused if the folder's run had other or unknown settings. `start` is a value of `OAR_START`."""
     folder = _folder(config)
-    record = _record(folder)
+    record = record_of(folder)
     if start == "resume" or _starts_fresh(record, start):
         return
     if not record:
@@ -92,7 +92,7 @@ def check(config: DictConfig, start: str = "") -> None:
 
 def has_finished(config: DictConfig, start: str = "") -> bool:
     """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
-    record = _record(_folder(config))
+    record = record_of(_folder(config))
     if record.get("state") != "finished" or _starts_fresh(record, start) or config.trainer.resume_mode != "auto":
         return False
     differing, _ = _compared(record, settings_of(config))
@@ -110,7 +110,7 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
     if has_finished(config, start):
         return None
     folder, settings = _folder(config), settings_of(config)
-    record = _record(folder)
+    record = record_of(folder)
     moves = folder.exists() and _starts_fresh(record, start)
     if start == "resume" and not is_begun(folder):
         say(f"oar: {folder}: {START}=resume, but the folder holds no run; training starts at step 0", sys.stderr)
@@ -133,12 +133,12 @@ def is_begun(folder: Path) -> bool:
 
 def end(folder: Path, state: str) -> None:
     """Record how a run ended: `finished` or `failed`. A run that was killed remains `unfinished`."""
-    _write(folder, _record(folder) | {"state": state})
+    _write(folder, record_of(folder) | {"state": state})
 
 
 def state(folder: Path) -> str:
     """Return the recorded state: `not started`, `unfinished`, `failed` or `finished`."""
-    return str(_record(folder).get("state", "not started"))
+    return str(record_of(folder).get("state", "not started"))
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -165,15 +165,15 @@ def _folder(config: DictConfig) -> Path:
     return Path(str(config.trainer.default_local_dir)).absolute()
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def record_of(folder: Path) -> dict[str, Any]:
     """Return the content of `run.yaml`, or an empty dict if there is none. Raise RunRefused if it is not valid."""
     file = folder / RECORD
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings = {key: with_new_names(value) for key, value in dict(record["settings"]).items()}
-        texts = {"state": str(record["state"]), "start": str(record["start"])}
+        texts = {"state": str(record["state"]), "start": str(record.get("start", ""))}
         return {**texts, "versions": str(record.get("versions", "")), "settings": settings}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise RunRefused(f"{file}: not a valid {RECORD} ({type(error).__name__}); move it away") from error
@@ -201,11 +201,7 @@ def _lock(folder: Path) -> None:
 
 def _versions() -> str:
     """Return the versions of verl and oar_plugin, which define the keys of a configuration."""
-    try:
-        own = importlib.metadata.version("oar_plugin")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"  # imported through PYTHONPATH
-    return f"verl {host_version()}, oar_plugin {own}"
+    return f"verl {host_version()}, oar_plugin {__version__}"
 
 
 def _compared(record: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:

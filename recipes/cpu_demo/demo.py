@@ -70,7 +70,7 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
         "the trained model": run.trained_model,
     }
     assert dumped.header is not None
-    page = inspector_page(responses, dumped.header, "Where OAR put the weight")
+    page = inspector_page(responses, dumped.header, "demo of OAR")
     files["tokens and weights"].write_text(page, encoding="utf-8")
     numbers = {"before": before.plain(), "after": {method: result.plain() for method, result in results.items()}}
     files["numbers"].write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")

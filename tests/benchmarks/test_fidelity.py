@@ -89,7 +89,7 @@ def judged(report, **key):
     return [row for row in rows if key.items() <= row.items()]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [name for name in ALL if not name.endswith(" 16")])  # as with 4 draws
 def test_a_score_does_not_depend_on_the_batch_around_it(name):
     """Padding and neighbours change nothing, and the model is left as it was."""
     model = small_model()
@@ -113,6 +113,7 @@ PASSES = {
 @pytest.mark.parametrize("name", PASSES)
 def test_work_counts_passes(name):
     model, batch = small_model(), batch_of(16, 16)
+    ALL[name](model, batch)  # a model's first scores also run a trial
     with counted_work(model) as work:
         ALL[name](model, batch)
     assert [work[way] / batch.token_BT.numel() for way in ("forward", "backward")] == pytest.approx(PASSES[name])
@@ -120,6 +121,7 @@ def test_work_counts_passes(name):
 
 def test_work_counts_what_copies_compute_behind_their_prefix():
     model, batch = small_model(), batch_of(16)
+    ALL[REFERENCE](model, batch)  # with the trial
     with counted_work(model) as work:
         ALL[REFERENCE](model, batch)
     assert 1 < work["forward"] / batch.token_BT.numel() < len(batch.responses[0].reasoning_R)

@@ -105,9 +105,7 @@ def test_quiet_filler_has_the_entropy_of_results(name):
         steps, _ = task.solution(problem.content, random.Random(seed), task.error_rate)
         off.update((int(step.results[0]) - int(step.copied[1]) - int("".join(step.copied[2:]))) % 10 for step in steps)
         filler.update(word for word in text(task.demonstration(problem, rng, 0.0)).split() if word in QUIET)
-    results, words = (
-        sorted((count / counts.total() for count in counts.values()), reverse=True) for counts in (off, filler)
-    )
+    results, words = (sorted((n / counts.total() for n in counts.values()), reverse=True) for counts in (off, filler))
     assert words == pytest.approx([0.8] + [0.05] * 4, abs=0.02)
     assert results == pytest.approx(words, abs=0.03)
 
@@ -363,9 +361,7 @@ REFUSED = {
     "rates=[]: Tuple should have at least 1 item": {"rates": []},
     "rates.0='fast': Input should be a valid number": {"rates": ["fast"]},
     "colour='red': Unexpected keyword argument; allowed: title, tasks, methods": {"colour": "red"},
-    "methods.grpo.tauu=1: Unexpected keyword argument; allowed: importance, gate, tau,": {
-        "methods": {"grpo": {"tauu": 1}}
-    },
+    "methods.grpo.tauu=1: Unexpected keyword argument; allowed: importance, gate,": {"methods": {"grpo": {"tauu": 1}}},
     "methods.grpo.only='some': Input should be '', 'boost' or": {"methods": {"grpo": {"only": "some"}}},
     "methods.x: algorithm.oar.importance='magic': unknown; allowed: fisher": {
         "methods": METHODS | {"x": {"importance": "magic"}}
@@ -420,9 +416,8 @@ def test_a_plan_trains_whole_pairs_and_every_method_has_every_rate(tmp_path):
     assert (one.name, one.steps, one.methods["blame"]) == ("mine", 2, Credit(importance="blame"))
     grid = one.grid()
     assert [(run.warm, run.seed) for _, run in grid] == [(0, 0)] * 12 + [(0, 1)] * 12
-    assert {(run.task, name, run.lr) for name, run in grid} == set(
-        itertools.product(SMALL["tasks"], METHODS, SMALL["rates"])
-    )
+    every = itertools.product(SMALL["tasks"], METHODS, SMALL["rates"])
+    assert {(run.task, name, run.lr) for name, run in grid} == set(every)
 
 
 # ---- what a page says
@@ -434,12 +429,8 @@ def made_up(run, model=None):
     liked = (run.lr > 1.5e-3) == (run.credit.importance == "fisher")
     luck = math.sin(run.warm * 7 + run.seed * 3 + 11 * named) / 500
     reward = 0.5 + named + 0.1 * liked + luck + 0.1 * (run.warm == 2)
-    return Record(
-        run,
-        str(run.warm),
-        [{"reward": reward, "sample_seconds": 1.0, "importance_seconds": 1.0, "update_seconds": 2.0}] * 2,
-        reward,
-    )
+    seconds = {"sample_seconds": 1.0, "importance_seconds": 1.0, "update_seconds": 2.0}
+    return Record(run, str(run.warm), [{"reward": reward, **seconds}] * 2, reward)
 
 
 @pytest.fixture
@@ -555,26 +546,12 @@ def test_a_rate_counts_where_all_of_its_pairs_are_finished():
     assert comparison.chosen_rates(TWO_RATES, []) == {("chain", "grpo"): 1e-3}
 
 
-def test_the_picture_has_the_chosen_rates(tmp_path):
-    one = read_plan(written(tmp_path / "mine.yaml"))
-    rates = {(task, name): 2e-3 if name == "fisher" else 1e-3 for task in one.tasks for name in one.methods}
-    judged = [(name, made_up(run)) for name, run in one.runs(one.judge, {key: [rate] for key, rate in rates.items()})]
-    grid = [(name, made_up(run)) for name, run in one.grid()]
-    for records, models in ((judged, 3), (grid, 1)):
-        axes = comparison.draw(one, rates, records).axes
-        assert [line.get_label() for line in axes[0].lines] == list(METHODS)
-        assert [len(line.get_xdata()) for line in axes[1].lines if line.get_marker() == "o"] == [models] * 2
-
-
 def test_what_began_with_other_weights_is_no_pair():
     """Kept models may have been lost, or made on another machine."""
     run = Run(task="chain", credit=Credit(), lr=1e-3, warm=0, seed=0)
-    fisher = replace(run, credit=Credit(importance="fisher"))
+    fisher, steps = replace(run, credit=Credit(importance="fisher")), [{"reward": 0.5}]
     for start, pairs in (("a", 1), ("b", 0)):
-        records = [
-            ("grpo", Record(run, "a", [{"reward": 0.5}], 0.0)),
-            ("fisher", Record(fisher, start, [{"reward": 0.6}], 0.0)),
-        ]
+        records = [("grpo", Record(run, "a", steps, 0.0)), ("fisher", Record(fisher, start, steps, 0.0))]
         assert len(comparison._paired(comparison.by_run(records), "chain", "fisher")) == pairs
         plan = replace(TWO_RATES, methods={"grpo": Credit(), "fisher": fisher.credit})
         assert [note for note in comparison.notes(plan, [], records) if "not compared" in note] == [
@@ -666,9 +643,7 @@ def test_verl_is_told_what_the_small_trainer_does(tmp_path):
     pytest.importorskip("verl")
     from benchmarks.learning import verl
 
-    run = Run(
-        task="chain", credit=Credit(importance="decision", tau=0.85), lr=6e-4, warm=0, seed=3, prompts=4, copies=2
-    )
+    run = replace(RUN, task="chain", credit=Credit(importance="decision", tau=0.85), lr=6e-4)
     assert {
         "algorithm.adv_estimator=oar",
         "algorithm.oar.importance=decision",
@@ -710,8 +685,6 @@ def test_a_run_through_verl(tmp_path, monkeypatch):
 def test_the_page_of_edges_is_made(capsys):
     """Processors round differently, and chance decides which of several equal weights is recalled."""
     gate_edges.main()
-    made, committed = (
-        [float(figure) for figure in re.findall(r"\d\.\d\d|nan", page)]
-        for page in (capsys.readouterr().out, EDGES.read_text(encoding="utf-8"))
-    )
+    pages = capsys.readouterr().out, EDGES.read_text(encoding="utf-8")
+    made, committed = ([float(figure) for figure in re.findall(r"\d\.\d\d|nan", page)] for page in pages)
     assert made == pytest.approx(committed, abs=0.05, nan_ok=True)

@@ -49,14 +49,6 @@ def test_only_data_parallelism_has_two_modes_and_weak_grows_the_batch():
     }
 
 
-def test_the_worker_is_told_everything_and_the_batch_of_the_launch(tmp_path):
-    settings = Settings(size="1m", responses=4, checkpointing=True, scored_share=0.5, timeout=3.0, processes=(1, 2))
-    (_, launch), *_ = settings.series().values()
-    told = json.loads(launch.argument(tmp_path))
-    assert (told.pop("layout"), told.pop("runs")) == ("fsdp:data=2", str(tmp_path))
-    assert Work(**told) == Work(size="1m", responses=8, checkpointing=True, scored_share=0.5)
-
-
 def test_a_result_of_other_arguments_or_of_another_kind_is_not_taken(tmp_path):
     launch = Launch(Layout("fsdp"), Work(size="1m", responses=8))
     write_result(tmp_path, Launch(Layout("fsdp"), Work(size="1m", responses=8, rounds=3)))
@@ -109,9 +101,7 @@ def settings(tmp_path):
 def test_medians_ratios_and_phases(settings):
     compared, phases, failed = measure(settings).tables
     rows = {tuple(row[:2]): row[2:] for row in compared.rows}
-    assert rows["data, strong", "fsdp"] == ["4", "4.08", "5.1", "1.250", "1.25 .. 1.25", "1.250", "", ""], (
-        "one bad round"
-    )
+    assert rows["data, strong", "fsdp"] == ["4", "4.08", "5.1", "1.250", "1.25 .. 1.25", "1.250", "", ""]
     assert rows["data, weak", "fsdp:data=2"][:4] == ["8", "8.16", "10.2", "1.250"]
     assert rows["data, weak", "fsdp:data=4*"][3] == "1.500", "the star: four processes on two cores"
     assert ["fsdp:data=4*", "16", "4.08", "12.2", "0", "12.2", "12.2", "16.3", "24.5"] in phases.rows
@@ -174,7 +164,7 @@ def test_a_projection_cannot_be_taken_for_a_measurement_and_names_unknown_recipe
     assert all("PROJECTED" in table.title for table in projected.tables)
     assert projected.runs["projection"] is True
     assert "must divide the 8 GPUs" in projected.markdown(None)
-    with pytest.raises(ValueError, match="recipes: qwen2_5_14b_deepmath"):
+    with pytest.raises(ValueError, match=r"recipes: .*qwen2_5_14b_deepmath"):
         measure(Settings(project=("nothing",)))
 
 
@@ -198,11 +188,9 @@ def test_two_engines_over_two_processes(tmp_path):
     assert report.markdown(None)
     model, batch = Workload.model(settings, 48), settings.batch(40, settings.scored)
     want = Passes(model, batch, Request.from_config(OarConfig.parse({}), 1, 40), 2).fused().importance[0][0, 8:]
+    timed = {"grpo": {"log_prob", "update"}, "oar": {"log_prob", "gate", "update"}}
     for launch in report.runs["launches"]:
-        assert {method: set(phases) for method, phases in launch["seconds"].items()} == {
-            "grpo": {"log_prob", "update"},
-            "oar": {"log_prob", "gate", "update"},
-        }
+        assert {method: set(phases) for method, phases in launch["seconds"].items()} == timed
         for phases in launch["seconds"].values():
             assert all(len(values) == 2 and min(values) > 0 for values in phases.values())
         assert (torch.tensor(launch["scores"]) - want).abs().max() < 1e-4 * want.max()

@@ -66,9 +66,8 @@ def test_words_that_are_not_the_tasks_read_as_filler():
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_a_rescaled_model_computes_the_same(model, batch, factor):
     other = rescaled(model, factor)
-    torch.testing.assert_close(
-        *(soundness.logits(of, batch, batch.mask_BL) for of in (other, model)), atol=1e-3, rtol=0
-    )
+    both = (soundness.logits(of, batch, batch.mask_BL) for of in (other, model))
+    torch.testing.assert_close(*both, atol=1e-3, rtol=0)
     large_VH, small_VH = (of.get_input_embeddings().weight for of in (other, model))
     torch.testing.assert_close(large_VH, factor * small_VH)
     for name in ("fisher", "decision", "onward", "entropy"):

@@ -49,9 +49,7 @@ def test_results_are_found_in_the_reasoning(name, seed):
     problem, response = drawn(task, seed, task.error_rate)
     reading, rng = task.read(problem, response), random.Random(seed)
     steps, _ = task.solution(task.problem(rng).content, rng, task.error_rate)
-    assert text([response[place] for place in reading.causal]).split() == [
-        word for step in steps for word in step.results
-    ]
+    assert text([response[at] for at in reading.causal]).split() == [word for step in steps for word in step.results]
     assert (reading.segments[list(reading.causal)] == Segment.REASONING).all()
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from oar_plugin.cli import doctor, questions
 from oar_plugin.cli.doctor import PACKAGES, import_faults, version_of
 from oar_plugin.cli.main import main
-from oar_plugin.cli.questions import Machine, ask
+from oar_plugin.cli.questions import Machine, one_process
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm import versions
 from oar_plugin.runs.launch.preflight import Finding, importable
@@ -88,7 +89,7 @@ def examined(monkeypatch, tmp_path, capsys):
                 return {name: fault for name, (_, fault) in state.items()} | {"fault": None}
             return {"fault": None} | {key: value for key, value in told.items() if value is not None}
 
-        monkeypatch.setattr(doctor, "ask", answer)
+        monkeypatch.setattr(doctor, "one_process", lambda: nullcontext(answer))
         monkeypatch.setattr(doctor, "version_of", lambda name: "0.1" if name == "oar_plugin" else state[name][0])
         capsys.readouterr()
         status = main(["doctor", "--json", *words])
@@ -283,6 +284,11 @@ def test_the_table_has_the_versions_of_vllm_that_scoring_was_tried_with():
 # ---- processes that are asked
 
 
+def ask(*words):
+    with one_process() as ask_:
+        return ask_(*words)
+
+
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
     """Puts packages, each one file of code, in front of the search path of the processes that are asked."""
@@ -310,7 +316,8 @@ def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_loo
     monkeypatch.setattr(questions, "LIMIT_S", 6.0)
     begun = time.monotonic()
     names = ["raises", "crashes", "exits", "ends", "hangs", "works"]
-    faults = import_faults({name.title(): name for name in names})
+    with one_process() as ask_:
+        faults = import_faults(ask_, {name.title(): name for name in names})
     assert time.monotonic() - begun < PROCESS_S
     assert faults == {
         "Raises": "ImportError: undefined symbol: _ZN3c10",
@@ -329,7 +336,7 @@ def test_a_machine_that_can_start_no_process_is_told_so(monkeypatch):
     def refuse(words, **options):
         raise OSError("out of memory")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(questions, "Popen", refuse)
     assert ask(questions.devices) == {"fault": "no process could be started: out of memory"}
 
 
@@ -356,7 +363,7 @@ def test_a_verl_that_breaks_at_import_is_told(broken):
     folder = broken(verl='raise OSError("libnccl.so: bad")')
     (folder / "verl" / "version").mkdir()
     (folder / "verl" / "version" / "version").write_text("0.9.1")
-    assert ask(questions.features) == {"verl": "0.9.1", "fault": "OSError: libnccl.so: bad (import verl)"}
+    assert ask(questions.features, ["sync"]) == {"verl": "0.9.1", "fault": "OSError: libnccl.so: bad (import verl)"}
 
 
 def test_an_environment_that_has_nothing_gets_a_list_and_no_traceback(tmp_path):
@@ -378,12 +385,14 @@ pytest.importorskip("verl")
 @pytest.mark.slow
 def test_this_environment_has_what_is_looked_for():
     """The processes on the packages that are here: each is asked for by names that exist."""
-    told = ask(questions.features)
+    told = ask(questions.features, ["sync", "fsdp"])
     assert told["loaded"] is True
     assert told["rollout"] is told["wrapt"] is told["hydra_conf"] is None
     needed = ("sync", "colocate_async", "separate_async", "fsdp")
     assert [told["features"][name] for name in needed] == [FITS_VERL] * 4
-    faults = import_faults({name: one.module for name, one in PACKAGES.items()} | {"vllm": "vllm._custom_ops"})
+    with one_process() as ask_:
+        modules = {name: one.module for name, one in PACKAGES.items()} | {"vllm": "vllm._custom_ops"}
+        faults = import_faults(ask_, modules)
     here = {name: fault for name, fault in faults.items() if version_of(name) is not None}
     assert set(here.values()) == {None}, here
     assert {"torch", "ray", "transformers", "TransferQueue", "vllm"} <= here.keys()

@@ -52,6 +52,23 @@ def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environme
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_marks_what_is_unset_and_prints(capsys, environment, tmp_path):
+    shutil.copytree(recipe.find_recipe(FOUR), tmp_path / "mine")
+    file = tmp_path / "mine" / "recipe.yaml"
+    file.write_text(file.read_text().replace("Qwen/Qwen2.5-32B", "${oc.env:MODELS}/32b"))
+    del environment["OAR_CHECKPOINTS"]
+    words = ["launch", str(tmp_path / "mine"), "--on", "ray", "--env", "NOPE"]
+    with mock.patch.dict(os.environ):
+        assert main([*words, "--dry-run"]) == 1
+    said = capsys.readouterr()
+    assert [mark for mark in ("--hosts", "NOPE", "OAR_CHECKPOINTS") if f"({mark} is unset)" not in said.out] == []
+    assert "(MODELS is unset)/32b" in said.err
+    assert main([*words, "--cfg", "job"]) == 1
+    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["adv_estimator"] == "oar"
+    assert main(["launch", ONE, "actor_rollout_ref.model.path='~/none'", "--dry-run"]) == 0
+    assert ("model", "missing") in levels(capsys.readouterr().err)
+
+
 def test_on_kubernetes_folders_are_on_the_volume_and_pods_run_their_own_recipe(capsys, environment, tmp_path):
     environment |= {"OAR_DATA": "/home/me/data", "WANDB_API_KEY": "of mine"}
     patch = tmp_path / "patch.yaml"
@@ -129,12 +146,10 @@ def test_a_template_of_ones_own(capsys, tmp_path):
     assert capsys.readouterr().out == "4 nodes\npython -m oar_plugin.runs.launch.wait\n"
 
 
-@pytest.mark.parametrize(
-    ("where", "alone"), [([], True), (["--on", "slurm"], False), (["--on", "ray", "--hosts", "a"], False)]
-)
+@pytest.mark.parametrize(("where", "alone"), [("", True), ("--on slurm", False), ("--on ray --hosts a", False)])
 def test_a_run_on_the_cpus_of_one_machine_listens_on_its_loopback(where, alone, environment, capsys):
     environment["OAR_SMOKE"] = "/smoke"
-    assert main(["launch", ONE, "+cpu_smoke=dp", *where, "--dry-run"]) == 0
+    assert main(["launch", ONE, "+cpu_smoke=dp", *where.split(), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert [name in said for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0", "GLOO_SOCKET_IFNAME=lo")] == [alone] * 2
     assert "RAY_USAGE_STATS_ENABLED=0" in said
@@ -169,7 +184,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{FOUR} --on slurm --template no.j2", "no.j2"),
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
         (f"{Path(__file__).parent}", "has no oar.yaml"),
-        ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_14b_deepmath,"),
+        ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_0_5b_gsm8k,"),
         (f"{ONE} data.no_such_key=1", "data.no_such_key=1: verl's schema has no such key; to add one, write +data"),
         (f"{ONE} --sweep algorithm.oar.tauu=1,2", "did you mean algorithm.oar.tau?"),
         (f"{ONE} +oar=decision", "write oar=decision"),
@@ -180,7 +195,6 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{ONE} --env HF_TOKEN", "--env HF_TOKEN: a secret"),
         (f"{ONE} --env 'a b=1'", "--env a b=1: not a name"),
         (f"{ONE} --gpu H1", "--gpu H1"),
-        (f"{ONE} --gpu-memory -1", "--gpu-memory -1"),
         (f"{ONE} --max-time 9", "--max-time belongs to --on slurm"),
     ],
 )
@@ -263,20 +277,16 @@ def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd, monk
     assert [line for line in said.out.splitlines() if line.startswith(ONE)] == [f"{ONE}-oar-s1", f"{ONE}-oar-s3"]
     assert f"{ONE}-oar-s1: failed, exit status 3" in said.err
     rows = [line.split() for line in said.out.splitlines() if line.startswith(" ") and ONE in line]
-    assert [row[:3] for row in rows] == [
-        [f"{ONE}-oar-s1", "not", "started"],
-        [f"{ONE}-oar-s2", "finished", "30"],
-        [f"{ONE}-oar-s3", "not", "started"],
-    ]
+    states = ["not", "started"], ["finished", "30"], ["not", "started"]
+    assert [row[:3] for row in rows] == [[f"{ONE}-oar-s{seed}", *state] for seed, state in enumerate(states, start=1)]
     assert " ".join(rows[1][5:]) == "0.500 (step 30) 0.600 (step 20)"
     assert main(["launch", ONE, "--seeds", "3", "--status"]) == 0
     assert "finished" in capfd.readouterr().out
 
 
 def test_ctrl_c_ends_the_run_and_starts_no_other(child, tmp_path):
-    child(
-        "signal.signal(2, lambda *_: (open(f'{name}.ended', 'w'), sys.exit(130))); open(f'{name}.up', 'w'); time.sleep(60)"
-    )
+    ends = "signal.signal(2, lambda *_: (open(f'{name}.ended', 'w'), sys.exit(130)))"
+    child(ends + "; open(f'{name}.up', 'w'); time.sleep(60)")
 
     def press():
         while not list(tmp_path.glob("*.up")):

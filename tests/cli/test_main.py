@@ -2,13 +2,20 @@
 
 import json
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from oar_plugin import __version__
 from oar_plugin.cli.main import COMMANDS, main
+from oar_plugin.hosts.verl.hydra_conf import config_folder
 from oar_plugin.runs.recipe import find_recipe, recipe_names
+from tests import verl_defaults
+from tests.limits import PROCESS_S
+from tests.tracked import ROOT
 
 RECIPE = "qwen2_5_7b_math"
 
@@ -17,13 +24,11 @@ RECIPE = "qwen2_5_7b_math"
     ("words", "status", "out", "err"),
     [
         *(([command, "--help"], 0, f"usage: oar {command}", "") for command in COMMANDS),
-        (["--version"], 0, f"oar_plugin {version('oar_plugin')}\n", ""),
+        (["--version"], 0, f"oar_plugin {__version__}\n", ""),
         (["trian"], 2, "", "doctor"),
         # A wrong option is not taken for an override.
-        *(
-            (["launch", RECIPE, "--dry-run", *words], 2, "", words[0])
-            for words in (("--partitoin", "gpu"), ("--ssh", "'"))
-        ),
+        (["launch", RECIPE, "--dry-run", "--partitoin", "gpu"], 2, "", "--partitoin"),
+        (["launch", RECIPE, "--dry-run", "--ssh", "'"], 2, "", "--ssh"),
     ],
 )
 def test_commands_explain_themselves_and_what_is_none_is_refused(words, status, out, err, capsys):
@@ -71,7 +76,7 @@ def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, mo
 
 # ---- oar plan
 
-BIG = ["Verdict: fits", "50% of the responses scored", "402 steps", "GPU-hours on 32 GPUs", "Assumed:", "No run"]
+BIG = ["Verdict: fits", "50% of the responses", "200 steps", "11 validations", "GPU-hours on 32", "Assumed:", "No run"]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +106,8 @@ def test_json_is_all_that_is_printed_and_overrides_may_stand_behind_options(caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("nothing", "recipes: qwen2_5_14b_deepmath"),
-        (f"{RECIPE} --gpu abacus", "allowed: A100-40"),
+        ("nothing", "recipes: qwen2_5_0_5b_gsm8k"),
+        (f"{RECIPE} --gpu abacus", "allowed: L4-24"),
         (f"{RECIPE} --response-length 9999", "--response-length 9999: must be above 0 and at most 2048"),
         (f"{RECIPE} algorithm.oar.tau=2", "algorithm.oar.tau=2: Input should be less than or equal to 1"),
         (f"{RECIPE} actor_rollout_ref.actor.use_dynamic_bsz=False", "ppo_micro_batch_size_per_gpu"),
@@ -111,3 +116,40 @@ def test_json_is_all_that_is_printed_and_overrides_may_stand_behind_options(caps
 def test_wrong_input_is_named(words, message, capsys):
     assert main(["plan", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plans_are_the_same_without_verl(capsys):
+    """Another process has neither verl nor what comes with it; this one has them, and the plan does not import them."""
+    others = [name for name in recipe_names() if name != "qwen2_5_7b_oar_p"]  # asks which vLLM is there
+    asked = [[name] for name in others] + [[RECIPE, "algorithm.oar.tau=0.5", "--variant", "grpo"]]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(["verl", "transformers", "ray", "tensordict", "vllm"]))
+from oar_plugin.cli.main import main
+for words in {asked!r}:
+    main(["plan", *words, "--json"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PROCESS_S)
+    for words in asked:
+        main(["plan", *words, "--json"])
+    assert done.stdout == capsys.readouterr().out
+
+
+@pytest.mark.skipif(version("verl") != "0.9.1", reason="the defaults are those of verl 0.9.1")
+def test_the_defaults_without_verl_are_verls():
+    for engine in verl_defaults.ENGINES:
+        here = verl_defaults.composed(verl_defaults.FOLDER, engine)
+        assert here == verl_defaults.composed(config_folder(), engine), "python -m tests.verl_defaults"
+
+
+PLAN = "oar_plugin.hosts.verl.hydra_conf", "omegaconf"
+
+
+def test_a_package_that_the_plan_lacks_is_one_line(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith(("oar_plugin.runs.plan", "oar_plugin.hosts", *PLAN))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    assert main(["plan", RECIPE]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "pip install omegaconf" in said

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -16,14 +16,12 @@ from tests.page.dumped import HEADER, RESPONSE
 from tests.tracked import ROOT
 
 RECIPE = "qwen2_5_7b_math"
-DUMP = [
-    HEADER.line().strip(),
-    json.dumps(asdict(replace(RESPONSE, tokens=["größer", "⏎", "", ""])), ensure_ascii=False),
-]
+DUMP = [HEADER.line().strip(), json.dumps(vars(replace(RESPONSE, tokens=["größer", "⏎", "", ""])), ensure_ascii=False)]
 
 AT_ONCE = [  # words, what is said
     ("plan X --gpu-memory 0", "--gpu-memory: 0: must be above 0"),
     ("plan X --gpu-memory nan", "--gpu-memory: nan: must be above 0"),
+    ("launch X --gpu-memory -1", "--gpu-memory: -1: must be above 0"),
     ("plan X --scored-share 2", "--scored-share: 2: must be above 0 and at most 1"),
     ("plan X --response-length -5", "--response-length: -5: must be above 0"),
     ("launch X --wait 0", "--wait: 0: at least 1"),
@@ -136,16 +134,10 @@ shown.add_row("\\xd7")
 console().print(shown)
 print("\\u2192")
 """
-    locale = {
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONCOERCECLOCALE": "0",
-        "PYTHONIOENCODING": "",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, cwd=tmp_path, env={**os.environ, **locale}, timeout=PROCESS_S
-    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    environment = {**os.environ, **locale, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, cwd=tmp_path, env=environment, timeout=PROCESS_S)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     assert b"Schl?ssel" in done.stdout
     assert b"gr??er" in done.stdout

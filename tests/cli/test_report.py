@@ -18,7 +18,7 @@ from oar_plugin.cli.main import main
         ("broken", None, 2, "run.yaml: not a valid run.yaml (KeyError)"),
         ("empty.wandb", "wandb", 1, "wandb is not installed here; pip install wandb"),
         ("events.out.tfevents.1", "tensorboard", 1, "tensorboard is not installed here; pip install tensorboard"),
-        ("metrics.jsonl", "matplotlib", 1, "matplotlib is not installed here; pip install matplotlib"),
+        ("metrics.jsonl", "scipy", 1, "scipy is not installed here; pip install"),
         ("broken", "yaml", 1, "yaml is not installed here; pip install pyyaml"),
     ],
 )
@@ -36,7 +36,28 @@ def test_what_cannot_be_reported_is_one_line(place, hidden, status, said, tmp_pa
         monkeypatch.delitem(sys.modules, name)
     if hidden:
         monkeypatch.setitem(sys.modules, hidden, None)
+        for module in ("report.page", "report.logs", "run_folder"):  # import scipy and yaml
+            monkeypatch.delitem(sys.modules, f"oar_plugin.runs.{module}", raising=False)
     assert main(["report", place]) == status
     error = capsys.readouterr().err
     assert said in error
     assert (error.startswith("oar report: "), error.count("\n")) == (True, 1)
+
+
+def test_runs_are_found_up_to_two_folders_below_and_methods_are_not_mixed(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+
+    def run(name, score):
+        (tmp_path / "oar" / name).mkdir(parents=True)
+        rows = ({"step": step, "data": {"critic/score/mean": score, "timing_s/step": 1.0}} for step in (1, 2))
+        (tmp_path / "oar" / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    for seed in (1, 2):
+        run(f"math-oar-s{seed}", 0.25)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0
+    assert "math-oar-s1" in (tmp_path / "page" / "report.html").read_text()
+    assert "math-oar-s2" in (tmp_path / "page" / "report.html").read_text()
+    run("math-grpo-s1", 0.5)
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "--baseline" in capsys.readouterr().err

@@ -32,6 +32,7 @@ def users_own(text):
     }[text]
 
 
+LONG = 600 * "not so "
 # Patterns -> case -> texts, with «marker|answer» marked where there is an answer.
 CASES = {
     "boxed": {
@@ -72,15 +73,8 @@ CASES = {
             "«The answer is:\n\n\\[\n|5»\n\\]\n",
         ],
         "the last one": ["The answer is 1. No, «the answer is |2»."],
-        "the last that is complete": [
-            "unanswer: 5\n«Answer: |6»",
-            "The answer is " + 600 * "not so " + "«the answer is |5».",
-        ],
-        "none": [
-            "The answer isn't known",
-            "The answer is.",
-            *("The answer is " + 600 * "not so " + end for end in ("", ".")),
-        ],
+        "the last that is complete": ["unanswer: 5\n«Answer: |6»", f"The answer is {LONG}«the answer is |5»."],
+        "none": ["The answer isn't known", "The answer is.", f"The answer is {LONG}", f"The answer is {LONG}."],
         "another word": ["my answers: 5", "unanswer: 5"],
     },
     NAMES: {

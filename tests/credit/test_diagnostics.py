@@ -6,18 +6,6 @@ import torch
 from oar_plugin.credit.diagnostics import FALLBACKS, Status, effective_sample_size, summarize, top_share
 
 
-@pytest.mark.parametrize(
-    ("weights", "kept", "size", "top"),
-    [([1.0] * 10, 10, 1.0, 0.1), ([0.0] * 3 + [10.0] + [0.0] * 6, 10, 0.1, 1.0), ([1.0, 1.0, 1000.0], 2, 1.0, None)],
-    ids=["even", "all on one token", "only kept tokens count"],
-)
-def test_how_far_weights_are_from_even(weights, kept, size, top):
-    weight, keep = torch.tensor([weights]), (torch.arange(len(weights)) < kept)[None]
-    assert effective_sample_size(weight, keep).item() == pytest.approx(size)
-    if top is not None:
-        assert top_share(weight, keep).item() == pytest.approx(top)
-
-
 def test_every_response_of_a_batch_is_described_by_itself():
     """Against loops: responses of different lengths, weights in any order, some below zero, tokens that do not count."""
     generator = torch.Generator().manual_seed(0)

@@ -53,9 +53,7 @@ def test_bi_level_on_a_padded_batch_equals_response_by_response(batch, tau, beta
         assert (got[torch.tensor(values).argsort()].diff() >= -1e-5).all()
 
 
-edge = st.one_of(
-    st.sampled_from([0.0, 1.0, 1.0 + 2**-23, 1e30]), st.floats(0, 2**-40, width=32), st.floats(0, 10, width=32)
-)
+edge = st.sampled_from([0.0, 1.0, 1.0 + 2**-23, 1e30]) | st.floats(0, 2**-40, width=32) | st.floats(0, 10, width=32)
 
 
 @given(st.lists(edge, min_size=1, max_size=12), st.sampled_from([0.0, 0.4, 1.0]), st.floats(0, 4), st.floats(0.01, 1))
@@ -171,9 +169,7 @@ def test_a_gate_of_a_users_own_is_tried(own, fault):
     assert said is None if fault is None else fnmatchcase(said, fault)
     for importance_BL, reasoning_BL in getattr(own, "seen", ()):
         assert (importance_BL > 0).all()
-        assert reasoning_BL.sum(-1).tolist() == [3, 5, 0], (
-            "tokens outside in front and behind, none, and nothing but them"
-        )
+        assert reasoning_BL.sum(-1).tolist() == [3, 5, 0]  # tokens outside: in front and behind, none, all
         assert reasoning_BL[0].tolist() == [False, True, True, True, False]
 
 

@@ -67,11 +67,10 @@ def norm_in_float64(self, hidden):
 def error_and_rounding(path, index, probe, louder=1.0):
     """Largest error of the published importance against ours in float64, and that of two float32 evaluations of ours.
 
-    The published numbers are one more float32 evaluation. KL has no gradient at zero noise, so dJ/dz = P_noisy - P is a
-    difference of two softmaxes that agree to three or four digits, and the forward's float32 rounding is magnified by as
-    much: two correct float32 programs differ by up to 3e-3 of the largest score on these cases. The spread is measured
-    here, on the case itself, instead of being guessed. A float64 Qwen2 rounds to float32 in its norms, which is magnified as
-    well, so the reference has norms in float64. `louder` is a factor of the noise.
+    KL has no gradient at zero noise: dJ/dz = P_noisy - P is a difference of two softmaxes that agree to three or four digits,
+    which magnifies the forward's float32 rounding. Two correct float32 programs differ by up to 3e-3 of the largest score on
+    these cases, so the spread is measured on the case itself. A float64 Qwen2 would round to float32 in its norms. `louder`
+    is a factor of the noise.
     """
     reference, tensors, model = load(path)
     case, noise = reference["cases"][index], tensors[f"case{index}.noise"] * louder

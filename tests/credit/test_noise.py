@@ -33,9 +33,7 @@ def test_draws_are_hashes_of_seed_and_coordinate(size):
     bits = [[1 - 2 * (row[place // 64] >> place % 64 & 1) for place in range(5, 5 + size)] for row in hashed]
     assert signs(seed_N, 5, size).tolist() == bits
     pairs = (size + 1) // 2
-    radius = torch.tensor(
-        [[math.sqrt(-2 * math.log(((one >> 40) + 1) / 2**24)) for one in row[:pairs]] for row in hashed]
-    )
+    radius = torch.tensor([[-2 * math.log(((one >> 40) + 1) / 2**24) for one in row[:pairs]] for row in hashed]).sqrt()
     angle = torch.tensor([[(one % 2**24) * 2 * math.pi / 2**24 for one in row[:pairs]] for row in hashed])
     normal = torch.cat([radius * angle.cos(), radius * angle.sin()], 1)
     torch.testing.assert_close(gaussian(seed_N, size), normal[:, :size], atol=1e-5, rtol=1e-5)

@@ -102,9 +102,8 @@ def test_a_small_budget_takes_larger_blocks_and_no_second_round():
 def test_one_copy_that_is_left_over_is_run_and_a_score_below_zero_or_nan_is_nobodys_best():
     importance, asked = run(singles(16), 16, lambda unit: 2.0 if 8 in unit else -1.0, budget=3)
     assert [len(round) for round in asked] == [2, 1]
-    assert importance.tolist() == [0] * 8 + [2] * 8, (
-        "a quarter each of the block's, times what the one that was run says"
-    )
+    # A quarter each of the block's, times what the one that was run says.
+    assert importance.tolist() == [0] * 8 + [2] * 8
     unknown, _ = run(singles(16), 16, lambda unit: math.nan if 9 in unit else 0.8, budget=2)
     assert unknown[:8].tolist() == [0.1] * 8
     assert unknown[8:].isnan().all()
@@ -130,9 +129,8 @@ def test_hosts_in_lock_step_count_on_one_round_or_two():
 
 def test_replacements_are_drawn_anew_for_each_response_position_and_run():
     ids, positions = torch.tensor([4, 5, 6]), torch.tensor([1, 2])
-    seeds = [
-        replacement_seeds(*given) for given in ((ids, positions, 7), (ids.flip(0), positions, 7), (ids, positions, 8))
-    ]
+    drawn = (ids, positions, 7), (ids.flip(0), positions, 7), (ids, positions, 8)
+    seeds = [replacement_seeds(*given) for given in drawn]
     assert len(torch.cat(seeds).unique()) == 6
     assert torch.equal(replacement_seeds(ids, positions[1:], 7), seeds[0][1:]), "whatever else is drawn"
 

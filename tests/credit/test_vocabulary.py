@@ -39,9 +39,8 @@ def in_shards(compute):
 @pytest.fixture
 def logits():
     """In float32 the exponential of 100 is infinite."""
-    return torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0)) * 4 + torch.tensor(
-        [[0.0], [100.0], [-100.0]]
-    )
+    spread = 4 * torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0))
+    return spread + torch.tensor([[0.0], [100.0], [-100.0]])
 
 
 def of_importance(kind, token_N=None):

@@ -51,13 +51,11 @@ def test_shares_are_of_twenty_steps_and_warnings_become_rare(caplog, steps, shar
     )
 
 
-@pytest.mark.parametrize(
-    ("found", "reward", "count"), [(0.05, 0.3, 1), (0.05, 0.05, 0), (0.05, None, 0), (0.2, 0.3, 0)]
-)
-def test_rewards_without_answers_point_to_the_patterns(caplog, found, reward, count):
+@pytest.mark.parametrize(("found", "reward", "due"), [(0.05, 0.3, 1), (0.05, 0.05, 0), (0.05, None, 0), (0.2, 0.3, 0)])
+def test_rewards_without_answers_point_to_the_patterns(caplog, found, reward, due):
     metrics = {"oar/answer_found": found, "oar/fallback/any": 0.0}
     messages = said(caplog, [metrics] * STEPS, reward=reward)
-    assert [("answer_patterns" in message, "0.30" in message) for message in messages] == [(True, True)] * count
+    assert [("answer_patterns" in message, "0.30" in message) for message in messages] == [(True, True)] * due
 
 
 def test_every_reason_that_is_counted_has_its_advice():

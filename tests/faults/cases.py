@@ -1,7 +1,5 @@
 """The faults of whole runs, and the expected outcomes.
 
-Expectations were written down before the first try. They were changed where the host itself behaves differently.
-
 A fault waits for its moment: `generating` comes right after a step's metrics, when the next responses are generated;
 `updating` comes right after a step's dump, when advantages are known and the actor's update is running.
 """
@@ -270,9 +268,7 @@ def _own(name: str) -> tuple[str, ...]:
 CASES: dict[str, Case] = {
     **{
         f"kill -9 while responses are written: {kind}": Case(
-            expected,
-            signalled(kind, signal.SIGKILL, generating),
-            same=None if kind == SOME_RESPONSES_FAIL else True,
+            expected, signalled(kind, signal.SIGKILL, generating), same=None if kind == SOME_RESPONSES_FAIL else True
         )
         for kind, expected in _KILLED.items()
     },

@@ -1,6 +1,4 @@
-"""Two thousand steps with offloaded importance and dumps: which numbers grow?
-
-    python -m tests.faults.long_run --out FOLDER
+"""Two thousand steps with offloaded importance and dumps: which numbers grow? `python -m tests.faults.long_run --out FOLDER`
 
 Real verl, Ray and vLLM with a tiny model on a CPU, in an hour or two. `samples.jsonl` has the resources of the processes,
 sampled every `SAMPLE_EVERY_S`; `long_run.json` has the growth of each in the second half of the steps, by a straight line.

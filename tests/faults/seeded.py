@@ -28,10 +28,7 @@ def seeded(folder: Path) -> tuple[str, ...]:
 
 
 class SeededLoop(SingleTurnAgentLoop):
-    """verl's loop, with a seed in each request to vLLM.
-
-    With one request at a time (`max_num_seqs=1`) every run rounds alike. verl's own `full_determinism` needs Triton.
-    """
+    """verl's loop, with a seed in each request to vLLM; one request at a time rounds alike in every run."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         told = json.dumps([list(kwargs["raw_prompt"]), int(kwargs["session_id"])], sort_keys=True)

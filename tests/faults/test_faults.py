@@ -235,9 +235,7 @@ def test_a_fault_does_what_is_expected_of_it(name, assets, undisturbed, chains, 
             chains.anew()
     if file := os.environ.get("OAR_FAULTS_SEEN"):
         told = {key: value for key, value in asdict(seen).items() if key not in ("steps", "log")}
-        steps = sorted(seen.steps)
+        line = {"name": name, **told, "steps": sorted(seen.steps), "same": same, "deviations": differences}
         with open(file, "a", encoding="utf-8") as lines:
-            lines.write(
-                json.dumps({"name": name, **told, "steps": steps, "same": same, "deviations": differences}) + "\n"
-            )
+            lines.write(json.dumps(line) + "\n")
     assert differences == []

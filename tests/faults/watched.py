@@ -1,7 +1,4 @@
-"""Count the objects of a process of a run from within, every `EVERY_S`: for `VERL_USE_EXTERNAL_MODULES`.
-
-It counts hooks on modules, Python's objects and tensors, and in a process of Ray its references to Ray's object store.
-"""
+"""Count the objects of a process of a run from within, every `EVERY_S`: for `VERL_USE_EXTERNAL_MODULES`."""
 
 import gc
 import json

@@ -1,10 +1,7 @@
 """verl's engines on GPUs: every layout against a plain model on the CPU in float32 or float64, and peak memory.
 
-Errors are relative to the response's largest score. In bf16 a product keeps 8 bits, so that scores differ by several per cent;
-the gate uses their order, which is reported beside it.
-
-Scoring on vLLM engines: the tests of tests/hosts/vllm, with CUDA graphs and asynchronous scheduling, and in bf16. Both model
-runners, the second one with real Triton kernels. On a CPU the engine has no graphs.
+Errors are relative to the response's largest score; in bf16 scores differ by several per cent, so their order is reported too.
+Scoring on vLLM engines: the tests of tests/hosts/vllm, with CUDA graphs and asynchronous scheduling, and in bf16.
 """
 
 import json
@@ -95,12 +92,7 @@ def test_importance_equals_a_plain_models(root, log, figures, kind, name, proces
 
 
 LARGE = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-LARGE |= {
-    "vocab_size": 151_936,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-}
+LARGE |= {"vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.02}
 # The shape of Qwen2.5-0.5B; a smaller one on a CPU, in which the vocabulary is still the largest part.
 SMALL = {**SHAPE, "vocab_size": 4096, "max_position_embeddings": 4096}
 
@@ -124,11 +116,8 @@ def large(tmp_path_factory):
     ],
 )
 def test_importance_does_not_raise_the_peak_of_a_step(large, log, figures, name):
-    """The update or verl's own log-prob pass has the peak, on top of weights and optimizer state.
-
-    CUDA's allocator counts it; a rehearsal counts storages. Its responses are so short that weight gradients are most of the
-    update's peak, as at full size.
-    """
+    """The update or verl's own log-prob pass has the peak, on top of weights and optimizer state. CUDA's allocator counts it; a
+    rehearsal counts storages."""
     tokens = 64 if here.REHEARSAL else 1024
     (peaks,) = ranks(WORKER, "fsdp", name, large, "memory", tokens, processes=1, limit_s=LIMIT_S, log=log)
     for what, peak in peaks.items():

@@ -47,14 +47,9 @@ def test_two_steps_of_a_recipe(log, figures, name, gpus, overrides):
     run(["recipes/smoke.py", name, "--out", str(out), *sizes(gpus, overrides)], log, RUN_S)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [{"step": line["step"], **line["data"]} for line in lines]
-    for metric in (
-        "training/rollout_probs_diff_max",
-        "perf/max_memory_allocated_gb",
-        "oar/scored",
-        "oar/offload/scored",
-    ):
-        if metric in steps[-1]:
-            figures(metric, f"{steps[-1][metric]:.3g}")
+    for key in ("training/rollout_probs_diff_max", "perf/max_memory_allocated_gb", "oar/scored", "oar/offload/scored"):
+        if key in steps[-1]:
+            figures(key, f"{steps[-1][key]:.3g}")
     check(steps, [1, 2])
     assert all(step.get("oar/offload/scored", 1) > 0.5 for step in steps)
 

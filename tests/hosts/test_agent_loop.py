@@ -135,13 +135,9 @@ def run(monkeypatch):
     def go(server, outputs, validate=False, **oar):
         worker = object.__new__(agent_loop.OarAgentLoopWorker)
         tokenizer = world.make_tokenizer()
-        worker.config = OmegaConf.create(
-            {
-                "algorithm": {"use_kl_in_reward": False},
-                "data": {"max_response_length": world.MAX_RESPONSE_LENGTH},
-                "actor_rollout_ref": {"rollout": {"n": len(outputs)}},
-            }
-        )
+        settings = {"algorithm": {"use_kl_in_reward": False}, "actor_rollout_ref": {"rollout": {"n": len(outputs)}}}
+        data = {"max_response_length": world.MAX_RESPONSE_LENGTH}
+        worker.config = OmegaConf.create(settings | {"data": data})
         worker._oar = OarConfig.parse({"importance": "oar_p", "perturbation": {"backend": "rollout"}, **oar})
         worker._finder = make_finder(("hash",))
         worker._token_bytes = TokenBytes(tokenizer)

@@ -71,9 +71,7 @@ ASKS = {
 def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, monkeypatch):
     changes, asked, allowed = ASKS[feature]
     monkeypatch.setattr("oar_plugin.hosts.verl.offload.faults", lambda config: [])
-    monkeypatch.setattr(
-        "oar_plugin.hosts.verl.capabilities.missing", lambda name: ["x: f takes (a)"] if name == feature else []
-    )
+    monkeypatch.setattr(capabilities, "missing", lambda name: ["x: f takes (a)"] if name == feature else [])
     with pytest.raises(OarConfigError) as refused:
         resolve_here(config(**changes))
     text = str(refused.value)
@@ -125,15 +123,12 @@ def test_outside_of_our_trainers_the_estimator_explains_itself_and_says_what_is_
     monkeypatch.setattr(capabilities, "missing", lambda feature: lacking if feature == "sync" else [])
     with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True") as raised:
         get_adv_estimator_fn("oar")()
-    assert [line for line in str(raised.value).splitlines() if "f takes" in line] == [
-        f"this verl: {fault}" for fault in lacking
-    ]
+    said = [line for line in str(raised.value).splitlines() if "f takes" in line]
+    assert said == [f"this verl: {fault}" for fault in lacking]
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_a_feature_that_does_not_fit_is_left_to_verl_and_only_what_nobody_foresaw_is_a_warning(
-    foreseen, monkeypatch, caplog
-):
+def test_a_feature_that_does_not_fit_is_verls_and_only_what_nobody_foresaw_is_a_warning(foreseen, monkeypatch, caplog):
     """The hooks run in every process of every run, where an exception would come out of verl's own import."""
 
     def missing(feature):

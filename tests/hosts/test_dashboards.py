@@ -62,7 +62,7 @@ def test_wandb(tmp_path, monkeypatch):
         assert sum(row["oar/weights.values"]) == 23, "reasoning tokens"
         assert sum(row["oar/importance_log10.values"]) == 23
         page = next(tmp_path.glob(f"wandb/offline-*/files/{row['oar/responses.path']}")).read_text()
-        assert f"Step {row['_step']}" in page
+        assert f" · step {row['_step']}</h1>" in page
 
 
 def test_tensorboard(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_mlflow(tmp_path, monkeypatch):
     assert [point.step for point in client.get_metric_history(run.info.run_id, "oar/weights/p99")] == [1, 2]
     for step in (1, 2):
         file = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=f"oar/step_00000{step}.html")
-        assert f"Step {step}" in Path(file).read_text()
+        assert f" · step {step}</h1>" in Path(file).read_text()
 
 
 def test_one_that_fails_is_counted_and_leaves_the_others_alone(tmp_path, monkeypatch, caplog):
@@ -116,10 +116,8 @@ def test_weights_that_are_almost_the_same_are_counted():
 
 
 def test_weights_of_responses_that_were_not_scored_are_no_kinds():
-    tables = [
-        code_block(rows).partition("how many")[2]
-        for rows in ([RESPONSE], [RESPONSE, replace(RESPONSE, status="no_answer")])
-    ]
+    both = [RESPONSE], [RESPONSE, replace(RESPONSE, status="no_answer")]
+    tables = [code_block(rows).partition("how many")[2] for rows in both]
     assert tables[0] == tables[1]
 
 
@@ -133,14 +131,8 @@ def test_hostile_text_stays_text_in_tensorboard():
     """As its own text plugin renders it: one block of code, with nothing in it."""
     from tensorboard.plugin_util import markdown_to_safe_html
 
-    hostile = [
-        "    4\n\n",
-        "**no** ",
-        "</code></pre><script>x()</script>",
-        "[a](javascript:x)\n",
-        "\u202e\x00",
-        "# `b` &lt;\n<p>\n",
-    ]
+    hostile = ["    4\n\n", "**no** ", "</code></pre><script>x()</script>", "[a](javascript:x)\n"]
+    hostile += ["\u202e\x00", "# `b` &lt;\n<p>\n"]
     rows = {"tokens": hostile, "token_ids": [*range(6)], "weights": [1.5, 0.5] * 3, "segments": [1] * 6}
     nothing = {"importance": {}, "log_probs": None, "entropies": None}
     block = code_block([replace(RESPONSE, **rows, **nothing, prompt="<b>4 + *3*\n```", truth="<i>7", uid="\n<h1>")])

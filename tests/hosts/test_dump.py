@@ -121,6 +121,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert metrics["timing_s/oar_dump"] > 0
     head, rows = world.lines(1)
     assert head.versions.keys() >= {"verl", "torch", "transformers"}
+    assert (head.run, head.model) == (tmp_path.name, TOKENIZER.name_or_path)
     assert (head.config["tau"], head.config["dump"]["every"], head.arbitrary_scale) == (0.85, 3, {"fisher": True})
     assert [(row.group, row.uid, row.right) for row in rows[:2]] == [("a", "a_0_0", True), ("a", "a_1_0", False)]
     assert [row.group for row in rows] == [*"aabb"]
@@ -149,9 +150,8 @@ def test_the_batches_of_one_step_share_its_file_and_a_resume_replaces_it(tmp_pat
     for _ in range(2):  # twice the same run
         world.restart()
         world.show(3)
-        world.keys = [
-            f"{key[0] * 2}{key[1:]}" for key in world.keys
-        ]  # `parameter_sync_step` of verl's separate trainer
+        # As `parameter_sync_step` of verl's separate trainer has it.
+        world.keys = [f"{key[0] * 2}{key[1:]}" for key in world.keys]
         world.show(3)
         assert [row.group for row in world.lines(3)[1][::2]] == ["a", "b", "c", "aa"]
         world.keys = [key[1:] for key in world.keys]
@@ -167,13 +167,8 @@ def test_steps_after_the_one_that_a_run_resumed_from_are_no_longer_its_newest(tm
     world.restart()
     with caplog.at_level(logging.WARNING, "oar_plugin"):
         metrics = [world.show(step)["oar/dump_failed"] for step in (5, 6, 12, 9)]
-    names = [
-        "step_000003.jsonl",
-        "step_000006.jsonl",
-        "step_000009.jsonl",
-        "step_000009.jsonl.discarded",
-        "step_000012.jsonl",
-    ]
+    ends = ("03.jsonl", "06.jsonl", "09.jsonl", "09.jsonl.discarded", "12.jsonl")
+    names = [f"step_0000{end}" for end in ends]
     assert (metrics, world.files()) == ([0] * 4, [*names, "step_of_mine.jsonl"])
     assert (world.folder / names[3]).read_text() != "older"
     assert "1 files of steps after 6" in caplog.text

@@ -1,8 +1,7 @@
 """verl's real FSDP and Megatron engines with importance against a plain HuggingFace model: autograd, and a forward in float64
 for each copy.
 
-The engines run in processes on gloo; engine/worker.py and engine/megatron_worker.py name the stand-ins for GPUs.
-Errors are relative to the response's largest score.
+The engines' workers name the stand-ins for GPUs. Errors are relative to the response's largest score.
 """
 
 import pytest
@@ -90,6 +89,10 @@ def test_an_answer_crosses_a_context_parallel_border():
     assert len(prompt) + len(response) == 32
     answer = (world.segments_of(world.ROWS[3][1]) == Segment.ANSWER).nonzero()[:, 0] + len(prompt) - 1
     assert len({int(at) // (32 // 4) for at in answer}) == 2
+
+
+def test_a_model_that_caps_its_logits_is_refused_on_every_rank(double):
+    assert "changes its logits after the vocabulary projection" in double["refused"]
 
 
 def test_packed_equals_one_by_one(results):

@@ -1,8 +1,4 @@
-"""The question to every node, asked of real Ray actors that stand in for verl's workers and servers.
-
-They are processes of this machine. One has the plugin hidden from its imports, one has verl's plugins switched off, one has
-changed sources. Their engines are verl's classes without a model.
-"""
+"""The question to every node, asked of real Ray actors that stand in for verl's workers and servers."""
 
 import shutil
 from pathlib import Path
@@ -40,9 +36,8 @@ def actors():
             engines = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
             cls = engines.FSDPEngineWithLMHead
             if engine == "ours":
-                cls = importlib.import_module("verl.workers.engine.base").EngineRegistry.get_engine_cls(
-                    "language_model", "fsdp2"
-                )
+                base = importlib.import_module("verl.workers.engine.base")
+                cls = base.EngineRegistry.get_engine_cls("language_model", "fsdp2")
             holds = SimpleNamespace(actor=SimpleNamespace(engine=object.__new__(cls)))
             self.worker_dict = {"actor_rollout": holds, "ref": SimpleNamespace(actor=None)}
 

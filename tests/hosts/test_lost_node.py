@@ -1,7 +1,6 @@
 """A recipe on a Ray cluster of two nodes that loses one of them, or the network to it, and goes on from its checkpoint.
 
-Both nodes are on this machine: two raylets, a pretended GPU each. For a network that can be cut the second one is in a network
-namespace of its own, which takes root. A real cluster adds shared storage.
+Both nodes are on this machine: two raylets, a pretended GPU each. A network that can be cut takes root.
 """
 
 import json
@@ -66,10 +65,7 @@ def another_network() -> Iterator[str]:
 
 
 class TwoNodes:
-    """A Ray cluster of two nodes on this machine, which ends with the session that it belongs to, and the recipe's runs on it.
-
-    With a `network` the second node is in that namespace.
-    """
+    """A Ray cluster of two nodes on this machine and the recipe's runs on it; a second node in the namespace `network`."""
 
     def __init__(self, folder: Path, environment: dict[str, str], network: str = "") -> None:
         self.folder, self.metrics, self._network = folder, folder / "metrics.jsonl", network
@@ -178,11 +174,8 @@ def checkpointed(folder: Path) -> int:
 
 
 def updating(folder: Path) -> bool:
-    """Whether the step after a checkpoint has its advantages, and its update is running.
-
-    A node that is lost while verl 0.9.1 waits for rollouts leaves their prompts "running" for ever: `ReplayBuffer.sample` asks
-    nobody whether they still are. An update ends at once, with the error of the actor that died.
-    """
+    """Whether the step after a checkpoint has its advantages, and its update is running. verl 0.9.1 would wait for ever for the
+    rollouts of a lost node; an update ends at once, with the error of the actor that died."""
     step = checkpointed(folder) + 1
     return step > 2 and (folder / "dumps" / f"step_{step:06d}.jsonl").exists()
 

@@ -1,6 +1,5 @@
 """Whole steps with a Megatron actor: real verl, real Ray, real vLLM, verl's real Megatron engine on stand-ins for CUDA.
 
-The optimizer is megatron-core's ordinary one without clipping: the distributed optimizer and clipping need CUDA tensors.
 verl_cpu/megatron.py lists the stand-ins.
 """
 

@@ -11,14 +11,7 @@ import verl  # noqa: F401
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.verl.offload import (
-    ENGINE_FIELDS,
-    OffloadRecord,
-    actor_may_help,
-    deciles,
-    merged,
-    offload_metrics,
-)
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OffloadRecord, actor_may_help, deciles, merged, offload_metrics
 from oar_plugin.passes.request import IMPORTANCE, SECONDS, SEGMENTS, STATUS
 from tests.hosts.engine.world import nested
 

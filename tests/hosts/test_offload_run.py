@@ -1,7 +1,6 @@
 """OAR-P on the rollout engines in whole runs: real verl, real Ray, real vLLM on a CPU.
 
-Importance is compared with a plain HuggingFace model in float64, one whole forward a copy: that of the first step with the
-weights on disk, that of the second with what the first one made of them.
+Importance is compared with a plain HuggingFace model in float64, one whole forward a copy, before and after an update.
 """
 
 import json
@@ -63,10 +62,8 @@ def model_of(folder, checkpoint=None):
 
 
 def worst(folder, rows, model, budget=1.0, replacement=PAD):
-    """Largest error, relative to the response's largest score, or to a thousandth of a nat where that is smaller.
-
-    A divergence of two nearly equal distributions carries the rounding of float32 logits: about 1e-6 times its square root.
-    """
+    """Largest error, relative to the response's largest score, or to a thousandth of a nat where that is smaller: a divergence
+    of two nearly equal distributions carries the rounding of float32 logits."""
     errors = []
     for row in rows:
         ids, segments = torch.tensor([*prompt_ids(folder, row), *row.token_ids]), torch.tensor(row.segments)

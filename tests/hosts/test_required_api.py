@@ -68,9 +68,8 @@ def test_every_module_of_ours_that_imports_a_host_makes_a_feature():
     for file in [*folder.glob("hosts/v*/*.py"), *folder.glob("passes/*.py")]:
         module = ".".join(["oar_plugin", *file.relative_to(folder).with_suffix("").parts])
         imports = [node for node in ast.walk(tree(module)) if isinstance(node, ast.ImportFrom)]
-        assert module in looked_at or not any(
-            (node.module or "").split(".")[0] in required_api.HOSTS for node in imports
-        )
+        packages = {(node.module or "").split(".")[0] for node in imports}
+        assert module in looked_at or packages.isdisjoint(required_api.HOSTS)
 
 
 @features
@@ -224,9 +223,7 @@ def test_each_kind_of_use_is_read(ours, named, monkeypatch, tmp_path):
         (tmp_path / package).mkdir()
         for name, text in files.items():
             (tmp_path / package / f"{name}.py").write_text(text)
-    monkeypatch.setattr(
-        required_api, "folders", lambda package: (tmp_path / package,) if package in ("host", "ours") else ()
-    )
+    monkeypatch.setattr(required_api, "folders", lambda name: (tmp_path / name,) if name in ("host", "ours") else ())
     monkeypatch.setattr(required_api, "HOSTS", ("host", "absent_package"))
     monkeypatch.setattr(required_api, "OURS", "ours")
     for name in ("path_of", "tree", "_names", "_members", "requirements"):  # without what they remember

@@ -22,9 +22,8 @@ from oar_plugin.hosts.vllm.scorer import Refused, ScoringResult, tagged_request
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(
-        vLLMHttpServer, "__init__", lambda self: vars(self).update(config=SimpleNamespace(max_num_seqs=4))
-    )
+    config = SimpleNamespace(max_num_seqs=4)
+    monkeypatch.setattr(vLLMHttpServer, "__init__", lambda self: vars(self).update(config=config))
     for name, value in {"max_in_flight": 2, "share_while_generating": 0.5}.items():
         monkeypatch.setattr(OarVLLMHttpServer, name, value, raising=False)
     made = OarVLLMHttpServer()

@@ -59,9 +59,7 @@ def test_activation_offload_does_not_act_and_the_layers_are_recomputed(monkeypat
 
 def test_megatrons_recomputation_as_verl_patches_it_does_not_free_the_embeddings(monkeypatch):
     """The patch frees the storage of a layer's input after the layer's backward; the first layer's input is the embeddings.
-
-    verl installs the patch where there is CUDA. CUDA's streams and random states are stubbed.
-    """
+    CUDA's streams and random states are stubbed."""
     random = pytest.importorskip("megatron.core.tensor_parallel.random")
     patch = pytest.importorskip("verl.models.mcore.patch")
     monkeypatch.setattr(random.CheckpointFunction, "backward", random.CheckpointFunction.backward)

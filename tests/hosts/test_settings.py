@@ -176,13 +176,9 @@ def test_the_command_line_decides_whether_hydra_sees_our_keys():
 
 
 def main_ppo(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_S,
-        env={**os.environ, "HYDRA_FULL_ERROR": "0", **environment},
-    )
+    words = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
+    environment = {**os.environ, "HYDRA_FULL_ERROR": "0", **environment}
+    return subprocess.run(words, capture_output=True, text=True, timeout=PROCESS_S, env=environment)
 
 
 def settings_of(*overrides: str, name: str = "ppo_trainer", folder: Path = TRAINER_CONFIG) -> OarConfig:
@@ -228,10 +224,9 @@ def test_a_bad_setting_stops_the_run_before_anything_starts_and_says_what_to_wri
 
 @pytest.mark.slow
 def test_another_estimator_composes_the_same_configuration_with_and_without_the_plugin():
-    with_plugin = main_ppo("algorithm.adv_estimator=grpo", "--cfg", "job")
+    words = "algorithm.adv_estimator=grpo", "--cfg", "job"
+    with_plugin = main_ppo(*words)
     # verl by itself knows no platform "cpu", which somebody may have set.
-    without = main_ppo(
-        "algorithm.adv_estimator=grpo", "--cfg", "job", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM=""
-    )
+    without = main_ppo(*words, VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="")
     assert with_plugin.stdout == without.stdout
     assert "oar" not in without.stdout.split("algorithm:")[1].split("trainer:")[0]

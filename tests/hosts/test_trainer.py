@@ -45,9 +45,7 @@ def picked(field, rows):
 class World:
     """A trainer, its queue, and a batch, whose second group has nothing to learn."""
 
-    def __init__(
-        self, mode="sync", lengths=(5, 7, 4, 6, 5, 5), uids=(*"aaabbb",), rewards=(1.0, 0.0, 0.0, 1.0, 1.0, 1.0), **oar
-    ):
+    def __init__(self, mode="sync", lengths=(5, 7, 4, 6, 5, 5), uids=(*"aaabbb",), rewards=(1, 0, 0, 1, 1, 1), **oar):
         self.lengths, self.uids, self.rewards = lengths, uids, rewards
         self.metrics = {}
         self.fields = {
@@ -83,9 +81,8 @@ class World:
 
     def kv_batch_get(self, keys, partition_id, select_fields):
         rows = [self.keys.index(key) for key in keys]
-        return TensorDict(
-            {name: picked(self.fields[name], rows) for name in select_fields if name in self.fields}, len(rows)
-        )
+        found = {name: picked(self.fields[name], rows) for name in select_fields if name in self.fields}
+        return TensorDict(found, len(rows))
 
     def kv_batch_put(self, keys, partition_id, fields):
         assert sorted(keys) == sorted(self.keys)
@@ -285,10 +282,8 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
 
 @pytest.mark.parametrize("rewards", [[1.0] * 6, [1.0, 0.0] * 3])
 def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, monkeypatch, rewards):
-    one, verls = (
-        world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]),
-        [],
-    )  # there are two ways, and verl takes the other one
+    # There are two ways, and verl takes the other one.
+    one, verls = world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]), []
     one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 1]
     balance = BASE.PPOTrainer._balance_batch
 
@@ -404,9 +399,8 @@ def test_the_offload_sets_what_it_needs_in_verls_configuration(monkeypatch):
     registered = []
     server = importlib.import_module("oar_plugin.hosts.verl.rollout_server")
     monkeypatch.setattr(server, "register", lambda *settings: registered.append(settings))
-    config = OmegaConf.create(
-        {"actor_rollout_ref": {"rollout": {"agent": {"agent_loop_manager_class": None}, "scheduling_policy": "fcfs"}}}
-    )
+    rollout = {"agent": {"agent_loop_manager_class": None}, "scheduling_policy": "fcfs"}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     OmegaConf.set_struct(config, True)
     offload.switch_on(config, OarConfig.parse({"perturbation": {"max_in_flight": 5}}))
     assert registered == [(5, 0.15)]

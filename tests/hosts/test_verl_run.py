@@ -25,16 +25,7 @@ from oar_plugin.credit.gate import gate_of
 from oar_plugin.runs.recipe import command
 from recipes.smoke import VOCABULARY
 from tests.hosts.engine import world
-from tests.hosts.whole_run import (
-    ADAPTER,
-    LIMIT_S,
-    RECIPES,
-    check,
-    dumped,
-    loads_adapters,
-    prompt_ids,
-    smoke,
-)
+from tests.hosts.whole_run import ADAPTER, LIMIT_S, RECIPES, check, dumped, loads_adapters, prompt_ids, smoke
 from verl_cpu.launch import cpu_environment
 from verl_cpu.session import session
 

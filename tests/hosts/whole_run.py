@@ -1,16 +1,7 @@
 """Shared by the tests of whole runs of verl: the time limit, and the checks of a healthy run.
 
-Five run with every change, each for several features at once:
-
-* `test_verl_run`, the standard recipe by `oar launch`: refusing, resuming, everything in one folder; an importance and a gate
-  of one's own, validation, dumps, equality with the front door;
-* `test_verl_run`, colocate_async: LoRA, bypass mode, the published preset with its warm-up;
-* `test_offload_run`: OAR-P on the engines with an adapter, exact before and after an update;
-* `test_megatron_run`: tensor and sequence parallelism, dumps equal to a plain backward;
-* `test_smoke`, separate_async: KL in the reward, RLOO, rollout correction, engines whose weights change while they score.
-
-The others are `nightly`: engines on two ranks, mixtures of experts, Megatron with context parallelism and `decision`, a lost
-node and resuming, the studies that run verl.
+Five run with every change, each for several features at once: two in `test_verl_run`, and those of `test_offload_run`,
+`test_megatron_run` and `test_smoke`. The others are `nightly`.
 """
 
 import math
@@ -41,15 +32,12 @@ whole_run = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 120)]
 
 
 def loads_adapters() -> bool:
-    """Whether this verl can load an adapter into this vLLM. Otherwise such a run hangs, with GRPO too.
-
-    vLLM 0.25 changed the names of layers, which verl 0.9.0 does not know. verl 0.9.1 asks vLLM for them by a function that vLLM
-    0.31 lacks.
-    """
+    """Whether this verl can load an adapter into this vLLM. Otherwise such a run hangs, with GRPO too."""
     import verl
     import vllm
     from vllm.model_executor.models.utils import WeightsMapper
 
+    # vLLM 0.25 changed the names of layers. verl 0.9.1 asks vLLM for them, by a function that vLLM 0.31 lacks.
     if Version(vllm.__version__) < Version("0.25"):
         return True
     return Version(verl.__version__) >= Version("0.9.1") and hasattr(WeightsMapper, "get_unstacked_mapper")

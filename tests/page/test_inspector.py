@@ -71,25 +71,18 @@ def expected(response):
 
 
 @pytest.fixture
-def show(browser, tmp_path):
+def show(opened):
     """Opens the page of some responses; an error of its script or a request fails the test."""
-    faults = []
+    found = []
 
-    def opened(responses, header=HEADER, size=(1280, 900), as_recorded=False, **options):
-        file = tmp_path / "page.html"
-        file.write_text(inspector_page(responses, header, "A run <1>", as_recorded), encoding="utf-8")
-        page = browser.new_page(viewport={"width": size[0], "height": size[1]}, **options)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda message: faults.append(message.text))
-        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
-        page.goto(file.as_uri())
+    def shown(responses, header=HEADER, as_recorded=False, **options):
+        page, faults = opened(inspector_page(responses, header, "A run <1>", as_recorded), **options)
+        found.append(faults)
         page.wait_for_selector("body[data-ready]")
         return page
 
-    yield opened
-    for context in browser.contexts:
-        context.close()
-    assert faults == []
+    yield shown
+    assert found == [[]] * len(found)
 
 
 SET = "(node, value) => { node.value = value; node.dispatchEvent(new Event('input', {bubbles: true})); }"
@@ -211,14 +204,11 @@ def test_what_a_tool_wrote_is_not_pushed(show):
     assert "3 of 10, tool" in tip
     assert "weight" not in tip
     page.evaluate("summarize()")
-    counts = page.evaluate("[...byId('types').rows].slice(1).map(row => row.cells[1].textContent)")
-    assert counts == ["2", "1", "1", "1"], "without those of the tool"
+    counted = "[...byId('types').rows].slice(1).map(row => +row.cells[1].textContent)"
+    assert page.evaluate(counted) == [2, 1, 1, 1], "without those of the tool"
     page = show([replace(response, segments=[1] * 10)])
     page.evaluate("summarize()")
-    assert (
-        page.evaluate("[...byId('types').rows].slice(1).map(row => +row.cells[1].textContent).reduce((a, b) => a + b)")
-        == 8
-    )
+    assert sum(page.evaluate(counted)) == 8
 
 
 def test_the_ends_of_a_strip_can_be_clicked(show):
@@ -248,19 +238,14 @@ def test_numbers_survive_the_journey(show):
 
 def test_hostile_text_is_shown_and_does_nothing(show):
     as_it_is = ["<b>x</b>", "</script><script>document.title='gone'</script>", "-->", "<!--", "{{ 7 * 7 }}", "&lt;"]
-    signs = {
-        "\u202eabc": "⟨U+202E⟩abc",
-        "\u2066": "⟨U+2066⟩",
-        "\0": "⟨U+0000⟩",
-        "\x1b": "⟨U+001B⟩",
-        "\u200b": "⟨U+200B⟩",
-    }
-    signs |= {"\ud83d": "⟨U+D83D⟩", "\\xe2": "\\xe2", "😀": "😀", "שלום": "שלום"}
+    signs = {"\u202eabc": "⟨U+202E⟩abc", "\u2066": "⟨U+2066⟩", "\0": "⟨U+0000⟩", "\x1b": "⟨U+001B⟩"}
+    signs |= {"\u200b": "⟨U+200B⟩", "\ud83d": "⟨U+D83D⟩", "\\xe2": "\\xe2", "😀": "😀", "שלום": "שלום"}
     signs |= {"עברית": "עברית", "\ufeff": "⟨U+FEFF⟩", "\t": "⇥", "": "∅", " ": "␣", "\r\n": "⟨U+000D⟩⏎\n"}
     words = [*as_it_is, *signs]
     bad = "<img src=x onerror=\"document.title='gone'\">\u202e\0\ud800"
-    page = show([made(bad, words, prompt=bad, truth=bad, source=bad, group=bad, status=bad)])
-    assert page.title() == "A run <1>"
+    header = replace(HEADER, model="/models/a/<b>")
+    page = show([made(bad, words, prompt=bad, truth=bad, source=bad, group=bad, status=bad)], header)
+    assert page.title() == page.locator("h1").text_content() == "A run <1> · a/<b> · step 3"
     assert page.locator("#groups :is(script, img, b)").count() == 0
     assert page.locator(".tokens .t").all_text_contents() == [*as_it_is, *signs.values()]
     assert "⟨U+202E⟩⟨U+0000⟩⟨U+D800⟩" in page.locator(".prompt pre").text_content()
@@ -303,6 +288,7 @@ def test_filters_search_and_steps(show):
         made("d", [" hay", " ne", "edle", "s"], step=3),
     ]
     page = show(responses)
+    assert page.title() == "A run <1> · steps 1, 2, 3"
 
     def left():
         return page.evaluate("cards.filter(card => card.node.checkVisibility()).map(card => card.r.uid).join('')")
@@ -353,12 +339,41 @@ def test_siblings_stand_side_by_side_with_their_first_difference_marked(show):
     marks = page.evaluate("Object.fromEntries(cards.map(card => [card.r.uid, card.differs.place]))")
     assert marks == {"right": 4, "twin": 4, "near": 4, "far": 0}
     assert page.locator(".differs:visible").all_text_contents()[1:] == ["=", "=", "-", "no"]
-    lefts = [page.locator("article", has_text=uid).first.bounding_box()["x"] for uid in ("· right", "· near")]
-    assert lefts[0] < lefts[1]
+    lefts = "['right', 'near'].map(uid => cards.find(card => card.r.uid === uid).node.getBoundingClientRect().left)"
+    right, near = page.evaluate(lefts)
+    assert right < near
     narrow = show(responses, size=(390, 800))
     assert narrow.evaluate("document.documentElement.scrollWidth") == 390
-    lefts = [narrow.locator("article", has_text=uid).first.bounding_box()["x"] for uid in ("· right", "· near")]
-    assert lefts[0] == lefts[1]
+    right, near = narrow.evaluate(lefts)
+    assert right == near
+    tops = "Array.from(document.querySelector('.chips').children, chip => chip.offsetTop)"
+    assert len(set(narrow.evaluate(tops))) == 1
+
+
+def test_what_outcomes_have_in_common_is_said_for_equal_responses_and_early_differences_too(show):
+    words = {"a": WORDS, "b": WORDS[:4], "c": WORDS, "d": ["no", *WORDS[1:]]}
+    page = show([made(uid, own, **({} if uid == "a" else WRONG)) for uid, own in words.items()])
+    found = "cards.map(({r, differs}) => [r.uid, differs.place, differs.other.uid, differenceText(r, differs)])"
+    *places, said = zip(*page.evaluate(found), strict=True)
+    assert list(zip(*places, strict=True)) == [("a", 10, "c"), ("b", 4, "a"), ("c", 10, "a"), ("d", 0, "a")]
+    assert len(set(said)) == 4
+    assert page.locator("article button").count() == 1, "only a difference can be pinned"
+
+
+def test_groups_are_named_by_what_the_user_asks(show):
+    chats = [
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", "{}",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n", "<｜User｜>{}<｜Assistant｜>", "<s>[INST] {} [/INST]",
+        "system\nBe kind.\nuser\n{}\nassistant\n", "system: Be kind.\nuser: {}",
+    ]  # fmt: skip
+    page = show([made(str(i), group=str(i), prompt=chat.format("Is 1 < 2\n?")) for i, chat in enumerate(chats)])
+    assert page.locator(".prompt h2").all_text_contents() == ["Is 1 < 2 ?"] * len(chats)
+    asked = "Write the answer behind four hashes. {}+1?"
+    page = show([made(u, group=u[0], prompt=asked.format(u[0]), reward=int(u[1])) for u in ("a0", "a1", "b1")])
+    assert page.locator(".prompt h2").all_text_contents() == ["… a+1?", "… b+1?"]
+    about = page.locator(".about:visible").all_text_contents()
+    assert [re.findall(r"[\d.]+", text) for text in about] == [["3", "2", "0.5", "2"], ["3", "1", "1", "2"]]
 
 
 def test_colours_say_which_way_and_how_much(show):
@@ -375,6 +390,11 @@ def test_colours_say_which_way_and_how_much(show):
     assert np.argsort(shades).tolist() == np.argsort(wrong.importance["fisher"][:7]).tolist(), "full gradation"
     for mode in ("weight", "importance", "logProb", "entropy"):
         choose(page, colour=mode)
+        page.evaluate("summarize()")
+        ticks = "[...document.querySelectorAll('.ticks span')].map(x => [+x.textContent, parseFloat(x.style.left)])"
+        numbers, places = np.array(page.evaluate(ticks)).T
+        assert 0 in numbers
+        assert np.polyval(np.polyfit(numbers, places, 1), numbers) == pytest.approx(places, abs=1e-3), "a linear axis"
         assert len({tuple(page.evaluate(colour, [0, i])) for i in range(7)}) > 1, mode
         assert page.locator(f"#legend [data-colour={mode}]").is_visible()
     assert page.locator("#legend [data-colour=push]").is_hidden()
@@ -406,6 +426,31 @@ def test_the_summary_counts_what_the_filters_show(show):
     assert rows[0][5:] == [], "one step needs no column of its own"
 
 
+def test_a_sentence_says_that_form_is_paid_most_only_where_it_is(show):
+    for paid, kind in ((".", "Marks"), (" +", "Operators"), (" 3", ""), (" x", "")):
+        words = [" 3", " +", " x", "."] * 9
+        scores = {"fisher": [2.0 if word == paid else 1.0 for word in words]}
+        page = show([made(str(i), words, importance=scores, reward=i % 2) for i in range(3)])
+        page.evaluate("summarize()")
+        assert page.locator("#form").text_content().split(" ")[0] == kind
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (390, 800)])
+def test_the_tip_covers_no_text_that_is_read_and_a_wide_table_says_that_it_goes_on(show, size):
+    page = show([made(str(step), WORDS * 30, step=step) for step in range(1, 9)], size=size)
+    page.locator("#more").wait_for()
+    box = "node => { const {left, top, right, bottom} = node.getBoundingClientRect(); return [left, top, right, bottom]; }"
+    for i in range(0, 300, 23):
+        page.locator(".tokens .t").nth(i).hover()
+        left, top, right, low = page.locator("#tip").evaluate(box)
+        assert min(left, top, size[0] - right, size[1] - low) >= 0
+        card, token = page.locator("article").first.evaluate(box), page.locator(".t:hover").evaluate(box)
+        assert right < card[0] if size[0] > 900 else low < token[1] or top > token[3]
+    page = show([made()], size=size)
+    page.evaluate("summarize()")
+    assert page.locator("#more").is_hidden()
+
+
 def test_gates_and_their_numbers(show):
     page = show([made()], replace(HEADER, config=CONFIG | {"beta": 20.0, "floor": 0.001, "gate": "bi_level"}))
     assert page.evaluate("[+elements.beta.value, +elements.floor.value]") == [20, 0.001]
@@ -422,13 +467,20 @@ def test_gates_and_their_numbers(show):
     assert page.evaluate(told) == ["run", 0.85, True, 0.85]
 
 
-def test_both_themes_by_the_system_and_by_hand(show):
-    background = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+def test_text_can_be_read_in_both_themes_by_the_system_and_by_hand(show):
+    shown = "[cards[0].node, ...document.querySelectorAll('#legend .full')].map(x => getComputedStyle(x))"
     for scheme, dark in (("light", False), ("dark", True)):
         page = show([made()], color_scheme=scheme)
-        assert (page.evaluate(background) < 100) == dark
-        page.locator("#theme").click()
-        assert (page.evaluate(background) < 100) == (not dark)
+        for _ in range(2):
+            colours = page.evaluate(f"{shown}.map(x => [x.backgroundColor, x.color])")
+            card, *ends = ([np.array(re.findall(r"[\d.]+", text), float) for text in pair] for pair in colours)
+            assert (card[0][0] < 100) == dark
+            for fill, text in ends:
+                behind = fill[3] * fill[:3] + (1 - fill[3]) * card[0]
+                light = [((x / 255 + 0.055) / 1.055) ** 2.4 @ [0.2126, 0.7152, 0.0722] + 0.05 for x in (behind, text)]
+                assert max(light) / min(light) > 4.5, "the contrast of WCAG's level AA"
+            page.locator("#theme").click()
+            dark = not dark
 
 
 def test_two_hundred_responses_are_small_and_a_long_one_is_drawn_when_it_is_needed(show):
@@ -454,11 +506,10 @@ def test_nothing_comes_from_elsewhere_and_no_response_is_a_page_too(show):
     assert [status for status in Status if f'<option value="{status.name.lower()}">' not in page] == []
     show([]).get_by_text("0 of 0 responses").wait_for()
     odd = "a  'name'"
-    page = show(
-        [made(source="", importance={odd: made().importance["fisher"]})], replace(HEADER, arbitrary_scale={odd: True})
-    )
+    one = made(source="", importance={odd: made().importance["fisher"]})
+    page = show([one], replace(HEADER, arbitrary_scale={odd: True}))
     assert page.evaluate("nameNow()") == odd
-    assert page.locator(".about").text_content().startswith("Step 3 · group g")
+    assert page.locator(".about:visible").text_content().startswith("Step 3 · 1 response")
 
 
 @pytest.mark.parametrize(

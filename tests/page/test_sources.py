@@ -11,6 +11,7 @@ from oar_plugin.page.sources import SourceError, advantages, read, unscored
 from tests.page.dumped import HEADER, RESPONSE, write_dump
 
 ASKED = {"prompt": "1+1?", "response": "so 2 #### 2"}
+CHAT = [{"role": "user", "content": "1?"}]
 VERL = {"input": "1+1?", "output": "#### 2", "gts": "2", "score": 1.0, "step": 7, "uid": "a_3_0"}
 
 
@@ -34,10 +35,7 @@ def written(path, *lines):
             {"truth": "2", "reward": 1.0, "source": "m", "group": "4", "step": 9},
         ),
         (ASKED | {"reward": float("nan")}, {"reward": None}),
-        (
-            ASKED | {"prompt": [{"role": "user", "content": "1?"}]},
-            {"prompt": "user: 1?", "chat": [{"role": "user", "content": "1?"}]},
-        ),
+        (ASKED | {"prompt": CHAT}, {"prompt": "user: 1?", "chat": CHAT}),
         (VERL, {"prompt": "1+1?", "response": "#### 2", "truth": "2", "reward": 1.0, "step": 7, "group": "a"}),
         (ASKED | {"uid": "math_1_0"}, {"uid": "f:1", "group": read_group("1+1?")}),
         (VERL | {"uid": None, "gts": None, "data_source": "d"}, {"uid": "f:1", "truth": None, "source": "d"}),
@@ -132,6 +130,8 @@ def test_the_newest_steps_are_shown_or_those_that_are_named_and_no_group_is_part
 @pytest.mark.parametrize(
     ("source", "said"),
     [
+        ("projects", [1]),
+        ("projects/project/run", [1]),
         ("run", [1]),
         ("run/dump", [1]),
         ("run/dump/step_000001.jsonl", [1]),
@@ -139,17 +139,15 @@ def test_the_newest_steps_are_shown_or_those_that_are_named_and_no_group_is_part
         ("two", "two: name one of its dumps: two/a, two/b"),
         ("empty", "algorithm.oar.dump.dir"),
         ("nowhere", "nowhere: no such file or folder"),
-        (
-            "old",
-            "step_1.jsonl: its first line is no header that this version of oar_plugin reads: versions: Field required",
-        ),
+        ("old", "step_1.jsonl: its first line is no header that this version of oar_plugin reads: versions: "),
         ("newer", "a dump of format 99; this version reads 1"),
         ("foreign", "foreign: nothing to show: 2 of 2 lines skipped"),
     ],
 )
 def test_a_source_is_recognised_or_it_is_said_what_is_wrong(source, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_dump(tmp_path / "run/dump", 1)
+    for run in ("run", "projects/project/run"):
+        write_dump(tmp_path / run / "dump", 1)
     written(tmp_path / "run/metrics/start.jsonl", {"step": 1, "data": {}})
     written(tmp_path / "run/step_last.jsonl", RESPONSE.line())
     written(tmp_path / "rollouts/7.jsonl", VERL)

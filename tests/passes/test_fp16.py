@@ -38,12 +38,10 @@ def of(model, importance, probe="answer_mean", dtype=torch.float16, sigma=0.05, 
     if isinstance(importance, type):
         importance = f"python:{__name__}:{importance.__name__}"
     token_BL, segments_BL, mask_BL = padded(rows_of())
-    one = copy.deepcopy(model.half())  # the weights that all have
+    one = copy.deepcopy(model.half()).to(torch.float32 if autocast else dtype)  # the weights that all have
     with torch.autocast("cpu", dtype, enabled=autocast):
         request = Request(importance, probe, sigma=sigma)
-        scores_BL = gradient_importance(
-            one.float() if autocast else one.to(dtype), request, token_BL, segments_BL, mask_BL
-        )
+        scores_BL = gradient_importance(one, request, token_BL, segments_BL, mask_BL)
     return unpadded(scores_BL, mask_BL)
 
 

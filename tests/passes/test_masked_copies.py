@@ -27,11 +27,8 @@ def copies_of(model, max_tokens, probe="answer_mean", importance="oar_p", replac
 @every_probe
 @pytest.mark.parametrize("max_tokens", [4096, 1, 150])
 def test_scores_agree_with_the_published_numbers(path, probe, max_tokens):
-    """To 1e-5 of the response's largest score, batched and one by one.
-
-    A drop of log-probability is a difference of two float32 numbers, in the reference too, and carries their rounding: where
-    a response has one small drop (0.09 nats of 4) a float64 model is 2e-5 of it away. There the scale is the number itself.
-    """
+    """To 1e-5 of the response's largest score, batched and one by one. A drop of log-probability carries the rounding of two
+    float32 numbers, in the reference too: there the scale is that of these numbers."""
     reference, _, model = load(path)
     for index, case in enumerate(reference["cases"]):
         ids = torch.tensor(case["before"] + case["reasoning"] + case["conclude"] + case["answer"])
@@ -117,7 +114,7 @@ def test_a_first_token_that_nothing_predicts_stands_for_itself(llama, candidate)
 # ---- from copies to importance
 
 
-def response(prompt, **lengths):
+def made(prompt, **lengths):
     """Tokens of prompt and response, segments and gradient; other tokens stand in the midst of the reasoning."""
     torch.manual_seed(lengths["REASONING"])
     segments = torch.tensor([Segment[name] for name, length in lengths.items() for _ in range(length)])
@@ -125,10 +122,7 @@ def response(prompt, **lengths):
     return torch.randint(1, SIZE["vocab_size"], (prompt + len(segments),)), segments, torch.rand(len(segments))
 
 
-RESPONSES = {
-    3: response(5, REASONING=30, CONCLUDE=2, ANSWER=3, AFTER=4),
-    8: response(7, REASONING=12, CONCLUDE=1, ANSWER=1),
-}
+RESPONSES = {3: made(5, REASONING=30, CONCLUDE=2, ANSWER=3, AFTER=4), 8: made(7, REASONING=12, CONCLUDE=1, ANSWER=1)}
 
 
 def test_a_candidate_ends_with_its_answer():

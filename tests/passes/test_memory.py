@@ -15,11 +15,8 @@ from oar_plugin.passes.request import Request
 
 CHUNK, VOCABULARY, HIDDEN = 16, 20_000, 8
 FLOAT32 = CHUNK * VOCABULARY * 4  # bytes of a chunk of logits
-CASES = [
-    *((name, probe) for name in ("fisher", "oar_g", "decision") for probe in ("answer_mean", "answer_joint")),
-    ("python:tests.own_importance:Saliency", "answer_mean"),
-    ("python:tests.own_importance:Saliency", "answer_joint"),
-]
+NAMES = ("fisher", "oar_g", "decision", "python:tests.own_importance:Saliency")
+CASES = [(name, probe) for name in NAMES for probe in ("answer_mean", "answer_joint")]
 
 
 class Counted(TorchDispatchMode):

@@ -121,9 +121,7 @@ def test_copies_alone_have_no_gradient_importance(model):
 def test_the_gradient_of_a_batch_chooses_its_copies(model):
     """The importance's own: the units with the largest `fisher` have exact scores, the others estimates in its order."""
     batch = padded(rows_of())
-    requests = [
-        Request(name, budget=budget, replacement_token=world.PAD) for name, budget in (("oar_p", 1), ("hybrid", 0.3))
-    ]
+    requests = Request("oar_p", replacement_token=world.PAD), Request("hybrid", budget=0.3, replacement_token=world.PAD)
     exact, hybrid = (unpadded(batch_importance(model, request, *batch), batch[2]) for request in requests)
     for gradient, one, all_, (_, segments) in zip(run(model), hybrid, exact, rows_of(), strict=True):
         order = gradient.argsort(descending=True)

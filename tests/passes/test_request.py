@@ -35,9 +35,7 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
         ({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "decision"}}, "decision", None),
     ],
 )
-def test_copies_go_to_the_actor_unless_the_rollout_engines_run_them_and_all_travels_as_plain_values(
-    settings, importance, copies
-):
+def test_copies_go_to_the_actor_unless_engines_run_them_and_all_travels_as_plain_values(settings, importance, copies):
     """`copies`: budget and span."""
     request = Request.from_config(OarConfig.parse(settings), 5, 100, True, 7, 0.9)
     assert request.importance == importance

@@ -17,9 +17,7 @@ def tensors():
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_every_row_is_seen_once_in_chunks_and_its_gradient_is_that_of_the_sum_over_all_logits(
-    monkeypatch, tensors, chunk
-):
+def test_every_row_is_seen_once_in_chunks_and_its_gradient_is_that_of_the_whole_sum(monkeypatch, tensors, chunk):
     """Coefficients that depend on the logits are held fixed, every row has its own, and the projection has a bias."""
     monkeypatch.setattr(rows, "CHUNK", chunk)
     (hidden_NH, weight_VH), factor_NV, bias_V = tensors, torch.randn(ROWS, VOCABULARY), torch.randn(VOCABULARY)
@@ -39,10 +37,8 @@ def test_every_row_is_seen_once_in_chunks_and_its_gradient_is_that_of_the_sum_ov
     gradient_NH = projected_back(project, hidden_NH, lambda *given: seeing(0, *given))
     read_logits(project, hidden_NH, lambda *given: seeing(1, *given))
     torch.testing.assert_close(seen_NV, logits_NV.detach().expand(2, -1, -1))
-    (got,), (want,) = (
-        torch.autograd.grad(one, hidden_NH)
-        for one in (scalar_with(gradient_NH, hidden_NH), (factor_NV * logits_NV.detach() * logits_NV).sum())
-    )
+    sums = scalar_with(gradient_NH, hidden_NH), (factor_NV * logits_NV.detach() * logits_NV).sum()
+    (got,), (want,) = (torch.autograd.grad(one, hidden_NH) for one in sums)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(gradient_NH, want)
 

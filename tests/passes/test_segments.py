@@ -19,10 +19,8 @@ def segment(text, others=0, max_answer_tokens=10):
     """Segments and status; the first `others` tokens are not the model's own."""
     ids = TOKENIZER(text)["input_ids"]
     finder, ends = make_finder(("hash",)), {TOKENIZER.eos_token_id}
-    longest = world.MAX_RESPONSE_LENGTH, max_answer_tokens
-    return segment_response(
-        ids, np.arange(len(ids)) >= others, finder, TokenBytes(TOKENIZER), ends, *longest, LostTime()
-    )
+    own, longest = np.arange(len(ids)) >= others, (world.MAX_RESPONSE_LENGTH, max_answer_tokens)
+    return segment_response(ids, own, finder, TokenBytes(TOKENIZER), ends, *longest, LostTime())
 
 
 @pytest.mark.parametrize("number", range(len(world.ROWS)))
@@ -79,9 +77,8 @@ def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):
 
 def test_a_search_that_fails_falls_back_and_says_so_once(caplog):
     module._warn_once.cache_clear()
-    assert status_of(rows_of("good 5", "bad", "worse", "unneeded")) == [
-        "SCORED", "SEARCH_FAILED", "SEARCH_FAILED", "NOT_NEEDED"
-    ]  # fmt: skip
+    names = status_of(rows_of("good 5", "bad", "worse", "unneeded"))
+    assert names == ["SCORED", "SEARCH_FAILED", "SEARCH_FAILED", "NOT_NEEDED"]
     (record,) = caplog.records
     assert "slow raised KeyError" in record.getMessage()
     assert record.exc_info, "with the user's own traceback"

@@ -13,6 +13,7 @@ from tests.passes.batch import SIZE, random_model
 
 IDS = torch.arange(20).view(2, 10)
 ROWS = torch.tensor([3, 4, 15])
+PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -59,9 +60,7 @@ def by_autograd(model):
 
 
 @pytest.mark.parametrize("rows_only", [False, True])
-def test_rows_are_the_models_own_logits_with_the_gradient_of_an_ordinary_forward_delivered_once(
-    model, logits, rows_only
-):
+def test_rows_are_the_models_own_logits_with_the_gradient_of_a_plain_forward_delivered_once(model, logits, rows_only):
     embedding, reader = by_autograd(model), Reader(rows_only=rows_only)
     with ModelTaps(model) as taps:
         output = reader.run(model, taps)
@@ -199,10 +198,7 @@ def test_a_pending_gradient_is_refused(model):
     [
         (lambda: random_model(Gemma2Config, head_dim=8, final_logit_softcapping=30.0), "final_logit_softcapping=30"),
         (lambda: random_model(lm_head_multiplier=0.05), "lm_head_multiplier=0.05"),
-        (
-            lambda: get_peft_model(random_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
-            "PromptTuning",
-        ),
+        (lambda: get_peft_model(random_model(), PROMPTS), "PromptTuning"),
         (lambda: torch.nn.Linear(2, 2), "get_input_embeddings"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("psutil")
-pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
 
 from benchmarks.tiny.verl_run import read_metrics
 from recipes.cpu_demo import demo, main, report
@@ -149,26 +149,19 @@ def test_run_sh_installs_and_starts_the_checkouts_own_demo(tmp_path, network):
 # ---- its report
 
 
-def accuracy(right):
-    return Accuracy(Share(right, 256), Share(right + 5, 256))
-
-
-@pytest.fixture
-def result():
-    metrics = [{"step": s, "critic/score/mean": 0.3 + 0.05 * s, "timing_s/step": 2.0} for s in range(1, 7)]
-    return MethodResult(accuracy(180), metrics, seconds=100.0, start_up_seconds=60.0, peak_bytes=3 * 1024**3)
-
-
 def test_weights_are_averaged_by_kind_over_the_scored():
     row = replace(RESPONSE, tokens=["so", " 3", " =", " 7"], weights=[0.4, 0.6, 0.7, 2.3], segments=[1] * 4)
     kinds = report.weights_by_kind([row, replace(row, status="no_answer", weights=[9.0] * 4)])
     assert kinds == pytest.approx({"results": 2.3, "sums": 0.65, "filler words": 0.4})
 
 
-def test_the_summary_has_the_numbers_the_files_and_the_caveat(tmp_path, result):
+def test_the_summary_has_the_numbers_the_files_and_the_caveat(tmp_path):
+    metrics = [{"step": s, "critic/score/mean": 0.3 + 0.05 * s, "timing_s/step": 2.0} for s in range(1, 7)]
+    before, after = (Accuracy(Share(right, 256), Share(right + 5, 256)) for right in (70, 180))
+    result = MethodResult(after, metrics, seconds=100.0, start_up_seconds=60.0, peak_bytes=3 * 1024**3)
     console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
     files = {"curves": tmp_path / "report.html"}
-    report.print_summary(console, accuracy(70), {"oar": result}, {"results": 2.3}, 321.0, files)
+    report.print_summary(console, before, {"oar": result}, {"results": 2.3}, 321.0, files)
     said = console.file.getvalue()
     numbers = ("27 %  [22, 33]", "70 %  [64, 76]", "after 6 steps of OAR", "2.0 s", "3.0 GB", "done in 5:21")
     assert [part for part in (*numbers, CAVEAT, str(files["curves"])) if part not in said] == []

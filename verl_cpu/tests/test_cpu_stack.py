@@ -3,12 +3,15 @@
 import asyncio
 import importlib
 import importlib.metadata
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +26,7 @@ import verl_cpu as cpu
 from tests.hostile import Bomb
 from tests.hosts.whole_run import LIMIT_S
 from tests.limits import PROCESS_S
-from verl_cpu import cpu_environment, cpu_overrides, distribution, vllm_worker
+from verl_cpu import cpu_environment, cpu_overrides, distribution, forks, vllm_worker
 from verl_cpu.session import ATTEMPTS, RAY_DID_NOT_START, TIMED_OUT, Session, run_verl, session
 
 ROOT = Path(__file__).parents[2]
@@ -342,6 +345,66 @@ class TestRunVerl:
             assert len(str(other.directory)) < 45, "room for the sockets of Ray"
             assert neighbour.poll() is None
         assert neighbour.wait(PROCESS_S) != 0
+
+
+PROGRAM = """
+import json, multiprocessing, os, sys, time
+
+def here(_):
+    return ["colorsys" in sys.modules, os.environ["OWN"], os.getcwd()]
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(json.dumps([os.getpid(), sys.argv[1:], here(0), *pool.map(here, [0])]), flush=True)
+    time.sleep(float(sys.argv[1]))
+    sys.stdout.flush()
+    eval(sys.argv[2])
+"""
+
+
+@contextmanager
+def client_of_forks(module: str, folder: Path, *words: str) -> "Iterator[subprocess.Popen[str]]":
+    """A client that has `PROGRAM` run with these words by a server that has imported this module."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    with session() as opened, socket.socket(socket.AF_UNIX) as listener:
+        environment = {**os.environ, **opened.environment(), forks.NODE: "1", "OWN": "7", "PYTHONPATH": str(ROOT)}
+        listener.bind(str(opened.directory / "forks-1"))
+        listener.listen()
+        server = f"import socket; from verl_cpu import forks; forks.IMPORTED = ({module!r},)\n"
+        server += f"forks.serve(socket.socket(fileno={listener.fileno()}))"
+        subprocess.Popen([sys.executable, "-c", server], env=environment, pass_fds=[listener.fileno()])
+        listener.close()
+        start = [sys.executable, "-IS", forks.__file__, str(program), *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(start, env=environment, cwd=folder, **pipes) as client:
+            yield client
+
+
+@pytest.mark.parametrize(("module", "forked"), [("colorsys", True), ("nothing_of_the_kind", False)])
+def test_a_program_and_what_it_starts_are_forks_that_have_imported(module, forked, tmp_path):
+    """With the client's words, environment, folder and files. Where the server fails they are ordinary processes."""
+    words = ["0", "sys.exit(3)"]
+    with client_of_forks(module, tmp_path, *words) as client:
+        out, err = client.communicate(timeout=PROCESS_S)
+    process, *rest = json.loads(out)
+    assert rest == [words, *2 * [[forked, "7", str(tmp_path)]]], err
+    assert (process != client.pid, "forks-1.log" in err) == (forked, not forked)
+    assert client.returncode == 3
+
+
+def test_a_crash_of_a_fork_is_one_of_its_client(tmp_path):
+    with client_of_forks("colorsys", tmp_path, "0", "os.kill(os.getpid(), 11)") as client:
+        client.communicate(timeout=PROCESS_S)
+    assert client.returncode == -11
+
+
+def test_a_fork_ends_with_its_client(tmp_path):
+    with client_of_forks("colorsys", tmp_path, "600") as client:
+        fork = psutil.Process(json.loads(client.stdout.readline())[0])
+        assert fork.is_running()
+        client.kill()
+        fork.wait(PROCESS_S)
 
 
 @pytest.mark.slow

@@ -149,6 +149,11 @@ class Importance:
         return [replace(plan[0], log_probs=log_probs), *plan[1:]] if plan else []
 
     @property
+    def runs_model(self) -> bool:
+        """Whether the importance needs the model: a gradient pass or copies."""
+        return bool(self.backwards or self.reads or self.copies)
+
+    @property
     def noisy(self) -> bool:
         """Whether a backward starts from a perturbed forward."""
         return any(backward.noise for backward in self.backwards)

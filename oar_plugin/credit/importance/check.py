@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -224,16 +224,8 @@ def _rows(rows: Rows, chosen: slice = slice(None), columns: slice = slice(None),
 class _Waits(BaseException):
     """A process cannot go on before all have given their tensor to a sum or maximum. No `except Exception` catches it."""
 
-    def __init__(self, reduce: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+    def __init__(self, reduce: Literal["sum", "amax"], tensor: Tensor) -> None:
         self.reduce, self.tensor = reduce, tensor
-
-
-def _sum(tensors: Tensor) -> Tensor:
-    return tensors.sum(0)
-
-
-def _maximum(tensors: Tensor) -> Tensor:
-    return tensors.amax(0)
 
 
 def _on_shards(
@@ -250,13 +242,13 @@ def _on_shards(
         for columns, importance in zip(shards, objects, strict=True):
             known = iter(results)
 
-            def reduced(reduce: Callable[[Tensor], Tensor], tensor: Tensor, known: Iterator[Tensor] = known) -> Tensor:
+            def reduced(reduce: Literal["sum", "amax"], tensor: Tensor, known: Iterator[Tensor] = known) -> Tensor:
                 result = next(known, None)
                 if result is None:
                     raise _Waits(reduce, tensor)
                 return result.clone()
 
-            vocabulary = VocabularyShard(columns.start, partial(reduced, _sum), partial(reduced, _maximum))
+            vocabulary = VocabularyShard(columns.start, partial(reduced, "sum"), partial(reduced, "amax"))
             part = _rows(rows, columns=columns, vocabulary=vocabulary)
             try:
                 done.append(coefficients(part, tuple(part.logits_NV.shape), importance))
@@ -266,4 +258,4 @@ def _on_shards(
             return torch.cat(done, -1)
         if done or len({(one.reduce, one.tensor.shape) for one in waiting}) > 1:
             raise _Fault("coefficients exchange other tensors on one process than on another")
-        results.append(waiting[0].reduce(torch.stack([one.tensor for one in waiting])))
+        results.append(getattr(torch.stack([one.tensor for one in waiting]), waiting[0].reduce)(0))

@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, importance_of_scores, run_forwards
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.plain import copies_importance, packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.trial import Reading, check_by_trial
 
 
 class ActorPass:
@@ -50,6 +53,8 @@ class ActorPass:
                 log_prob_BA[rows] = self.actor(token_BT[rows], action_mask_BA[rows], mask_BT[rows], **self.more)
         if count := self._max_over_ranks(len(parts)):
             with self._without_engine() as model:
+                forward = partial(self._trial, model)
+                check_by_trial(model, self.request, token_BT[mask_BT.bool()], forward, self._max_over_ranks)
                 for rows in [first] * (count - len(parts)) + parts:
                     inputs = token_BT[rows], segments_BT[rows], action_mask_BA[rows], mask_BT[rows]
                     log_prob_BA[rows], importance_BT[rows] = self._score(model, *inputs)
@@ -63,10 +68,7 @@ class ActorPass:
     ) -> tuple[Tensor, Tensor]:
         """Log-probs `[R, A]` and importance `[R, T]` of some rows."""
         request, log_prob_RA, importance_RT = self.request, torch.zeros(0), torch.zeros_like(token_RT).float()
-        packed, padded = packed_rows(token_RT, segments_RT, mask_RT)
-        at_T = torch.arange(len(packed.token_T), device=token_RT.device)
-        # With --ds.packing_samples the model sees the rows concatenated, without their padding.
-        layout = Layout(at_T, at_T, len(at_T)) if self.actor.packing_samples else padded
+        packed, layout, at_T = self._packed(token_RT, segments_RT, mask_RT)
         micro_batch = MicroBatchPass(request, packed, layout)
 
         def model_forward(forward: Forward, set_tap: SetTap) -> None:
@@ -80,8 +82,25 @@ class ActorPass:
         forwards = request.importance_object.forwards(request.num_draws, log_probs=True)
         with ModelTaps(model, self.args.actor.gradient_checkpointing_enable) as taps:
             run_forwards(taps, forwards or [Forward(None, log_probs=True)], model_forward)
-        importance_RT.view(-1)[padded.local_T] = importance_of_scores(request, packed, micro_batch.scores)
+        importance_RT.view(-1)[at_T] = importance_of_scores(request, packed, micro_batch.scores)
         return log_prob_RA, importance_RT
+
+    def _packed(self, token_RT: Tensor, segments_RT: Tensor, mask_RT: Tensor) -> tuple[Packed, Layout, Tensor]:
+        """Packed rows, where the model has them, and each packed token's position in the flattened padded rows."""
+        packed, padded = packed_rows(token_RT, segments_RT, mask_RT)
+        at_T = torch.arange(len(packed.token_T), device=token_RT.device)
+        # With --ds.packing_samples the model sees the rows concatenated, without their padding.
+        layout = Layout(at_T, at_T, len(at_T)) if self.actor.packing_samples else padded
+        return packed, layout, padded.local_T
+
+    def _trial(self, model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int]]:
+        ones = [torch.ones_like(sequence) for sequence in sequences]
+        token_RT, mask_RT = (pad_sequence(rows, True, padding_side="left") for rows in (sequences, ones))
+        packed, layout, _ = self._packed(token_RT, token_RT, mask_RT)
+        with torch.no_grad(), ModelTaps(model) as taps:
+            taps.tap = trial = Reading(layout)
+            self.actor(token_RT, None, mask_RT, return_output=True, **self.more)
+        return trial, packed.offsets.diff().tolist()
 
     @contextmanager
     def _without_engine(self) -> Iterator[nn.Module]:

@@ -43,7 +43,7 @@ class OarGRPOTrainer(GRPOTrainer):
         OarConfigError: a setting, of OAR or of TRL, that cannot work. The message names it, its value and what is allowed.
         UnsupportedModelError: logits of this model cannot be read (see `oar_plugin.passes.taps.check_model`).
 
-    Example:
+    Examples:
         >>> trainer = OarGRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
@@ -117,13 +117,8 @@ class OarGRPOTrainer(GRPOTrainer):
 
         first = self.accelerator.process_index * len(inputs)  # row 0 in the batch of all processes
         rows = (
-            (
-                row,
-                str((first + row) // self.num_generations),
-                f"{step}_{first + row}",
-                self._reward_G[first + row].item(),
-            )
-            for row in range(len(inputs))
+            (row, str(place // self.num_generations), f"{step}_{place}", self._reward_G[place].item())
+            for row, place in enumerate(range(first, first + len(inputs)))
         )
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)
         if self.accelerator.is_main_process:

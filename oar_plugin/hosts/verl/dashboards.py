@@ -32,27 +32,23 @@ class Picture:
         """The values to count, by name; of importance, which spans powers of ten, the logarithm."""
         positive = self.importance[self.importance > 0]
         # numpy has no 64 bins between float32 numbers that are almost the same.
-        values_of = {
-            "oar/weights": self.weights.astype(float),
-            "oar/importance_log10": np.log10(positive.astype(float)),
-        }
-        return {name: values for name, values in values_of.items() if len(values)}
+        found = {"oar/weights": self.weights.astype(float), "oar/importance_log10": np.log10(positive.astype(float))}
+        return {name: values for name, values in found.items() if len(values)}
 
     @cached_property
     def page(self) -> str:
         """The group as a page, HTML."""
         from oar_plugin.page.inspector import inspector_page
 
-        return inspector_page(self.responses, self.header, f"Step {self.step}")
+        return inspector_page(self.responses, self.header, self.header.run)
 
 
 def wandb(logger: Any, picture: Picture) -> None:
     """Histograms and the page, beside the step's scalars: nothing is sent before verl logs these."""
     from wandb import Histogram, Html
 
-    media: dict[str, Any] = {
-        name: Histogram(np_histogram=np.histogram(values, 64)) for name, values in picture.histograms.items()
-    }
+    counts = {name: np.histogram(values, 64) for name, values in picture.histograms.items()}
+    media: dict[str, Any] = {name: Histogram(np_histogram=counted) for name, counted in counts.items()}
     if picture.responses:
         media["oar/responses"] = Html(picture.page, inject=False)
     logger.log(media, step=picture.step, commit=False)

@@ -25,7 +25,8 @@ from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, packe
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, check_model, unwrapped
+from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model, unwrapped
+from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
 OnInputs = Callable[[TensorDict, Tensor], None]
 """Called with verl's micro-batch on the device and with this rank's input ids, right before the model runs."""
@@ -68,7 +69,8 @@ class OarFSDPMixin(ImportancePass):
 
             def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
                 nonlocal scored
-                scored = scored or self._micro_batch_pass(request, micro_batch, local_input_ids)
+                layout = self._layout(micro_batch, local_input_ids)
+                scored = scored or MicroBatchPass(request, packed_of(micro_batch), layout)
                 set_tap(scored)
 
             with self._tapping(taps, on_inputs):
@@ -103,8 +105,9 @@ class OarFSDPMixin(ImportancePass):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
-        """verl's log-probs and entropy; nothing if the tap projects only some rows."""
-        if self._tapped is not None and (tap := self._tapped[0].tap) is not None and tap.rows_only:
+        """verl's log-probs and entropy; nothing if OAR reads logits alone, or projects only some rows."""
+        tap = self._tapped[0].tap if self._tapped is not None else None
+        if tap is not None and (tap.rows_only or isinstance(tap, Reading)):
             return {}
         return super().prepare_model_outputs(  # type: ignore[misc]
             output, output_args, micro_batch, logits_processor_func
@@ -140,32 +143,23 @@ class OarFSDPMixin(ImportancePass):
             scored = copies.importance(wanted, self.max_over_ranks)
         return [scored.get(row, torch.zeros(len(segment))) for row, segment in enumerate(segments)]
 
-    def logits_of_rows(self, micro_batch: TensorDict, row_N: Tensor) -> Tensor:
-        """Logits of some packed positions of a micro-batch, `[N, V]`, on every rank that shares its sequences.
-
-        Runs one forward through verl's own `forward_step`, without a graph.
-        """
-        logits: list[Tensor] = []
-        here_N = row_N
+    def read(self, micro_batch: TensorDict, row_N: Tensor | None = None, rows_only: bool = False) -> Reading:
+        """Reads logits at packed positions of a micro-batch, by one forward of verl's without a graph. None: all positions."""
+        readings: list[Reading] = []
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
-            nonlocal here_N
-            local_N = self._local_positions(micro_batch, local_input_ids)[row_N]
-            here_N = local_N >= 0
-            taps.tap = Tap(local_N[here_N], lambda project, hidden_NH: logits.append(project(hidden_NH)))
+            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only))
+            taps.tap = readings[0]
 
         with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, on_inputs):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-        logits_NV = logits[0].new_zeros(len(row_N), logits[0].shape[-1])
-        logits_NV[here_N] = logits[0]
-        return self._sum_over_sharing_ranks(logits_NV)
+        return readings[0]
 
     # ---- positions, ranks, refusals
 
-    def _micro_batch_pass(self, request: Request, micro_batch: TensorDict, local_input_ids: Tensor) -> MicroBatchPass:
+    def _layout(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Layout:
         local_T = self._local_positions(micro_batch, local_input_ids)
-        layout = Layout(local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sharing_ranks)
-        return MicroBatchPass(request, packed_of(micro_batch), layout)
+        return Layout(local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sharing_ranks)
 
     def _local_positions(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Tensor:
         """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token."""
@@ -186,20 +180,28 @@ class OarFSDPMixin(ImportancePass):
             distributed.all_reduce(tensor, group=self.ulysses_parallel_group)
         return tensor
 
-    def _check_supported(self, request: Request) -> None:
+    def _check_supported(self, data: TensorDict, request: Request) -> None:
         check_model(self.module)
-        if not hasattr(unwrapped(self.module).config, "vision_config"):
-            return
-        if request.importance_object.copies is not None:
+        images = hasattr(unwrapped(self.module).config, "vision_config")
+        if images and request.importance_object.copies is not None:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no "
                 f"images; allowed: {without_copies()}"
             )
-        if self.use_ulysses_sp:
+        if images and self.use_ulysses_sp:
             raise UnsupportedModelError(
                 "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size > 1 with a vision-language model: "
                 "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
+
+        def forward(sequences: list[Tensor]) -> tuple[Reading, list[int]]:
+            row_0 = tu.index_select_tensor_dict(data, torch.tensor([0]))
+            if images:  # they need all of their tokens; only the first logits are compared, because a row may be long
+                return self.read(row_0, torch.arange(min(TOKENS, row_0["input_ids"].values().numel()))), [TOKENS]
+            micro_batch = like_first_row(row_0, sequences)
+            return self.read(micro_batch), micro_batch["input_ids"].offsets().diff().tolist()
+
+        check_by_trial(self.module, request, data["input_ids"].values(), forward, self.max_over_ranks)
 
 
 class _SequenceParallelCopies(MaskedCopies):
@@ -211,19 +213,21 @@ class _SequenceParallelCopies(MaskedCopies):
     def __init__(self, engine: OarFSDPMixin, data: TensorDict, *arguments: Any) -> None:
         super().__init__(engine.module, *arguments)
         self._shares_prefix = False
-        self.engine = engine
-        # verl's other fields and flags. Any sequence's values work, because the forward projects only some rows.
-        self.template = tu.index_select_tensor_dict(data, torch.tensor([0]))
+        self.engine, self.template = engine, data
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
         self.tokens += token_KT.numel()
-        copies, length = token_KT.shape
-        micro_batch = tu.index_select_tensor_dict(self.template, torch.zeros(copies, dtype=torch.long))
-        offsets = torch.arange(copies + 1, device=token_KT.device) * length
-        position_T = torch.arange(length, device=token_KT.device).repeat(copies)
-        for name, values_T in (("input_ids", token_KT.flatten()), ("position_ids", position_T)):
-            micro_batch[name] = torch.nested.nested_tensor_from_jagged(values_T, offsets)
-        return self.engine.logits_of_rows(micro_batch, row_N.to(token_KT.device))
+        micro_batch = like_first_row(self.template, token_KT.unbind())
+        return self.engine.read(micro_batch, row_N.to(token_KT.device), rows_only=True).tapped_NV
+
+
+def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
+    """A micro-batch of other sequences. verl's other fields are those of the first row: no log-probs are read."""
+    micro_batch = tu.index_select_tensor_dict(data, torch.zeros(len(sequences), dtype=torch.long))
+    micro_batch["input_ids"] = torch.nested.as_nested_tensor(list(sequences), layout=torch.jagged)
+    positions = [torch.arange(len(sequence), device=sequence.device) for sequence in sequences]
+    micro_batch["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+    return micro_batch
 
 
 def register() -> None:

@@ -74,7 +74,6 @@ def make_question() -> Callable[[Any, str | None], dict[str, str]]:
     def ask(process: Any, feature: str | None) -> dict[str, str]:
         """`node`, `plugin`, `sources`, `verl` of a process, and `fault`: why it cannot run OAR, or empty."""
         import hashlib
-        import importlib.metadata
         import os
         import socket
         from pathlib import Path
@@ -93,10 +92,7 @@ def make_question() -> Callable[[Any, str | None], dict[str, str]]:
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
         names = {name for name in names if not name.startswith("recipes/")}  # only a wheel has these there
         contents = b"".join(name.encode() + (folder / name).read_bytes() for name in sorted(names))
-        try:
-            version = importlib.metadata.version("oar_plugin")
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed but found"
+        version = getattr(oar_plugin, "__version__", "0.1.0")  # 0.1.0 does not say it
         answer |= {"sources": hashlib.sha256(contents).hexdigest()[:12], "verl": verl.__version__}
         answer["plugin"] = f"oar_plugin {version} (its sources' digest: {answer['sources']})"
         if feature is None:
@@ -105,9 +101,8 @@ def make_question() -> Callable[[Any, str | None], dict[str, str]]:
         roles = getattr(process, "worker_dict", {"": process}).values()
         engines = [role.actor.engine for role in roles if getattr(role, "actor", None) is not None]
         if len(engines) != 1:
-            return answer | {
-                "fault": f"{len(engines)} actor engines in {type(process).__name__}, where one was expected"
-            }
+            fault = f"{len(engines)} actor engines in {type(process).__name__}, where one was expected"
+            return answer | {"fault": fault}
         (engine,) = engines
         if any(cls.__module__.startswith("oar_plugin.") for cls in type(engine).__mro__):
             return answer

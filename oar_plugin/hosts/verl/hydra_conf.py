@@ -8,7 +8,6 @@ composes exactly what it would without the plugin.
 
 import argparse
 import atexit
-import importlib.util
 import logging
 import os
 import shutil
@@ -27,6 +26,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import PREFIX, OarConfigError, unknown_key
+from oar_plugin.hosts.required_api import path_of
 from oar_plugin.hosts.verl.capabilities import version_note
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 
@@ -145,6 +145,12 @@ def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
     return "oar" in entries(named.config_name.removesuffix(".yaml"))
 
 
+def config_folder() -> Path:
+    """verl's folder of configurations, found without an import of verl; without verl, what verl 0.9.1 composes."""
+    verl = path_of("verl")
+    return verl.parent / "trainer" / "config" if verl else Path(__file__).parent / "conf_of_verl"
+
+
 def _extended_primary_config(with_group: bool) -> str:
     """Write verl's own primary config, read from its package, with our check and, on demand, our group of keys.
 
@@ -152,10 +158,7 @@ def _extended_primary_config(with_group: bool) -> str:
         A folder that holds it, removed when the process ends. (Hydra's ConfigStore cannot stand in front of a file:
         Hydra then takes its own built-in configs for schemas of themselves.)
     """
-    verl = importlib.util.find_spec("verl")
-    assert verl is not None
-    assert verl.origin is not None
-    source = Path(verl.origin).parent / "trainer" / "config" / f"{PRIMARY}.yaml"
+    source = config_folder() / f"{PRIMARY}.yaml"
     config = OmegaConf.load(source)
     assert isinstance(config, DictConfig)
     if with_group:

@@ -60,8 +60,8 @@ class ImportancePass:
 
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
 
-    def _check_supported(self, request: Request) -> None:
-        """Check that this engine can compute the request's importance with its model.
+    def _check_supported(self, data: TensorDict, request: Request) -> None:
+        """Check that this engine can compute the request's importance with its model. `data` is the first batch.
 
         Raises:
             UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
@@ -124,10 +124,10 @@ class ImportancePass:
         return self._infer_with_importance(data, Request.from_dict(values))
 
     def _infer_with_importance(self, data: TensorDict, request: Request) -> dict[str, Any]:
-        if request.importance not in self._checked:
-            self._check_supported(request)
-            self._checked |= {request.importance}
         maybe_fix_3d_position_ids(data)
+        if request.importance not in self._checked:
+            self._check_supported(data, request)
+            self._checked |= {request.importance}
         columns = (data[name].unbind() for name in ("responses", "response_mask", NEEDED))
         responses = (
             (ids.tolist(), own.cpu().numpy().astype(bool), bool(needed.any()))
@@ -239,9 +239,8 @@ class ImportancePass:
 
         It is the smaller one of verl's sizes for log-probs and for the actor update.
         """
-        return min(
-            size for size in (data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu) if size
-        )
+        sizes = data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu
+        return min(size for size in sizes if size)
 
     def _limit_micro_batches(self, data: TensorDict) -> None:
         """Limit the scoring pass to micro-batches of the actor update's size: both keep activations for a backward."""

@@ -251,7 +251,10 @@ class OarMegatronMixin(ImportancePass):
             return 1
         return self.tf_config.microbatch_group_size_per_vp_stage
 
-    def _check_supported(self, request: Request) -> None:
+    def _check_supported(self, data: TensorDict, request: Request) -> None:
+        """The configuration decides, without the trial of `oar_plugin.passes.trial`: a forward is a whole schedule, whose
+        logits go to verl in shards. It can decide: `check_chunks` admits megatron-core's own `GPTModel` and projection alone.
+        """
         if request.importance_object.copies is not None:
             raise UnsupportedModelError(copies_under_megatron(request.importance))
         check_chunks(self.module)

@@ -4,16 +4,17 @@ The engines' scores have fields of their own beside the actor's, because the act
 asked for any. A further field, `oar_offload`, holds how the scoring of each response went.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
-from tensordict import TensorDict
 from torch import Tensor
 
 from oar_plugin.config import OarConfig
@@ -23,6 +24,9 @@ from oar_plugin.credit.gate import relative
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
 from oar_plugin.passes.request import IMPORTANCE, SECONDS, SEGMENTS, STATUS
+
+if TYPE_CHECKING:  # a plan of a run without verl needs this module
+    from tensordict import TensorDict
 
 logger = logging.getLogger("oar_plugin")
 
@@ -146,7 +150,7 @@ class OffloadRecord:
         return torch.tensor([*numbers, *done_at], dtype=torch.float64)
 
     @classmethod
-    def from_row(cls, row: Tensor) -> "OffloadRecord":
+    def from_row(cls, row: Tensor) -> OffloadRecord:
         status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
         return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
 

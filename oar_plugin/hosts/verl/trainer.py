@@ -125,11 +125,8 @@ class OarTrainerMixin:
         # The old log-probs come from the rollout: no pass computes them. So importance needs a pass of its own.
         batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw), self._requesting(batch, importance_only=True):
-            batch.extra_info.update(
-                calculate_entropy=False,
-                compute_loss=False,
-                temperature=self.config.actor_rollout_ref.rollout.temperature,
-            )
+            temperature = self.config.actor_rollout_ref.rollout.temperature
+            batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=temperature)
             self.actor_rollout_wg.compute_log_prob(batch)
         return batch
 

@@ -19,7 +19,7 @@ from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.hosts.verl.dashboards import DASHBOARDS, Picture
 from oar_plugin.page.dumps import DUMP_FAILED, Sibling, choose
-from oar_plugin.page.record import Response, header_for
+from oar_plugin.page.record import Response
 from oar_plugin.token_credit import ReshapedBatch, TokenCredit
 
 DASHBOARD_FAILED = "oar/dashboard_failed"
@@ -59,7 +59,7 @@ class Viewer:
         self._names = importance_of(oar.importance).name, importance_of(fallback).name
         # A fallback's importance is on the scale of the one that it replaces.
         arbitrary = dict.fromkeys(self._names, oar.importance_object.arbitrary_scale)
-        self._header = header_for(oar, arbitrary, verl=host_version())
+        self._header = credit.header(arbitrary, verl=host_version())
         self._step, self._responses = 0, list[Response]()
 
     def show(self, batch: QueuedBatch, loggers: Mapping[str, Any]) -> dict[str, float]:

@@ -112,10 +112,6 @@ class _Tally:
         self.total: Tensor | None = None  # [V] sum of logits, or scalar sum of log-probabilities
         self.drawn: list[Tensor] = []
 
-    def starts_over(self, first: int) -> bool:
-        """Return whether no row is before position `first`, so that a step from there reads all rows again."""
-        return not self.rows or first <= self.rows[0]
-
     def take(self, first: int, count: int) -> list[int]:
         """Return the rows to read in a step that computes `first .. first + count - 1`. Each row is read once."""
         if self.lost or self.taken == len(self.rows):
@@ -213,8 +209,9 @@ class OutcomeRecorder:
             if item.spec is None:
                 continue
             tally = self._tallies.get(item.request)
-            # If the engine starts a request again (preemption, or a request id used again), every row is read again.
-            if tally is None or tally.starts_over(item.first):
+            # If the engine starts a request again (preemption, or a request id used again), every row is read again: no row
+            # is before the step's first position.
+            if tally is None or not tally.rows or item.first <= tally.rows[0]:
                 tally = self._tallies[item.request] = _Tally(item.spec, item.token_ids)
             for position in tally.take(item.first, item.count):
                 wanted.append((tally, position))

@@ -227,7 +227,7 @@ class _Run:
                 raise _Failure("aborted") from refused
         self.result.tokens += len(token_ids)
         self.result.cached_tokens += output.num_cached_tokens or 0
-        if was_aborted(output):
+        if not output.outputs or output.outputs[0].finish_reason == "abort":  # by a host before an exchange of weights
             raise _Failure("aborted")
         numbers = numbers_of(output)
         return numbers if len(numbers) == 2 + (len(spec.at) if isinstance(spec, DrawSpec) else 0) else None
@@ -297,11 +297,6 @@ async def tagged_request(
                 final = output
     assert final is not None, "a request that is not aborted ends with an output"
     return final
-
-
-def was_aborted(output: RequestOutput) -> bool:
-    """Return whether the request was aborted from outside, for example by a host before an exchange of weights."""
-    return not output.outputs or output.outputs[0].finish_reason == "abort"
 
 
 def numbers_of(output: RequestOutput) -> list[float]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from oar_plugin.runs.evaluate import EvaluationError
+from oar_plugin.runs.hub import WEIGHTS, NotOnHub, cached
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 SETTINGS = ("*.json", "*.jinja")  # architecture, tokenizer, chat template, end-of-text tokens
 MERGED = "merged"  # folder for merged weights, next to a verl checkpoint's shards
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -48,10 +48,13 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():
-        # If the first part is a local folder, the text may be a mistyped path: ask the hub.
-        if _HUB_NAME.fullmatch(text) and (not folder.parent.is_dir() or _on_hub(text)):
+        try:
+            if not _HUB_NAME.fullmatch(text):
+                raise NotOnHub("it is not organisation/model")
+            cached(text)
             return text
-        raise EvaluationError(f"{text}: neither a folder nor a name on the hub (organisation/model)")
+        except NotOnHub as error:
+            raise EvaluationError(f"{text}: neither a folder nor a name on the hub: {error}") from error
     if _is_model(folder):
         return str(folder.resolve())
     folder = _step_of(folder, best)
@@ -86,24 +89,12 @@ def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() and bool(_files(folder, WEIGHTS))
 
 
-def _on_hub(name: str) -> bool:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        hf_hub_download(name, "config.json")
-    except (OSError, ValueError):  # network errors too; without a network, an earlier download is enough
-        return False
-    return True
-
-
 def _step_of(folder: Path, best: bool) -> Path:
     """Return the last (or best) checkpoint in a folder of checkpoints; any other folder is returned unchanged."""
     place = folder / "best" if best else folder
     steps = {step.name: step for step in place.glob("global_step_*") if step.name[12:].isdigit()}
     if not steps and best:
-        raise EvaluationError(
-            f"--best: {folder} has no checkpoint best/global_step_N; without --best the last one is used"
-        )
+        raise EvaluationError(f"--best: {folder} has no best/global_step_N; without --best the last one is used")
     if not steps:
         return folder
     # verl writes this file after a checkpoint is complete. The named checkpoint may have been deleted, or not copied.

@@ -147,24 +147,36 @@ def _values(metric: str, graded: Graded) -> Values:
     return graded.majority_P if name == "maj" else pass_at(int(k), graded.correct_PK)
 
 
-def as_markdown(lines: Sequence[Line], baseline: str, samples: int) -> str:
-    """Return three tables, avg, pass and maj at all samples: a row per method, a column per data set."""
-    problems = {line.data: line.problems for line in lines}
-    parts = []
+def as_rows(lines: Sequence[Line], baseline: str, samples: int) -> dict[str, list[list[str]]]:
+    """Return three tables, avg, pass and maj at all samples: titles, then a row per method; a column per data set."""
+    problems, tables = {line.data: line.problems for line in lines}, {}
     for metric in dict.fromkeys([f"avg@{samples}", *metrics(samples)[-2:]]):
-        rows = [["", *(f"{_cell(name)} ({count})" for name, count in problems.items())], ["---"] * (len(problems) + 1)]
+        rows = [["", *(f"{_cell(name)} ({count})" for name, count in problems.items())]]
         for method in dict.fromkeys(line.method for line in lines):
             own = [line for line in lines if line.method == method]
             rows.append([_cell(method), *(_percent(line.estimates[metric]) for line in own)])
             if differences := [line.minus_baseline[metric] for line in own if line.minus_baseline]:
                 rows.append([f"{_cell(method)} - {_cell(baseline)}", *map(_difference, differences)])
-        parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+        tables[metric] = rows
+    return tables
+
+
+def as_markdown(tables: Mapping[str, list[list[str]]], lines: Sequence[Line]) -> str:
+    """Return the tables of `as_rows` and how to read them."""
+    parts = []
+    for metric, (titles, *rows) in tables.items():
+        marked = [titles, ["---"] * len(titles), *rows]
+        parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in marked))
+    return "\n".join(parts) + f"\n{explained(lines)}\n"
+
+
+def explained(lines: Sequence[Line]) -> str:
+    """Return how to read the tables."""
     alone = ", ".join(dict.fromkeys(_cell(line.method) for line in lines if line.seeds == 1))
     seeds = f"but not training seeds: there is only one seed of {alone}" if alone else "and training seeds"
     return (
-        "\n".join(parts)
-        + "\nPercent ± standard error. Differences are paired over problems; bold where their 95 % interval "
-        f"excludes zero. Intervals cover resampled problems and responses, {seeds}.\n"
+        "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval "
+        f"excludes zero. Intervals cover resampled problems and responses, {seeds}."
     )
 
 

@@ -3,6 +3,7 @@
 The functions raise ValueError if the run cannot be started there.
 """
 
+import os
 import shlex
 import signal
 import subprocess
@@ -32,6 +33,14 @@ PREFIXES = ("GLOO_", "NCCL_", "UCX_", "VERL_", "VLLM_")
 ON_VOLUME = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 """Never written into a script, a manifest or a command line."""
+
+
+class Unset(ValueError):
+    """Something that a run needs is not set. `name`: an environment variable, or an option, such as `--hosts`."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
 
 
 class Job(NamedTuple):
@@ -96,9 +105,9 @@ def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environm
         words = [sys.executable, *command(there, run.variant, run.overrides)[1:]]
         shown = shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *words])
         return Job(run, needs, f"{shown}\n", words)
-    if on == "ray" and not len(options["hosts"]) == len(set(options["hosts"])) == nodes:
-        hosts = f"--hosts {','.join(options['hosts'])}: {len(set(options['hosts']))} different hosts"
-        raise ValueError(f"{hosts}, the recipe needs {needs}")
+    hosts = options.get("hosts", ())
+    if on == "ray" and "(" not in hosts[0] and not len(hosts) == len(set(hosts)) == nodes:  # "(": a dry run's mark
+        raise ValueError(f"--hosts {','.join(hosts)}: {len(set(hosts))} different hosts, the recipe needs {needs}")
     if on == "kubernetes":
         if not checkpoints.startswith(f"{(mount := options['mount'])}/"):
             where = f"set it to a folder in {mount}, with --env OAR_CHECKPOINTS={mount}/checkpoints"
@@ -140,7 +149,7 @@ def for_nodes(environment: Mapping[str, str], wanted: Sequence[str], volume: str
         if name in SECRETS:
             raise ValueError(f"--env {name}: a secret; export it, so that no script or command line contains it")
         if not equals and name not in environment:
-            raise ValueError(f"--env {name}: not set here; export it, or write {name}=VALUE")
+            raise Unset(name, f"--env {name}: not set here; export it, or write {name}=VALUE")
         chosen[name] = value if equals else environment[name]
     return dict(sorted(chosen.items()))
 
@@ -150,10 +159,9 @@ def template_values(config: DictConfig, recipe: Path, variant: str, overrides: S
     nodes, gpus_per_node, gpus = gpus_needed(config)
     checkpoints = str(config.trainer.default_local_dir)
     if nodes > 1 and not Path(checkpoints).is_absolute():
-        raise ValueError(
-            f"trainer.default_local_dir={checkpoints}: a relative path, but the recipe runs on {nodes} nodes, which must all "
-            "see the folder to resume; set OAR_CHECKPOINTS to a folder on shared storage"
-        )
+        reason = f"a relative path, but the recipe runs on {nodes} nodes, which must all see the folder to resume"
+        text = f"trainer.default_local_dir={checkpoints}: {reason}; set OAR_CHECKPOINTS to a folder on shared storage"
+        raise ValueError(text) if "OAR_CHECKPOINTS" in os.environ else Unset("OAR_CHECKPOINTS", text)
     return {
         "train": shlex.join(command(recipe, variant, ["+ray_kwargs.ray_init.address=auto", *overrides])),
         "train_alone": shlex.join(command(recipe, variant, overrides)),  # verl starts Ray itself

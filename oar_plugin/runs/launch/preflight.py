@@ -7,15 +7,18 @@ at the top it imports nothing that needs another package.
 
 from __future__ import annotations
 
+import importlib
 import netrc
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from oar_plugin.output import cause
+from oar_plugin.runs.hub import HubUnreachable, NotOnHub, cached
 from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu, choose_gpu
 from oar_plugin.runs.recipe import gpus_needed
 
@@ -69,7 +72,7 @@ def examine(
     if not files_seen:
         unseen = "on the nodes, cannot be checked from here"
         return made, findings + [Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward")]
-    findings += [_examine_data(config), _examine_model(config), _examine_reward(config)]
+    findings += [_examine_data(config), _examine_model(config, local), _examine_reward(config)]
     return made, findings + list(examine_loggers(strings(config, "trainer.logger")))
 
 
@@ -120,7 +123,7 @@ def gpus_here() -> tuple[Gpu, ...]:
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)
         memory = seen.total_memory / GIB
-        named = [key for key in GPUS if key.split("-")[0] in seen.name] or list(GPUS)
+        named = [key for key in GPUS if key.split("-")[0] in seen.name.replace("-", " ").split()] or list(GPUS)
         gpus.append(choose_gpu(min(named, key=lambda key: abs(GPUS[key].memory_gib - memory)), memory))
     return tuple(gpus)
 
@@ -173,10 +176,8 @@ def _fault_of(file: str, columns: tuple[str, ...]) -> str | None:
     return None
 
 
-def _examine_model(config: DictConfig) -> Finding:
+def _examine_model(config: DictConfig, local: bool) -> Finding:
     """Check that the model is a folder, is in the hub's local cache, or can be downloaded."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
     path = str(config.actor_rollout_ref.model.path)
     key = f"actor_rollout_ref.model.path={path}"
     if "://" in path or (Path(path) / "config.json").is_file():
@@ -185,24 +186,30 @@ def _examine_model(config: DictConfig) -> Finding:
         return Finding("model", "missing", f"{path} has no config.json")
     if Path(path).is_absolute():
         return Finding("model", "missing", f"{key}: is not there")
-    cached = try_to_load_from_cache(path, "config.json")
-    if isinstance(cached, str) and any(Path(cached).parent.glob("*.safetensors")):
-        return Finding("model", "ok", f"{path}, in {constants.HF_HUB_CACHE}")
-    if constants.HF_HUB_OFFLINE:
-        return Finding("model", "missing", f"{key}: not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set")
-    return Finding("model", "note", f"{path} is not in {constants.HF_HUB_CACHE}: the run downloads it")
+    try:
+        found = cached(path)
+    except NotOnHub as error:  # other machines may reach the hub
+        level: Level = "not checked" if isinstance(error, HubUnreachable) and not local else "missing"
+        return Finding("model", level, f"{key}: {error}", "name a folder, or download the model first")
+    if found:
+        return Finding("model", "ok", f"{path}, in {found}")
+    return Finding("model", "note", f"{path} is not in the hub's cache: the run downloads it")
 
 
 def _examine_reward(config: DictConfig) -> Finding:
-    """Check that the reward function can be imported, by importing it."""
+    """Check that the reward function can be imported, by importing it as verl does."""
     from omegaconf import OmegaConf
-    from verl.utils.import_utils import load_extern_object
 
     path, name = (OmegaConf.select(config, f"reward.custom_reward_function.{key}") for key in ("path", "name"))
     if not path:
         return Finding("reward", "ok", "verl's own")
     try:
-        load_extern_object(path, name)
+        if path.startswith("pkg://"):
+            module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
+        else:
+            loader = SourceFileLoader("reward_function", path.removeprefix("file://"))
+            loader.exec_module(module := module_from_spec(ModuleSpec("reward_function", loader)))
+        getattr(module, name)
     except (Exception, SystemExit) as error:
         text = f"reward.custom_reward_function.path={path}: cannot be imported: {cause(error)}"
         return Finding("reward", "missing", text)

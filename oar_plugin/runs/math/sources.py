@@ -48,10 +48,6 @@ def _without_dollars(answers: Any) -> str:
     return ", ".join(str(part).replace("$", "").strip() for part in parts)
 
 
-def _dapo_answer(reward_model: Any) -> str:
-    return _text(reward_model["ground_truth"])
-
-
 def _dapo_question(prompt: Any) -> str:
     """Return the problem from chat messages; open-r1/DAPO-Math-17k-Processed has a string instead of messages."""
     return _DAPO_ASKS.sub("", str(prompt[0]["content"] if isinstance(prompt, list) else prompt)).strip()
@@ -90,7 +86,8 @@ SOURCES: dict[str, Source] = {
     "deepmath": Source("zwhe99/DeepMath-103K", "question", "final_answer", _TRAIN, "MIT"),
     # The authors' file repeats each problem about a hundred times; only the first of equal rows is kept.
     "dapo": Source(
-        "BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model", _TRAIN, "Apache-2.0", _dapo_answer, _dapo_question
+        *("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model", _TRAIN, "Apache-2.0"),
+        *(lambda reward_model: _text(reward_model["ground_truth"]), _dapo_question),
     ),
     "aime24": Source("HuggingFaceH4/aime_2024", "problem", "answer", _AS_TRAIN, NOT_STATED),
     "aime25": Source("math-ai/aime25", "problem", "answer", _TEST, "Apache-2.0"),

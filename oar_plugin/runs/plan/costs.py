@@ -34,9 +34,8 @@ def step_memory(s: Setup, gpu: Gpu) -> dict[str, Parts]:
     waiting = updating | {"gradients": gradients if s.megatron and not s.engine.param_offload else 0.0}
     waiting |= {"optimizer": 0.0} if s.engine.optimizer_offload else {}
     engine, context = engine_memory(s, gpu), {"other": hardware.CONTEXT}
-    trainer = {"other": hardware.CONTEXT + hardware.TRAINER_OVERHEAD} | (
-        engine if s.colocated and not s.rollout.free_cache_engine else {}
-    )
+    beside = engine if s.colocated and not s.rollout.free_cache_engine else {}
+    trainer = {"other": hardware.CONTEXT + hardware.TRAINER_OVERHEAD} | beside
     phases = {"generation, GPUs of its own": engine | context} if s.dedicated else {}
     if s.colocated:
         phases["generation"] = waiting | ({"weights": 0.0} if s.engine.param_offload else {}) | engine | context
@@ -201,7 +200,7 @@ def step_flops(s: Setup) -> dict[str, float]:
         again -= 2.0 * model.hidden * model.inner * model.layers * length
     decoding = model.layers_flops(length, s.mean_prompt) + model.head_flops(s.mean_response)
     flops = {
-        GENERATION: s.prompts * model.layers_flops(s.mean_prompt) + s.sequences * decoding,
+        GENERATION: sum(s.rounds) * (model.layers_flops(s.mean_prompt) / s.rollout.n + decoding),
         LOG_PROB: s.sequences * forward,
         REFERENCE: s.sequences * forward if s.actor.use_kl_loss or s.config.algorithm.use_kl_in_reward else 0.0,
         UPDATE: s.sequences * s.actor.ppo_epochs * (trained + again),
@@ -222,16 +221,15 @@ def step_flops(s: Setup) -> dict[str, float]:
         number = s.oar.budget * units if s.oar.budget <= 1 else min(units, s.oar.budget)
         # With a shared prefix, a copy's forward starts at its first masked token: on average mid-way in the reasoning.
         start = s.mean_prompt + reasoning / 2 if s.oar.offloads or s.ulysses == 1 else 0.0
-        copies = number * (model.layers_flops(length, start) + model.head_flops(s.answer_rows)) + model.layers_flops(
-            length
-        )
+        copies = number * (model.layers_flops(length, start) + model.head_flops(s.answer_rows))
+        copies += model.layers_flops(length)
     return flops | {IMPORTANCE: scored * added, COPIES: scored * copies}
 
 
 def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]:
     """Return phase -> seconds of one step."""
     flops, oar = step_flops(s), s.oar
-    generation = generation_seconds(s, gpu, efficiency, s.sequences)
+    generation = sum(generation_seconds(s, gpu, efficiency, sequences) for sequences in s.rounds if sequences)
 
     def trainer(phase: str, rate: float, share: float, forwards: float, backwards: float) -> float:
         """Return the seconds of a phase.

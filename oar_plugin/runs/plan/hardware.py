@@ -7,7 +7,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU and its links, from the vendor's datasheet; nothing here was measured."""
+    """One GPU and its links, from the vendor's datasheet (RTX 4090: Ada whitepaper); nothing here was measured."""
 
     name: str
     memory_gib: float  # total memory as CUDA reports it, a little less than the label says
@@ -22,6 +22,8 @@ class Gpu:
 
 
 GPUS = {
+    "L4-24": Gpu("NVIDIA L4 24 GB", 22.0, 121, 300, 32, 25),
+    "4090-24": Gpu("NVIDIA GeForce RTX 4090 24 GB", 23.5, 165, 1008, 32, 25),
     "A100-40": Gpu("NVIDIA A100 SXM 40 GB", 39.4, 312, 1555, 300, 25),
     "A100-80": Gpu("NVIDIA A100 SXM 80 GB", 79.1, 312, 2039, 300, 25),
     "L40S-48": Gpu("NVIDIA L40S 48 GB", 44.4, 362, 864, 32, 25),
@@ -35,15 +37,11 @@ GPUS = {
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
     """Return the GPU called `name` (`H100-80`; `h100` if only one matches). A given `memory_gib` replaces its memory.
 
-    Raise ValueError if the name is unknown or ambiguous, or if the memory is not positive.
+    Raise ValueError if the name is unknown or ambiguous.
     """
     matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
-        raise ValueError(
-            f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}; --gpu-memory sets another memory size"
-        )
-    if memory_gib is not None and memory_gib <= 0:
-        raise ValueError(f"--gpu-memory {memory_gib}: must be positive")
+        raise ValueError(f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}, with any --gpu-memory")
     return replace(matches[0], memory_gib=memory_gib or matches[0].memory_gib)
 
 

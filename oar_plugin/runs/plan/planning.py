@@ -20,10 +20,8 @@ class Plan:
         self.peak = max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
         # Free bytes in the peak phase; negative if it does not fit.
         self.headroom = card.memory - sum(self.memory[self.peak].values())
-        longest = s.rollout.max_model_len or s.max_length
-        self.cached = (
-            costs.cached_tokens(s, card) / longest
-        )  # sequences of maximum length that one engine's cache holds
+        # Sequences of maximum length that one engine's cache holds.
+        self.cached = costs.cached_tokens(s, card) / (s.rollout.max_model_len or s.max_length)
         self.fits = self.headroom >= 0 and self.cached >= 1
         tight = self.headroom < TIGHT * card.memory
         self.verdict = "does not fit" if not self.fits else "fits tightly" if tight else "fits"
@@ -39,7 +37,8 @@ class Plan:
         """Hours of the run, validations included: [expected, least, most]. None if the number of steps is unknown."""
         s, hours = self.setup, []
         for efficiency in (EXPECTED, GOOD, POOR):
-            validation = costs.generation_seconds(s, self.gpu, efficiency, s.validated) if s.validated else 0.0
+            each = costs.generation_seconds(s, self.gpu, efficiency, s.validated) if s.validated else 0.0
+            validation = s.validations * each
             hours.append(((s.steps or 0) * _step(s, costs.step_seconds(s, self.gpu, efficiency)) + validation) / 3600)
         return None if s.steps is None else hours
 
@@ -66,10 +65,11 @@ class Plan:
         s, gpus = self.setup, self.setup.gpus + (self.setup.rollout_gpus if self.setup.dedicated else 0)
         if self.hours is None:
             return "Hours are unknown: data.train_files has an unknown row count. Set trainer.total_training_steps=N."
-        validation = "with validation"
-        if s.validated is None:
-            validation = "without validation (the number of rows in data.val_files is unknown)"
+        validation = "without validation (the number of rows in data.val_files is unknown)"
         hours, least, most = self.hours
+        if s.validated is not None:
+            share = 1 - (s.steps or 0) * self.step / 3600 / hours if hours else 0.0
+            validation = f"with {s.validations} validations ({share:.1%} of the time)"
         return (
             f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
             f"{gpus} GPUs ({least * gpus:,.0f} to {most * gpus:,.0f}), {validation}, without rewards and checkpoints."

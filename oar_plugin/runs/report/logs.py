@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from oar_plugin.output import printable
-from oar_plugin.runs.plugin import with_new_names
 from oar_plugin.runs.recipe import flat
+from oar_plugin.runs.run_folder import RunRefused, record_of
 
 Row = tuple[int, dict[str, float]]  # step and metrics
 
@@ -69,8 +69,7 @@ class RunLog:
 def read_run(path: Path) -> RunLog:
     """Return the log of a run's folder, a JSONL file, a TensorBoard folder, or an offline run of wandb.
 
-    Raise NoLogs if there is none, or if run.yaml was not written by a run. Raise ModuleNotFoundError if PyYAML or the logger's
-    package is missing.
+    Raise NoLogs if there is none, or if run.yaml is not of a run; ModuleNotFoundError if the logger's package is missing.
     """
     path = path.absolute()
     kind, files = _logs(path)
@@ -78,18 +77,14 @@ def read_run(path: Path) -> RunLog:
     steps, resumed = _merged(READERS[kind](file, settings) for file in files)
     if not steps:
         raise NoLogs(f"{path}: no step in it; verl's logger {kind!r} writes each step at its end")
-    state = ""
-    if (record := path / "run.yaml").is_file():
-        import yaml
-
-        try:
-            run = yaml.safe_load(record.read_text(encoding="utf-8"))
-            state = str(run["state"])
-            settings = {key: with_new_names(value) for key, value in dict(run["settings"]).items()}
-        except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-            raise NoLogs(f"{record}: not a valid run.yaml ({type(error).__name__}); move it away") from error
+    try:
+        record = record_of(path)
+    except RunRefused as error:
+        raise NoLogs(str(error)) from error
+    name = path.stem if path.is_file() else path.name
     metrics = pd.DataFrame.from_dict(steps, orient="index").sort_index()
-    return RunLog(path.stem if path.is_file() else path.name, kind, len(files), metrics, resumed, settings, state)
+    settings = record.get("settings", settings)
+    return RunLog(name, kind, len(files), metrics, resumed, settings, record.get("state", ""))
 
 
 def _logs(path: Path) -> tuple[str, list[Path]]:
@@ -102,7 +97,8 @@ def _logs(path: Path) -> tuple[str, list[Path]]:
             # Names contain a number or a time, which orders them.
             return kind, sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", str(file))])
     places = ", ".join(pattern for patterns in PLACES.values() for pattern in patterns)
-    raise NoLogs(f"{path}: no logs of verl, looked for {places}; set trainer.logger=[console,file] to write them")
+    where = f"looked for {places}, there and up to two folders below"
+    raise NoLogs(f"{path}: no logs of verl, {where}; set trainer.logger=[console,file] to write them")
 
 
 def _merged(starts: Iterable[Iterable[Row]]) -> tuple[dict[int, dict[str, float]], dict[int, int]]:

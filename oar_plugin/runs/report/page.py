@@ -1,10 +1,12 @@
-"""Writes a page about runs: curves over steps and seconds, differences between two sides, and faults."""
+"""Writes a page about runs: charts over steps and seconds, differences between two sides, and faults.
 
-import io
+uPlot (uplot/) draws the charts in the browser. report.js averages the runs of a side there, because the reader switches runs
+on and off and smooths them; this file gives it each run's values.
+"""
+
 import math
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +14,11 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 import pandas as pd
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
 from scipy import stats
 
-from oar_plugin.output import write_whole
+from oar_plugin.output import printable, write_whole
 from oar_plugin.page.templates import TEMPLATES
 from oar_plugin.runs.report.logs import ENTROPY, REWARD, SECONDS, RunLog, findings
 
@@ -26,7 +30,7 @@ LINES = (
     ("Answer found", ("oar/answer_found",), "Share of the responses in which OAR found a final answer."),
     ("ESS ratio", ("oar/ess_ratio",), "1: all tokens have the same credit. Near 0: few tokens have all of it."),
     ("Top-10 % mass", ("oar/top10_mass",), "Share of the weight on the top 10 % of the tokens; 0.1: all are equal."),
-    ("Seconds of OAR", ("timing_s/oar",), "Added by OAR to a step; the phases below include it."),
+    ("Seconds of OAR", ("timing_s/oar",), "Added to a step; the phases below include it. Without the first step."),
 )
 ACCURACY = "Mean over the validation problems. Their number is not logged, so only the spread over seeds is shown."
 STACKS = (
@@ -35,22 +39,21 @@ STACKS = (
         "Seconds by phase",
         "timing_s/",
         SECONDS,
-        "Seconds per step. verl's v1 trainers validate (testing) and dump rollouts after the timed step.",
+        "Seconds per step, without the first. verl's v1 trainers validate (testing) and dump rollouts after the timed step.",
     ),
 )
 OUTSIDE = ["timing_s/testing", "timing_s/dump_rollout_generations"]  # phases that are not part of `SECONDS`
-# Okabe and Ito's palette. STYLES: colour and line of each side; PARTS: colours of stacked parts.
-STYLES = (("#0072B2", "-"), ("#D55E00", "--"))
-PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-INK = "#010203"  # placeholder in SVG pictures; the page replaces it by its text colour
-LOOK: Any = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    **{"svg.fonttype": "none", "font.size": 9, "grid.alpha": 0.3, "legend.frameon": False, "axes.grid": True},
-    **{"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False},
-}
+PARTS = 7  # maximum number of stacked parts, each with a colour in report.css
 REST = 0.01  # smallest share that is shown as "other"; less is rounding
-LONGEST_STEM = 60  # characters of a file name, at most four bytes each; file systems allow 255 bytes
-POINTS = 150  # maximum per line, each the mean of consecutive steps; tables show every n-th step
+POINTS = 250  # maximum per line: more cannot be told apart in a chart's width
+HERE = Path(__file__).parent
+FILES = {
+    "chart_style": "uplot/uPlot.min.css",
+    "chart_script": "uplot/uPlot.iife.min.js",
+    "chart_license": "uplot/LICENSE",
+    "style": "report.css",
+    "script": "report.js",
+}
 
 Table = list[list[str]]  # the first row has the column titles
 
@@ -63,40 +66,53 @@ class Side:
     runs: Sequence[RunLog]
 
     def seconds(self) -> pd.Series:
-        """Return step -> seconds since the start. The duration of a step is its mean over the runs that logged it."""
-        return pd.concat([run.seconds() for run in self.runs], axis=1).sort_index().mean(axis=1).fillna(0.0).cumsum()
+        """Return step -> seconds since the end of the first step, which includes start-up; empty if no run logged them.
+
+        The duration of a step is its mean over the runs that logged it.
+        """
+        steps = pd.concat([run.seconds() for run in self.runs], axis=1).sort_index().mean(axis=1)
+        known = steps.dropna()
+        return (steps.fillna(0.0).cumsum() - known.iloc[0]).clip(lower=0.0) if len(known) else known
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One figure.
+class Chart:
+    """One metric of all runs: a line per run, or parts that are stacked.
 
-    A side's frame has a row per step. Its columns are `mean`, `lowest` and `highest` over runs, or the parts of a stack.
+    `frames` has a frame per run, in the order of the sides. A frame has a row per step, and a column per part; a line has one
+    part. It has no rows if the run did not log the metric.
     """
 
     title: str
     note: str
-    frames: Mapping[Side, pd.DataFrame]
+    frames: Sequence[pd.DataFrame]
     stacked: bool
 
-    @property
-    def table(self) -> Table:
-        frames = [frame.add_prefix(f"{side.name} ") for side, frame in self.frames.items()]
-        joined = pd.concat(frames, axis=1).sort_index()
-        shown = joined.iloc[:: math.ceil(len(joined) / POINTS)]
-        lines = ([str(step), *("" if math.isnan(x) else f"{x:.4g}" for x in row)] for step, *row in shown.itertuples())
-        return [["step", *joined], *lines]
+    def data(self) -> dict[str, Any]:
+        """Return what report.js draws: means of consecutive steps, at the last of them, of each part of each run."""
+        joined = pd.concat(self.frames, axis=1, keys=range(len(self.frames))).sort_index()
+        group = np.arange(len(joined)) // math.ceil(len(joined) / POINTS)
+        last = np.append(group[1:] != group[:-1], True)
+        means = joined.groupby(group).mean()
+        runs = [[_rounded(column) for _, column in means[run].items()] for run in range(len(self.frames))]
+        parts = [printable(part) for part in self.frames[0]]
+        texts = {"title": printable(self.title), "parts": parts, "stacked": self.stacked}
+        return {**texts, "steps": joined.index[last].tolist(), "runs": runs}
 
 
-def panels(sides: Sequence[Side]) -> Iterator[Panel]:
-    """Yield the panels for which a side has data."""
+def _rounded(column: pd.Series) -> list[float | None]:
+    short = (float(f"{x:.4g}") for x in column)
+    return [x if math.isfinite(x) else None for x in short]
+
+
+def charts(sides: Sequence[Side]) -> list[Chart]:
+    """Return the charts for which a run has data."""
+    runs = [run for side in sides for run in side.runs]
     accuracies = [(f"Accuracy: {name.removeprefix('val-core/')}", (name,), ACCURACY) for name in _accuracies(sides)]
     lines = (LINES[0], *accuracies, *LINES[1:])
-    drawn = [(title, note, False, [_line(side, names) for side in sides]) for title, names, note in lines]
-    drawn += [(title, note, True, [_parts(side, *of) for side in sides]) for title, *of, note in STACKS]
-    for title, note, stacked, frames in drawn:
-        if logged := {side: frame for side, frame in zip(sides, frames, strict=True) if frame.size}:
-            yield Panel(title, note, logged, stacked)
+    drawn = [Chart(title, note, [_line(run, names) for run in runs], False) for title, names, note in lines]
+    drawn += [Chart(title, note, _parts(runs, prefix, whole), True) for title, prefix, whole, note in STACKS]
+    return [chart for chart in drawn if any(frame.size for frame in chart.frames)]
 
 
 def _accuracies(sides: Sequence[Side]) -> list[str]:
@@ -104,29 +120,30 @@ def _accuracies(sides: Sequence[Side]) -> list[str]:
     return sorted(name for name in logged if name.startswith("val-core/") and "/mean@" in name)
 
 
-def _line(side: Side, names: Sequence[str]) -> pd.DataFrame:
-    """Return mean and range over runs at the steps that all of them logged; runs without these metrics are ignored."""
-    columns = [column for run in side.runs if len(column := run.column(*names))]
-    rows = pd.concat(columns, axis=1, join="inner") if columns else pd.DataFrame()
-    spread = {"lowest": rows.min(axis=1), "highest": rows.max(axis=1)} if len(columns) > 1 else {}
-    return pd.DataFrame({"mean": rows.mean(axis=1), **spread})
+def _line(run: RunLog, names: Sequence[str]) -> pd.DataFrame:
+    """Return a metric as a frame. Seconds are without the first step: it includes start-up, and would flatten the chart."""
+    column = run.column(*names)
+    return (column.iloc[1:] if names[0].startswith("timing_s/") else column).to_frame("value")
 
 
-def _parts(side: Side, prefix: str, whole: str) -> pd.DataFrame:
-    """Return the largest metrics with a prefix, and `other`, the rest of the metric `whole`; means over the runs."""
+def _parts(runs: Sequence[RunLog], prefix: str, whole: str) -> list[pd.DataFrame]:
+    """Return each run's metrics with a prefix: the largest of all runs, and `other`, the rest of the metric `whole`."""
     frames = []
-    for run in side.runs:
-        total = run.column(whole)
+    for run in runs:
+        total = _line(run, (whole,))["value"]
         # OAR's seconds are left out: other phases contain them.
         parts = run.metrics.loc[total.index].filter(regex=f"^{prefix}(?!oar|any$|step$)[^/]+$")
         parts = parts.where(lambda x: x < math.inf).fillna(0.0)
         inside = parts.drop(columns=OUTSIDE, errors="ignore").sum(axis=1)
+        parts = parts.rename(columns=lambda name: name.removeprefix(prefix))
         frames.append(parts.assign(other=(total - inside).clip(lower=0.0)))
-    mean = pd.concat(frames).fillna(0.0).groupby(level=0).mean().rename(columns=lambda name: name.removeprefix(prefix))
-    largest = mean.drop(columns="other").sum().nlargest(len(PARTS) - 1)
-    kept = mean[largest[largest > 0].index]
-    rest = mean.sum(axis=1) - kept.sum(axis=1)
-    return kept.assign(other=rest) if rest.sum() > REST * kept.sum().sum() > 0 else kept
+    sums = pd.concat(frames).drop(columns="other").sum()
+    kept = sums[sums > 0].nlargest(PARTS - 1).index
+    shown = [frame.reindex(columns=kept, fill_value=0.0) for frame in frames]
+    rest = [frame.sum(axis=1) - part.sum(axis=1) for frame, part in zip(frames, shown, strict=True)]
+    if sum(x.sum() for x in rest) > REST * sums[kept].sum() > 0:
+        shown = [part.assign(other=x) for part, x in zip(shown, rest, strict=True)]
+    return shown
 
 
 # ---- differences between the sides
@@ -202,7 +219,7 @@ def config_differences(sides: Sequence[Side]) -> Table:
     return [["", *(label for label, _ in runs)], *(row for row in rows if len({*row[1:]}) > 1)]
 
 
-# ---- pictures and page
+# ---- the page
 
 
 class Report(NamedTuple):
@@ -213,54 +230,28 @@ class Report(NamedTuple):
     findings: Table
 
 
-def write_report(
-    sides: Sequence[Side], folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None
-) -> Report:
-    """Write a self-contained `report.html` and two PNG files per figure. ModuleNotFoundError: matplotlib is missing."""
-    shown, figures = list(panels(sides)), []
-    for place, panel in enumerate(shown):
-        progress(panel.title, place, len(shown))
-        stem = re.sub(r"\W+", "_", panel.title.lower())
-        if len(stem) > LONGEST_STEM:
-            stem = f"{stem[:LONGEST_STEM]}_{place}"  # unique even if titles begin alike
-        figures.append((panel, [_picture(panel, of, folder / f"{stem}_{of}.png") for of in ("steps", "seconds")]))
-    runs = labelled(sides)
+def write_report(sides: Sequence[Side], folder: Path) -> Report:
+    """Write `report.html`, which needs no other file and no network."""
+    shown, runs = charts(sides), labelled(sides)
     wrong = [["run", "step", "what"], *([label, *row] for label, run in runs for row in findings(run))]
     report = Report(folder / "report.html", comparison(sides), wrong)
-    templates = TEMPLATES.overlay(loader=jinja2.FileSystemLoader(Path(__file__).parent))
+    templates = TEMPLATES.overlay(loader=jinja2.FileSystemLoader(HERE))
     page = templates.get_template("report.html.j2").render(
-        **report._asdict(), sides=sides, runs=runs, settings=config_differences(sides), figures=figures, points=POINTS
+        **report._asdict(),
+        **{name: Markup((HERE / file).read_text("utf-8")) for name, file in FILES.items()},  # noqa: S704  our own
+        data=htmlsafe_json_dumps(_data(sides, shown), separators=(",", ":"), allow_nan=False),
+        **{"sides": sides, "runs": runs, "settings": config_differences(sides), "charts": shown, "points": POINTS},
     )
     write_whole(report.page, page)
     return report
 
 
-def _picture(panel: Panel, against: str, file: Path) -> str:
-    """Write a figure as a PNG file, and return it as SVG."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(LOOK):
-        rows = len(panel.frames) if panel.stacked else 1
-        figure = Figure(figsize=(5, 1.4 + 1.6 * rows), layout="constrained")
-        plots = figure.subplots(rows, sharex=True, sharey=True, squeeze=False)[:, 0]
-        for place, (side, frame) in enumerate(panel.frames.items()):
-            drawn = frame.assign(x=frame.index if against == "steps" else side.seconds()[frame.index])
-            drawn = drawn.groupby(np.arange(len(drawn)) // math.ceil(len(drawn) / POINTS)).mean()
-            x, frame = drawn.pop("x"), drawn
-            axes, (colour, line) = plots[place if panel.stacked else 0], STYLES[place]
-            if panel.stacked:
-                axes.stackplot(x, frame.T, labels=[*frame], colors=PARTS)
-                axes.set_title(side.name, loc="left")
-                axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-                continue
-            axes.plot(x, frame["mean"], line, color=colour, label=side.name, marker="." if len(x) < 12 else None)
-            if "lowest" in frame:
-                axes.fill_between(x, frame["lowest"], frame["highest"], color=colour, alpha=0.25, lw=0)
-            axes.legend()
-        plots[-1].set_xlabel("step" if against == "steps" else f"seconds (sum of {SECONDS})")
-        png, svg = io.BytesIO(), io.StringIO()
-        figure.savefig(png, format="png", dpi=140)
-        write_whole(file, png.getvalue())
-        figure.savefig(svg, format="svg", transparent=True)
-    return "<svg" + svg.getvalue().replace(INK, "currentColor").partition("<svg")[2]
+def _data(sides: Sequence[Side], shown: Sequence[Chart]) -> dict[str, Any]:
+    """Return what report.js draws. A side's `seconds` belong to `steps`, all at which a chart has a point."""
+    drawn = [chart.data() for chart in shown]
+    steps = sorted({step for chart in drawn for step in chart["steps"]})
+    known = []
+    for side in sides:
+        seconds = [None if math.isnan(x) else round(x, 1) for x in side.seconds().reindex(steps)]
+        known.append({"name": side.name, "runs": len(side.runs), "seconds": seconds})
+    return {"charts": drawn, "sides": known, "steps": steps}

@@ -176,23 +176,15 @@ NO_SCORE = "it has backwards and no method score (one number per token from its 
         own(f"{SHARED} differ*", coefficients=lambda *given: given[2].logits_NV.softmax(-1) * 1e-8),
         own("coefficients of a row*", coefficients=lambda *given: given[2].logits_NV.sub_(given[2].logits_NV.mean(0))),
         own("combine gives*", combine=lambda self, parts: parts.score_KBL[0].div_(parts.score_KBL[0].max())),
-        own(
-            "score failed*Half*",
-            score=lambda self, gradient, embedding: torch.einsum("...h,...h->...", gradient, embedding).abs(),
-        ),
+        own("score failed*Half*", score=lambda self, *pair: torch.einsum("...h,...h->...", *pair).abs()),
         # What works on every layout, in place, as a bool, or with a tensor that a process keeps.
         own(coefficients=lambda *given: given[2].vocabulary.softmax(given[2].logits_NV.div_(0.7))),
         own(coefficients=lambda *given: given[2].vocabulary.softmax(given[2].logits_NV) > 0.1),
         own(coefficients=above_the_mean),
         own(coefficients=keeps_its_columns),
-        own(
-            score=lambda self, gradient, _: (gradient > 0).any(-1), combine=lambda self, parts: parts.score_KBL[0] > 0.3
-        ),
+        own(score=lambda *given: (given[1] > 0).any(-1), combine=lambda self, parts: parts.score_KBL[0] > 0.3),
         own(score=lambda self, gradient, _: gradient.float().square_().sum(-1)),
-        own(
-            reads=frozenset({"entropy"}),
-            combine=lambda self, parts: parts.entropy_BL.neg_().exp_() * parts.score_KBL[0],
-        ),
+        own(reads=frozenset({"entropy"}), combine=lambda _, parts: parts.entropy_BL.neg_().exp_() * parts.score_KBL[0]),
         # A pass computes nothing that `reads` does not name.
         own("combine failed*log_prob_BL is not*reads = frozenset({?log_prob?})*", combine=surprisal),
         own(NOT_READ, reads=LOG_PROB, combine=lambda self, parts: parts.entropy_BL),
@@ -237,17 +229,14 @@ def test_a_trial_gives_what_a_pass_gives():
     for count in (3, 0):
         whole = [(number, one) for number, one in seen.rows if one.vocabulary is WHOLE_VOCABULARY]
         rows = [(number, one) for number, one in whole if len(one.logits_NV) == count]
-        kinds = [
-            (number, one.token_N is None, one.clean_NV is not None, one.entropy_N is not None) for number, one in rows
-        ]
+        kinds = [(n, one.token_N is None, one.clean_NV is not None, one.entropy_N is not None) for n, one in rows]
         assert kinds == [
             (0, True, True, False), (0, False, False, False), (1, True, False, False), (1, False, False, False),
             (2, False, False, True),
         ]  # fmt: skip
     assert [(one.clean_NV - one.logits_NV).unique().shape[0] > 0 for _, one in seen.rows[:1]] == [True]
-    first, second = (
-        pair for pair in seen.gradients if pair[0].shape == (2, 5) and {one.dtype for one in pair} == {torch.float32}
-    )
+    single = (pair for pair in seen.gradients if {one.dtype for one in pair} == {torch.float32})
+    first, second = (pair for pair in single if pair[0].shape == (2, 5))
     assert torch.equal(first[0], -second[0])
     assert first[0].min() == -first[0].max() < 0, "both signs at once"
     assert first[0].unique().numel() == 10

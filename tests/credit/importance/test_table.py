@@ -51,10 +51,7 @@ def test_the_plan_of_forwards_and_what_engines_read(name, draws):
 
 
 def comparisons(source):
-    """Expressions that compare a string with a name of the table, or list two names.
-
-    `"entropy" in ...reads` does not compare names.
-    """
+    """Expressions that compare a string with a name of the table, or list two names; not `"entropy" in ...reads`."""
 
     def names(nodes):
         return {node.value for node in nodes if isinstance(node, ast.Constant)} & set(IMPORTANCES)

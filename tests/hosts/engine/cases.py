@@ -56,7 +56,7 @@ DOUBLE: dict[str, list[str]] = {
     "wrapped": ["fisher", "fisher joint", "decision"],
     "ulysses fp16": ["fisher", "decision"],
     "ulysses": [
-        *(*EVERYTHING, "fisher fails", "oar_p fails", "fisher joint", "oar_g", *OTHERS, "oar_p joint", "oar_p sampled"),
+        *(*EVERYTHING, "fisher fails", "oar_p fails", "fisher joint", "oar_g", *OTHERS, "oar_p joint", "oar_p sampled")
     ],
 }
 MEGATRON: dict[str, list[str]] = {

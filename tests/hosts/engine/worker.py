@@ -79,16 +79,9 @@ def batch_of(
         },
         batch_size=[len(encoded)],
     )
-    tu.assign_non_tensor(
-        data,
-        use_remove_padding=packed,
-        use_dynamic_bsz=dynamic,
-        micro_batch_size_per_gpu=2,
-        max_token_len_per_gpu=120,
-        use_fused_kernels=False,
-        calculate_entropy=True,
-        temperature=world.TEMPERATURE,
-    )
+    sizes = {"use_dynamic_bsz": dynamic, "micro_batch_size_per_gpu": 2, "max_token_len_per_gpu": 120}
+    how = {"use_remove_padding": packed, "use_fused_kernels": False, "calculate_entropy": True}
+    tu.assign_non_tensor(data, **sizes, **how, temperature=world.TEMPERATURE)
     return data
 
 
@@ -177,13 +170,9 @@ def run(
     first: bool = False,
     **request: Any,
 ) -> dict[str, Any]:
-    asked = Request(
-        sigma=world.SIGMA,
-        temperature=world.TEMPERATURE,
-        max_response_length=world.MAX_RESPONSE_LENGTH,
-        importance_only=only,
-        **{"importance": "fisher", "answer_patterns": ("hash",), **request},
-    )
+    settings = {"importance": "fisher", "answer_patterns": ("hash",), "importance_only": only, **request}
+    limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
+    asked = Request(sigma=world.SIGMA, **limits, **settings)
     with engine.eval_mode():
         plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
         before = state(engine)
@@ -327,6 +316,23 @@ def out_of_memory(engine: Any, where: str = "forward", rows: list[int] = EVERY) 
         return str(error)
 
 
+def refused(engine: Any) -> str:
+    """What is said of a model that caps its logits, as no key of its configuration says."""
+    forward = engine.module.forward
+
+    def capped(*args: Any, **named: Any) -> Any:
+        output = forward(*args, **named)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    with mock.patch.object(engine.module, "forward", capped):
+        try:
+            run(engine)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on this rank; the rows are split among ranks or not."""
     rows = UNEVEN[dist.get_rank()] if split else EVERY
@@ -348,15 +354,9 @@ def single(folder: str) -> dict[str, Any]:
     alone = {i: run(engine, [i, 2]) for i in world.SCORED}
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
     fresh = {layout: behind(folder, layout, partial(run, first=True))[0] for layout in ("bf16", "fsdp1", "lora")}
-    parts = {
-        "one by one": alone,
-        "out of memory": starved,
-        "no way back": out_of_memory(build(folder, **LAYOUTS["fsdp1"])),
-        "moved": moved(engine),
-        "recomputed": again,
-        "behind a pass": fresh,
-    }
-    return out | parts | afterwards(engine, partial(build, folder))
+    out |= {"one by one": alone, "out of memory": starved, "recomputed": again, "behind a pass": fresh}
+    out |= {"no way back": out_of_memory(build(folder, **LAYOUTS["fsdp1"])), "moved": moved(engine)}
+    return out | afterwards(engine, partial(build, folder))
 
 
 def double(folder: str) -> dict[str, Any]:
@@ -366,6 +366,7 @@ def double(folder: str) -> dict[str, Any]:
         if "ulysses" in layout:
             ulysses.install()
         out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split="ulysses" not in layout)
+    out["refused"] = refused(build(folder))
     return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
 
 

@@ -123,10 +123,8 @@ def reference(
 def gradient_importance(
     model, ids, segments, importance="fisher", probe="answer_mean", seed=0, columns=None, temperature=TEMPERATURE
 ):
-    """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model.
-
-    `columns`: of the vocabulary, the first ones only. `temperature`: of the entropies.
-    """
+    """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model. `columns`: of the
+    vocabulary, the first ones only. `temperature`: of the entropies."""
     prompt, joint = len(ids) - len(segments), probe == "answer_joint"
     reasoning = (segments == Segment.REASONING).nonzero()[:, 0] + prompt
     answer = (segments == Segment.ANSWER).nonzero()[:, 0] + prompt
@@ -148,11 +146,9 @@ def gradient_importance(
     if importance == "decision":
         first, second = logits[read - 1].topk(2).values.unbind(-1)
         sign = signs(position_seeds(seed_1.expand(len(read)), torch.arange(len(read))), 0, 1)[:, 0]
-        norms = (
-            gradient((sign * (-entropy[read]).exp() * (first - second)).sum()).norm(dim=-1),
-            embedding[0].norm(dim=-1),
-        )
-        scores = norms[0] * norms[1] / embedding.shape[-1] ** 0.5 * (1 - (-((entropy / 0.5) ** 2)).exp())
+        norms = gradient((sign * (-entropy[read]).exp() * (first - second)).sum()).norm(dim=-1)
+        norms = norms * embedding[0].norm(dim=-1)
+        scores = norms / embedding.shape[-1] ** 0.5 * (1 - (-((entropy / 0.5) ** 2)).exp())
     if importance == "onward":
         influence = torch.zeros_like(entropy)
         own = position_seeds(seed_1, torch.ones(1), 0)

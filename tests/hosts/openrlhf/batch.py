@@ -63,15 +63,9 @@ class Group:
 def maker(host: Any, args: Any, actor: Any, step: int = 0, **groups: Any) -> Any:
     """OpenRLHF's experience maker, with one policy as both ranks of the actor."""
     one = policy(host, args, actor)
-    groups = {"critic": None, "reward": None, "initial": None, **groups}
-    strategy = SimpleNamespace(args=args)
-    made = host.maker.RemoteExperienceMaker(
-        Group(one, one),
-        *(groups[name] for name in ("critic", "reward", "initial")),
-        SimpleNamespace(value=args.algo.kl.init_coef),
-        strategy,
-        one.tokenizer,
-    )
+    others = [groups.get(name) for name in ("critic", "reward", "initial")]
+    kl, strategy = SimpleNamespace(value=args.algo.kl.init_coef), SimpleNamespace(args=args)
+    made = host.maker.RemoteExperienceMaker(Group(one, one), *others, kl, strategy, one.tokenizer)
     made.global_step = step
     return made
 

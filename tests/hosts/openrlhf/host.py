@@ -1,7 +1,6 @@
 """OpenRLHF's released sources, patched and not, in this process, with small stand-ins for what has no CPU build.
 
-* `flash_attn`: no wheel for a CPU. OpenRLHF takes five functions of its padding and gathering from it, made here of tensor
-  indexing; attention itself is transformers' own (sdpa, which keeps packed sequences apart by their positions).
+* `flash_attn`: its padding and gathering, made here of tensor indexing; attention itself is transformers' own (sdpa).
 * `vllm`: OpenRLHF imports its engines beside the trainer; no test generates.
 * `torch.cuda.current_device`: the CPU.
 * `ray`: `get` and `put` are the identity, and a group of actors is a list of objects of the undecorated class.

@@ -70,9 +70,8 @@ def front_door(folder, experiences, **settings):
     whole = [row for e in experiences for row in e.sequences]
     for ids, own in zip(whole, rows(experiences, "action_mask"), strict=True):
         own = torch.cat([own.new_zeros(1), own])[None]
-        yield oar_plugin.importance(
-            model, ids[None, : own.shape[1]], response_mask=own, attention_mask=own + 1, **given
-        )
+        masks = {"response_mask": own, "attention_mask": own + 1}
+        yield oar_plugin.importance(model, ids[None, : own.shape[1]], **masks, **given)
 
 
 def assert_same(want, got):

@@ -53,19 +53,11 @@ def test_it_is_applied_and_reverted_exactly(site, prepare, capsys):
         now = files(site.parent)
         assert {path: mode for path, (_, mode) in now.items()} == {path: mode for path, (_, mode) in before.items()}
         states.append([path for path, content in now.items() if before[path] != content])
-        said.append(capsys.readouterr().out.removeprefix(f"{site}: openrlhf").strip())
+        said.append(capsys.readouterr().out)
     assert [len(state) for state in states] == [0, 4, 4, 4, 4, 0, 0]
     assert files(site.parent) == before
-    name = "-0.11.2.patch"
-    assert said == [
-        f"{name} would be applied",
-        f"{name} applied",
-        "0.11.2 is patched, nothing to do",
-        "0.11.2 is patched, nothing to do",
-        f"{name} would be reverted",
-        f"{name} reverted",
-        "0.11.2 is not patched, nothing to do",
-    ]
+    assert ["nothing to do" in text for text in said] == [False, False, True, True, False, False, True]
+    assert ["would be" in text for text in said] == [True, *[False] * 3, True, False, False]
 
 
 def half_applied(site):

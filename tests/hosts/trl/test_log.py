@@ -1,6 +1,7 @@
 """What a run shows: metrics in TRL's log, and files for `oar inspect`."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,15 @@ def test_dumps_are_what_the_inspector_reads(run, tmp_path):
     assert main(["inspect", str(folder), "--out", str(tmp_path / "page.html")]) == 0
 
 
+def test_the_example_of_the_document_trains_and_dumps(tmp_path):
+    for part in (tiny.make_model(), tiny.TOKENIZER):
+        part.save_pretrained(tmp_path / "model")
+    block = Path("docs/hosts.md").read_text().split("```python\n")[1].split("```")[0]
+    given = {"model": str(tmp_path / "model"), "config": tiny.arguments(tmp_path, max_steps=1)}
+    exec(block, given | {"reward": lambda prompts, **_: [*range(len(prompts))], "data": tiny.data(tiny.PROMPTS)})
+    assert read([tmp_path / "credit"]).items
+
+
 def full(*arguments):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -66,9 +76,7 @@ def before(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("where", "name", "fails"), [(Dumps, "write", full), (OarGRPOTrainer, "_known", broken)])
-def test_a_dump_that_fails_is_counted_and_said_once_and_training_goes_on(
-    before, tmp_path, monkeypatch, caplog, where, name, fails
-):
+def test_a_dump_that_fails_is_said_once_and_ends_nothing(before, tmp_path, monkeypatch, caplog, where, name, fails):
     """Its other faults are in `tests/test_token_credit.py`."""
     monkeypatch.setattr(where, name, fails)
     after, made = _trained(tmp_path / "after")

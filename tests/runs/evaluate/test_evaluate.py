@@ -19,7 +19,8 @@ from oar_plugin.runs.evaluate import EvaluationError, checkpoints
 from oar_plugin.runs.evaluate.checkpoints import find, fingerprint, parse
 from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling
 from oar_plugin.runs.evaluate.grade import GeneratedResponse, Graded, grade, read
-from oar_plugin.runs.evaluate.table import AVERAGE, as_markdown, lines_of, metrics
+from oar_plugin.runs.evaluate.table import AVERAGE, as_markdown, as_rows, lines_of, metrics
+from oar_plugin.runs.hub import NotOnHub
 from oar_plugin.runs.math.pool import TaskCrashed
 from tests.runs.evaluate import SAMPLING, problem_set
 
@@ -72,13 +73,17 @@ def test_other_weights_tokenizers_and_settings_have_another_fingerprint(tmp_path
         (tmp_path / name).write_text('{"a": 1}')
         seen.add(fingerprint(str(tmp_path)))
     assert len(seen) == 1 + len(names)
-    assert find("Qwen/Qwen2.5-7B", False, print) == fingerprint("Qwen/Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
+    assert fingerprint("Qwen/Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
+
+
+def refused(name):
+    raise NotOnHub(name)
 
 
 def test_a_folder_of_an_organisations_name_hides_no_model_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen").mkdir()
-    monkeypatch.setattr(checkpoints, "_on_hub", lambda name: name == "Qwen/Qwen2.5-7B")
+    monkeypatch.setattr(checkpoints, "cached", lambda name: None if name == "Qwen/Qwen2.5-7B" else refused(name))
     assert find("Qwen/Qwen2.5-7B", False, print) == "Qwen/Qwen2.5-7B"
     with pytest.raises(EvaluationError, match="neither a folder"):
         find("Qwen/global_step_7", False, print)
@@ -170,9 +175,8 @@ def test_responses_are_graded_by_the_reward_and_equal_answers_vote_together():
         [r"\boxed{\frac12}", r"\boxed{1/2}", r"\boxed{3}", ""],  # two spellings of one answer
         [r"\boxed{3}", r"\boxed{3}", "\x00", r"\boxed{" + "9" * 600 + "}"],
     ]
-    responses = {
-        (p, s): GeneratedResponse(p, s, text, s == 3) for p, row in enumerate(texts) for s, text in enumerate(row)
-    }
+    given = [GeneratedResponse(p, s, text, s == 3) for p, row in enumerate(texts) for s, text in enumerate(row)]
+    responses = {(one.problem, one.sample): one for one in given}
     found = grade(problem_set(r"\frac{1}{2}", "4"), responses, 4, lambda done, total: None)
     assert found.correct_PK.tolist() == [[True, True, False, False], [False] * 4]
     assert found.majority_P.tolist() == [1.0, 0.0]
@@ -220,7 +224,7 @@ def test_each_set_and_their_average_have_a_line_a_method_with_paired_differences
     assert of[AVERAGE, "oar"].minus_baseline["avg@2"].mean == pytest.approx(0.5 / 6)
     assert of["a", "grpo"].minus_baseline == {}
     assert metrics(6) == ["avg@6", "pass@2", "pass@4", "pass@6", "maj@6"]
-    text = as_markdown(lines, "grpo", 2)
+    text = as_markdown(as_rows(lines, "grpo", 2), lines)
     assert "|  | a (3) | b (3) | average (6) |" in text
     assert "| oar - grpo | +16.7 ± 16.7" in text
     assert "one seed of grpo, oar" in text
@@ -274,7 +278,7 @@ def test_wrong_input_is_named(words, status, said, tmp_path, monkeypatch, capsys
     write(tmp_path / "strange.parquet", [{"question": "?"}])
     for folder in (tmp_path, tmp_path / "other"):
         write(folder / "fine.parquet", [row("1")])
-    monkeypatch.setattr(checkpoints, "_on_hub", lambda name: False)
+    monkeypatch.setattr(checkpoints, "cached", refused)
     words = words.split() if "--data" in words else [*words.split(), "--data", "fine.parquet"]
     try:
         found = main(["eval", *words])
@@ -298,7 +302,10 @@ def test_the_table_is_printed_and_results_of_other_settings_are_kept(tmp_path, m
     def evaluate(*words):
         asked = f"eval {tmp_path}/model --data {tmp_path}/ours.parquet --k 1 --out {out}".split()
         assert main([*asked, *words]) == 0
-        assert capsys.readouterr().out.startswith((out / "table.md").read_text())
+        shown, written = capsys.readouterr().out, (out / "table.md").read_text()
+        cells = [word for line in written.splitlines() if line.startswith("| model") for word in line.split()[1::2]]
+        assert cells
+        assert [word for word in cells if word not in shown] == []
         return {path.name: path.read_text() for path in out.iterdir() if path.is_file()}
 
     first = evaluate()

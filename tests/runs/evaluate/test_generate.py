@@ -85,9 +85,8 @@ if __name__ == "__main__":
         print(multiprocessing.active_children()[0].pid, flush=True)
 """)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
-    parent = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True)
     engine = int(parent.stdout.readline())
     parent.kill()
     try:
@@ -103,7 +102,7 @@ if __name__ == "__main__":
         (0, None, 1, [""]),
         (2, None, 1, ["0", "1"]),
         (4, "4,5,6,7", 2, ["4,5", "6,7"]),
-        (3, "GPU-a,GPU-b,GPU-c", 2, ["GPU-a,GPU-b"]),
+        (3, "U-a,U-b,U-c", 2, ["U-a,U-b"]),
     ],
 )
 def test_gpus_are_dealt_out_to_engines(count, visible, tensor_parallel, groups, monkeypatch):
@@ -131,9 +130,7 @@ def test_more_samples_add_to_what_there_is_and_seeds_depend_on_neither_number_no
         """(problem, sample) -> text."""
         file = ResponseFile(tmp_path / folder, "org/model", SAMPLING, sets)
         generate("org/model", [sets], [file], SAMPLING, samples, 1, lambda *pair: progress.append(pair), print)
-        return {
-            (sets.problems[problem].ground_truth, sample): r.text for (problem, sample), r in file.responses.items()
-        }
+        return {(sets.problems[p].ground_truth, sample): r.text for (p, sample), r in file.responses.items()}
 
     def prompts(model, sets, *_):
         return [[[problem.ground_truth] for problem in each.problems] for each in sets], 8

@@ -1,6 +1,7 @@
 """`oar eval` with vLLM on a CPU: a tiny model that was trained for ten seconds, and the same with noise on its weights."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,11 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from recipes.smoke import make_assets  # it needs verl
-
-    folder = tmp_path_factory.mktemp("eval")
-    make_assets(folder)
+def folder(assets, tmp_path_factory):
+    folder = shutil.copytree(assets, tmp_path_factory.mktemp("eval"), dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     torch.manual_seed(0)
     with torch.no_grad():

@@ -113,9 +113,7 @@ def test_training_that_fails_fails_the_launch_and_ray_is_stopped(nodes, tmp_path
         ("c", "busy", "c: Ray did not start (exit status 3): Ray already runs here", {"me@a", "b"}),
     ],
 )
-def test_a_node_where_ray_does_not_start_is_named_and_somebody_elses_ray_left_alone(
-    nodes, tmp_path, host, fault, said, stopped
-):
+def test_a_node_without_ray_is_named_and_somebody_elses_ray_left_alone(nodes, tmp_path, host, fault, said, stopped):
     (tmp_path / host / fault).touch()
     done = run(on_nodes())
     assert done.returncode == 1

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ pytest.importorskip("verl")
 import pyarrow
 from pyarrow import parquet
 
+from oar_plugin.runs.hub import HubUnreachable, NotOnHub
 from oar_plugin.runs.launch import preflight
 from oar_plugin.runs.plan.hardware import choose_gpu
 from oar_plugin.runs.recipe import find_recipe
@@ -30,7 +32,7 @@ def ready(tmp_path, monkeypatch):
         parquet.write_table(pyarrow.table(COLUMNS), file)
     monkeypatch.setenv("OAR_DATA", str(tmp_path))
     monkeypatch.setattr(preflight, "gpus_here", lambda: (H100,) * 8)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(preflight, "cached", lambda name: None)
     return {"oar_data": str(tmp_path), "trainer.logger": "console"}
 
 
@@ -80,6 +82,18 @@ def test_what_would_end_a_run_is_missing(ready, tmp_path, changes, subject, said
     assert said.replace("HERE", str(tmp_path)) in f"{finding.text}; {finding.advice}"
 
 
+@pytest.mark.parametrize(
+    ("error", "local", "level"),
+    [(NotOnHub, False, "missing"), (HubUnreachable, True, "missing"), (HubUnreachable, False, "not checked")],
+)
+def test_a_model_that_the_hub_lacks_is_missing_and_a_silent_hub_is_so_here(ready, monkeypatch, error, local, level):
+    def silent(name):
+        raise error("x")
+
+    monkeypatch.setattr(preflight, "cached", silent)
+    assert examined(ready, local=local)["model"].level == level
+
+
 def test_a_run_that_does_not_fit_is_told_the_margin_and_what_to_try(ready):
     here, elsewhere = (examined(ready, choose_gpu(memory_gib=20), local=local)["memory"] for local in (True, False))
     assert here.level == "missing"
@@ -102,6 +116,23 @@ def test_what_cannot_be_seen_from_here_is_not_refused(ready, changes, where, sub
     assert found[subject].level == "not checked"
     assert said in found[subject].text
     assert "missing" not in {finding.level for finding in found.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "planned"),
+    [
+        ("NVIDIA L4", 22, "L4"),
+        ("NVIDIA L40", 44, "L40S"),
+        ("NVIDIA A100-SXM4-40GB", 39, "A100"),
+        ("Tesla P40", 24, "4090"),
+    ],
+)
+def test_a_gpu_of_this_machine_has_the_speed_of_the_most_similar_one(monkeypatch, name, gib, planned):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    seen = SimpleNamespace(name=name, total_memory=gib * preflight.GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen)
+    (gpu,) = preflight.gpus_here.__wrapped__()
+    assert (planned in gpu.name.split(), gpu.memory_gib) == (True, gib)
 
 
 def test_the_gpu_of_a_login_node_says_nothing_of_the_cluster(monkeypatch):

@@ -163,11 +163,7 @@ def test_equal_rows_of_a_training_set_are_kept_once(tmp_path):
 
 
 def test_rows_without_an_answer_and_copies_are_dropped_and_a_test_set_is_repeated_on_request(tmp_path):
-    rows = [
-        *(a_row("aime24", 1) for _ in range(3)),
-        {"problem": "q", "answer": ""},
-        {"problem": "r", "answer": r"\frac{"},
-    ]
+    rows = [a_row("aime24", 1)] * 3 + [{"problem": "q", "answer": ""}, {"problem": "r", "answer": r"\frac{"}]
     done = prepared("aime24", copy_of(tmp_path / "aime", rows), tmp_path, repeats={"aime24": 3})
     assert (truths(done.path), done.rows) == (["1", r"\frac{"] * 3, 2)
     assert done.dropped == {"a copy of another": 2, "no answer": 1}
@@ -176,14 +172,16 @@ def test_rows_without_an_answer_and_copies_are_dropped_and_a_test_set_is_repeate
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["--list"], 0, "Hothan/OlympiadBench (OE_TO_maths_en_COMP)  Apache-2.0  question, final_answer"),
+        (["--list"], 0, "Hothan/OlympiadBench (OE_TO_maths_en_COMP) Apache-2.0 question, final_answer"),
         (["gsm9k"], 2, "did you mean gsm8k?"),
         ([], 2, "NAME is missing"),
         (["aime24", "--repeat", "amc23=2"], 2, "needs amc23 among the names"),
         (["aime24", "--repeat", "aime24=0"], 2, "aime24=0: must be NAME=N"),
     ],
 )
-def test_the_sets_are_listed_and_a_name_that_is_none_is_refused(words, status, said, capsys):
+def test_the_sets_are_listed_and_a_name_that_is_none_is_refused(words, status, said, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # one line for each set
+
     def run():
         sys.exit(main(["data", *words]))
 
@@ -191,7 +189,7 @@ def test_the_sets_are_listed_and_a_name_that_is_none_is_refused(words, status, s
         run()
     assert exit_.value.code == status
     captured = capsys.readouterr()
-    assert said in (captured.err if status else captured.out)
+    assert said in " ".join((captured.err if status else captured.out).split())
 
 
 @pytest.mark.parametrize(("decontaminate", "kept"), [(False, ["1", "2"]), (True, ["2"])])

@@ -20,7 +20,6 @@ from oar_plugin.runs.plan.costs import (
     states,
     step_flops,
 )
-from oar_plugin.runs.plan.models import Model
 from oar_plugin.runs.plan.setup import Expected, Setup
 from tests.runs.plan.conftest import with_overrides
 
@@ -106,7 +105,7 @@ def test_flops(model, setup, token_BL):
 
 
 def test_parameters_weights_gradients_and_optimizer(model, setup, token_BL):
-    assert Model(model.config).parameters == sum(p.numel() for p in model.parameters())
+    assert setup.model.parameters == sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     model(token_BL[:, :8]).logits.sum().backward()
     optimizer.step()

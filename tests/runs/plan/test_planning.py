@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from oar_plugin.runs.plan.costs import COPIES, GATE, GENERATION, IMPORTANCE, UPDATE, states, step_flops
 from oar_plugin.runs.plan.models import Model, PlanError, load_model
@@ -99,6 +100,16 @@ def test_offload_takes_the_states_off_the_gpu_while_it_generates(fsdp):
     assert moved["update"]["optimizer"] > 0  # verl brings all of it back for the update
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_replaced_groups_are_generated_and_all_of_the_batch_is_scored(fsdp, share):
+    all_scored = Plan(fsdp, expected=Expected(scored_share=1.0))
+    made = Plan(changed(fsdp, "algorithm.filter_groups.enable=True"), expected=Expected(scored_share=share))
+    assert made.flops[GENERATION] == pytest.approx(all_scored.flops[GENERATION] / share)
+    more = made.seconds.pop(GENERATION) / all_scored.seconds.pop(GENERATION)
+    assert more == 1 if share == 1 else more > 1
+    assert made.seconds == all_scored.seconds
+
+
 def test_separate_rollouts_overlap_with_training(fsdp):
     mode = ("trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2")
     keys = ("rollout.nnodes=1", "rollout.n_gpus_per_node=8", "actor_rollout_ref.hybrid_engine=False")
@@ -111,14 +122,15 @@ def test_separate_rollouts_overlap_with_training(fsdp):
 def test_hours_are_those_of_all_steps_and_validations_within_a_range(fsdp, tmp_path):
     made = Plan(fsdp)
     expected, least, most = made.hours
-    assert made.setup.steps == (7473 + 7500) // 256 * 15
+    assert made.setup.steps == (7473 + 7500) // 256 * 4
     assert least < made.setup.steps * made.step / 3600 < expected < most
-    assert Plan(changed(fsdp, "trainer.total_training_steps=87")).hours[0] == pytest.approx(expected / 10, rel=0.02)
+    validation = Plan(changed(fsdp, "trainer.total_training_steps=0")).hours[0]  # one, before training
+    assert expected == pytest.approx(made.setup.steps * made.step / 3600 + 13 * validation)
     assert Plan(changed(fsdp, "data.train_files=[/nowhere/own.parquet]")).hours is None
     # Rows are counted where the file is there.
     file = tmp_path / "train.parquet"
     pytest.importorskip("pandas").DataFrame({"prompt": ["?"] * 1000}).to_parquet(file)
-    assert Plan(changed(fsdp, f"data.train_files=[{file}]")).setup.steps == 3 * 15
+    assert Plan(changed(fsdp, f"data.train_files=[{file}]")).setup.steps == 3 * 4
 
 
 def test_more_gpus_never_need_more_memory_each_and_larger_micro_batches_never_less(config):
@@ -143,6 +155,8 @@ def test_more_gpus_never_need_more_memory_each_and_larger_micro_batches_never_le
         ("megatron", ["actor.megatron.pipeline_model_parallel_size=3"], ["pipeline_model_parallel_size=3", "1, 2, 4"]),
         ("megatron", ["actor.megatron.context_parallel_size=3"], ["context 3 = 48", "32 GPUs"]),
         ("megatron", ["model.path=Qwen/Qwen3-30B-A3B"], ["mixture of experts"]),
+        ("megatron", ["trainer.total_training_steps=10"], ["lr_warmup_steps=10", "at most 9"]),
+        ("megatron", ["data.max_response_length=3072"], ["overlong_buffer_cfg.len=2048", "at most 1536"]),
     ],
 )
 def test_what_cannot_run_is_named(request, layout, overrides, said):
@@ -191,4 +205,46 @@ def test_an_unknown_model_is_named_with_what_to_do(tmp_path):  # test_measured r
     with pytest.raises(PlanError, match=r"nobody/Model-7B: .*--model DIR.*Qwen2\.5-7B"):
         load_model("nobody/Model-7B")
     with pytest.raises(PlanError, match=r"model_type=gpt2.*allowed: llama"):
-        Model(AutoConfig.for_model("gpt2"))
+        Model({"model_type": "gpt2"})
+    with pytest.raises(PlanError, match=r"incomplete.*hidden_size"):
+        Model({"model_type": "llama"})
+    for wrong in ({"num_attention_heads": 0}, {"num_hidden_layers": -2}, {"vocab_size": "many"}):
+        with pytest.raises(PlanError, match="incomplete"):
+            Model({"model_type": "llama", **SMALL, **wrong})
+    for text in ("[]", "null", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        load_model.cache_clear()
+        with pytest.raises(PlanError, match="no model that can be planned"):
+            load_model(str(tmp_path))
+
+
+SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"vocab_size": 4096, "intermediate_size": 704}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        *((kind, {"tie_word_embeddings": tied}) for kind in ("llama", "mistral", "qwen2") for tied in (True, False)),
+        *(("llama", {"attention_bias": attention, "mlp_bias": not attention}) for attention in (True, False)),
+        *(("qwen3", {"head_dim": 32, "attention_bias": biased}) for biased in (True, False)),
+        ("qwen3_moe", {"head_dim": 64, **EXPERTS}),
+    ],
+)
+def test_sizes_are_those_of_transformers_model_and_flops_those_of_verls_counter(kind, keys, tmp_path):
+    counter = pytest.importorskip("verl.utils.flops_counter")
+    config = AutoConfig.for_model(kind, **SMALL, **keys)
+    config.save_pretrained(tmp_path)
+    ours = load_model(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = model.get_decoder().layers
+    linear = [part for part in layers.modules() if isinstance(part, torch.nn.Linear)]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert ours.parameters == sum(sizes.values())
+    assert ours.layer == sum(parameter.numel() for parameter in layers[0].parameters())
+    assert ours.experts == sum(size for name, size in sizes.items() if ".experts." in name)
+    assert ours.adapters == sum(part.in_features + part.out_features for part in linear)
+    counted = counter.FlopsCounter(config).estimate_flops([777], 1.0)[0] * 1e12
+    assert ours.training_flops(777) == pytest.approx(counted - 6 * ours.embedding * 777)

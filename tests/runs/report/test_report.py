@@ -1,16 +1,14 @@
 """What a report finds in metrics, how it compares two sides, and its page in a browser."""
 
-import json
 import math
+from hashlib import sha256
 
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 
-from oar_plugin.cli.main import main
 from oar_plugin.runs.report.logs import RunLog, findings
-from oar_plugin.runs.report.page import Side, comparison, config_differences, panels
+from oar_plugin.runs.report.page import HERE, Side, charts, comparison, config_differences, write_report
 
 REWARD = "critic/score/mean"
 
@@ -106,7 +104,7 @@ def test_differences_are_paired_where_seeds_pair_up(ours, seeds, theirs, their_s
     assert (final[0], final[3]) == ("reward, final", said)
 
 
-def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where_all_of_a_side_have():
+def test_sides_are_compared_over_the_steps_that_all_have_reached():
     short = run_of({REWARD: [0.0, 0.2], "timing_s/step": [5.0, 7.0], "timing_s/gen": [4, 5], "timing_s/oar": [1, 1]})
     seconds = {"timing_s/step": [1, 3, 1], "timing_s/gen": [1, 2, 0], "timing_s/testing": 2}
     long = run_of({REWARD: [0.2, 0.4, 0.9], **seconds})
@@ -117,15 +115,26 @@ def test_sides_are_compared_over_the_steps_that_all_have_reached_and_drawn_where
         ["reward, best", "0.300 (0.200 to 0.400)"],
         ["seconds per step, median", "4.000 (2.000 to 6.000)"],
     ]
-    shown = {panel.title: panel.frames[both] for panel in panels([both])}
-    reward = {"mean": [0.1, pytest.approx(0.3)], "lowest": [0.0, 0.2], "highest": [0.2, 0.4]}
-    assert shown["Reward"].to_dict("list") == reward
-    # Where a run has ended, what it took counts on.
-    assert both.seconds().to_dict() == {1: 3.0, 2: 8.0, 3: 9.0}
-    # Parts are a step's mean over the runs that have it, and make up the whole, which validation is outside of; OAR's seconds
-    # are inside of others.
-    phases = {"gen": [2.5, 3.5, 0.0], "testing": [1.0, 1.0, 2.0], "other": [0.5, 1.5, 1.0]}
-    assert shown["Seconds by phase"].to_dict("list") == phases
+    # From the end of the first step on. Where a run has ended, what it took counts on.
+    assert both.seconds().to_dict() == {1: 0.0, 2: 5.0, 3: 6.0}
+    shown = {chart.title: chart.data() for chart in charts([both])}
+    assert (shown["Reward"]["steps"], shown["Reward"]["runs"]) == ([1, 2, 3], [[[0.0, 0.2, None]], [[0.2, 0.4, 0.9]]])
+    # Parts make up the whole, which validation is outside of; OAR's seconds are inside of others. The first step is left out.
+    phases = shown["Seconds by phase"]
+    assert (phases["steps"], phases["parts"]) == ([2, 3], ["gen", "testing", "other"])
+    assert phases["runs"] == [[[5.0, None], [0.0, None], [2.0, None]], [[2.0, 0.0], [2.0, 2.0], [1.0, 1.0]]]
+    assert shown["Seconds of OAR"]["runs"] == [[[1.0]], [[None]]]
+
+
+def test_an_ordinary_comparison_is_a_small_page_of_means_of_consecutive_steps(tmp_path):
+    rng = np.random.default_rng(0)
+    names = [*FINE, "oar/top10_mass", "val-core/a/mean@1", *(f"timing_s/{part}" for part in ("step", "oar", *"abcde"))]
+    runs = [run_of({name: rng.random(500) for name in names} | {REWARD: np.arange(500.0)}) for _ in range(3)]
+    sides = [Side("a", runs), Side("b", [*runs[:2], run_of({REWARD: [0.0, 1.0, 2.0]})])]
+    assert write_report(sides, tmp_path).page.stat().st_size < 400_000
+    shown = charts(sides)[0].data()
+    assert shown["steps"] == [*range(2, 501, 2)]
+    assert [shown["runs"][run][0][:3] for run in (0, 5)] == [[0.5, 2.5, 4.5], [0.5, 2.0, None]]
 
 
 def test_settings_of_runs_whose_folders_share_a_name_stand_beside_each_other():
@@ -136,49 +145,70 @@ def test_settings_of_runs_whose_folders_share_a_name_stand_beside_each_other():
 # ---- the page
 
 
+def test_the_chart_library_is_what_npm_pack_uplot_1_6_32_has():
+    digests = {file.name: sha256(file.read_bytes()).hexdigest() for file in (HERE / "uplot").iterdir()}
+    assert digests == {
+        "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Of two seeds a side, whose metrics are made up."""
-    folder, rng = tmp_path_factory.mktemp("runs"), np.random.default_rng(0)
-    runs = {method: [folder / f"{method}<b>{seed}$\\foo$" for seed in (1, 2)] for method in ("oar", "grpo")}
-    for method in runs:
-        for seed, run in enumerate(runs[method], start=1):
-            (run / "metrics").mkdir(parents=True)
-            settings = {"data.seed": seed, "algorithm.adv_estimator": f"{method}$\\foo$<script>alert(1)</script>"}
-            (run / "run.yaml").write_text(yaml.safe_dump({"state": "finished", "settings": settings}))
-            rows = []
-            for step in range(1, 31):
-                data = {name: float(column[step - 1]) + 0.01 * rng.normal() for name, column in FINE.items()}
-                data |= {"timing_s/step": 3.0, "timing_s/gen": 2.0, "timing_s/oar": 0.1, "oar/fallback/no_answer": 0.2}
-                data |= {"val-core/aime24/acc/mean@32": step / 40} if step % 10 == 0 else {}
-                kept = {name: value for name, value in data.items() if method == "oar" or "oar" not in name}
-                rows.append(json.dumps({"step": step, "data": kept}))
-            (run / "metrics" / "start.jsonl").write_text("\n".join(rows))
-    words = ["report", *runs["oar"], "--baseline", *runs["grpo"], "--out", folder / "out"]
-    assert main(list(map(str, words))) == 0
-    return folder / "out"
+    """Of two seeds a side, whose metrics are made up; the second of GRPO lacks the last accuracy."""
+    rng, sides = np.random.default_rng(0), []
+    for method, last in (("oar", 30), ("grpo", 20)):
+        runs = []
+        for seed in (1, 4):
+            kept = [name for name in FINE if method in name or "oar" not in name]
+            metrics = {name: FINE[name] + 0.01 * rng.normal(size=30) for name in kept}
+            metrics |= {"timing_s/step": [3.0] * 30, "timing_s/gen": [seed] * 30, f"{method}/fallback/cut": [0.2] * 30}
+            known = {step: seed * step / 40 for step in (10, 20, 30 if seed == 1 else last)}
+            metrics["val-core/aime24/acc/mean@32"] = [known.get(step, np.nan) for step in range(1, 31)]
+            runs.append(run_of(metrics, f"{method}<b>", seed))
+        sides.append(Side(f"{method}<script>alert(1)</script>", runs))
+    return write_report(sides, tmp_path_factory.mktemp("report")).page
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
-def test_the_page_opens_alone_without_errors_and_fits(report, browser, width, scheme):
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    faults, asked = [], []
-    page.on("console", lambda message: faults.append(message.text))
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("dialog", lambda dialog: faults.append(dialog.message))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto((report / "report.html").as_uri())
+@pytest.fixture(params=[(1200, "light"), (390, "dark")])
+def page(report, opened, request):
+    width, scheme = request.param
+    page, faults = opened(report.read_text(encoding="utf-8"), (width, 800), color_scheme=scheme)
+    yield page
     assert faults == []
-    assert len(asked) == 1
-    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_the_page_opens_alone_without_errors_and_fits(page):
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
     titles = page.locator("h3").all_inner_texts()
     assert titles[:2] == ["Reward", "Accuracy: aime24/acc/mean@32"]
     assert {"Entropy", "ESS ratio", "Gradient norm", "Fallbacks", "Seconds by phase", "Answer found"} < {*titles}
-    pictures = page.locator(".pair svg")
-    assert pictures.count() == 2 * len(titles) == len(list(report.glob("*.png")))
-    colour = page.evaluate("getComputedStyle(document.body).color")
-    assert pictures.first.evaluate("svg => getComputedStyle(svg.querySelector('text')).fill") == colour
-    page.locator("summary").nth(1).click()
-    row = page.locator("details").nth(1).locator("tbody tr").first.all_inner_texts()[0].split()
-    assert row == ["10", *["0.25"] * 6]  # mean, lowest and highest of each side
-    page.close()
+    assert page.locator("section:not(:has(canvas))").count() == 0
+    pixels = "document.querySelector('canvas').toDataURL()"
+    before = page.evaluate(pixels)
+    page.locator("#theme").click()
+    assert page.evaluate(pixels) != before
+
+
+def test_runs_axis_smoothing_and_cursor_change_what_is_read(page):
+    reward, accuracy = page.locator("section").nth(0), page.locator("section").nth(1)
+    said, row = accuracy.locator(".readout b"), accuracy.locator("tbody tr").first.locator("td")
+    assert said.all_inner_texts() == ["last: step 30", "1.875", "1.25"]  # GRPO at step 20, which both runs have
+    assert page.locator(".readout").last.locator("b").all_inner_texts() == ["last: step 30", "2.5", "1"]  # gen, other
+    accuracy.locator("summary").click()
+    assert row.all_inner_texts() == ["10", *["0.625", "0.25", "1"] * 2]  # mean, lowest and highest of each side
+    page.locator("[name=run]").first.uncheck()
+    assert row.all_inner_texts() == ["10", "1", "0.625", "0.25", "1"]  # one run has no range
+    page.locator("[name=run]").last.uncheck()
+    assert said.all_inner_texts() == ["last: step 30", "3", "0.75"]
+    page.locator("[name=smooth]").fill("21")
+    page.locator("[name=seeds][value=runs]").check()
+    page.locator("[name=axis][value=seconds]").check()
+    assert said.all_inner_texts() == ["last: 87 s, step 30", "2", "0.5"]  # 29 steps of 3 seconds
+    for key in ("End", "ArrowLeft", "ArrowLeft", "ArrowRight"):
+        reward.locator(".plot").press(key)
+    assert reward.locator(".readout b").first.inner_text() == "84 s, step 29"
+    accuracy.locator(".u-over").hover()  # in the middle
+    accuracy.get_by_text("57 s, step 20").wait_for()
+    assert said.all_inner_texts() == ["57 s, step 20", "1.5", "0.375"]

@@ -1,0 +1,120 @@
+"""One short forward per model object, before its first scores: does the model compute what the hooks assume?
+
+The configuration cannot tell, because every new model has new keys. The trial compares values:
+* the model's own logits with the projection of the tapped rows, from which scores come;
+* the logits of a sequence's first tokens with those of the same tokens in another row, where no more tokens follow.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from oar_plugin.passes.gradient import Layout
+from oar_plugin.passes.request import Request
+from oar_plugin.passes.rows import Project
+from oar_plugin.passes.taps import Tap, UnsupportedModelError, unwrapped
+
+TOKENS = 32
+_ACCEPTED: WeakSet[nn.Module] = WeakSet()
+
+
+class Reading(Tap):
+    """Reads the logits of some packed tokens, `[N, V]`, on every rank that shares the sequences. None: of all tokens."""
+
+    def __init__(self, layout: Layout, row_N: Tensor | None = None, rows_only: bool = False) -> None:
+        local_N = layout.local_T if row_N is None else layout.local_T[row_N]
+        self.layout, self.held_N = layout, local_N >= 0
+        super().__init__(local_N[self.held_N], self._read, rows_only)
+        self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
+        self.embeddings = self.eps = 0.0
+
+    def leaf(self, embedding: Tensor) -> Tensor | None:
+        self.embeddings, self.eps = embedding.shape[:-1].numel(), rounding(embedding)
+        return super().leaf(embedding)
+
+    def _read(self, project: Project, hidden_NH: Tensor) -> None:
+        logits_NV = project(hidden_NH)
+        self.tapped_NV, self.eps = self._whole(logits_NV), max(self.eps, rounding(hidden_NH), rounding(logits_NV))
+
+    def see(self, output: Any) -> None:
+        if not self.rows_only and output.logits.shape[:-1].numel() == self.layout.num_embeddings:
+            self.own_NV = self._whole(output.logits.flatten(0, -2)[self.row_position_N])
+
+    def _whole(self, logits_NV: Tensor) -> Tensor:
+        whole_NV = logits_NV.new_zeros(len(self.held_N), logits_NV.shape[-1])
+        whole_NV[self.held_N] = logits_NV.detach()
+        return self.layout.sum_over_sequence_ranks(whole_NV)
+
+
+def rounding(tensor: Tensor) -> float:
+    """The relative distance of two neighbouring numbers of the tensor, under its device's autocast. A GPU may use TF32."""
+    kind, eps = tensor.device.type, torch.finfo(tensor.dtype).eps
+    if torch.is_autocast_enabled(kind):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+    return eps if kind == "cpu" else max(eps, 2**-10)
+
+
+def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
+    """How the logits of rows change, relative to their spread; empty if rounding explains it.
+
+    In each of some 100 layers rounding adds about `eps / 2`, at random. A wrong position, mask or state changes the logits of a
+    trained model by 0.2 and more. The median over rows counts, because rounding may send single tokens to other experts.
+    """
+    got_NV, want_NV = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (got_NV, want_NV))
+    got_NV, want_NV = (x - x.mean(-1, keepdim=True) for x in (got_NV, want_NV))  # a constant changes no probability
+    figure = ((got_NV - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)).nan_to_num(0.0).median().item()
+    allowed = 16 * eps + 1e-4
+    return f"they change by {figure:.2g} of their spread; rounding explains {allowed:.2g}" if figure > allowed else ""
+
+
+def fault(trial: Reading, lengths: list[int]) -> str:
+    """What differs, and by how much; empty if nothing does. `trial` has read two sequences, or the first tokens of one."""
+    own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
+    if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != tapped_NV.shape:
+        return "it has not one embedding, hidden state and row of logits for each token"
+    # Both are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
+    figure, allowed = ((own_NV - tapped_NV).abs().max() / tapped_NV.abs().max()).item(), 2 * trial.eps + 1e-5
+    if figure > allowed:
+        return (
+            "it changes its logits after the vocabulary projection: they change by "
+            f"{figure:.2g} of the largest; rounding explains {allowed:.2g}"
+        )
+    moved = change(tapped_NV[lengths[0] :], tapped_NV[: lengths[1]], trial.eps) if lengths[1:] else ""
+    return moved and f"logits depend on padding, other rows or later tokens: {moved}"
+
+
+def check_by_trial(
+    model: nn.Module,
+    request: Request,
+    token_T: Tensor,
+    forward: Callable[[list[Tensor]], tuple[Reading, list[int]]],
+    max_over_ranks: Callable[[int], int],
+) -> None:
+    """Runs the trial, unless this model object passed one or the importance runs no model.
+
+    All ranks that share the model's weights must call this together.
+
+    Args:
+        token_T: tokens of the batch; the first ones are used.
+        forward: takes two sequences and runs the host's model on them; returns a `Reading` of all tokens, and the lengths.
+        max_over_ranks: takes a count, returns its maximum over ranks, which must decide alike.
+
+    Raises:
+        UnsupportedModelError: names the model's class, what differs, and by how much.
+    """
+    inner = unwrapped(model)
+    if inner in _ACCEPTED or not request.importance_object.runs_model:
+        return
+    sequence = trial_tokens(token_T)
+    found = fault(*forward([sequence, sequence[: TOKENS // 2]]))
+    if max_over_ranks(int(bool(found))):
+        raise UnsupportedModelError(f"{type(inner).__name__} is not supported: {found or 'another rank says why'}")
+    _ACCEPTED.add(inner)
+
+
+def trial_tokens(token_T: Tensor) -> Tensor:
+    """The first `TOKENS` tokens; token 0 where there are fewer."""
+    return torch.cat([token_T[:TOKENS], token_T.new_zeros(TOKENS)])[:TOKENS]
