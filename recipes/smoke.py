@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds the checkout's own benchmarks
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
@@ -62,7 +62,7 @@ class SmokeFailed(RuntimeError):
 
 def group_of(config: DictConfig) -> str:
     """Return which of `verl_cpu/conf/cpu_smoke/*.yaml` fits a recipe."""
-    mode = str(config.trainer.v1.trainer_mode)
+    mode = "sync" if OmegaConf.select(config, "trainer.v1") is None else str(config.trainer.v1.trainer_mode)  # verl 0.8
     if config.actor_rollout_ref.actor.strategy == "megatron":
         return "megatron"
     if mode == "sync":

@@ -36,6 +36,18 @@ PATCHES = (
         until="verl leaves out the second half when the device is the CPU.",
     ),
     Patch(
+        module="verl.single_controller.ray.base",
+        apply="verl_cpu.before_platforms:count_as_gpus",
+        reason="verl 0.8 asks Ray for a resource named cpu; Ray counts each worker as a GPU.",
+        until="verl 0.8 is no longer supported.",
+    ),
+    Patch(
+        module="verl.utils.attention_utils",
+        apply="verl_cpu.before_platforms:pack_in_torch",
+        reason="verl 0.8 packs batches with functions of flash-attention only.",
+        until="verl 0.8 is no longer supported.",
+    ),
+    Patch(
         module="verl.trainer.constants_ppo",
         apply="verl_cpu.forks:start_workers_as_forks",
         reason="Each of verl's ten workers imports for 20 s of a core; forks of one process import once.",

@@ -12,7 +12,7 @@ from typing import Any
 
 from oar_plugin.hosts.required_api import Feature, path_of, requirements
 
-OLDEST = "0.9.0"
+OLDEST = "0.8.0"
 """Versions before have no v1 trainer."""
 
 TRIED = ("0.9.0", "0.9.1", "0.10.0.dev")

@@ -74,8 +74,8 @@ def switched_on(config: DictConfig) -> bool:
 
 
 def trainer_of(config: DictConfig) -> str:
-    """The feature in `capabilities` of the trainer that `verl.trainer.main_ppo` starts."""
-    return RAY_TRAINER if OmegaConf.select(config, "trainer.use_v1") is False else config.trainer.v1.trainer_mode
+    """The feature in `capabilities` of the trainer that `verl.trainer.main_ppo` starts. verl 0.8 has no key, and one trainer."""
+    return config.trainer.v1.trainer_mode if OmegaConf.select(config, "trainer.use_v1") else RAY_TRAINER
 
 
 def resolve(config: DictConfig, trainer: str | None = None) -> OarConfig:
