@@ -26,6 +26,8 @@ from tests.hosts.engine.world import nested
 from tests.hosts.test_settings import config as plain
 
 PROMPT = 4
+PLANES = ["classic", "neoproto"] if hasattr(host, "build_data_plane") else [None]
+"""Values of `trainer.data_plane`; only verl's branch `neo` has the key."""
 LENGTHS, UIDS, REWARDS = (5, 7, 4, 6, 5, 5), (*"aaabbb",), (1.0, 0.0, 0.0, 1.0, 1.0, 1.0)
 
 
@@ -55,11 +57,13 @@ class Workers:
         return tu.get_tensordict(output, {"metrics": {"mfu": 0.1}})
 
     def update_actor(self, data):
-        self.updated.append(data)
-        return tu.get_tensordict({}, {"metrics": {"mfu": 0.1, "pg_loss": [0.0]}})
+        by_reference = hasattr(data, "to_verl")
+        self.updated.append(data.to_tensordict() if by_reference else data)
+        output = tu.get_tensordict({}, {"metrics": {"mfu": 0.1, "pg_loss": [0.0]}})
+        return type(data).from_tensordict(output) if by_reference else output
 
 
-def trainer_of(estimator="oar", workers=None, home=None, **oar):
+def trainer_of(estimator="oar", workers=None, home=None, plane=PLANES[0], **oar):
     one = object.__new__(host.RayPPOTrainer)
     changes = {"algorithm__adv_estimator": estimator, "algorithm__oar": oar, "trainer__use_v1": False}
     settings = {
@@ -78,6 +82,12 @@ def trainer_of(estimator="oar", workers=None, home=None, **oar):
     one.config = OmegaConf.merge(plain(**changes), settings)
     one.tokenizer, one.global_steps = make_tokenizer(384), 1
     one.actor_rollout_wg = workers or Workers()
+    if plane:
+        one.data_plane = host.build_data_plane(OmegaConf.create({"trainer": {"data_plane": plane}}))
+    if plane == "neoproto":
+        from verl.experimental.neoproto.storage import InMemoryStorageEngine, set_default_storage_engine
+
+        set_default_storage_engine(InMemoryStorageEngine())
     return one
 
 
@@ -108,6 +118,8 @@ def batch_of(lengths=LENGTHS, uids=UIDS, rewards=REWARDS):
 
 def step(one, batch, bypass=False):
     """What `fit` does to a batch between the rewards and the update; returns the metrics of the update."""
+    if hasattr(one, "data_plane") and one.data_plane.name == "neoproto":
+        batch = one.data_plane.data_proto_cls.from_verl(batch)
     one._balance_batch(batch, metrics := {})
     if not bypass:
         old, _ = one._compute_old_log_prob(batch)
@@ -128,9 +140,10 @@ def nodes(monkeypatch):
     return asked
 
 
+@pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("bypass", [False, True])
-def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
-    one, batch = trainer_of(seed=3), batch_of()
+def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, plane, nodes):
+    one, batch = trainer_of(seed=3, plane=plane), batch_of()
     batch, host_BL, metrics = step(one, batch, bypass)
     (asked,), (updated,) = one.actor_rollout_wg.asked, one.actor_rollout_wg.updated
     request = tu.get(asked, REQUEST)
@@ -228,8 +241,9 @@ def test_copies_on_the_engines_are_refused_by_name():
     assert resolve(plain(trainer__use_v1=False)).importance == "fisher"
 
 
-def test_groups_are_dumped(tmp_path):
-    one = trainer_of(home=tmp_path, dump={"dir": "dump"})
+@pytest.mark.parametrize("plane", PLANES)
+def test_groups_are_dumped(plane, tmp_path):
+    one = trainer_of(home=tmp_path, plane=plane, dump={"dir": "dump"})
     step(one, batch_of())
     _, *lines = (tmp_path / "dump" / "step_000001.jsonl").read_text().splitlines()
     rows = [parse_response(line) for line in lines]

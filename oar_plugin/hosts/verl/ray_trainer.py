@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
@@ -116,7 +116,7 @@ class OarRayTrainer:
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
         if self.oar is None:
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
-        with self._asking(batch) as asking:
+        with self._asking(batch) as asking, _by_value(self):
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         self._entropy_BL = result.batch.get("entropys")
         result.batch.update(asking.answer)
@@ -225,6 +225,23 @@ class _Asking:
         for name in (IMPORTANCE, SEGMENTS):
             self.answer[name] = pad(self.answer[name], (0, width - self.answer[name].shape[1]))
         return output
+
+
+@contextmanager
+def _by_value(trainer: Any) -> Iterator[None]:
+    """The trainer with a data plane that sends fields. `neoproto`, of verl's branch `neo`, sends references to fields, and its
+    workers fetch and return only those that verl lists.
+    """
+    if hasattr(trainer, "data_plane"):
+        plane = trainer.data_plane
+        trainer.data_plane = ray_trainer.build_data_plane(OmegaConf.create({"trainer": {"data_plane": "classic"}}))
+        trainer.data_plane.data_proto_cls = plane.data_proto_cls
+        try:
+            yield
+        finally:
+            trainer.data_plane = plane
+    else:
+        yield
 
 
 def base_advantage(**given: Any) -> Any:
