@@ -243,7 +243,7 @@ def _recipe(told: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     if refused := told.get("refused") or told["fault"]:
         yield Finding("configuration", "missing", refused, "oar plan RECIPE shows the whole error")
     else:
-        yield Finding("configuration", "ok", f"strategy={told.get('strategy')}, trainer_mode={told.get('mode')}")
+        yield Finding("configuration", "ok", f"strategy={told.get('strategy')}, trainer={told.get('mode')}")
     yield from starmap(Finding, told.get("findings", []))
 
 

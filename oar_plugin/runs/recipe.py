@@ -224,8 +224,10 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
     """
     from omegaconf import OmegaConf
 
+    from oar_plugin.hosts.verl.settings import trainer_of
+
     keys = ["trainer"]
-    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":
+    if trainer_of(config) == "separate_async":
         keys.append("actor_rollout_ref.rollout")
     if OmegaConf.select(config, "reward.reward_model.enable_resource_pool"):
         keys.append("reward.reward_model")

@@ -63,6 +63,7 @@ ASKS = {
         "actor_rollout_ref.actor.strategy=megatron",
         "fsdp, fsdp2",
     ),
+    "ray_trainer": ({"trainer__use_v1": False}, "trainer.use_v1=False", "True"),
     "offload": (OFFLOAD, "algorithm.oar.perturbation.backend=rollout", "actor"),
 }  # fmt: skip
 
@@ -121,7 +122,7 @@ def test_outside_of_our_trainers_the_estimator_explains_itself_and_says_what_is_
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     monkeypatch.setattr(capabilities, "missing", lambda feature: lacking if feature == "sync" else [])
-    with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True") as raised:
+    with pytest.raises(RuntimeError, match=r"trainer\.use_v1=False") as raised:
         get_adv_estimator_fn("oar")()
     said = [line for line in str(raised.value).splitlines() if "f takes" in line]
     assert said == [f"this verl: {fault}" for fault in lacking]

@@ -18,6 +18,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import ray_trainer as ours
+from oar_plugin.hosts.verl import trainer_credit
 from oar_plugin.hosts.verl.settings import RAY_TRAINER, resolve
 from oar_plugin.page.record import parse_response
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
@@ -135,7 +136,7 @@ def step(one, batch, bypass=False):
 @pytest.fixture(autouse=True)
 def nodes(monkeypatch):
     asked = []
-    monkeypatch.setattr(ours, "check_nodes", lambda *handles: asked.append(handles))
+    monkeypatch.setattr(trainer_credit, "check_nodes", lambda *handles: asked.append(handles))
     monkeypatch.setattr(ours.OarRayTrainer, "running", None)
     return asked
 
@@ -166,7 +167,10 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, plane, no
     assert metrics["timing_s/oar"][0] > (0 if bypass else 6 * 0.5)
     assert REQUEST not in updated
     assert not [name for name in updated.keys() if name.startswith("oar_")], "nothing of ours travels to the update"  # noqa: SIM118
-    assert nodes == [(("w0",), [], "fsdp")], "asked once, before the first pass"
+    assert nodes == [(("w0",), (), "fsdp")], "asked once, before the first pass"
+    one._update_actor(batch)
+    assert len(one.actor_rollout_wg.asked) == 1, "a second update with the same batch"
+    assert one.actor_rollout_wg.updated[1]["advantages"].equal(got_BL)
 
 
 def by_row(stepped):
@@ -189,7 +193,7 @@ def test_the_base_advantage_is_the_hosts_own(estimator):
 
 def test_another_estimator_runs_only_verls_methods(monkeypatch):
     one, seen = trainer_of("grpo"), []
-    verls = host.RayPPOTrainer.__mro__[2]
+    verls = host.RayPPOTrainer.__mro__[-2]
     for name in ("_balance_batch", "_compute_old_log_prob", "_update_actor"):
         monkeypatch.setattr(verls, name, lambda self, *given, name=name, **named: seen.append((name, given, named)))
     assert one.oar is None

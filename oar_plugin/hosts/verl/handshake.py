@@ -19,14 +19,6 @@ class NodesDifferError(RuntimeError):
     """The nodes of a run do not have the same plugin."""
 
 
-def no_importance(step: int) -> str:
-    """The message for a step whose actor did not answer a request."""
-    return (
-        f"step {step}: the actor was asked for token importance and returned none. Its workers do not run oar_plugin's engine; "
-        "`oar doctor` on their nodes says what they have"
-    )
-
-
 def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str) -> None:
     """Ask verl's actor workers and rollout servers for their plugin and compare it with this process's.
 

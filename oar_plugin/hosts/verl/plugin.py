@@ -86,10 +86,11 @@ def _register_estimator(core_algos: Any) -> None:
         ours = sys.modules.get("oar_plugin.hosts.verl.ray_trainer")
         if ours is not None and ours.OarRayTrainer.running is not None:
             return ours.base_advantage(**kwargs)
-        faults = [fault for mode in capabilities.TRAINERS for fault in capabilities.missing(mode)]
+        trainers = (*capabilities.TRAINERS, "ray_trainer")
+        faults = [fault for trainer in trainers for fault in capabilities.missing(trainer)]
         raise RuntimeError(
-            "algorithm.adv_estimator=oar was reached outside of OAR's trainers; it needs trainer.use_v1=True and "
-            f"trainer.v1.trainer_mode in {', '.join(capabilities.TRAINERS)}"
+            "algorithm.adv_estimator=oar was reached outside of OAR's trainers; it needs trainer.v1.trainer_mode in "
+            f"{', '.join(capabilities.TRAINERS)}, or a RayPPOTrainer (trainer.use_v1=False)"
             + "".join(f"\nthis verl: {fault}" for fault in dict.fromkeys(faults))
         )
 

@@ -74,8 +74,12 @@ def switched_on(config: DictConfig) -> bool:
 
 
 def trainer_of(config: DictConfig) -> str:
-    """The feature in `capabilities` of the trainer that `verl.trainer.main_ppo` starts. verl 0.8 has no key, and one trainer."""
-    return config.trainer.v1.trainer_mode if OmegaConf.select(config, "trainer.use_v1") else RAY_TRAINER
+    """The feature in `capabilities` of the trainer that a configuration is for."""
+    # A group `rollout` at the top is in the configurations of `verl.experimental` only, whose trainers do not read `use_v1`.
+    # verl 0.8 has no key `use_v1`, and no trainer but this one.
+    if not OmegaConf.select(config, "trainer.use_v1") or OmegaConf.select(config, "rollout") is not None:
+        return RAY_TRAINER
+    return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
 
 
 def resolve(config: DictConfig, trainer: str | None = None) -> OarConfig:
@@ -117,7 +121,7 @@ def _unfit(config: DictConfig, oar: OarConfig, trainer: str) -> Iterator[str]:
     # A key, its value, and the feature that each of its possible values needs.
     choices: list[tuple[str, str, Mapping[str, str]]] = [("actor_rollout_ref.actor.strategy", strategy, STRATEGIES)]
     if trainer == RAY_TRAINER:
-        choices.append(("trainer.use_v1", "False", {"False": RAY_TRAINER}))
+        choices.append(("trainer.use_v1", "False", {"False": RAY_TRAINER, "True": "sync"}))
     else:
         choices.append(("trainer.v1.trainer_mode", trainer, {mode: mode for mode in TRAINER_MODES}))
     if oar.offloads:
