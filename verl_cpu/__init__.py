@@ -97,6 +97,12 @@ PATCHES = (
         until="those versions are no longer supported.",
     ),
     Patch(
+        module="vllm.model_executor.layers.fused_moe.layer",
+        apply="verl_cpu.vllm_worker:name_experts",
+        reason="verl 0.8 and its branch neo import a class from there that vLLM 0.24 has removed.",
+        until="verl 0.8 is no longer supported, and neo has verl 0.9's code for it.",
+    ),
+    Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",
         apply="verl_cpu.vllm_worker:send_through_private_socket",
         reason="the weight socket is named after the Ray job id, which is 01000000 in every fresh local cluster: two "

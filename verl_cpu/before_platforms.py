@@ -4,20 +4,21 @@ It can go when verl 0.8 is no longer supported. Each function does nothing in a 
 """
 
 import importlib.util
+import os
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
-PLUGINS = "VERL_USE_EXTERNAL_MODULES"
-"""Names the modules that `import verl` imports, in every version. verl 0.8 loads no plugins by their entry points."""
+EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
+"""Environment variable with the modules that `import verl` imports, in every version of verl."""
 
 
 def external_modules() -> dict[str, str]:
-    """Return the variable with which verl 0.8 loads this package beside what the variable names; nothing in a newer verl."""
-    import os
-
-    if importlib.util.find_spec("verl") is None or importlib.util.find_spec("verl.plugin"):
+    """Return that variable, extended by this package, for a verl that loads no plugins by their entry points; else nothing."""
+    verl, named = importlib.util.find_spec("verl"), os.environ.get(EXTERNAL_MODULES, "")
+    if verl is None or verl.origin is None or '"verl.plugins"' in Path(verl.origin).read_text(encoding="utf-8"):
         return {}
-    return {PLUGINS: ",".join([*filter(None, [os.environ.get(PLUGINS)]), "verl_cpu.plugin"])}
+    return {EXTERNAL_MODULES: ",".join(dict.fromkeys(filter(None, ["verl_cpu.plugin", *named.split(",")])))}
 
 
 def select(platform: Any) -> None:

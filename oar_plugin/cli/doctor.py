@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from oar_plugin.cli import questions
 from oar_plugin.cli.questions import Ask, Machine, one_process
+from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm import versions
 from oar_plugin.output import INSTALL, say
 from oar_plugin.runs.launch.preflight import LOGGERS, Finding, Level, importable
@@ -49,10 +50,10 @@ class Package(NamedTuple):
 _TABLE = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
 PACKAGES = {name: Package(**fields) for name, fields in _TABLE.items()}
 PLAIN: dict[str, Any] = {
-    **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
+    **{"mode": None, "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
     **{"loggers": ["console", "wandb"], "offloads": False},
 }
-"""verl's defaults, used if no recipe sets another value."""
+"""verl's defaults, used if no recipe sets another value. The trainer (`mode`) depends on verl's version."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,8 +171,8 @@ def version_of(name: str) -> str | None:
 def _verl(ask: Ask, wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     """Yield findings about verl itself, whether it loads the plugin, and which features it supports."""
     engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
-    needed = [str(wanted["mode"]), engine, *(["offload"] if wanted["offloads"] else [])]
-    told = ask(questions.features, needed)
+    told = ask(questions.features, wanted["mode"], [engine, *(["offload"] if wanted["offloads"] else [])])
+    needed = told.get("needed", [])
     if "folder" in told:
         note = told["note"] or ""
         yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note)
@@ -193,6 +194,9 @@ def _plugin(told: Mapping[str, Any]) -> Finding:
     version = version_of("oar_plugin")
     if reason := _left_out("oar"):
         return Finding("oar_plugin", "missing", reason, f"{INSTALL} in a checkout, on every node")
+    for name, value in capabilities.external_modules().items():
+        text = f"{version}: this verl does not load plugins by their entry points"
+        return Finding("oar_plugin", "missing", text, f"export {name}={value}, on every node; `oar launch` does it")
     if told.get("loaded"):
         return Finding("oar_plugin", "ok", f"{version}, loaded by verl")
     if "verl" not in told:

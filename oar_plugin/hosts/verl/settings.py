@@ -117,6 +117,11 @@ def resolve_here(config: DictConfig, trainer: str | None = None) -> OarConfig:
 
 
 def _unfit(config: DictConfig, oar: OarConfig, trainer: str) -> Iterator[str]:
+    for name, value in capabilities.external_modules().items():
+        yield (
+            f"algorithm.adv_estimator=oar: this verl ({capabilities.host_version()}) does not load OAR by itself; set the "
+            f"environment variable {name}={value} on every node"
+        )
     strategy = config.actor_rollout_ref.actor.strategy
     # A key, its value, and the feature that each of its possible values needs.
     choices: list[tuple[str, str, Mapping[str, str]]] = [("actor_rollout_ref.actor.strategy", strategy, STRATEGIES)]
