@@ -42,6 +42,12 @@ PATCHES = (
         until="verl 0.8 is no longer supported.",
     ),
     Patch(
+        module="verl.workers.rollout.vllm_rollout.utils",
+        apply="verl_cpu.before_platforms:name_device",
+        reason="verl 0.8 asks vLLM for the UUID of its device.",
+        until="verl 0.8 is no longer supported.",
+    ),
+    Patch(
         module="verl.utils.attention_utils",
         apply="verl_cpu.before_platforms:pack_in_torch",
         reason="verl 0.8 packs batches with functions of flash-attention only.",

@@ -59,3 +59,9 @@ def pack_in_torch(attention_utils: Any) -> None:
         return plain.index_first_axis, plain.pad_input, plain.rearrange, plain.unpad_input
 
     attention_utils._get_attention_functions = functions
+
+
+def name_device(utils: Any) -> None:
+    """Name the CPU: verl 0.8 asks vLLM for a device's UUID and does not use it (``verl.workers.rollout.vllm_rollout.utils``)."""
+    if hasattr(utils, "get_device_uuid"):
+        utils.get_device_uuid = lambda device_id: "CPU"

@@ -50,10 +50,10 @@ class Package(NamedTuple):
 _TABLE = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
 PACKAGES = {name: Package(**fields) for name, fields in _TABLE.items()}
 PLAIN: dict[str, Any] = {
-    **{"mode": None, "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
+    **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
     **{"loggers": ["console", "wandb"], "offloads": False},
 }
-"""verl's defaults, used if no recipe sets another value. The trainer (`mode`) depends on verl's version."""
+"""verl's defaults, used if no recipe sets another value. Some versions of verl have another `mode` (`default_trainer`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,8 @@ def examine(ask: Ask, recipe: Path | None = None, overrides: Sequence[str] = ())
         say("oar doctor: imports what a run imports, a moment ...", sys.stderr)
     machine = Machine(**ask(questions.devices))
     asked = {} if recipe is None else ask(questions.recipe, str(recipe), list(overrides), bool(machine.gpus))
-    wanted = PLAIN | asked
+    default = {"mode": mode for mode in [ask(questions.default_trainer).get("mode")] if mode}
+    wanted = PLAIN | default | asked
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "packages": lambda: _packages(ask, _needed(wanted, machine.on_cpu), machine),
         "verl": lambda: _verl(ask, wanted, machine),
@@ -112,7 +113,9 @@ def examine(ask: Ask, recipe: Path | None = None, overrides: Sequence[str] = ())
 
 def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
     """Return the packages without which the run cannot start."""
-    needed = {"torch", "ray", "transformers", "TransferQueue", "datasets"}
+    needed = {"torch", "ray", "transformers", "datasets"}
+    if wanted["mode"] in capabilities.TRAINERS:
+        needed.add("TransferQueue")
     needed |= {LOGGERS[name] for name in wanted["loggers"] if name in LOGGERS}
     if wanted["engine"] == "vllm":
         needed.add("vllm")
@@ -171,8 +174,8 @@ def version_of(name: str) -> str | None:
 def _verl(ask: Ask, wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     """Yield findings about verl itself, whether it loads the plugin, and which features it supports."""
     engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
-    told = ask(questions.features, wanted["mode"], [engine, *(["offload"] if wanted["offloads"] else [])])
-    needed = told.get("needed", [])
+    needed = [str(wanted["mode"]), engine, *(["offload"] if wanted["offloads"] else [])]
+    told = ask(questions.features, needed)
     if "folder" in told:
         note = told["note"] or ""
         yield Finding("verl", "note" if note else "ok", f"{told['verl']} in {told['folder']}", note)

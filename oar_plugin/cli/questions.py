@@ -154,14 +154,21 @@ def devices() -> Pairs:
             yield "why_not", cause(error)
 
 
-def features(trainer: str | None, needed: Sequence[str]) -> Pairs:
-    """Yield verl's version and folder, each feature's missing code, the failed imports of those that are needed, and whether
-    verl loads OAR. `trainer` is needed too; None: the one that verl starts by default.
-    """
+def default_trainer() -> Pairs:
+    """The trainer that this verl starts unless its configuration says otherwise."""
     from omegaconf import OmegaConf
 
-    from oar_plugin.hosts.verl import capabilities, settings
     from oar_plugin.hosts.verl.hydra_conf import config_folder
+    from oar_plugin.hosts.verl.settings import trainer_of
+
+    yield "mode", trainer_of(OmegaConf.create({"trainer": OmegaConf.load(config_folder() / "ppo_trainer.yaml").trainer}))
+
+
+def features(needed: Sequence[str]) -> Pairs:
+    """Yield verl's version and folder, each feature's missing code, the failed imports of those that are needed, and whether
+    verl loads OAR.
+    """
+    from oar_plugin.hosts.verl import capabilities
     from oar_plugin.hosts.vllm import versions
 
     yield "verl", capabilities.host_version()
@@ -170,8 +177,6 @@ def features(trainer: str | None, needed: Sequence[str]) -> Pairs:
 
     yield "folder", str(Path(verl.__file__ or "").parent)
     yield "note", capabilities.version_note()
-    needed = [trainer or settings.trainer_of(OmegaConf.load(config_folder() / "ppo_trainer.yaml")), *needed]  # type: ignore[arg-type]
-    yield "needed", needed
     found: dict[str, tuple[list[str], list[str]]] = {}
     for feature in capabilities.FEATURES:
         yield "doing", f"looking at {feature}"
