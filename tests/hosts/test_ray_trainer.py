@@ -60,8 +60,8 @@ class Workers:
         return tu.get_tensordict({}, {"metrics": {"mfu": 0.1, "pg_loss": [0.0]}})
 
 
-def trainer_of(estimator="oar", workers=None, home=None, **oar):
-    one = object.__new__(host.RayPPOTrainer)
+def trainer_of(estimator="oar", workers=None, home=None, cls=None, **oar):
+    one = object.__new__(cls or host.RayPPOTrainer)
     changes = {"algorithm__adv_estimator": estimator, "algorithm__oar": oar, "trainer__use_v1": False}
     settings = {
         "algorithm": {"gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False, "norm_adv_by_std_in_grpo": True},
@@ -229,7 +229,24 @@ def test_copies_on_the_engines_are_refused_by_name():
         resolve(plain(trainer__use_v1=False, algorithm__oar=copies))
     with pytest.raises(OarConfigError, match=r"backend=rollout with RayPPOTrainer"):
         resolve(plain(algorithm__oar=copies), RAY_TRAINER)
+    with pytest.raises(OarConfigError, match=r"backend=rollout with RayPPOTrainer"):
+        resolve(plain(rollout={"nnodes": 1}, algorithm__oar=copies))  # of verl.experimental
     assert resolve(plain(trainer__use_v1=False)).importance == "fisher"
+    assert resolve(plain(trainer__use_v1=False, algorithm__oar={"importance": "hybrid"})).copies is not None
+
+
+def test_a_trainer_may_drop_rows_after_the_log_probs():
+    """Scores belong to rows, and verl's trainers and others derive from the class in verl's module."""
+    class_of_its_own = type("Own", (host.RayPPOTrainer,), {"_balance_batch": lambda self, batch, metrics: None})
+    one, batch = trainer_of(cls=class_of_its_own), batch_of(rewards=(1.0, 0.0, 0.0, 1.0, 0.0, 1.0))
+    old, _ = one._compute_old_log_prob(batch)
+    batch = batch.union(old)[3:]
+    batch.batch["advantages"], batch.batch["token_level_scores"] = (torch.ones(3, 7) for _ in range(2))
+    metrics = one._update_actor(batch).meta_info["metrics"]
+    assert metrics["oar/scored"] == [1.0]
+    kept_BL = batch.batch["advantages"] * batch.batch["response_mask"]
+    torch.testing.assert_close(kept_BL.sum(-1), batch.batch["response_mask"].sum(-1).float(), rtol=1e-4, atol=1e-5)
+    assert (kept_BL.amax(-1) > 1).all()
 
 
 def test_groups_are_dumped(tmp_path):
