@@ -100,6 +100,16 @@ def test_packed_equals_one_by_one(results):
         assert error(alone[IMPORTANCE][0], results("single packed fisher")[0][IMPORTANCE][row]) < 1e-5
 
 
+@pytest.mark.parametrize("words", ["fisher", "oar_p", "hybrid", "fisher only"])
+def test_a_padded_batch_of_ray_ppo_trainer_gets_the_same_scores(results, words):
+    packed, padded = results(f"single packed {words}")[0], results("single to padded")[words]
+    for name in (IMPORTANCE, SEGMENTS, STATUS):
+        assert [len(row) for row in padded[name]] == [max(map(len, packed[name]))] * len(packed[name])
+        for row, (score, same) in enumerate(zip(packed[name], padded[name], strict=True)):
+            assert score.equal(same[: len(score)]), (name, row)
+            assert not same[len(score) :].any()
+
+
 @pytest.mark.parametrize(("case", "bound"), [("fisher", 0.2), ("decision", 0.4), ("oar_p", 0.5)])
 def test_bf16_autocast_is_close(results, root, case, bound):
     """bf16 has 8 bits: 2^-8 for each of the layers in between; ranks are what the gate uses. Of `decision`, rounding decides

@@ -1,6 +1,7 @@
-"""With another estimator a whole run is bit for bit the same with and without the plugin, in every trainer mode.
+"""With another estimator a whole run is bit for bit the same with and without the plugin, in every trainer.
 
-A first run records its responses with verl's own `skip.rollout_tq`, and two others replay them.
+A first run records its responses with verl's own `skip.rollout_tq` (`skip.rollout` in `RayPPOTrainer`), and two others replay
+them.
 """
 
 import math
@@ -22,7 +23,7 @@ from tests.hosts.whole_run import LIMIT_S, RECIPES
 from verl_cpu.session import run_verl
 
 STEPS = 3
-MODES = ["sync", "colocate_async", "separate_async"]
+MODES = ["sync", "colocate_async", "separate_async", "ray_trainer"]
 WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "cpu"}  # the CPU stack alone
 WITH = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
 OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/")
@@ -31,7 +32,8 @@ OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/")
 
 def whole(mode: str, folder: Path) -> None:
     """Write the configuration of a run that records or replays to one file, which composes without the plugin."""
-    recipe = RECIPES / f"qwen2_5_7b_{'math' if mode == 'sync' else mode}"
+    asynchronous, skip = mode.endswith("async"), "rollout" if mode == "ray_trainer" else "rollout_tq"
+    recipe = RECIPES / f"qwen2_5_7b_{mode if asynchronous else 'math'}"
     group = group_of(compose_recipe(recipe, "grpo"))
     overrides = [
         f"+cpu_smoke={group}",
@@ -42,12 +44,13 @@ def whole(mode: str, folder: Path) -> None:
         "trainer.default_local_dir=${oc.env:OAR_CHECKPOINTS}",
         "trainer.experiment_name=replayed",
         f"trainer.v1.sampler.custom_sampler.path={in_order.PATH}",
-        f"trainer.v1.sampler.custom_sampler.name={'InOrder' if mode == 'sync' else 'InOrderAsync'}",
+        f"trainer.v1.sampler.custom_sampler.name={'InOrderAsync' if asynchronous else 'InOrder'}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        "skip.rollout_tq.enable=True",
-        f"skip.rollout_tq.dump_dir={folder}/rollouts",
-        f"skip.rollout_tq.steps={list(range(1, STEPS + 2))}",
+        f"trainer.use_v1={mode != 'ray_trainer'}",
+        f"skip.{skip}.enable=True",
+        f"skip.{skip}.dump_dir={folder}/rollouts",
+        f"skip.{skip}.steps={list(range(1, STEPS + 2))}",
     ]
     OmegaConf.save(compose_recipe(recipe, "grpo", overrides), folder / "whole.yaml")
 
