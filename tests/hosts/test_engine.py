@@ -9,6 +9,7 @@ import torch
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.verl.capabilities import missing
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences, error, worst
@@ -41,6 +42,8 @@ def _table(name):
         if name in ("megatron", "eight"):
             module, folder = "megatron_worker", root / "megatron"
             pytest.importorskip("megatron.core")
+            if lacking := missing("megatron"):
+                pytest.skip("; ".join(lacking))
             if not has_megatron_bridge():
                 pytest.importorskip("mbridge")
         processes = {"single": 1, "double": 2, "megatron": 2, "eight": 8}[name]
