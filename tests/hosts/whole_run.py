@@ -13,11 +13,16 @@ from packaging.version import Version
 from transformers import AutoTokenizer
 
 from oar_plugin.credit.noise import step_seed
+from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.page.record import parse_response
 from tests.hosts.engine import world
 from tests.hosts.engine.compare import error
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+
+OLD = host_version().startswith("0.8.")
+OF_OLD = ["~actor_rollout_ref.rollout.seed"]
+"""A recipe's overrides for verl 0.8, which has this key as little as `trainer.use_v1`."""
 
 LIMIT_S = 1200
 """The limit for a run that hangs. A run takes two minutes, mostly imports in a dozen processes; on a busy machine one on two
