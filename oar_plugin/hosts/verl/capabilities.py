@@ -26,18 +26,14 @@ TRAINERS = {
 """Features that are values of `trainer.v1.trainer_mode`, and the class of verl's trainer."""
 
 _TRAINER = ("hosts.verl.trainer_credit", "hosts.verl.viewer", "hosts.verl.balancing")
+_MIXINS = ("TrainerCredit", "OarTrainerMixin", "OarRayTrainer")
 _ENGINE = ("hosts.verl.importance_pass", "hosts.verl.balancing")
 _ENGINES = "verl.workers.engine"
 
 FEATURES = {
-    **{
-        mode: Feature(("hosts.verl.trainer", *_TRAINER), trainer, ("TrainerCredit", "OarTrainerMixin"))
-        for mode, trainer in TRAINERS.items()
-    },
+    **{mode: Feature(("hosts.verl.trainer", *_TRAINER), trainer, _MIXINS) for mode, trainer in TRAINERS.items()},
     "ray_trainer": Feature(
-        ("hosts.verl.ray_trainer", *_TRAINER),
-        "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
-        ("TrainerCredit", "OarRayTrainer"),
+        ("hosts.verl.ray_trainer", *_TRAINER), "verl.trainer.ppo.ray_trainer.RayPPOTrainer", _MIXINS
     ),
     "fsdp": Feature(
         ("hosts.verl.fsdp", *_ENGINE),
