@@ -62,7 +62,7 @@ def pack_in_torch(attention_utils: Any) -> None:
 
 
 def name_device(utils: Any) -> None:
-    """Name the CPU: verl 0.8 asks vLLM for a device's UUID and does not use it (``verl.workers.rollout.vllm_rollout.utils``)."""
+    """Name the CPU: verl asks vLLM for a UUID that it does not use (``verl.workers.rollout.vllm_rollout.utils``)."""
     if hasattr(utils, "get_device_uuid"):
         utils.get_device_uuid = lambda device_id: "CPU"
 

@@ -96,8 +96,7 @@ def examine(ask: Ask, recipe: Path | None = None, overrides: Sequence[str] = ())
         say("oar doctor: imports what a run imports, a moment ...", sys.stderr)
     machine = Machine(**ask(questions.devices))
     asked = {} if recipe is None else ask(questions.recipe, str(recipe), list(overrides), bool(machine.gpus))
-    default = {"mode": mode for mode in [ask(questions.default_trainer).get("mode")] if mode}
-    wanted = PLAIN | default | asked
+    wanted = PLAIN | ask(questions.default_trainer) | asked
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "packages": lambda: _packages(ask, _needed(wanted, machine.on_cpu), machine),
         "verl": lambda: _verl(ask, wanted, machine),

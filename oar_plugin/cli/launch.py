@@ -248,7 +248,9 @@ def _add_cpu_environment(environment: dict[str, str], one_machine: bool) -> None
     for entry in entry_points(group="oar_plugin.environments", name="cpu"):
         wanted = entry.load()(one_machine=one_machine)
         # verl_cpu extends the value of `EXTERNAL_MODULES`.
-        environment |= {name: value for name, value in wanted.items() if name not in os.environ or name == EXTERNAL_MODULES}
+        environment |= {
+            name: value for name, value in wanted.items() if name not in os.environ or name == EXTERNAL_MODULES
+        }
         os.environ.update(environment)
 
 

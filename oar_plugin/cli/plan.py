@@ -75,7 +75,7 @@ def _print(made: Plan) -> None:
         shown = sorted(((size / GIB, part) for part, size in parts.items() if size > GIB / 20), reverse=True)
         listed = ", ".join(f"{part} {size:.1f}" for size, part in shown)
         memory.add_row(phase, f"{sum(parts.values()) / GIB:.1f}", listed)
-    step = table(f"a step on {made.setup.gpus} GPUs", "PFLOPs in all", "seconds", "share")
+    step = table(f"a step on {made.setup.gpus} GPU{'s' * (made.setup.gpus > 1)}", "PFLOPs in all", "seconds", "share")
     for phase, seconds in {**made.seconds, "step": made.step}.items():
         flops = made.flops.get(phase, 0.0) / 1e15
         step.add_row(phase, f"{flops:.1f}" if flops else "", f"{seconds:.1f}", f"{seconds / made.step:.1%}")

@@ -259,7 +259,7 @@ def check_config(config: DictConfig) -> None:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             validate_config(config, need_reference_policy(config), need_critic(config))
-            omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # verl's workers do: some keys are of newer versions
+            omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # as verl's workers do
         if settings.switched_on(config):
             settings.resolve(config)
     except OarConfigError as error:

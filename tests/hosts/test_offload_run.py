@@ -99,7 +99,11 @@ def test_a_run_whose_engines_score(offloaded):
     check(offloaded, [1, 2])
     for step in offloaded:
         assert step["oar/offload/left_for_actor"] == 0
-        assert step["oar/offload/responses"] <= step["oar/scored"] * 32 + 1e-6
+        if (
+            step["oar/fallback/any"] < 1
+        ):  # a response can fall back after its copies were scored, with one reasoning token
+            needed = step["oar/scored"] / (1 - step["oar/fallback/any"]) * 32
+            assert step["oar/offload/responses"] <= needed + 1e-3
         assert not [name for name in step if "offload/fault" in name]
     for step in with_a_signal(offloaded):
         assert step["oar/offload/scored"] == 1

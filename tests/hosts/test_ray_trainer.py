@@ -1,5 +1,6 @@
 """What `RayPPOTrainer` with OAR does to a batch. verl's own methods run; only its workers are a stand-in."""
 
+from functools import cache
 from unittest.mock import Mock, call
 
 import numpy as np
@@ -23,9 +24,11 @@ from oar_plugin.hosts.verl import ray_trainer as ours
 from oar_plugin.hosts.verl import trainer_credit
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
+from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine.world import nested
 from tests.hosts.test_settings import config as plain
+from tests.hosts.whole_run import RECIPES
 
 PLANES = ["classic", "neoproto"] if hasattr(host, "build_data_plane") else [None]
 """Values of `trainer.data_plane`; only verl's branch `neo` has the key."""
@@ -60,19 +63,15 @@ class Workers:
         return type(data).from_tensordict(output) if by_reference else output
 
 
+@cache
+def recipe():
+    more = ["actor_rollout_ref.rollout.temperature=0.6", "trainer.default_local_dir=nowhere", "data.seed=3"]
+    return compose_recipe(RECIPES / "qwen2_5_7b_math", "oar", more)
+
+
 def trainer_of(estimator="oar", workers=None, cls=None, plane=PLANES[0], **oar):
     one = object.__new__(cls or host.RayPPOTrainer)
-    actor = {"ppo_mini_batch_size": 2, "ppo_epochs": 1, "data_loader_seed": 1, "shuffle": False}
-    settings = {
-        "algorithm": {"gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False, "norm_adv_by_std_in_grpo": True},
-        "actor_rollout_ref": {
-            "rollout": {"n": 3, "temperature": 0.6, "multi_turn": {"enable": False}},
-            "actor": actor | {"calculate_entropy": False, "entropy_coeff": 0.0},
-        },
-        "data": {"max_response_length": 8},
-        "trainer": {"default_local_dir": "nowhere", "use_v1": False},
-    }
-    one.config = OmegaConf.merge(plain(algorithm__adv_estimator=estimator, algorithm__oar=oar), settings)
+    one.config = OmegaConf.merge(recipe(), {"algorithm": {"adv_estimator": estimator, "oar": oar}})
     one.tokenizer, one.global_steps, one.use_prefix_grouper = make_tokenizer(384), 1, False
     one.actor_rollout_wg = workers or Workers()
     if plane:
@@ -94,9 +93,7 @@ def batch_of(lengths=LENGTHS, uids=UIDS, rewards=REWARDS):
     scores[rows, torch.tensor(lengths) - 1] = torch.tensor(rewards)
     tensors = {"prompts": 7 * mask[:, :4], "responses": mask[:, 4:], "input_ids": mask, "attention_mask": mask}
     tensors |= {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0), "response_mask": real_BL.long()}
-    batch = DataProto.from_dict(tensors | {"rm_scores": scores, "row": rows}, {"uid": np.array(uids, dtype=object)})
-    batch.meta_info["temperature"] = 0.6
-    return batch
+    return DataProto.from_dict(tensors | {"rm_scores": scores, "row": rows}, {"uid": np.array(uids, dtype=object)})
 
 
 def step(one, batch, bypass=False):
@@ -124,7 +121,7 @@ def nodes(monkeypatch):
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("bypass", [False, True])
 def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, plane, nodes):
-    one, batch = trainer_of(seed=3, plane=plane), batch_of()
+    one, batch = trainer_of(plane=plane), batch_of()
     batch, host_BL, metrics = step(one, batch, bypass)
     (asked,), (updated,) = one.actor_rollout_wg.asked, one.actor_rollout_wg.updated
     request = tu.get(asked, REQUEST)

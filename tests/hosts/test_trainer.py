@@ -1,6 +1,7 @@
 """What the trainer does to a batch, with verl's own advantage functions and an in-memory stand-in for TransferQueue."""
 
 import importlib
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from transfer_queue import KVBatchMeta
 pytest.importorskip("verl")
 
 import verl  # noqa: F401
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1 import get_trainer_cls
 
@@ -32,6 +34,8 @@ from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
+CORRECTIONS = sorted(name for name, one in vars(RolloutCorrectionConfig).items() if isinstance(one, classmethod))
+"""verl's presets of `algorithm.rollout_correction`: weights and rejection, decoupled and in bypass mode."""
 BASE = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
 
 
@@ -196,6 +200,38 @@ def test_an_actor_that_returns_no_importance_stops_the_run(world):
     """Its workers have no plugin: plain GRPO for ever under the name of OAR."""
     with pytest.raises(RuntimeError, match=r"step 1: .* returned none"):
         world().credited()
+
+
+@pytest.mark.parametrize("preset", CORRECTIONS)
+def test_token_weights_and_every_rollout_correction_leave_each_other_alone(world, preset):
+    """Mask, weights and metrics of the correction are the host's; the advantage of a token that it keeps is weighted."""
+    correction = asdict(getattr(RolloutCorrectionConfig, preset)())
+    fields = ("advantages", "response_mask", "rollout_is_weights")
+    got, metrics = [], []
+    for corrects, estimator in ((None, "oar"), (correction, "oar"), (correction, "grpo")):
+        one = world()
+        one.report_from_actor()
+        one.trainer.config.algorithm.update(rollout_correction=corrects, adv_estimator=estimator)
+        old = [torch.linspace(-1, -2, length) for length in one.lengths]
+        apart = [torch.linspace(0, row, length) for row, length in enumerate(one.lengths)]  # the first: not at all
+        one.fields["old_log_probs"] = nested(old)
+        one.fields["rollout_log_probs"] = nested([a + b for a, b in zip(old, apart, strict=True)])
+        compute = type(one.trainer)._compute_advantage if estimator == "oar" else BASE.PPOTrainer._compute_advantage
+        compute(one.trainer, one.batch, one.metrics)
+        got.append({name: one.fields[name].to_padded_tensor(0.0) for name in fields if name in one.fields})
+        metrics.append({name: value for name, value in one.metrics.items() if name.startswith("rollout_corr/")})
+    alone, both, hosts = got
+    assert metrics[1] == metrics[2]
+    assert bool(metrics[2]) is not correction["bypass_mode"]
+    assert both.keys() == hosts.keys()
+    for name in hosts.keys() - {"advantages"}:
+        assert torch.equal(both[name], hosts[name])
+    plain = world().host_advantage()
+    weights = torch.where(plain == 0, 1.0, alone["advantages"] / plain)
+    torch.testing.assert_close(both["advantages"], weights * hosts["advantages"])
+    assert not torch.equal(both["advantages"], hosts["advantages"])
+    rejects = bool(correction["rollout_rs"]) and not correction["bypass_mode"]
+    assert (hosts["response_mask"].sum() < 32) == rejects, "the rows that are far apart are rejected"
 
 
 def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):

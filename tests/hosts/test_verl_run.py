@@ -24,6 +24,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import gate_of
 from oar_plugin.runs.recipe import command
 from recipes.smoke import VOCABULARY
+from tests.hosts import tools
 from tests.hosts.engine import world
 from tests.hosts.whole_run import ADAPTER, LIMIT_S, RECIPES, check, dumped, loads_adapters, prompt_ids, smoke
 from verl_cpu.launch import cpu_environment
@@ -208,3 +209,34 @@ def test_asynchronous_in_bypass_mode_with_lora_as_published(assets, tmp_path):
         "algorithm.oar.warmup_steps=1",
     )
     check(steps, [1, 2])
+
+
+@pytest.mark.nightly
+def test_what_a_tool_says_has_no_credit(assets, tmp_path):
+    """Two turns with a tool's text between them: credit goes to the model's own tokens before the answer of the last turn."""
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    steps = smoke(
+        RECIPE,
+        tmp_path,
+        f"{turns}.enable=True",
+        f"{turns}.function_tool_path={tools.__file__}",
+        f"{turns}.format=always",
+        f"{turns}.max_user_turns=1",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+        "actor_rollout_ref.rollout.max_model_len=96",
+        "data.max_response_length=64",
+        f"algorithm.oar.dump.dir={tmp_path}/dump",
+        "algorithm.oar.dump.every=1",
+    )
+    check(steps, [1, 2])
+    said, before_last_answer = tools.HINT.split(), 0
+    for row in dumped(tmp_path, 1) + dumped(tmp_path, 2):
+        start = row.mask.index(0)
+        end = start + len(said)
+        assert [token.strip() for token in row.tokens[start:end]] == said
+        assert {place for place, own in enumerate(row.mask) if not own} == {*range(start, end)}
+        assert {row.segments[place] for place in range(start, end)} == {Segment.OUTSIDE}
+        assert row.weights[start:end] == [1.0] * len(said)
+        before_last_answer += Segment.REASONING in row.segments[end:]
+    assert before_last_answer, "some second turns have an answer of their own, and reasoning before it"

@@ -52,11 +52,11 @@ def loads_adapters() -> bool:
     return Version(verl.__version__) >= Version("0.9.1") and hasattr(WeightsMapper, "get_unstacked_mapper")
 
 
-def smoke(recipe, folder, *overrides):
+def smoke(recipe, folder, *overrides, **more):
     """Metrics of each step of a recipe's smoke test."""
     from recipes.smoke import run_smoke  # it needs verl
 
-    return run_smoke(RECIPES / recipe, folder, overrides=[*overrides], timeout_s=LIMIT_S)
+    return run_smoke(RECIPES / recipe, folder, overrides=[*overrides], timeout_s=LIMIT_S, **more)
 
 
 def dumped(folder, step=1, scored_only=True):

@@ -85,6 +85,15 @@ def test_two_steps(name, assets, tmp_path):
     assert any(metric.startswith("val-core/") for metric in steps[-1]), "validated as the recipe would"
 
 
+@pytest.mark.nightly
+def test_groups_without_a_signal_are_filtered_in_an_asynchronous_run_too(assets, tmp_path):
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+    steps = smoke("qwen2_5_7b_deepmath", tmp_path, "trainer.v1.trainer_mode=colocate_async")
+    check(steps, [1, 2])
+    assert sum(step["training/filter_groups/evicted_samples"] for step in steps) > 0
+    assert all(step["oar/scored"] > 0.9 for step in steps)
+
+
 def test_every_recipe_is_run():
     assert {*HERE, *NIGHTLY, *ELSEWHERE, *THE_SAME_RUN} == {recipe.name for recipe in RECIPES}
     for name, file in ELSEWHERE.items():

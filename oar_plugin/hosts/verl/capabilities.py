@@ -31,18 +31,14 @@ TRAINERS = {
 """Features that are values of `trainer.v1.trainer_mode`, and the class of verl's trainer."""
 
 _TRAINER = ("hosts.verl.trainer_credit", "hosts.verl.viewer", "hosts.verl.balancing")
+_MIXINS = ("TrainerCredit", "OarTrainerMixin", "OarRayTrainer")
 _ENGINE = ("hosts.verl.importance_pass", "hosts.verl.balancing")
 _ENGINES = "verl.workers.engine"
 
 FEATURES = {
-    **{
-        mode: Feature(("hosts.verl.trainer", *_TRAINER), trainer, ("TrainerCredit", "OarTrainerMixin"))
-        for mode, trainer in TRAINERS.items()
-    },
+    **{mode: Feature(("hosts.verl.trainer", *_TRAINER), trainer, _MIXINS) for mode, trainer in TRAINERS.items()},
     "ray_trainer": Feature(
-        ("hosts.verl.ray_trainer", *_TRAINER),
-        "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
-        ("TrainerCredit", "OarRayTrainer"),
+        ("hosts.verl.ray_trainer", *_TRAINER), "verl.trainer.ppo.ray_trainer.RayPPOTrainer", _MIXINS
     ),
     "fsdp": Feature(
         ("hosts.verl.fsdp", *_ENGINE),
@@ -95,11 +91,15 @@ def missing(feature: str) -> list[str]:
     version = host_version()
     parsed, oldest = map(_parsed, (version, OLDEST))
     if parsed and parsed.release < oldest.release:
-        return [f"verl {version} computes log-probs outside of the engines that OAR extends; OAR needs {OLDEST} or newer"]
+        return [
+            f"verl {version} computes log-probs outside of the engines that OAR extends; OAR needs {OLDEST} or newer"
+        ]
     faults = list(requirements(FEATURES[feature]).faults)
     program = path_of("verl.trainer.main_ppo")
     if feature in TRAINERS and program and "verl.trainer.ppo.v1" not in program.read_text(encoding="utf-8"):
-        faults.append("verl.trainer.main_ppo does not start the trainers of trainer.v1")  # verl's branch `neo` keeps their code
+        faults.append(
+            "verl.trainer.main_ppo does not start the trainers of trainer.v1"
+        )  # verl's branch `neo` keeps their code
     return faults
 
 

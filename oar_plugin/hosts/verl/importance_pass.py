@@ -49,7 +49,7 @@ def register_engines(mixin: type, host: type, *backends: str) -> None:
     for backend in backends:
         try:
             held = EngineRegistry.get_engine_cls("language_model", backend)
-        except (ValueError, AssertionError):  # no engine for this device, for example on a driver without a GPU (it builds no engine)
+        except (ValueError, AssertionError):  # no engine for this device; a driver without a GPU, say, builds none
             continue
         ours = subclass(mixin, held, host, f"engine '{backend}'")
         EngineRegistry._engines["language_model"][backend][key] = ours

@@ -8,10 +8,10 @@ verl's advantage function calls the estimator `oar`, which returns the base esti
 with it before the update.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -26,16 +26,14 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from oar_plugin.config import OarConfig
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.settings import RAY_TRAINER, resolve_here, switched_on
+from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, no_importance
-from oar_plugin.hosts.verl.viewer import nested, padded_batch
+from oar_plugin.hosts.verl.viewer import padded_batch
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
 RESHAPED = "oar_reshaped"  # in a batch's `meta_info`: its advantages have the weights already
-
-logger = logging.getLogger("oar_plugin")
 
 
 class OarRayTrainer(TrainerCredit):
@@ -54,8 +52,9 @@ class OarRayTrainer(TrainerCredit):
     def config(self, config: DictConfig) -> None:
         self._config = config
         if switched_on(config) and self.oar is None:
-            self.oar = OarRayTrainer.running = resolve_here(config, RAY_TRAINER)
-            logger.info("OAR is on: %s", self.oar)
+            used = deepcopy(config)
+            OmegaConf.update(used, "trainer.use_v1", False, force_add=True)  # a main of one's own need not set it
+            self.oar = OarRayTrainer.running = resolve_here(used)
 
     # ---- rows to score, distributed evenly over the ranks
 
@@ -71,7 +70,6 @@ class OarRayTrainer(TrainerCredit):
         lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._needed_rows(batch).tolist()
         if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
             batch.reorder(torch.tensor(order))
-        return None
 
     def _needed_rows(self, batch: DataProto) -> Tensor:
         """Rows whose advantage is not zero, bool `[B]`: only there can weights change the update.
@@ -164,7 +162,7 @@ class _Asking:
         width = data["responses"].shape[1]
         real_BL = data["attention_mask"][:, -width:].bool()
         for name in ("responses", "response_mask"):
-            asked[name] = nested([row[real] for row, real in zip(data[name], real_BL, strict=True)])
+            asked[name] = torch.nested.masked_select(data[name], real_BL)
         asked[NEEDED] = self._needed_B.long()[:, None]
         tu.assign_non_tensor(asked, **{REQUEST: self._request})
         output: TensorDict = self._workers.compute_log_prob(asked)

@@ -82,10 +82,8 @@ def trainer_of(config: DictConfig) -> str:
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
 
 
-def resolve(config: DictConfig, trainer: str | None = None) -> OarConfig:
+def resolve(config: DictConfig) -> OarConfig:
     """OAR's settings, after a check of everything in verl's configuration that OAR depends on.
-
-    `trainer` is a feature in `capabilities`; None: `trainer_of(config)`.
 
     OarConfigError: names each key at fault, its value and what is allowed.
     """
@@ -94,9 +92,8 @@ def resolve(config: DictConfig, trainer: str | None = None) -> OarConfig:
     if settings is not None and not isinstance(settings, Mapping):
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
     oar = OarConfig.parse(settings)  # type: ignore[arg-type]
-    trainer = trainer or trainer_of(config)
-    faults = list(_faults(config, oar, trainer))
-    if oar.offloads and trainer != RAY_TRAINER:
+    faults = list(_faults(config, oar))
+    if oar.offloads and trainer_of(config) != RAY_TRAINER:
         from oar_plugin.hosts.verl import offload
 
         faults += offload.faults(config)
@@ -105,24 +102,24 @@ def resolve(config: DictConfig, trainer: str | None = None) -> OarConfig:
     return oar
 
 
-def resolve_here(config: DictConfig, trainer: str | None = None) -> OarConfig:
+def resolve_here(config: DictConfig) -> OarConfig:
     """`resolve`, after a check that the installed verl has what the configuration needs. For drivers: it imports a lot.
 
     OarConfigError: also names what OAR expects of verl, and what verl has.
     """
-    oar = resolve(config, trainer)
-    if faults := list(_unfit(config, oar, trainer or trainer_of(config))):
+    oar = resolve(config)
+    if faults := list(_unfit(config, oar)):
         raise OarConfigError("\n".join(faults))
     return oar
 
 
-def _unfit(config: DictConfig, oar: OarConfig, trainer: str) -> Iterator[str]:
+def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     for name, value in capabilities.external_modules().items():
         yield (
             f"algorithm.adv_estimator=oar: this verl ({capabilities.host_version()}) does not load OAR by itself; set the "
             f"environment variable {name}={value} on every node"
         )
-    strategy = config.actor_rollout_ref.actor.strategy
+    trainer, strategy = trainer_of(config), config.actor_rollout_ref.actor.strategy
     # A key, its value, and the feature that each of its possible values needs.
     choices: list[tuple[str, str, Mapping[str, str]]] = [("actor_rollout_ref.actor.strategy", strategy, STRATEGIES)]
     if trainer == RAY_TRAINER:
@@ -141,8 +138,9 @@ def _unfit(config: DictConfig, oar: OarConfig, trainer: str) -> Iterator[str]:
             )
 
 
-def _faults(config: DictConfig, oar: OarConfig, trainer: str) -> Iterator[str]:
-    megatron, ray_trainer = OmegaConf.select(config, f"{_ACTOR}.strategy") == "megatron", trainer == RAY_TRAINER
+def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
+    megatron = OmegaConf.select(config, f"{_ACTOR}.strategy") == "megatron"
+    ray_trainer = trainer_of(config) == RAY_TRAINER
     if ray_trainer and oar.offloads:
         yield (
             "algorithm.oar.perturbation.backend=rollout with RayPPOTrainer (trainer.use_v1=False, or a trainer of "

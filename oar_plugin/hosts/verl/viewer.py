@@ -4,7 +4,6 @@ No fault in it stops the run: a metric counts it, and the log says it once.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,31 +52,23 @@ class QueuedBatch:
 
 def padded_batch(batch: DataProto, reshaped: ReshapedBatch, entropy_BL: Tensor | None) -> QueuedBatch:
     """The batch of a trainer that holds it padded: prompts on the left, responses on the right."""
-    counts, keys = Counter[str](), list[str]()
-    for uid in batch.non_tensor_batch["uid"]:
-        keys.append(f"{uid}_{counts[uid]}_0")
-        counts[uid] += 1
-    row_of = {key: row for row, key in enumerate(keys)}
+    keys = [f"{uid}_{row}_0" for row, uid in enumerate(batch.non_tensor_batch["uid"])]
     tensors = {**batch.batch, **({} if entropy_BL is None else {"entropy": entropy_BL})}
     real_BT, prompt = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
 
     def read(keys: Sequence[str], select_fields: Sequence[str]) -> Any:
-        rows = [row_of[key] for key in keys]
+        rows = [int(key.split("_")[-2]) for key in keys]
         fields: dict[str, Any] = {}
         for name in select_fields:
             if name in tensors:
                 keep_BT = real_BT[:, :prompt] if name == "prompts" else real_BT[:, prompt:]
-                fields[name] = nested([tensors[name][row][keep_BT[row]] for row in rows])
+                fields[name] = torch.nested.masked_select(tensors[name][rows], keep_BT[rows])
             elif name in batch.non_tensor_batch:
                 fields[name] = batch.non_tensor_batch[name][rows]
         return fields
 
     everything_B = torch.ones(len(keys), dtype=torch.bool)
     return QueuedBatch(keys, everything_B, everything_B, reshaped, read)
-
-
-def nested(rows: list[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 class Viewer:

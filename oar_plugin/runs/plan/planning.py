@@ -72,7 +72,7 @@ class Plan:
             validation = f"with {s.validations} validations ({share:.1%} of the time)"
         return (
             f"The run: {s.steps} steps, {hours:.0f} hours ({least:.0f} to {most:.0f}), {hours * gpus:,.0f} GPU-hours on "
-            f"{gpus} GPUs ({least * gpus:,.0f} to {most * gpus:,.0f}), {validation}, without rewards and checkpoints."
+            f"{gpus} GPU{'s' * (gpus > 1)} ({least * gpus:,.0f} to {most * gpus:,.0f}), {validation}, without rewards and checkpoints."
         )
 
     def to_dict(self) -> dict[str, Any]:

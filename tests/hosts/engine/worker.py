@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -176,25 +177,17 @@ def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
 def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     """The answer to a case's request in the way of `RayPPOTrainer`, whose batches are padded."""
 
-    class Workers:
-        def compute_log_prob(self, data: TensorDict) -> Any:
-            with engine.eval_mode():
-                return engine.infer_batch(with_sizes(data))["model_output"]
-
     prompts, responses = zip(*world.encode(), strict=True)
     prompt_BP = world.nested(prompt.flip(0) for prompt in prompts).to_padded_tensor(-1).flip(1)  # padded on the left
-    response_BL = world.nested(responses).to_padded_tensor(-1)
-    token_BT = torch.cat([prompt_BP, response_BL], 1)
-    real_BT = token_BT >= 0
-    fields = {"prompts": prompt_BP, "responses": response_BL, "response_mask": (response_BL >= 0).long()}
-    fields |= {
-        "input_ids": token_BT,
-        "attention_mask": real_BT.long(),
-        "position_ids": (real_BT.cumsum(-1) - 1).clamp(0),
-    }
+    token_BT = torch.cat([prompt_BP, world.nested(responses).to_padded_tensor(-1)], 1)
+    real_BT, before = (token_BT >= 0).long(), prompt_BP.shape[1]
+    fields = {"prompts": prompt_BP, "responses": token_BT[:, before:], "response_mask": real_BT[:, before:]}
+    fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
+    workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
     needed_B, request = torch.tensor([needed for *_, needed in world.ROWS]), request_of(**cases.request(words))
-    asking = _Asking(Workers(), needed_B, request, step=1)
-    asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
+    asking = _Asking(workers, needed_B, request, step=1)
+    with engine.eval_mode():
+        asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
     return asking.answer
 
 

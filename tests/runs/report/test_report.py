@@ -197,6 +197,7 @@ def test_runs_axis_smoothing_and_cursor_change_what_is_read(page):
     assert said.all_inner_texts() == ["last: step 30", "1.875", "1.25"]  # GRPO at step 20, which both runs have
     assert page.locator(".readout").last.locator("b").all_inner_texts() == ["last: step 30", "2.5", "1"]  # gen, other
     accuracy.locator("summary").click()
+    row.first.wait_for()  # the browser tells the page afterwards that its table was opened
     assert row.all_inner_texts() == ["10", *["0.625", "0.25", "1"] * 2]  # mean, lowest and highest of each side
     page.locator("[name=run]").first.uncheck()
     assert row.all_inner_texts() == ["10", "1", "0.625", "0.25", "1"]  # one run has no range
