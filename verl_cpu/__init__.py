@@ -36,6 +36,30 @@ PATCHES = (
         until="verl leaves out the second half when the device is the CPU.",
     ),
     Patch(
+        module="verl.single_controller.ray.base",
+        apply="verl_cpu.before_platforms:count_as_gpus",
+        reason="verl 0.8 asks Ray for a resource named cpu; Ray counts each worker as a GPU.",
+        until="verl 0.8 is no longer supported.",
+    ),
+    Patch(
+        module="verl.workers.rollout.vllm_rollout.utils",
+        apply="verl_cpu.before_platforms:name_device",
+        reason="verl 0.8 asks vLLM for the UUID of its device.",
+        until="verl 0.8 is no longer supported.",
+    ),
+    Patch(
+        module="verl.experimental.neoproto.views.data_proto",
+        apply="verl_cpu.before_platforms:store_tensors",
+        reason="neo mixes up the rows of tensors of up to 64 KB, and a tiny run has no others.",
+        until="neo concatenates them.",
+    ),
+    Patch(
+        module="verl.utils.attention_utils",
+        apply="verl_cpu.before_platforms:pack_in_torch",
+        reason="verl 0.8 packs batches with functions of flash-attention only.",
+        until="verl 0.8 is no longer supported.",
+    ),
+    Patch(
         module="verl.trainer.constants_ppo",
         apply="verl_cpu.forks:start_workers_as_forks",
         reason="Each of verl's ten workers imports for 20 s of a core; forks of one process import once.",
@@ -83,6 +107,12 @@ PATCHES = (
         apply="verl_cpu.vllm_worker:keep_experts_unpacked",
         reason="the same in vLLM up to 0.24.",
         until="those versions are no longer supported.",
+    ),
+    Patch(
+        module="vllm.model_executor.layers.fused_moe.layer",
+        apply="verl_cpu.vllm_worker:name_experts",
+        reason="verl 0.8 and its branch neo import a class from there that vLLM 0.24 has removed.",
+        until="verl 0.8 is no longer supported, and neo has verl 0.9's code for it.",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",

@@ -11,7 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from verl.plugin.platform import PlatformBase, PlatformRegistry, platform_manager, set_platform
+
+from verl_cpu import before_platforms
+
+try:
+    from verl.plugin.platform import PlatformBase, PlatformRegistry, platform_manager, set_platform
+except ModuleNotFoundError:  # verl 0.8
+    PlatformBase, PlatformRegistry = object, None
 
 
 def _peak_memory(*_: object) -> int:
@@ -96,6 +102,9 @@ class PlatformCPU(PlatformBase):
 
 def select() -> None:
     """Make the CPU the platform of this process. verl loads plugins before it asks for its platform."""
+    if PlatformRegistry is None:
+        before_platforms.select(PlatformCPU())
+        return
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     if not isinstance(platform_manager._current_platform, PlatformCPU):
         set_platform(PlatformCPU())

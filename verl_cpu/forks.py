@@ -61,6 +61,8 @@ def start_workers_as_forks(constants_ppo: Any) -> None:
 
         if config is not None and SESSION_VARIABLE in os.environ and OmegaConf.select(config, PYTHON) is None:
             OmegaConf.update(config, PYTHON, str(_executable()), force_add=True)
+        if config is None and SESSION_VARIABLE in os.environ:  # verl 0.8 passes none; what the user set replaces this
+            return {**original(), "py_executable": str(_executable())}
         environment: dict[str, Any] = original(config)
         return environment
 
@@ -120,7 +122,8 @@ def serve(listener: socket.socket) -> None:
     """Import, and fork for each client. Does not return; a fork ends with the program that its client asked for."""
     before = dict(os.environ)
     for name in IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # verl 0.8 has no `verl.trainer.ppo.v1`
+            importlib.import_module(name)
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     multiprocessing.set_executable(str(_executable()))
     gc.collect()

@@ -4,6 +4,8 @@ The settings themselves, each with its reason, are in ``conf/cpu/*.yaml``. They 
 algorithm. Overrides on the command line win.
 """
 
+from verl_cpu.before_platforms import external_modules
+
 
 def cpu_overrides(workers: int = 1) -> list[str]:
     """Return Hydra overrides for an FSDP actor with this number of workers; Ray counts each as a GPU."""
@@ -23,6 +25,7 @@ def cpu_environment(one_machine: bool = True) -> dict[str, str]:
     """Return environment variables for a run on a CPU, to be added to the caller's."""
     return {
         **(ON_LOOPBACK if one_machine else {}),
+        **external_modules(),
         # A dozen actors have a process each; several threads in each would only compete for the cores.
         "OMP_NUM_THREADS": "1",
         # vLLM compiles its sampler, and verl its entropy, which takes longer than the run.

@@ -160,6 +160,7 @@ def run_verl(
     timeout_s: float = 600.0,
     on_line: Callable[[str], None] | None = None,
     on_start: Callable[[Session], None] | None = None,
+    module: str = "verl.trainer.main_ppo",
 ) -> int:
     """Run ``python -m verl.trainer.main_ppo`` with these Hydra overrides and wait for it.
 
@@ -173,6 +174,7 @@ def run_verl(
         timeout_s: seconds for all attempts together, after which the run is ended.
         on_line: called with each line of output, without its newline, as it arrives.
         on_start: called with the session after the driver was started.
+        module: another of verl's programs.
 
     Returns:
         The exit status of verl, or 124 when its time was up.
@@ -181,7 +183,7 @@ def run_verl(
     for attempt in range(1, ATTEMPTS + 1):
         with session() as opened, log_path.open("wb") as log:
             driver = subprocess.Popen(
-                [sys.executable, "-m", "verl.trainer.main_ppo", *args],
+                [sys.executable, "-m", module, *args],
                 env={**os.environ, **(env or {}), **opened.environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

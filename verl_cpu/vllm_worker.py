@@ -41,6 +41,15 @@ def keep_experts_unpacked(experts: Any) -> None:
     experts.cpu_fused_moe = (lambda out, *arguments: out.copy_(plain_experts(*arguments))) if into else plain_experts
 
 
+def name_experts(layer: Any) -> None:
+    """Give ``vllm.model_executor.layers.fused_moe.layer`` a class by the name that it had before vLLM 0.24.
+
+    verl 0.8 looks there for experts to quantise when it loads weights. A CPU run quantises none.
+    """
+    if not hasattr(layer, "FusedMoE"):
+        layer.FusedMoE = type("FusedMoE", (), {})
+
+
 def plain_experts(
     input: torch.Tensor,
     w13: torch.Tensor,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from oar_plugin.cli import questions
 from oar_plugin.cli.questions import Ask, Machine, one_process
+from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm import versions
 from oar_plugin.output import INSTALL, say
 from oar_plugin.runs.launch.preflight import LOGGERS, Finding, Level, importable
@@ -52,7 +53,7 @@ PLAIN: dict[str, Any] = {
     **{"mode": "sync", "strategy": "fsdp", "vanilla_mbridge": True, "attention": "flash_attention_2", "engine": "vllm"},
     **{"loggers": ["console", "wandb"], "offloads": False},
 }
-"""verl's defaults, used if no recipe sets another value."""
+"""verl's defaults, used if no recipe sets another value. Some versions of verl have another `mode` (`default_trainer`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +96,7 @@ def examine(ask: Ask, recipe: Path | None = None, overrides: Sequence[str] = ())
         say("oar doctor: imports what a run imports, a moment ...", sys.stderr)
     machine = Machine(**ask(questions.devices))
     asked = {} if recipe is None else ask(questions.recipe, str(recipe), list(overrides), bool(machine.gpus))
-    wanted = PLAIN | asked
+    wanted = PLAIN | ask(questions.default_trainer) | asked
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "packages": lambda: _packages(ask, _needed(wanted, machine.on_cpu), machine),
         "verl": lambda: _verl(ask, wanted, machine),
@@ -111,7 +112,9 @@ def examine(ask: Ask, recipe: Path | None = None, overrides: Sequence[str] = ())
 
 def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
     """Return the packages without which the run cannot start."""
-    needed = {"torch", "ray", "transformers", "TransferQueue", "datasets"}
+    needed = {"torch", "ray", "transformers", "datasets"}
+    if wanted["mode"] in capabilities.TRAINERS:
+        needed.add("TransferQueue")
     needed |= {LOGGERS[name] for name in wanted["loggers"] if name in LOGGERS}
     if wanted["engine"] == "vllm":
         needed.add("vllm")
@@ -193,6 +196,9 @@ def _plugin(told: Mapping[str, Any]) -> Finding:
     version = version_of("oar_plugin")
     if reason := _left_out("oar"):
         return Finding("oar_plugin", "missing", reason, f"{INSTALL} in a checkout, on every node")
+    for name, value in capabilities.external_modules().items():
+        text = f"{version}: this verl does not load plugins by their entry points"
+        return Finding("oar_plugin", "missing", text, f"export {name}={value}, on every node; `oar launch` does it")
     if told.get("loaded"):
         return Finding("oar_plugin", "ok", f"{version}, loaded by verl")
     if "verl" not in told:
@@ -243,7 +249,7 @@ def _recipe(told: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     if refused := told.get("refused") or told["fault"]:
         yield Finding("configuration", "missing", refused, "oar plan RECIPE shows the whole error")
     else:
-        yield Finding("configuration", "ok", f"strategy={told.get('strategy')}, trainer_mode={told.get('mode')}")
+        yield Finding("configuration", "ok", f"strategy={told.get('strategy')}, trainer={told.get('mode')}")
     yield from starmap(Finding, told.get("findings", []))
 
 

@@ -224,12 +224,14 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _environment(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, str]:
     """Return the variables for every node, and set them here: the recipe's paths refer to them."""
+    from oar_plugin.hosts.verl.capabilities import external_modules
     from oar_plugin.runs.launch.job import for_nodes
     from oar_plugin.runs.run_folder import START
 
     for name in ("TENSORBOARD_DIR", "VERL_FILE_LOGGER_PATH"):
         if os.environ.pop(name, None) is not None:
             say(f"oar launch: {name}: not used, a run's logs are in its own folder", sys.stderr)
+    os.environ.update(external_modules())
     environment = for_nodes(os.environ, args.env, options.get("mount"))
     if args.resume or args.fresh:  # the ID: start fresh only once, even if a scheduler restarts the driver
         environment[START] = "resume" if args.resume else f"fresh:{secrets.token_hex(4)}"
@@ -241,9 +243,14 @@ def _add_cpu_environment(environment: dict[str, str], one_machine: bool) -> None
     """Set, here and on the nodes, the variables that verl_cpu needs for a run on a CPU, unless the user has set them."""
     from importlib.metadata import entry_points
 
+    from oar_plugin.hosts.verl.capabilities import EXTERNAL_MODULES
+
     for entry in entry_points(group="oar_plugin.environments", name="cpu"):
         wanted = entry.load()(one_machine=one_machine)
-        environment |= {name: value for name, value in wanted.items() if name not in os.environ}
+        # verl_cpu extends the value of `EXTERNAL_MODULES`.
+        environment |= {
+            name: value for name, value in wanted.items() if name not in os.environ or name == EXTERNAL_MODULES
+        }
         os.environ.update(environment)
 
 

@@ -154,6 +154,19 @@ def devices() -> Pairs:
             yield "why_not", cause(error)
 
 
+def default_trainer() -> Pairs:
+    """The trainer that this verl starts unless its configuration says otherwise."""
+    from omegaconf import OmegaConf
+
+    from oar_plugin.hosts.verl.hydra_conf import config_folder
+    from oar_plugin.hosts.verl.settings import trainer_of
+
+    yield (
+        "mode",
+        trainer_of(OmegaConf.create({"trainer": OmegaConf.load(config_folder() / "ppo_trainer.yaml").trainer})),
+    )
+
+
 def features(needed: Sequence[str]) -> Pairs:
     """Yield verl's version and folder, each feature's missing code, the failed imports of those that are needed, and whether
     verl loads OAR.
@@ -187,7 +200,7 @@ def recipe(folder: str, overrides: Sequence[str], sees_gpus: bool) -> Pairs:
     """What a recipe needs, the findings of `oar launch` for it, and why `oar launch` would refuse it."""
     from omegaconf import OmegaConf
 
-    from oar_plugin.hosts.verl.settings import resolve, switched_on
+    from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
     from oar_plugin.runs.launch import job, preflight
     from oar_plugin.runs.recipe import check_config, compose_recipe, gpus_needed
 
@@ -195,7 +208,6 @@ def recipe(folder: str, overrides: Sequence[str], sees_gpus: bool) -> Pairs:
     try:
         config = compose_recipe(Path(folder), "oar", overrides)
         for name, key in {
-            "mode": "trainer.v1.trainer_mode",
             "strategy": "actor_rollout_ref.actor.strategy",
             "vanilla_mbridge": "actor_rollout_ref.actor.megatron.vanilla_mbridge",
             "attention": "actor_rollout_ref.model.override_config.attn_implementation",
@@ -204,6 +216,7 @@ def recipe(folder: str, overrides: Sequence[str], sees_gpus: bool) -> Pairs:
         }.items():
             if (value := OmegaConf.select(config, key)) is not None:
                 yield name, value
+        yield "mode", trainer_of(config)
         yield "loggers", preflight.strings(config, "trainer.logger")
         yield "offloads", switched_on(config) and resolve(config).offloads
         check_config(config)

@@ -224,8 +224,10 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
     """
     from omegaconf import OmegaConf
 
+    from oar_plugin.hosts.verl.settings import trainer_of
+
     keys = ["trainer"]
-    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":
+    if trainer_of(config) == "separate_async":
         keys.append("actor_rollout_ref.rollout")
     if OmegaConf.select(config, "reward.reward_model.enable_resource_pool"):
         keys.append("reward.reward_model")
@@ -247,7 +249,7 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
 def check_config(config: DictConfig) -> None:
     """Raise RecipeError for a configuration that verl or OAR would refuse at the start of training."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     from oar_plugin.config import OarConfigError
     from oar_plugin.hosts.verl import settings
@@ -257,6 +259,7 @@ def check_config(config: DictConfig) -> None:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             validate_config(config, need_reference_policy(config), need_critic(config))
+            omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # as verl's workers do
         if settings.switched_on(config):
             settings.resolve(config)
     except OarConfigError as error:

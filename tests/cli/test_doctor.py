@@ -40,6 +40,7 @@ TOLD = {
     "devices": {"torch": "2.11.0", "built_for": "13.0", "gpus": [GPU] * 8},
     # The oldest version that was tested, and what its import says.
     "imports": {name: (re.findall(r"[\d.]+", f"{one.tested} 1")[0], None) for name, one in PACKAGES.items()},
+    "default_trainer": {"mode": "sync"},
     "features": {
         **{"verl": "0.9.1", "folder": "/site/verl", "note": "", "rollout": None, "loaded": True},
         "features": dict.fromkeys(capabilities.FEATURES, FITS_VERL),
@@ -247,6 +248,19 @@ def test_the_cpu_stack_needs_no_gpu_but_its_package(examined, monkeypatch, platf
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", registered("oar", "cpu"))
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "oar")
     assert (examined(devices=devices)[0]["GPUs"]["level"] == "missing") == (level == "note")
+
+
+def test_a_verl_that_does_not_look_for_plugins_needs_a_variable(examined, monkeypatch):
+    monkeypatch.setattr(capabilities, "external_modules", lambda: {capabilities.EXTERNAL_MODULES: "mine,ours"})
+    findings, status, _ = examined()
+    assert (findings["oar_plugin"]["level"], status) == ("missing", 1)
+    assert f"export {capabilities.EXTERNAL_MODULES}=mine,ours" in findings["oar_plugin"]["advice"]
+
+
+def test_the_trainer_that_verl_starts_by_default_is_needed(examined):
+    default = {"default_trainer": {"mode": "ray_trainer"}, "imports": {"TransferQueue": ABSENT}}
+    assert examined(**default, **lacks("sync", "x is not there"))[1] == 0
+    assert examined(**default, **lacks("ray_trainer", "x is not there"))[1] == 1
 
 
 def test_the_plugin_must_be_registered_and_wanted(examined, monkeypatch):

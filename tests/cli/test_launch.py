@@ -188,7 +188,6 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{ONE} data.no_such_key=1", "data.no_such_key=1: verl's schema has no such key; to add one, write +data"),
         (f"{ONE} --sweep algorithm.oar.tauu=1,2", "did you mean algorithm.oar.tau?"),
         (f"{ONE} +oar=decision", "write oar=decision"),
-        (f"{ONE} trainer.use_v1=False", "trainer.use_v1=False: the legacy trainer"),
         (f"{ONE} actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
         (f"{ONE} algorithm.oar.tau=2", "algorithm.oar.tau"),
         (f"{ONE} --env NOPE", "--env NOPE: not set here"),

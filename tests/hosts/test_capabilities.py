@@ -42,17 +42,56 @@ def test_the_version_is_verls_own():
 
 
 @pytest.mark.parametrize(
-    "version", ["0.9.0", "0.9.1", "0.9.2", "0.10.0.dev", "0.10.0.dev0+gabc", "0.10.0", "1.2", "0.1-fork"]
+    "version", ["0.8.0", "0.9.0", "0.9.1", "0.9.2", "0.10.0.dev", "0.10.0.dev0+gabc", "0.10.0", "1.2", "0.1-fork"]
 )
-def test_no_version_is_refused_for_its_number_but_one_without_a_v1_trainer(version, monkeypatch):
+def test_no_version_is_refused_for_its_number_but_one_that_is_too_old(version, monkeypatch):
     monkeypatch.setattr(capabilities, "host_version", lambda: version)
-    assert missing("sync") == []
+    assert missing("ray_trainer") == missing("fsdp") == []
     assert (version_note() is None) == (version in (*capabilities.TRIED, "0.9.2"))
 
 
-def test_a_version_without_a_v1_trainer_is_refused(monkeypatch):
+@pytest.mark.parametrize("version", ["0.7.1", "0.1"])
+def test_a_version_that_is_too_old_is_refused(version, monkeypatch):
+    monkeypatch.setattr(capabilities, "host_version", lambda: version)
+    (fault,) = missing("ray_trainer")
+    assert [fault] == missing("sync") == missing("fsdp") == missing("offload")
+    assert version in fault
+    assert f"{capabilities.OLDEST} or newer" in fault
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    """A function that puts a file in the place of one of verl's modules."""
+
+    def put(module, text):
+        path = tmp_path / f"{module}.py"
+        path.write_text(text, encoding="utf-8")
+        looked = capabilities.path_of
+        monkeypatch.setattr(capabilities, "path_of", lambda name: path if name == module else looked(name))
+
+    return put
+
+
+def test_v1_trainers_that_the_program_does_not_start_are_missing(place):
+    place("verl.trainer.main_ppo", "raise RuntimeError")
+    assert len(missing("sync")) == len(missing("separate_async")) == 1
+    assert missing("ray_trainer") == []
+
+
+@pytest.mark.parametrize("named", ["", "mine", f"mine,{capabilities.PLUGIN}"])
+@pytest.mark.parametrize("looks_for_plugins", [True, False])
+def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_plugins, named, place, monkeypatch):
+    place("verl", '_entry_points(group="verl.plugins")' if looks_for_plugins else "")
+    monkeypatch.setenv(capabilities.EXTERNAL_MODULES, named)
+    told = capabilities.external_modules()
+    if looks_for_plugins or capabilities.PLUGIN in named:
+        assert told == {}
+        return
+    value = f"{named},{capabilities.PLUGIN}".strip(",")
+    assert told == {capabilities.EXTERNAL_MODULES: value}
     monkeypatch.setattr(capabilities, "host_version", lambda: "0.8.0")
-    assert missing("sync") == missing("offload") == ["verl 0.8.0 has no v1 trainer; OAR needs verl 0.9.0 or newer"]
+    with pytest.raises(OarConfigError, match=f"{capabilities.EXTERNAL_MODULES}={value} on every node"):
+        resolve_here(config())
 
 
 ASKS = {
@@ -63,6 +102,7 @@ ASKS = {
         "actor_rollout_ref.actor.strategy=megatron",
         "fsdp, fsdp2",
     ),
+    "ray_trainer": ({"trainer__use_v1": False}, "trainer.use_v1=False", "True"),
     "offload": (OFFLOAD, "algorithm.oar.perturbation.backend=rollout", "actor"),
 }  # fmt: skip
 
@@ -121,7 +161,7 @@ def test_outside_of_our_trainers_the_estimator_explains_itself_and_says_what_is_
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     monkeypatch.setattr(capabilities, "missing", lambda feature: lacking if feature == "sync" else [])
-    with pytest.raises(RuntimeError, match=r"trainer\.use_v1=True") as raised:
+    with pytest.raises(RuntimeError, match=r"trainer\.use_v1=False") as raised:
         get_adv_estimator_fn("oar")()
     said = [line for line in str(raised.value).splitlines() if "f takes" in line]
     assert said == [f"this verl: {fault}" for fault in lacking]

@@ -9,6 +9,7 @@ import torch
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.verl.capabilities import missing
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences, error, worst
@@ -41,6 +42,8 @@ def _table(name):
         if name in ("megatron", "eight"):
             module, folder = "megatron_worker", root / "megatron"
             pytest.importorskip("megatron.core")
+            if lacking := missing("megatron"):
+                pytest.skip("; ".join(lacking))
             if not has_megatron_bridge():
                 pytest.importorskip("mbridge")
         processes = {"single": 1, "double": 2, "megatron": 2, "eight": 8}[name]
@@ -98,6 +101,16 @@ def test_a_model_that_caps_its_logits_is_refused_on_every_rank(double):
 def test_packed_equals_one_by_one(results):
     for row, alone in results("single one by one").items():
         assert error(alone[IMPORTANCE][0], results("single packed fisher")[0][IMPORTANCE][row]) < 1e-5
+
+
+@pytest.mark.parametrize("words", ["fisher", "oar_p", "hybrid", "fisher only"])
+def test_a_padded_batch_of_ray_ppo_trainer_gets_the_same_scores(results, words):
+    packed, padded = results(f"single packed {words}")[0], results("single to padded")[words]
+    for name in (IMPORTANCE, SEGMENTS, STATUS):
+        assert [len(row) for row in padded[name]] == [max(map(len, packed[name]))] * len(packed[name])
+        for row, (score, same) in enumerate(zip(packed[name], padded[name], strict=True)):
+            assert score.equal(same[: len(score)]), (name, row)
+            assert not same[len(score) :].any()
 
 
 @pytest.mark.parametrize(("case", "bound"), [("fisher", 0.2), ("decision", 0.4), ("oar_p", 0.5)])

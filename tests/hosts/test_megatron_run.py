@@ -6,16 +6,12 @@ verl_cpu/megatron.py lists the stand-ins.
 import shutil
 
 import pytest
-import torch
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
-from oar_plugin.credit.noise import step_seed
-from tests.hosts.engine import world
-from tests.hosts.engine.compare import error
-from tests.hosts.whole_run import check, dumped, prompt_ids, smoke, whole_run
+from tests.hosts.whole_run import check, check_importance, smoke, whole_run
 
 pytestmark = whole_run
 
@@ -39,12 +35,4 @@ def test_two_steps_with_a_megatron_actor(two_steps):
 
 
 def test_importance_of_the_first_step_equals_a_plain_backward(two_steps, folder):
-    """`fisher` on the weights on disk, with autograd on a plain HuggingFace model."""
-    model = world.load_model(folder / "model", torch.float32)
-    rows = dumped(folder)
-    assert rows
-    for row in rows:
-        ids = torch.tensor([*prompt_ids(folder, row), *row.token_ids])
-        seed = step_seed(1, 1)  # the recipes' seed
-        want = world.gradient_importance(model, ids, torch.tensor(row.segments), seed=seed)
-        assert error(torch.tensor(row.importance["fisher"]), want) < 1e-4
+    check_importance(folder)

@@ -1,6 +1,7 @@
-"""With another estimator a whole run is bit for bit the same with and without the plugin, in every trainer mode.
+"""With another estimator a whole run is bit for bit the same with and without the plugin, in every trainer.
 
-A first run records its responses with verl's own `skip.rollout_tq`, and two others replay them.
+A first run records its responses with verl's own `skip.rollout_tq` (`skip.rollout` in `RayPPOTrainer`), and two others replay
+them.
 """
 
 import math
@@ -15,23 +16,27 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from benchmarks.tiny.verl_run import read_metrics, training_environment
+from oar_plugin.hosts.verl.capabilities import EXTERNAL_MODULES, PLUGIN
 from oar_plugin.runs.recipe import compose_recipe, entry_point
 from recipes.smoke import group_of
-from tests import in_order
-from tests.hosts.whole_run import LIMIT_S, RECIPES
+from tests.hosts.whole_run import LIMIT_S, OF_OLD, OLD, RECIPES
 from verl_cpu.session import run_verl
 
 STEPS = 3
-MODES = ["sync", "colocate_async", "separate_async"]
-WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "cpu"}  # the CPU stack alone
-WITH = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
+MODES = ["sync", "colocate_async", "separate_async", "ray_trainer"]
+WITHOUT = {EXTERNAL_MODULES: "verl_cpu.plugin"} if OLD else {"VERL_USE_EXTERNAL_PLUGINS": "cpu"}  # the CPU stack alone
+WITH = {EXTERNAL_MODULES: f"verl_cpu.plugin,{PLUGIN}"} if OLD else {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
 OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/")
 """Metrics of time and memory, which differ from run to run."""
 
 
 def whole(mode: str, folder: Path) -> None:
     """Write the configuration of a run that records or replays to one file, which composes without the plugin."""
-    recipe = RECIPES / f"qwen2_5_7b_{'math' if mode == 'sync' else mode}"
+    asynchronous = mode.endswith("async")
+    skip, how = f"skip.rollout{'' if mode == 'ray_trainer' else '_tq'}", f"steps={list(range(1, STEPS + 2))}"
+    if OLD:
+        skip, how = "actor_rollout_ref.rollout.skip", f"max_dump_step={STEPS + 1}"
+    recipe = RECIPES / f"qwen2_5_7b_{mode if asynchronous else 'math'}"
     group = group_of(compose_recipe(recipe, "grpo"))
     overrides = [
         f"+cpu_smoke={group}",
@@ -41,13 +46,14 @@ def whole(mode: str, folder: Path) -> None:
         "trainer.resume_mode=disable",
         "trainer.default_local_dir=${oc.env:OAR_CHECKPOINTS}",
         "trainer.experiment_name=replayed",
-        f"trainer.v1.sampler.custom_sampler.path={in_order.PATH}",
-        f"trainer.v1.sampler.custom_sampler.name={'InOrder' if mode == 'sync' else 'InOrderAsync'}",
+        "trainer.v1.sampler.custom_sampler.path=pkg://tests.in_order",
+        f"trainer.v1.sampler.custom_sampler.name={'InOrderAsync' if asynchronous else 'InOrder'}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        "skip.rollout_tq.enable=True",
-        f"skip.rollout_tq.dump_dir={folder}/rollouts",
-        f"skip.rollout_tq.steps={list(range(1, STEPS + 2))}",
+        *(OF_OLD if OLD else [f"trainer.use_v1={mode != 'ray_trainer'}"]),
+        f"{skip}.enable=True",
+        f"{skip}.dump_dir={folder}/rollouts",
+        f"{skip}.{how}",
     ]
     OmegaConf.save(compose_recipe(recipe, "grpo", overrides), folder / "whole.yaml")
 

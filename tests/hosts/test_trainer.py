@@ -24,7 +24,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
-from oar_plugin.hosts.verl import offload
+from oar_plugin.hosts.verl import offload, trainer_credit
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
@@ -350,7 +350,7 @@ def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(wo
     if mode == "separate_async":
         trainer.standalone_server_manager = manager("alone")
         servers.append("alone")
-    monkeypatch.setattr(ours, "check_nodes", lambda *asked: calls.append(asked))
+    monkeypatch.setattr(trainer_credit, "check_nodes", lambda *asked: calls.append(asked))
     monkeypatch.setattr(type(trainer).host, "on_init_end", lambda self: calls.append("verl"))
     trainer.on_init_end()
     assert calls == [(["w0", "w1"], servers, "fsdp"), "verl"]

@@ -1,19 +1,28 @@
 """Shared by the tests of whole runs of verl: the time limit, and the checks of a healthy run.
 
-Five run with every change, each for several features at once: two in `test_verl_run`, and those of `test_offload_run`,
-`test_megatron_run` and `test_smoke`. The others are `nightly`.
+Six run with every change, each for several features at once: two in `test_verl_run`, and those of `test_offload_run`,
+`test_megatron_run`, `test_ray_trainer_run` and `test_smoke`. The others are `nightly`.
 """
 
 import math
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.version import Version
 from transformers import AutoTokenizer
 
+from oar_plugin.credit.noise import step_seed
+from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.page.record import parse_response
+from tests.hosts.engine import world
+from tests.hosts.engine.compare import error
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+
+OLD = host_version().startswith("0.8.")
+OF_OLD = ["~actor_rollout_ref.rollout.seed"]
+"""A recipe's overrides for verl 0.8, which has this key as little as `trainer.use_v1`."""
 
 LIMIT_S = 1200
 """The limit for a run that hangs. A run takes two minutes, mostly imports in a dozen processes; on a busy machine one on two
@@ -43,17 +52,29 @@ def loads_adapters() -> bool:
     return Version(verl.__version__) >= Version("0.9.1") and hasattr(WeightsMapper, "get_unstacked_mapper")
 
 
-def smoke(recipe, folder, *overrides):
+def smoke(recipe, folder, *overrides, **more):
     """Metrics of each step of a recipe's smoke test."""
     from recipes.smoke import run_smoke  # it needs verl
 
-    return run_smoke(RECIPES / recipe, folder, overrides=[*overrides], timeout_s=LIMIT_S)
+    return run_smoke(RECIPES / recipe, folder, overrides=[*overrides], timeout_s=LIMIT_S, **more)
 
 
 def dumped(folder, step=1, scored_only=True):
     """The responses that a step left in `folder/dump`."""
     _, *lines = (folder / "dump" / f"step_{step:06d}.jsonl").read_text().splitlines()
     return [row for row in map(parse_response, lines) if row.status == "scored" or not scored_only]
+
+
+def check_importance(folder):
+    """`fisher` of the first step's responses equals autograd on a plain HuggingFace model with the weights on disk."""
+    model = world.load_model(folder / "model", torch.float32)
+    rows = dumped(folder)
+    assert rows
+    for row in rows:
+        ids = torch.tensor([*prompt_ids(folder, row), *row.token_ids])
+        seed = step_seed(1, 1)  # the recipes' seed
+        want = world.gradient_importance(model, ids, torch.tensor(row.segments), seed=seed)
+        assert error(torch.tensor(row.importance["fisher"]), want) < 1e-4
 
 
 def prompt_ids(folder, row):

@@ -6,17 +6,22 @@ development snapshots keep theirs for months.
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from oar_plugin.hosts.required_api import Feature, path_of, requirements
 
-OLDEST = "0.9.0"
-"""Versions before have no v1 trainer."""
+OLDEST = "0.8.0"
+"""Versions before compute log-probs outside of the engines that OAR extends, unless a key says otherwise."""
 
-TRIED = ("0.9.0", "0.9.1", "0.10.0.dev")
+TRIED = ("0.8.0", "0.9.0", "0.9.1", "0.10.0.dev")
 """verl versions that whole runs and tests were made with. Others are supported if they have what is used."""
+
+PLUGIN = "oar_plugin.hosts.verl.plugin"
+EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
+"""Environment variable with the modules that `import verl` imports, in every version of verl."""
 
 TRAINERS = {
     "sync": "verl.trainer.ppo.v1.trainer_sync.PPOTrainerSync",
@@ -25,12 +30,16 @@ TRAINERS = {
 }
 """Features that are values of `trainer.v1.trainer_mode`, and the class of verl's trainer."""
 
-_TRAINER = ("hosts.verl.trainer", "hosts.verl.balancing")
+_TRAINER = ("hosts.verl.trainer_credit", "hosts.verl.viewer", "hosts.verl.balancing")
+_MIXINS = ("TrainerCredit", "OarTrainerMixin", "OarRayTrainer")
 _ENGINE = ("hosts.verl.importance_pass", "hosts.verl.balancing")
 _ENGINES = "verl.workers.engine"
 
 FEATURES = {
-    **{mode: Feature(_TRAINER, trainer, ("OarTrainerMixin",)) for mode, trainer in TRAINERS.items()},
+    **{mode: Feature(("hosts.verl.trainer", *_TRAINER), trainer, _MIXINS) for mode, trainer in TRAINERS.items()},
+    "ray_trainer": Feature(
+        ("hosts.verl.ray_trainer", *_TRAINER), "verl.trainer.ppo.ray_trainer.RayPPOTrainer", _MIXINS
+    ),
     "fsdp": Feature(
         ("hosts.verl.fsdp", *_ENGINE),
         f"{_ENGINES}.fsdp.transformer_impl.FSDPEngineWithLMHead",
@@ -43,7 +52,7 @@ FEATURES = {
     ),
     "offload": Feature(("hosts.verl.agent_loop", "hosts.verl.rollout_server", "hosts.verl.rollout_worker")),
 }
-"""The three trainers, the two engines, and OAR-P on vLLM's rollout engines."""
+"""The three trainers of `trainer.v1`, `RayPPOTrainer`, the two engines, and OAR-P on vLLM's rollout engines."""
 
 
 def host_version() -> str:
@@ -82,8 +91,27 @@ def missing(feature: str) -> list[str]:
     version = host_version()
     parsed, oldest = map(_parsed, (version, OLDEST))
     if parsed and parsed.release < oldest.release:
-        return [f"verl {version} has no v1 trainer; OAR needs verl {OLDEST} or newer"]
-    return list(requirements(FEATURES[feature]).faults)
+        return [
+            f"verl {version} computes log-probs outside of the engines that OAR extends; OAR needs {OLDEST} or newer"
+        ]
+    faults = list(requirements(FEATURES[feature]).faults)
+    program = path_of("verl.trainer.main_ppo")
+    if feature in TRAINERS and program and "verl.trainer.ppo.v1" not in program.read_text(encoding="utf-8"):
+        faults.append(
+            "verl.trainer.main_ppo does not start the trainers of trainer.v1"
+        )  # verl's branch `neo` keeps their code
+    return faults
+
+
+def external_modules() -> dict[str, str]:
+    """The environment variable with which this verl loads OAR, its value extended; empty where it loads OAR without.
+
+    verl 0.8 does not look for the entry points `verl.plugins`. Without a verl, the answer is empty.
+    """
+    package, named = path_of("verl"), os.environ.get(EXTERNAL_MODULES, "")
+    if package is None or PLUGIN in named.split(",") or '"verl.plugins"' in package.read_text(encoding="utf-8"):
+        return {}
+    return {EXTERNAL_MODULES: ",".join(filter(None, [named, PLUGIN]))}
 
 
 def unchecked(feature: str) -> list[str]:

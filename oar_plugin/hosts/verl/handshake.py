@@ -101,8 +101,9 @@ def make_question() -> Callable[[Any, str | None], dict[str, str]]:
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
         reasons = [f"VERL_USE_EXTERNAL_PLUGINS={policy}"] if policy != "auto" else []
         try:
-            from oar_plugin.hosts.verl.capabilities import missing
+            from oar_plugin.hosts.verl.capabilities import external_modules, missing
 
+            reasons += [f"not set there: {name}={value}" for name, value in external_modules().items()]
             reasons += missing(feature)
         except Exception as error:  # an older plugin
             reasons.append(f"{type(error).__name__}: {error}")

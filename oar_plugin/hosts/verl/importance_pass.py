@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, distributed
+from verl.utils import device as host_device
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name, get_torch_device, get_vendor
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import EngineRegistry
 
@@ -40,12 +41,15 @@ def register_engines(mixin: type, host: type, *backends: str) -> None:
 
     The new entry's key is (device, vendor). verl looks this key up before the key of the device alone. The registry's own
     `register` refuses a key that exists, and a vendor's plugin may have registered this key, so the entry is set directly.
+    verl 0.8 knows no vendors: its key is the device.
     """
-    key = os.getenv("VERL_ENGINE_DEVICE") or get_device_name(), os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
+    key: Any = get_device_name()
+    if hasattr(host_device, "get_vendor"):
+        key = os.getenv("VERL_ENGINE_DEVICE") or key, os.getenv("VERL_ENGINE_VENDOR") or host_device.get_vendor()
     for backend in backends:
         try:
             held = EngineRegistry.get_engine_cls("language_model", backend)
-        except ValueError:  # no engine for this device, for example on a driver without a GPU (it builds no engine)
+        except (ValueError, AssertionError):  # no engine for this device; a driver without a GPU, say, builds none
             continue
         ours = subclass(mixin, held, host, f"engine '{backend}'")
         EngineRegistry._engines["language_model"][backend][key] = ours

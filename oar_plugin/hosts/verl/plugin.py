@@ -2,8 +2,9 @@
 
 It registers:
 * subclasses of the three v1 trainers, which build verl's own class unless the estimator is `oar`;
+* a subclass of `RayPPOTrainer`, which calls only verl's methods unless the estimator is `oar`;
 * subclasses of the FSDP and Megatron engines, which act only on a batch that carries a request;
-* an estimator named `oar`, which raises an explanation if no trainer of ours runs.
+* an estimator named `oar`, which `RayPPOTrainer` calls. It raises an explanation if no trainer of ours runs.
 
 Every process of a cluster pays for start-up time, so nothing of this happens before verl imports the module with the registry.
 A hook on that module imports ours, which registers its class at its end.
@@ -62,6 +63,11 @@ def _register_trainers(package: ModuleType) -> None:
         import oar_plugin.hosts.verl.trainer  # noqa: F401
 
 
+def _register_ray_trainer(module: ModuleType) -> None:
+    if _fits("ray_trainer"):
+        import oar_plugin.hosts.verl.ray_trainer  # noqa: F401
+
+
 def _register_engines(package: ModuleType) -> None:
     # A hook on the whole package runs after hooks on its modules. In one of those another plugin may register an engine for
     # its device, and ours is a subclass of that.
@@ -76,17 +82,22 @@ def _register_engines(package: ModuleType) -> None:
 
 def _register_estimator(core_algos: Any) -> None:
     @core_algos.register_adv_est("oar")
-    def oar(**kwargs: Any) -> None:
-        faults = [fault for mode in capabilities.TRAINERS for fault in capabilities.missing(mode)]
+    def oar(**kwargs: Any) -> Any:
+        ours = sys.modules.get("oar_plugin.hosts.verl.ray_trainer")
+        if ours is not None and ours.OarRayTrainer.running is not None:
+            return ours.base_advantage(**kwargs)
+        trainers = (*capabilities.TRAINERS, "ray_trainer")
+        faults = [fault for trainer in trainers for fault in capabilities.missing(trainer)]
         raise RuntimeError(
-            "algorithm.adv_estimator=oar was reached outside of OAR's trainers; it needs trainer.use_v1=True and "
-            f"trainer.v1.trainer_mode in {', '.join(capabilities.TRAINERS)}"
+            "algorithm.adv_estimator=oar was reached outside of OAR's trainers; it needs trainer.v1.trainer_mode in "
+            f"{', '.join(capabilities.TRAINERS)}, or a RayPPOTrainer (trainer.use_v1=False)"
             + "".join(f"\nthis verl: {fault}" for fault in dict.fromkeys(faults))
         )
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {
     "verl.trainer.ppo.v1": _register_trainers,
+    "verl.trainer.ppo.ray_trainer": _register_ray_trainer,
     "verl.workers.engine": _register_engines,
     "verl.trainer.ppo.core_algos": _register_estimator,
 }

@@ -12,6 +12,7 @@ from oar_plugin.hosts.verl import capabilities
 
 ESTIMATOR = "oar"
 TRAINER_MODES = tuple(capabilities.TRAINERS)
+RAY_TRAINER = "ray_trainer"  # the feature in `capabilities` of `trainer.use_v1=False`
 # Values of the actor's strategy, and the feature in `capabilities` that each needs.
 STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 
@@ -32,12 +33,11 @@ class Refused(NamedTuple):
 
 REFUSED = (
     Refused("critic.enable", (False, None), "OAR reshapes group-relative advantages and uses no critic"),
-    Refused("trainer.use_v1", (True, None), "the legacy trainer has no place for token credit"),
-    Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),
     Refused("actor_rollout_ref.actor.strategy", tuple(STRATEGIES), "not supported by OAR"),
     Refused("actor_rollout_ref.model.use_fused_kernels", (False, None),
             "the fused kernels never form the answer's logits, which the probe reads"),
 )  # fmt: skip
+V1_REFUSED = (Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),)
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 MEGATRON_REFUSED = (
@@ -73,6 +73,15 @@ def switched_on(config: DictConfig) -> bool:
     return str(OmegaConf.select(config, "algorithm.adv_estimator")) == ESTIMATOR
 
 
+def trainer_of(config: DictConfig) -> str:
+    """The feature in `capabilities` of the trainer that a configuration is for."""
+    # A group `rollout` at the top is in the configurations of `verl.experimental` only, whose trainers do not read `use_v1`.
+    # verl 0.8 has no key `use_v1`, and no trainer but this one.
+    if not OmegaConf.select(config, "trainer.use_v1") or OmegaConf.select(config, "rollout") is not None:
+        return RAY_TRAINER
+    return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+
+
 def resolve(config: DictConfig) -> OarConfig:
     """OAR's settings, after a check of everything in verl's configuration that OAR depends on.
 
@@ -84,7 +93,7 @@ def resolve(config: DictConfig) -> OarConfig:
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
     oar = OarConfig.parse(settings)  # type: ignore[arg-type]
     faults = list(_faults(config, oar))
-    if oar.offloads:
+    if oar.offloads and trainer_of(config) != RAY_TRAINER:
         from oar_plugin.hosts.verl import offload
 
         faults += offload.faults(config)
@@ -105,12 +114,18 @@ def resolve_here(config: DictConfig) -> OarConfig:
 
 
 def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
-    mode, strategy = config.trainer.v1.trainer_mode, config.actor_rollout_ref.actor.strategy
+    for name, value in capabilities.external_modules().items():
+        yield (
+            f"algorithm.adv_estimator=oar: this verl ({capabilities.host_version()}) does not load OAR by itself; set the "
+            f"environment variable {name}={value} on every node"
+        )
+    trainer, strategy = trainer_of(config), config.actor_rollout_ref.actor.strategy
     # A key, its value, and the feature that each of its possible values needs.
-    choices: list[tuple[str, str, Mapping[str, str]]] = [
-        ("trainer.v1.trainer_mode", mode, {mode: mode for mode in TRAINER_MODES}),
-        ("actor_rollout_ref.actor.strategy", strategy, STRATEGIES),
-    ]
+    choices: list[tuple[str, str, Mapping[str, str]]] = [("actor_rollout_ref.actor.strategy", strategy, STRATEGIES)]
+    if trainer == RAY_TRAINER:
+        choices.append(("trainer.use_v1", "False", {"False": RAY_TRAINER, "True": "sync"}))
+    else:
+        choices.append(("trainer.v1.trainer_mode", trainer, {mode: mode for mode in TRAINER_MODES}))
     if oar.offloads:
         backends = {"rollout": "offload", "actor": STRATEGIES[strategy]}
         choices.append(("algorithm.oar.perturbation.backend", "rollout", backends))
@@ -125,7 +140,13 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     megatron = OmegaConf.select(config, f"{_ACTOR}.strategy") == "megatron"
-    for refused in REFUSED + (MEGATRON_REFUSED if megatron else ()):
+    ray_trainer = trainer_of(config) == RAY_TRAINER
+    if ray_trainer and oar.offloads:
+        yield (
+            "algorithm.oar.perturbation.backend=rollout with RayPPOTrainer (trainer.use_v1=False, or a trainer of "
+            "verl.experimental): its agent loops score no copies; allowed: actor, or one of the trainers of trainer.v1"
+        )
+    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + (MEGATRON_REFUSED if megatron else ()):
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)

@@ -22,41 +22,32 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
-from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl.workers.utils.padding import response_to_nested
 
 from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.balancing import balanced_partitions
-from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
-from oar_plugin.hosts.verl.settings import STRATEGIES, resolve_here, switched_on
-from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
-from oar_plugin.token_credit import TokenCredit
+from oar_plugin.hosts.verl.settings import resolve_here, switched_on
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, no_importance
+from oar_plugin.hosts.verl.viewer import QueuedBatch
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS
 
 if TYPE_CHECKING:
-    from verl.single_controller.ray.base import RayWorkerGroup
-    from verl.workers.engine_workers import ActorRolloutRefWorker
     from verl.workers.rollout.llm_server import LLMServerManager
     from verl.workers.rollout.replica import RolloutReplica
 
 logger = logging.getLogger("oar_plugin")
 
 
-class OarTrainerMixin:
+class OarTrainerMixin(TrainerCredit):
     """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
 
     host: ClassVar[type]
     """The trainer itself, which a run with another estimator gets."""
 
     # What the host's trainer provides.
-    config: DictConfig
-    global_steps: int
     timing_raw: dict[str, float]
-    actor_rollout_wg: "RayWorkerGroup | ActorRolloutRefWorker"  # verl gives the group the methods of its workers
     llm_server_manager: "LLMServerManager"
-    tokenizer: Any
     logger: Any
 
     def __new__(cls, config: DictConfig) -> Any:
@@ -70,22 +61,18 @@ class OarTrainerMixin:
         logger.info("OAR is on: %s", self.oar)
 
     def on_init_end(self) -> None:
-        strategy = self.config.actor_rollout_ref.actor.strategy
         servers: list[Any] = []
         manager: LLMServerManager | None
         replica: RolloutReplica
         for manager in (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager")):
             for replica in manager.get_replicas() if manager is not None else ():
                 servers += replica.servers
-        check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[strategy])
+        self._check_nodes(servers)
         super().on_init_end()  # type: ignore[misc]
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()  # type: ignore[misc]
-        # Ray runs the trainer on any node, in a folder of its own.
-        home = self.config.trainer.default_local_dir
-        self._credit = TokenCredit(self.oar, self.tokenizer, home=home, offloads=True)
-        self._viewer = Viewer(self._credit)
+        self._make_credit(self.oar)
 
     # ---- rows to score, distributed evenly over the ranks
 
@@ -97,19 +84,12 @@ class OarTrainerMixin:
         metrics["oar/lost_responses"] = lost_responses(batch.keys, self.config.actor_rollout_ref.rollout.n)
         batch = super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
         with marked_timer("oar", self.timing_raw):
-            needed = dict(zip(batch.keys, self._mark_needed_rows(batch, metrics).tolist(), strict=True))
-            if any(needed.values()) and not all(needed.values()):
-                # A rank's mini-batches are consecutive rows. Restore verl's order: as sampled, then rows verl added.
-                batch.reorder(sorted(range(len(batch)), key=lambda row: sampled_at.get(batch.keys[row], len(batch))))
-                lengths = [tag["seq_len"] for tag in batch.tags]
-                partitions = balanced_partitions(lengths, [needed[key] for key in batch.keys], self._ranks())
-                batch.reorder([row for partition in partitions for row in partition])
-                metrics.update(log_seqlen_unbalance(lengths, partitions, logging_prefix))
+            needed = self._mark_needed_rows(batch, metrics).tolist()
+            places = [sampled_at.get(key, len(batch)) for key in batch.keys]  # rows that verl added come last
+            lengths = [tag["seq_len"] for tag in batch.tags]
+            if (order := self._even_order(places, lengths, needed, metrics, logging_prefix)) is not None:
+                batch.reorder(order)
         return batch
-
-    def _ranks(self) -> int:
-        """Returns the number of the actor's data-parallel ranks."""
-        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
     # ---- importance, with the log-prob pass
 
@@ -136,9 +116,7 @@ class OarTrainerMixin:
 
     @contextmanager
     def _requesting(self, batch: tq.KVBatchMeta, importance_only: bool) -> Iterator[None]:
-        longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
-        request = self._credit.request(self.global_steps, longest, temperature, importance_only)
-        batch.extra_info[REQUEST] = request.to_dict()
+        batch.extra_info[REQUEST] = self._request(importance_only)
         try:
             yield
         finally:
@@ -194,17 +172,11 @@ class OarTrainerMixin:
             padded = data.to_padded_tensor()
             asked_B = padded[NEEDED][:, 0] > 0
             if IMPORTANCE not in padded and (asked_B.any() or not self.oar.offloads):
-                raise RuntimeError(
-                    f"step {self.global_steps}: the actor was asked for token importance and returned none. Its workers do not "
-                    "run oar_plugin's engine; `oar doctor` on their nodes says what they have"
-                )
+                raise RuntimeError(no_importance(self.global_steps))
             if self.oar.offloads:
                 padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
-            status_B = padded[STATUS][:, 0]
-            advantage_BL, importance_BL, segments_BL = (padded[name] for name in ("advantages", IMPORTANCE, SEGMENTS))
-            reshaped = self._credit.reshape(self.global_steps, advantage_BL, importance_BL, segments_BL, status_B)
+            reshaped = self._reshape(padded["advantages"], padded, metrics)
             _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
-            metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
         if not self._bypasses_log_probs():  # in bypass mode, the driver's timer already has the whole pass
             self.timing_raw["oar"] += padded[SECONDS].sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)

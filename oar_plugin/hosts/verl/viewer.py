@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from verl.protocol import DataProto
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
@@ -47,6 +48,27 @@ class QueuedBatch:
             places.append((first_row.setdefault(uid, row), int(session), int(index), row, uid))
         for *_, row, uid in sorted(places):
             yield Sibling(uid, self.keys[row], reward_B[row].item(), int(self.reshaped.status_B[row]))
+
+
+def padded_batch(batch: DataProto, reshaped: ReshapedBatch, entropy_BL: Tensor | None) -> QueuedBatch:
+    """The batch of a trainer that holds it padded: prompts on the left, responses on the right."""
+    keys = [f"{uid}_{row}_0" for row, uid in enumerate(batch.non_tensor_batch["uid"])]
+    tensors = {**batch.batch, **({} if entropy_BL is None else {"entropy": entropy_BL})}
+    real_BT, prompt = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
+
+    def read(keys: Sequence[str], select_fields: Sequence[str]) -> Any:
+        rows = [int(key.split("_")[-2]) for key in keys]
+        fields: dict[str, Any] = {}
+        for name in select_fields:
+            if name in tensors:
+                keep_BT = real_BT[:, :prompt] if name == "prompts" else real_BT[:, prompt:]
+                fields[name] = torch.nested.masked_select(tensors[name][rows], keep_BT[rows])
+            elif name in batch.non_tensor_batch:
+                fields[name] = batch.non_tensor_batch[name][rows]
+        return fields
+
+    everything_B = torch.ones(len(keys), dtype=torch.bool)
+    return QueuedBatch(keys, everything_B, everything_B, reshaped, read)
 
 
 class Viewer:

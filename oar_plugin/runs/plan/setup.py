@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.hosts.verl.settings import resolve, switched_on
+from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
 from oar_plugin.runs.plan.hardware import ANSWER, MEAN_PROMPT, MEAN_RESPONSE, SCORED
 from oar_plugin.runs.plan.models import KNOWN, PlanError, load_model
 
@@ -107,7 +107,7 @@ class Setup:
         self.lora_rank: int = host.model.lora.rank or host.model.lora_rank  # 0: full training
         # ---- generation; in `separate_async` on GPUs of its own, overlapping with training
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
-        self.dedicated: bool = trainer.v1.trainer_mode == "separate_async"
+        self.dedicated: bool = trainer_of(config) == "separate_async"
         self.colocated: bool = not self.dedicated or host.hybrid_engine
         self.rollout_gpus: int = self.rollout.nnodes * self.rollout.n_gpus_per_node if self.dedicated else self.gpus
         self.replica = math.prod(self.rollout[size] for size in sizes)  # GPUs of one engine

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,15 +17,18 @@ import torch
 import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
 from tensordict import TensorDict
+from verl.protocol import DataProto
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.utils.padding import left_right_2_no_padding
 
 from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
+from oar_plugin.hosts.verl.ray_trainer import _Asking
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.request import NEEDED, REQUEST, Request
 from tests.hosts.engine import cases, world
@@ -79,6 +83,10 @@ def batch_of(
         },
         batch_size=[len(encoded)],
     )
+    return with_sizes(data, packed, dynamic)
+
+
+def with_sizes(data: TensorDict, packed: bool = True, dynamic: bool = False) -> TensorDict:
     sizes = {"use_dynamic_bsz": dynamic, "micro_batch_size_per_gpu": 2, "max_token_len_per_gpu": 120}
     how = {"use_remove_padding": packed, "use_fused_kernels": False, "calculate_entropy": True}
     tu.assign_non_tensor(data, **sizes, **how, temperature=world.TEMPERATURE)
@@ -160,6 +168,29 @@ def kinds(traces: list[str]) -> list[str]:
     return sorted({path.split("/")[1] for path in traces})
 
 
+def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
+    settings = {"importance": "fisher", "answer_patterns": ("hash",), "importance_only": only, **request}
+    limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
+    return Request(sigma=world.SIGMA, **limits, **settings).to_dict()
+
+
+def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
+    """The answer to a case's request in the way of `RayPPOTrainer`, whose batches are padded."""
+
+    prompts, responses = zip(*world.encode(), strict=True)
+    prompt_BP = world.nested(prompt.flip(0) for prompt in prompts).to_padded_tensor(-1).flip(1)  # padded on the left
+    token_BT = torch.cat([prompt_BP, world.nested(responses).to_padded_tensor(-1)], 1)
+    real_BT, before = (token_BT >= 0).long(), prompt_BP.shape[1]
+    fields = {"prompts": prompt_BP, "responses": token_BT[:, before:], "response_mask": real_BT[:, before:]}
+    fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
+    workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
+    needed_B, request = torch.tensor([needed for *_, needed in world.ROWS]), request_of(**cases.request(words))
+    asking = _Asking(workers, needed_B, request, step=1)
+    with engine.eval_mode():
+        asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
+    return asking.answer
+
+
 def run(
     engine: Any,
     rows: list[int] = EVERY,
@@ -170,14 +201,11 @@ def run(
     first: bool = False,
     **request: Any,
 ) -> dict[str, Any]:
-    settings = {"importance": "fisher", "answer_patterns": ("hash",), "importance_only": only, **request}
-    limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
-    asked = Request(sigma=world.SIGMA, **limits, **settings)
     with engine.eval_mode():
         plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
         before = state(engine)
         data = batch(rows, packed, dynamic)
-        tu.assign_non_tensor_data(data, REQUEST, asked.to_dict())
+        tu.assign_non_tensor_data(data, REQUEST, request_of(only, **request))
         with around or nullcontext():
             output = engine.infer_batch(data)["model_output"]
         traces = differences(before, state(engine))
@@ -356,6 +384,9 @@ def single(folder: str) -> dict[str, Any]:
     fresh = {layout: behind(folder, layout, partial(run, first=True))[0] for layout in ("bf16", "fsdp1", "lora")}
     out |= {"one by one": alone, "out of memory": starved, "recomputed": again, "behind a pass": fresh}
     out |= {"no way back": out_of_memory(build(folder, **LAYOUTS["fsdp1"])), "moved": moved(engine)}
+    out["to padded"] = {
+        words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "fisher only")
+    }
     return out | afterwards(engine, partial(build, folder))
 
 

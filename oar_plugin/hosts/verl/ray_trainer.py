@@ -1,0 +1,210 @@
+"""verl's `RayPPOTrainer` with token credit: `trainer.use_v1=False`, and the trainers of `verl.experimental`.
+
+There is no registry of these trainers. So the class replaces verl's in its module, right after the module's import; verl's own
+subclasses then derive from it. The trainer of a run with another estimator calls only verl's methods. `verl.trainer.ppo.v1` has
+a registry, and a module of ours (`trainer`). This one can go when verl has no `RayPPOTrainer`.
+
+verl's advantage function calls the estimator `oar`, which returns the base estimator's advantage. The weights are multiplied
+with it before the update.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.functional import pad
+from verl.protocol import DataProto
+from verl.trainer.ppo import core_algos, ray_trainer
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from oar_plugin.config import OarConfig
+from oar_plugin.hosts.verl import capabilities
+from oar_plugin.hosts.verl.settings import resolve_here, switched_on
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, no_importance
+from oar_plugin.hosts.verl.viewer import padded_batch
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS
+
+SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
+ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
+RESHAPED = "oar_reshaped"  # in a batch's `meta_info`: its advantages have the weights already
+
+
+class OarRayTrainer(TrainerCredit):
+    """What OAR adds to a `RayPPOTrainer`. Put it before the trainer in the list of bases."""
+
+    oar: OarConfig | None = None  # None: another estimator
+    running: OarConfig | None = None  # settings of the trainer of this process, for the estimator
+    _started = False
+
+    @property
+    def config(self) -> DictConfig:
+        """The run's configuration. Some of verl's trainers do not call the base's `__init__`, but all set this."""
+        return self._config
+
+    @config.setter
+    def config(self, config: DictConfig) -> None:
+        self._config = config
+        if switched_on(config) and self.oar is None:
+            used = deepcopy(config)
+            OmegaConf.update(used, "trainer.use_v1", False, force_add=True)  # a main of one's own need not set it
+            self.oar = OarRayTrainer.running = resolve_here(used)
+
+    # ---- rows to score, distributed evenly over the ranks
+
+    def _balance_batch(
+        self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any
+    ) -> None:
+        """Lets verl balance the batch. If only some rows are to be scored, distributes the rows again."""
+        if self.oar is None or kwargs.get("keep_minibatch") or getattr(self, "use_prefix_grouper", False):
+            return super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
+        batch.batch[SAMPLED_AT] = torch.arange(len(batch))
+        super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
+        sampled_at = batch.batch.pop(SAMPLED_AT).tolist()
+        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._needed_rows(batch).tolist()
+        if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
+            batch.reorder(torch.tensor(order))
+
+    def _needed_rows(self, batch: DataProto) -> Tensor:
+        """Rows whose advantage is not zero, bool `[B]`: only there can weights change the update.
+
+        The base estimator computes the advantage from rewards alone. It is not known yet with KL in the reward, or before a
+        reward model's scores: then every row counts.
+        """
+        if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
+            return torch.ones(len(batch), dtype=torch.bool)
+        advantage_BL, _ = base_advantage(
+            token_level_rewards=batch.batch["rm_scores"],
+            response_mask=batch.batch["response_mask"],
+            index=batch.non_tensor_batch["uid"],
+            config=self.config.algorithm,
+        )
+        return (advantage_BL != 0).any(-1)
+
+    # ---- importance, with the log-prob pass
+
+    def _compute_old_log_prob(self, batch: DataProto) -> Any:
+        if self.oar is None:
+            return super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        with self._asking(batch) as asking, _by_value(self):
+            result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
+        return result, *others
+
+    @contextmanager
+    def _asking(self, batch: DataProto, importance_only: bool = False) -> Iterator["_Asking"]:
+        """The actor's workers, which also score the rows of the next log-prob pass."""
+        if not self._started:
+            assert self.oar is not None
+            self._started = True
+            self._check_nodes()
+            self._make_credit(self.oar)
+        workers, needed_B = self.actor_rollout_wg, self._needed_rows(batch)
+        asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps)
+        self.actor_rollout_wg = asking
+        try:
+            yield asking
+        finally:
+            self.actor_rollout_wg = workers
+
+    def _score_alone(self, batch: DataProto) -> None:
+        """In bypass mode the log-probs come from the rollout. No pass computes them, so importance needs its own."""
+        with self._asking(batch, importance_only=True) as asking:
+            data = left_right_2_no_padding(batch.to_tensordict())
+            temperature = self.config.actor_rollout_ref.rollout.temperature
+            tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
+            asking.compute_log_prob(data)
+        batch.batch.update(asking.answer)
+
+    # ---- the host's advantage, times the weights
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        if self.oar is None or batch.meta_info.get(RESHAPED):  # a trainer of one's own may update twice with a batch
+            return super()._update_actor(batch)  # type: ignore[misc]
+        started, metrics = time.perf_counter(), dict[str, float]()
+        if alone := IMPORTANCE not in batch.batch:
+            self._score_alone(batch)
+        fields = {name: batch.batch.pop(name) for name in FIELDS}
+        entropy_BL = batch.batch.pop(ENTROPY, None)
+        reshaped = self._reshape(batch.batch["advantages"], fields, metrics)
+        batch.batch["advantages"] = reshaped.advantage_BL
+        metrics["timing_s/oar"] = time.perf_counter() - started
+        if not alone:  # the pass ran before this clock
+            metrics["timing_s/oar"] += fields[SECONDS].sum().item() / self._ranks()
+        metrics.update(self._viewer.show(padded_batch(batch, reshaped, entropy_BL), {}))
+        reward = batch.batch["token_level_scores"].sum(-1).mean().item()
+        self._credit.watch.see(self.global_steps, metrics, reward)
+        result = super()._update_actor(batch)  # type: ignore[misc]
+        batch.meta_info[RESHAPED] = True
+        result.meta_info["metrics"].update({name: [value] for name, value in metrics.items()})
+        return result
+
+
+class _Asking:
+    """A worker group whose `compute_log_prob` also asks for importance. `answer`: the fields of the last call, padded."""
+
+    answer: dict[str, Tensor]
+
+    def __init__(self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int) -> None:
+        self._workers, self._needed_B, self._request, self._step = workers, needed_B, request, step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workers, name)
+
+    def compute_log_prob(self, data: TensorDict) -> TensorDict:
+        asked = data.clone(recurse=False)  # verl still needs the padded fields
+        width = data["responses"].shape[1]
+        real_BL = data["attention_mask"][:, -width:].bool()
+        for name in ("responses", "response_mask"):
+            asked[name] = torch.nested.masked_select(data[name], real_BL)
+        asked[NEEDED] = self._needed_B.long()[:, None]
+        tu.assign_non_tensor(asked, **{REQUEST: self._request})
+        output: TensorDict = self._workers.compute_log_prob(asked)
+        if IMPORTANCE not in output:
+            raise RuntimeError(no_importance(self._step))
+        self.answer = {name: output.pop(name).to_padded_tensor(0) for name in FIELDS}
+        for name in (IMPORTANCE, SEGMENTS):
+            self.answer[name] = pad(self.answer[name], (0, width - self.answer[name].shape[1]))
+        return output
+
+
+@contextmanager
+def _by_value(trainer: Any) -> Iterator[None]:
+    """The trainer with a data plane that sends fields. `neoproto`, of verl's branch `neo`, sends references to fields, and its
+    workers fetch and return only those that verl lists.
+    """
+    if hasattr(trainer, "data_plane"):
+        plane = trainer.data_plane
+        trainer.data_plane = ray_trainer.build_data_plane(OmegaConf.create({"trainer": {"data_plane": "classic"}}))
+        trainer.data_plane.data_proto_cls = plane.data_proto_cls
+        try:
+            yield
+        finally:
+            trainer.data_plane = plane
+    else:
+        yield
+
+
+def base_advantage(**given: Any) -> Any:
+    """Returns the base estimator's advantages and returns `[B, L]`, from the arguments of verl's estimators."""
+    assert OarRayTrainer.running is not None
+    estimator = core_algos.get_adv_estimator_fn(OarRayTrainer.running.base_estimator)
+    given["norm_adv_by_std_in_grpo"] = given["config"].get("norm_adv_by_std_in_grpo", True)
+    return estimator(**capabilities.accepted(estimator, **given))
+
+
+def register() -> None:
+    """Puts a subclass in the place of verl's trainer. Ray sends classes by name, so the subclass has the name of the place."""
+    host = ray_trainer.RayPPOTrainer
+    if not issubclass(host, OarRayTrainer):
+        name = {"__module__": host.__module__, "__qualname__": host.__qualname__}
+        ray_trainer.RayPPOTrainer = type(host.__name__, (OarRayTrainer, host), name)
+
+
+register()  # at import, by `plugin`'s hook

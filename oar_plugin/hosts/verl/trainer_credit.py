@@ -1,0 +1,79 @@
+"""What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+from torch import Tensor
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+from oar_plugin.config import OarConfig
+from oar_plugin.hosts.verl.balancing import balanced_partitions
+from oar_plugin.hosts.verl.handshake import check_nodes
+from oar_plugin.hosts.verl.settings import STRATEGIES
+from oar_plugin.hosts.verl.viewer import Viewer
+from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
+from oar_plugin.token_credit import ReshapedBatch, TokenCredit
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.base import RayWorkerGroup
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+
+class TrainerCredit:
+    """Base of our mixins."""
+
+    # What the host's trainer provides.
+    config: DictConfig
+    global_steps: int
+    tokenizer: Any
+    actor_rollout_wg: "RayWorkerGroup | ActorRolloutRefWorker"  # verl gives the group the methods of its workers
+
+    def _make_credit(self, oar: OarConfig) -> None:
+        # Ray runs the trainer on any node, in a folder of its own.
+        home = self.config.trainer.default_local_dir
+        self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True)
+        self._viewer = Viewer(self._credit)
+
+    def _check_nodes(self, servers: Sequence[Any] = ()) -> None:
+        check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[self.config.actor_rollout_ref.actor.strategy])
+
+    def _ranks(self) -> int:
+        """Returns the number of the actor's data-parallel ranks."""
+        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+
+    def _even_order(
+        self, sampled_at: Sequence[int], lengths: Sequence[int], needed: Sequence[bool], metrics: dict, prefix: str
+    ) -> list[int] | None:
+        """Returns an order of the rows in which each rank has as many rows to score; None: verl's own order is good.
+
+        `sampled_at` is each row's place before verl balanced the batch. `lengths` are tokens per row, prompt and response.
+        """
+        if all(needed) or not any(needed):
+            return None
+        # A rank's mini-batches are consecutive rows, so the rows are distributed from the order of sampling.
+        rows = sorted(range(len(lengths)), key=sampled_at.__getitem__)
+        dealt = balanced_partitions([lengths[row] for row in rows], [needed[row] for row in rows], self._ranks())
+        partitions = [[rows[place] for place in partition] for partition in dealt]
+        metrics.update(log_seqlen_unbalance(list(lengths), partitions, prefix))
+        return [row for partition in partitions for row in partition]
+
+    def _request(self, importance_only: bool) -> dict[str, Any]:
+        """Returns this step's request, as it is sent with the log-prob pass."""
+        longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
+        return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
+
+    def _reshape(self, advantage_BL: Tensor, fields: Mapping[str, Tensor], metrics: dict) -> ReshapedBatch:
+        """Multiplies verl's advantage with the weights. `fields`: the actor's answer, padded."""
+        status_B = fields[STATUS][:, 0]
+        reshaped = self._credit.reshape(self.global_steps, advantage_BL, fields[IMPORTANCE], fields[SEGMENTS], status_B)
+        metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
+        return reshaped
+
+
+def no_importance(step: int) -> str:
+    """Returns the message for a step whose actor did not answer a request."""
+    return (
+        f"step {step}: the actor was asked for token importance and returned none. Its workers do not run oar_plugin's engine; "
+        "`oar doctor` on their nodes says what they have"
+    )

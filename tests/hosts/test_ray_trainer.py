@@ -1,0 +1,220 @@
+"""What `RayPPOTrainer` with OAR does to a batch. verl's own methods run; only its workers are a stand-in."""
+
+from functools import cache
+from unittest.mock import Mock, call
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl")
+
+import verl  # noqa: F401
+from verl.protocol import DataProto
+from verl.trainer.ppo import ray_trainer as host
+from verl.utils import tensordict_utils as tu
+
+from benchmarks.tiny.words import make_tokenizer
+from oar_plugin.config import OarConfigError
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.noise import step_seed
+from oar_plugin.hosts.verl import ray_trainer as ours
+from oar_plugin.hosts.verl import trainer_credit
+from oar_plugin.hosts.verl.settings import resolve
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
+from oar_plugin.runs.recipe import compose_recipe
+from oar_plugin.token_credit import TokenCredit
+from tests.hosts.engine.world import nested
+from tests.hosts.test_settings import config as plain
+from tests.hosts.whole_run import RECIPES
+
+PLANES = ["classic", "neoproto"] if hasattr(host, "build_data_plane") else [None]
+"""Values of `trainer.data_plane`; only verl's branch `neo` has the key."""
+LENGTHS, UIDS, REWARDS = (5, 7, 4, 6, 5, 5), (*"aaabbb",), (1.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+"""The second group has nothing to learn."""
+
+
+class Workers:
+    """Answers as the actor's engines do, and keeps what it was asked."""
+
+    workers = ("w0",)
+
+    def __init__(self, ranks=1, status=Status.SCORED):
+        self._dispatch_info, self.status, self.asked, self.updated = {"actor": [*range(ranks)]}, status, [], []
+
+    def compute_log_prob(self, data):
+        self.asked.append(data)
+        rows = [torch.rand(len(row)) for row in data["input_ids"].unbind()]
+        output = {"log_probs": nested(-row for row in rows), "entropy": nested(rows)}
+        if REQUEST in data and self.status is not None:
+            parts = [torch.full((len(row),), int(Segment.REASONING)) for row in data["responses"].unbind()]
+            output[IMPORTANCE] = nested(torch.linspace(0, 1, len(part)) for part in parts)
+            output[SEGMENTS] = nested(part.to(torch.int8) for part in parts)
+            output[STATUS] = nested(torch.tensor([self.status if n else Status.NOT_NEEDED]) for n in data[NEEDED])
+            output[SECONDS] = nested(torch.tensor([0.5]) for _ in parts)
+        return tu.get_tensordict(output, {"metrics": {"mfu": 0.1}})
+
+    def update_actor(self, data):
+        by_reference = hasattr(data, "to_verl")
+        self.updated.append(data.to_tensordict() if by_reference else data)
+        output = tu.get_tensordict({}, {"metrics": {"mfu": 0.1}})
+        return type(data).from_tensordict(output) if by_reference else output
+
+
+@cache
+def recipe():
+    more = ["actor_rollout_ref.rollout.temperature=0.6", "trainer.default_local_dir=nowhere", "data.seed=3"]
+    return compose_recipe(RECIPES / "qwen2_5_7b_math", "oar", more)
+
+
+def trainer_of(estimator="oar", workers=None, cls=None, plane=PLANES[0], **oar):
+    one = object.__new__(cls or host.RayPPOTrainer)
+    one.config = OmegaConf.merge(recipe(), {"algorithm": {"adv_estimator": estimator, "oar": oar}})
+    one.tokenizer, one.global_steps, one.use_prefix_grouper = make_tokenizer(384), 1, False
+    one.actor_rollout_wg = workers or Workers()
+    if plane:
+        one.data_plane = host.build_data_plane(OmegaConf.create({"trainer": {"data_plane": plane}}))
+    if plane == "neoproto":
+        from verl.experimental.neoproto.storage import InMemoryStorageEngine, set_default_storage_engine
+
+        set_default_storage_engine(InMemoryStorageEngine())
+    return one
+
+
+def batch_of(lengths=LENGTHS, uids=UIDS, rewards=REWARDS):
+    """As verl has it after generation: prompts padded on the left, responses on the right."""
+    rows = torch.arange(len(lengths))
+    real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    mask = torch.cat([torch.ones(len(rows), 4, dtype=torch.long), real_BL.long()], 1)
+    mask[0, 0] = 0
+    scores = torch.zeros(real_BL.shape)
+    scores[rows, torch.tensor(lengths) - 1] = torch.tensor(rewards)
+    tensors = {"prompts": 7 * mask[:, :4], "responses": mask[:, 4:], "input_ids": mask, "attention_mask": mask}
+    tensors |= {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0), "response_mask": real_BL.long()}
+    return DataProto.from_dict(tensors | {"rm_scores": scores, "row": rows}, {"uid": np.array(uids, dtype=object)})
+
+
+def step(one, batch, bypass=False):
+    """What `fit` does to a batch between the rewards and the update; returns the metrics of the update."""
+    if hasattr(one, "data_plane") and one.data_plane.name == "neoproto":
+        batch = one.data_plane.data_proto_cls.from_verl(batch)
+    one._balance_batch(batch, {})
+    if not bypass:
+        old, _ = one._compute_old_log_prob(batch)
+        batch = batch.union(old)
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"] = batch.batch["rm_scores"]
+    algorithm = one.config.algorithm
+    batch = host.compute_advantage(batch, algorithm.adv_estimator, config=algorithm, num_repeat=3)
+    host_BL = batch.batch["advantages"].clone()
+    return batch, host_BL, one._update_actor(batch).meta_info["metrics"]
+
+
+@pytest.fixture(autouse=True)
+def nodes(monkeypatch):
+    monkeypatch.setattr(ours.OarRayTrainer, "running", None)
+    monkeypatch.setattr(trainer_credit, "check_nodes", asked := Mock())
+    return asked
+
+
+@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, plane, nodes):
+    one, batch = trainer_of(plane=plane), batch_of()
+    batch, host_BL, metrics = step(one, batch, bypass)
+    (asked,), (updated,) = one.actor_rollout_wg.asked, one.actor_rollout_wg.updated
+    request = tu.get(asked, REQUEST)
+    assert (request["importance_only"], request["temperature"], request["seed"]) == (bypass, 0.6, step_seed(3, 1))
+    order = batch.batch["row"].tolist()
+    assert [len(row) for row in asked["responses"].unbind()] == [LENGTHS[row] for row in order]
+    assert asked[NEEDED][:, 0].tolist() == [int(row < 3) for row in order]
+    want = TokenCredit(one.oar, one.tokenizer).reshape(
+        1,
+        host_BL,
+        nested(torch.linspace(0, 1, LENGTHS[row]) for row in order).to_padded_tensor(0.0),
+        torch.where(batch.batch["response_mask"].bool(), int(Segment.REASONING), int(Segment.OUTSIDE)),
+        torch.tensor([int(Status.SCORED if row < 3 else Status.NOT_NEEDED) for row in order]),
+    )
+    torch.testing.assert_close(updated["advantages"], want.advantage_BL)
+    assert not torch.allclose(want.advantage_BL, host_BL)
+    assert metrics["oar/scored"] == [0.5]
+    assert metrics["timing_s/oar"][0] > (0 if bypass else 6 * 0.5)
+    assert not [name for name in list(updated.keys()) if name.startswith("oar_")], (
+        "nothing of ours travels to the update"
+    )
+    assert nodes.mock_calls == [call(("w0",), (), "fsdp")], "asked once, before the first pass"
+    one._update_actor(batch)
+    assert len(one.actor_rollout_wg.asked) == 1, "a second update with the same batch"
+    assert one.actor_rollout_wg.updated[1]["advantages"].equal(updated["advantages"])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
+def test_a_batch_that_fell_back_has_exactly_the_hosts_advantage(estimator):
+    """Also of a base estimator that verl calls by name; rows are compared in the order of sampling."""
+    fell_back = trainer_of(base_estimator=estimator, workers=Workers(status=Status.NOT_SCORED))
+    got, want = (step(one, batch_of())[0].batch for one in (fell_back, trainer_of(estimator)))
+    assert got["advantages"][got["row"].argsort()].equal(want["advantages"][want["row"].argsort()])
+    assert fell_back.config.algorithm.adv_estimator == "oar"
+
+
+def test_another_estimator_runs_only_verls_methods(monkeypatch):
+    one, verls, batch = trainer_of("grpo"), host.RayPPOTrainer.__mro__[-2], object()
+    methods = {name: Mock() for name in ("_balance_batch", "_compute_old_log_prob", "_update_actor")}
+    for name, method in methods.items():
+        monkeypatch.setattr(verls, name, method)
+    one._balance_batch(batch, {}, "prefix", keep_minibatch=True)
+    one._compute_old_log_prob(batch)
+    one._update_actor(batch)
+    calls = [method.mock_calls for method in methods.values()]
+    assert calls == [[call(batch, {}, "prefix", keep_minibatch=True)], [call(batch)], [call(batch)]]
+    with pytest.raises(RuntimeError, match="outside of OAR's trainers"):
+        host.core_algos.get_adv_estimator_fn("oar")()
+
+
+def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_scores():
+    one, batch = trainer_of(), batch_of()
+    one.config.algorithm.use_kl_in_reward = True
+    assert one._needed_rows(batch).all()
+    one.config.algorithm.use_kl_in_reward = False
+    assert one._needed_rows(batch).tolist() == [True] * 3 + [False] * 3
+    del batch.batch["rm_scores"]
+    assert one._needed_rows(batch).all()
+
+
+def test_ranks_get_equal_numbers_of_rows_to_score():
+    """verl's own dealing, by tokens, gives one of the two ranks all four of them."""
+    one, metrics = trainer_of(workers=Workers(ranks=2)), {}
+    lengths, rewards = (40, 37, 30, 31, 20, 21, 10, 11), (1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+    batch = batch_of(lengths, (*"abacdbdc",), rewards)
+    one._balance_batch(batch, metrics)
+    assert one._needed_rows(batch).view(2, 4).sum(-1).tolist() == [2, 2]
+    assert (batch.batch["row"].view(2, 4).diff() > 0).all(), "in the order of sampling"
+    assert metrics["global_seqlen/balanced_max"] == batch.batch["attention_mask"].view(2, -1).sum(-1).max()
+    assert ours.SAMPLED_AT not in batch.batch
+
+
+def test_workers_without_the_plugin_stop_the_run():
+    one = trainer_of(workers=Workers(status=None))
+    with pytest.raises(RuntimeError, match=r"step 1: .* returned none"):
+        step(one, batch_of())
+    assert isinstance(one.actor_rollout_wg, Workers), "verl's own workers are back"
+
+
+@pytest.mark.parametrize("trainer", [{"trainer__use_v1": False}, {"rollout": {"nnodes": 1}}])
+def test_copies_are_for_the_actor_also_in_trainers_of_verl_experimental(trainer):
+    copies = {"importance": "oar_p", "perturbation": {"backend": "rollout"}}
+    with pytest.raises(OarConfigError, match=r"backend=rollout with RayPPOTrainer"):
+        resolve(plain(**trainer, algorithm__oar=copies))
+    assert resolve(plain(**trainer, algorithm__oar={"importance": "oar_p"})).copies is not None
+
+
+def test_a_subclass_may_drop_rows_after_the_log_probs():
+    class_of_its_own = type("Own", (host.RayPPOTrainer,), {})
+    one, batch = trainer_of(cls=class_of_its_own), batch_of(rewards=(1.0, 0.0, 0.0, 1.0, 0.0, 1.0))
+    batch = batch.union(one._compute_old_log_prob(batch)[0])[3:]
+    batch.batch["advantages"] = batch.batch["token_level_scores"] = torch.ones(3, 7)
+    assert one._update_actor(batch).meta_info["metrics"]["oar/scored"] == [1.0]
+    kept_BL, mask_BL = batch.batch["advantages"] * batch.batch["response_mask"], batch.batch["response_mask"]
+    torch.testing.assert_close(kept_BL.sum(-1), mask_BL.sum(-1).float(), rtol=1e-4, atol=1e-5)
+    assert (kept_BL.amax(-1) > 1).all()

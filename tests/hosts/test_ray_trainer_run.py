@@ -1,0 +1,46 @@
+"""Whole steps with verl's `RayPPOTrainer` and the experimental trainers: real verl, real Ray, real vLLM."""
+
+import shutil
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+
+from verl.trainer.ppo import ray_trainer
+
+from recipes.smoke import EXPERIMENTAL, MAIN
+from tests.hosts.whole_run import OF_OLD, OLD, check, check_importance, dumped, smoke, whole_run
+
+pytestmark = whole_run
+only_neo = pytest.mark.skipif(not hasattr(ray_trainer, "build_data_plane"), reason="a key of verl's branch neo")
+
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+nightly = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("recipe", "module", "more"),
+    [
+        ("qwen2_5_7b_math", MAIN, "trainer.n_gpus_per_node=2"),
+        pytest.param("qwen2_5_7b_math", MAIN, "trainer.data_plane=neoproto", marks=only_neo),
+        pytest.param("qwen2_5_7b_math", MAIN, BYPASS, marks=nightly),
+        pytest.param("qwen2_5_32b_megatron", MAIN, "trainer.test_freq=2", marks=nightly),
+        *(pytest.param("qwen2_5_7b_math", module, BYPASS, marks=nightly) for module in EXPERIMENTAL),
+    ],
+)
+def test_two_steps(recipe, module, more, assets, tmp_path):
+    """The first case has two actor processes. `RayPPOTrainer` validates at the end."""
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+    told = OF_OLD if OLD else ["trainer.use_v1=False"]
+    told = [*told, "actor_rollout_ref.actor.optim.lr=1e-4", f"algorithm.oar.dump.dir={tmp_path}/dump"]
+    steps = smoke(recipe, tmp_path, *told, more, module=module)
+    check(steps, [1, 2])
+    assert all(step["oar/dump_failed"] == 0 for step in steps)
+    if more != BYPASS:
+        assert max(step["training/rollout_probs_diff_max"] for step in steps) < 1e-4, (
+            "the rollout has the actor's weights"
+        )
+    assert any(name.startswith("val-core/") for name in steps[-1]) is (module == MAIN)
+    check_importance(tmp_path)
+    assert all(value < 0 for row in dumped(tmp_path) for value in row.log_probs)
