@@ -22,18 +22,22 @@ from typing_extensions import Self
 
 from oar_plugin.passes.rows import Project
 
-# Config keys of models that change the logits after the vocabulary projection (Gemma 2, Granite, Cohere, Falcon-H1, xLSTM).
-# OAR's own projection would miss this change. The value None, 0 or 1 means: no change. These keys refuse a model before any
-# work on a device; `trial.py` finds a change by any other key.
-LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logits_scaling",
-    "logit_scale",
-    "lm_head_multiplier",
-    "output_multiplier",
-)
+
+def _soft_cap(logits_NV: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits_NV / cap) * cap
+
+
+LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "logits_scaling": torch.div,
+    "logit_scale": torch.mul,
+    "lm_head_multiplier": torch.mul,
+    "output_multiplier": torch.mul,
+    "final_logit_softcapping": _soft_cap,
+    "logits_soft_cap": _soft_cap,
+    "output_logit_soft_cap": _soft_cap,
+}
+"""Config keys of models that change each logit after the vocabulary projection (Granite, Cohere, Falcon-H1, Gemma 2, xLSTM), with
+the change, in the order of changes. A model that does something else is refused by its trial (`trial.py`)."""
 
 
 @dataclass
@@ -124,8 +128,8 @@ def check_model(module: nn.Module) -> None:
     """Refuses models with which `ModelTaps` does not work.
 
     Raises:
-        UnsupportedModelError: the model has no input or output embeddings to hook, changes its logits after them, or has
-            virtual tokens before its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
+        UnsupportedModelError: the model has no input or output embeddings to hook, or has virtual tokens before its own (PEFT's
+            prompt and prefix tuning), which shift the rows of hidden states.
     """
     model = unwrapped(module)
     for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -138,19 +142,29 @@ def check_model(module: nn.Module) -> None:
                 f"{type(adapter).__name__} puts tokens in front of the model's own; OAR supports LoRA and other adapters "
                 "without virtual tokens."
             )
-    check_logits(getattr(model, "config", None))
 
 
-def check_logits(config: Any) -> None:
-    """Raises `UnsupportedModelError` if a model with this config changes its logits after the vocabulary projection."""
+def logit_changes(config: Any) -> dict[str, float]:
+    """The keys of `LOGIT_CHANGES` that change the logits of a model with this config, and their values."""
     text = getattr(config, "get_text_config", lambda: config)()
-    for name in LOGIT_TRANSFORMS:
-        value = getattr(text, name, None)
-        if value not in (None, 0, 0.0, 1, 1.0):
-            raise UnsupportedModelError(
-                f"the model changes its logits after the vocabulary projection ({name}={value}); "
-                "OAR does not support that."
-            )
+    values = {name: getattr(text, name, None) for name in LOGIT_CHANGES}
+    changes = {name: value for name, value in values.items() if isinstance(value, int | float) and value not in (0, 1)}
+    if "logits_scaling" in changes and text.model_type == "hyperclovax":  # multiplies, others divide
+        changes["logits_scaling"] = 1 / changes["logits_scaling"]
+    return changes
+
+
+def projection(model: Any) -> Project:
+    """The way from a HuggingFace model's last hidden states to the logits that it returns. It runs no hooks of the head."""
+    head, changes = unwrapped(model.get_output_embeddings()), logit_changes(getattr(model, "config", None))
+
+    def project(hidden_NH: Tensor) -> Tensor:
+        logits_NV: Tensor = head.forward(hidden_NH)
+        for name, value in changes.items():
+            logits_NV = LOGIT_CHANGES[name](logits_NV, value)
+        return logits_NV
+
+    return project
 
 
 class ModelTaps(Taps):
@@ -240,8 +254,7 @@ class ModelTaps(Taps):
     def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:
         tap, hidden, self._hidden = self.tap, self._hidden, None
         if tap is not None and hidden is not None:
-            # `.forward` runs no hooks: they are for the full projection.
-            tap.scalar = tap.probe(module.forward, hidden.flatten(0, -2)[tap.row_position_N])
+            tap.scalar = tap.probe(projection(unwrapped(self.module)), hidden.flatten(0, -2)[tap.row_position_N])
 
     def _attach_scalar(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.tap is not None:
