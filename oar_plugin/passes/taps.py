@@ -177,18 +177,20 @@ class ModelTaps(Taps):
 
     Inside `with`, parameters are frozen: a backward computes no weight gradient and changes no `.grad`. The model may
     be wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. With
-    `checkpoint_activations`, the backward recomputes the layers' activations.
+    `checkpoint_activations`, the backward recomputes the layers' activations. `fused` says that the model's forward takes the
+    projection's weight and does not call the projection (verl's fused kernels).
 
     Raises:
         UnsupportedModelError: see `check_model`.
         RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
-    def __init__(self, module: nn.Module, checkpoint_activations: bool = False) -> None:
+    def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:
         super().__init__()
         check_model(module)
         self.module = module
         self.checkpoint_activations = checkpoint_activations
+        self.fused = fused
         self._hidden: Tensor | None = None
 
     def install(self) -> None:
@@ -208,11 +210,16 @@ class ModelTaps(Taps):
         # Hooks run inside FSDP1's wrapper and before FSDP2's hooks: there, a separately sharded head is gathered.
         # A call of the wrapper would gather weights once per chunk of rows, and ranks have different numbers of chunks.
         head = unwrapped(model.get_output_embeddings())
-        hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
-            (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
+        of_projection: list[tuple[Any, Any, dict[str, bool]]] = [
             # ZeRO-3 expects the head's backward before the backward of its input. This pass runs no head backward.
             (head.register_forward_pre_hook, self._detach_hidden, {"prepend": hasattr(head, "ds_id")}),
             (head.register_forward_hook, self._probe_rows, {"prepend": True}),
+        ]
+        if self.fused:
+            of_projection = [(model.get_decoder().register_forward_hook, self._detach_last_hidden, {})]
+        hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
+            (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
+            *of_projection,
             # FSDP gathers weights again for the backward, as in training, if an output of the model is differentiable.
             (model.register_forward_hook, self._attach_scalar, {"prepend": True}),
         )
@@ -255,6 +262,12 @@ class ModelTaps(Taps):
         tap, hidden, self._hidden = self.tap, self._hidden, None
         if tap is not None and hidden is not None:
             tap.scalar = tap.probe(projection(unwrapped(self.module)), hidden.flatten(0, -2)[tap.row_position_N])
+
+    def _detach_last_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
+        """`_detach_hidden` and `_probe_rows` for a fused forward: it may use the weights of the projection, so may this hook."""
+        if self.tap is not None:
+            self._hidden, output.last_hidden_state = output.last_hidden_state, output.last_hidden_state.detach()
+            self._probe_rows(module, args, self._hidden)
 
     def _attach_scalar(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.tap is not None:

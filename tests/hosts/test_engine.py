@@ -6,6 +6,7 @@ The engines' workers name the stand-ins for GPUs. Errors are relative to the res
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
@@ -28,6 +29,9 @@ each_engine = pytest.mark.parametrize("table", ["single", "megatron"])
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     world.make_model(path / "fsdp")
+    world.make_model(path / "fsdp" / "tied", tie_word_embeddings=True)
+    capped = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "head_dim": 8}
+    world.make_model(path / "fsdp" / "capped", Gemma2Config, **capped)
     world.make_model(path / "megatron", num_hidden_layers=4)
     world.make_model(path / "megatron" / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     return path

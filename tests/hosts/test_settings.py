@@ -65,7 +65,6 @@ def assert_refused(changes, parts):
     ("changes", "parts"),
     [
         ({ACTOR + "strategy": "veomni"}, ["actor.strategy=veomni", "fsdp, fsdp2, megatron"]),
-        ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({"actor_rollout_ref__actor__policy_loss": {"loss_mode": "geo_mean"}}, ["loss_mode=geo_mean", "other losses"]),
         ({"trainer__use_v1": False}, ["trainer.use_v1=False", "allowed: True"]),
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),

@@ -35,8 +35,6 @@ REFUSED = (
     Refused("trainer.use_v1", (True, None), "the legacy trainer has no place for token credit"),
     Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),
     Refused("actor_rollout_ref.actor.strategy", tuple(STRATEGIES), "not supported by OAR"),
-    Refused("actor_rollout_ref.model.use_fused_kernels", (False, None),
-            "the fused kernels never form the answer's logits, which the probe reads"),
 )  # fmt: skip
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -52,6 +50,8 @@ MEGATRON_REFUSED = (
     Refused(f"{_ACTOR}.megatron.dtype", ("bfloat16", "float32", None),
             "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know"),
     Refused(f"{_ACTOR}.megatron.qat.enable", (False, None), "quantised layers were not tested"),
+    Refused(f"{_MODEL}.use_fused_kernels", (False, None),
+            "the fused kernels never form the answer's logits, which the probe reads"),
     Refused(f"{_MODEL}.mtp.enable", (False, None),
             "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
             in_model="mtp_num_layers"),

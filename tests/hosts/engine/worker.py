@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
 from tensordict import TensorDict
+from transformers import Qwen2ForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
@@ -53,6 +54,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUTS["ulysses fp16"] = LAYOUTS["ulysses"] | LAYOUTS["fp16"]
+LAYOUTS["capped"] = {}
+FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
+for name, layout in (
+    *(("fused tied", "fsdp2"), ("fused padded tied", "padded"), ("fused checkpointing tied", "checkpointing")),
+    *(("fused fsdp1", "fsdp1"), ("ulysses fused tied", "ulysses")),
+):
+    LAYOUTS[name] = LAYOUTS[layout] | {"model": LAYOUTS[layout].get("model", {}) | FUSED}
 
 
 def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> TensorDict:
@@ -173,10 +181,11 @@ def run(
     settings = {"importance": "fisher", "answer_patterns": ("hash",), "importance_only": only, **request}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
     asked = Request(sigma=world.SIGMA, **limits, **settings)
+    data = batch(rows, packed, dynamic)
+    tu.assign_non_tensor_data(data, "use_fused_kernels", engine.model_config.use_fused_kernels)
     with engine.eval_mode():
-        plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
+        plain = {} if first else engine.infer_batch(data.copy()).get("model_output", {})
         before = state(engine)
-        data = batch(rows, packed, dynamic)
         tu.assign_non_tensor_data(data, REQUEST, asked.to_dict())
         with around or nullcontext():
             output = engine.infer_batch(data)["model_output"]
@@ -341,7 +350,7 @@ def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Calla
 
 
 def single(folder: str) -> dict[str, Any]:
-    engines = {layout: build(folder, **LAYOUTS[layout]) for layout in cases.SINGLE}
+    engines = {layout: build(str(cases.model_of(folder, layout)), **LAYOUTS[layout]) for layout in cases.SINGLE}
     out: dict[str, Any] = {}
     for layout, asked in cases.SINGLE.items():
         out |= asked_of(engines[layout], layout, asked, split=False)
@@ -365,7 +374,10 @@ def double(folder: str) -> dict[str, Any]:
     for layout, asked in cases.DOUBLE.items():
         if "ulysses" in layout:
             ulysses.install()
-        out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split="ulysses" not in layout)
+        # verl puts a fused forward into the model's class.
+        with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
+            engine = build(str(cases.model_of(folder, layout)), **LAYOUTS[layout])
+            out |= asked_of(engine, layout, asked, split="ulysses" not in layout)
     out["refused"] = refused(build(folder))
     return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
 
