@@ -225,7 +225,7 @@ class MicroBatchPass:
     def _pooled_gradient(
         self, forward: Forward, project: Project, hidden_NH: Tensor, noise_free_BV: Tensor | None
     ) -> Tensor:
-        """Gradient of the scalar at the hidden states of the probe's rows, as if each were its response's only row, `[N, H]`."""
+        """Gradient of the scalar at the probe's rows of hidden states, as if each were its response's only row, `[N, H]`."""
         pooled_BV, seed_B = self._pooled(project, hidden_NH), self._seeds(forward)
         with torch.autocast(pooled_BV.device.type, enabled=False):
             for start in range(0, len(pooled_BV), CHUNK):

@@ -36,8 +36,8 @@ LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "logits_soft_cap": _soft_cap,
     "output_logit_soft_cap": _soft_cap,
 }
-"""Config keys of models that change each logit after the vocabulary projection (Granite, Cohere, Falcon-H1, Gemma 2, xLSTM), with
-the change, in the order of changes. A model that does something else is refused by its trial (`trial.py`)."""
+"""Config keys of models that change each logit after the vocabulary projection (Granite, Cohere, Falcon-H1, Gemma 2, xLSTM),
+with the change, in the order of changes. A model that does something else is refused by its trial (`trial.py`)."""
 
 
 @dataclass
@@ -264,7 +264,7 @@ class ModelTaps(Taps):
             tap.scalar = tap.probe(projection(unwrapped(self.module)), hidden.flatten(0, -2)[tap.row_position_N])
 
     def _detach_last_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
-        """`_detach_hidden` and `_probe_rows` for a fused forward: it may use the weights of the projection, so may this hook."""
+        """`_detach_hidden` and `_probe_rows` for a fused forward. The weights of the projection are gathered for both."""
         if self.tap is not None:
             self._hidden, output.last_hidden_state = output.last_hidden_state, output.last_hidden_state.detach()
             self._probe_rows(module, args, self._hidden)

@@ -89,7 +89,10 @@ def test_a_model_gives_credit_log_probs_and_entropies(here, model_folder, capsys
 
 
 def test_log_probs_and_entropies_of_a_model_that_caps_its_logits():
-    model, ids = random_model(Gemma2Config, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.3), torch.arange(9)
+    model, ids = (
+        random_model(Gemma2Config, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.3),
+        torch.arange(9),
+    )
     with torch.no_grad():
         log_p_LV = model(ids[None]).logits[0, 2:-1].log_softmax(-1)
     log_probs, entropies = _log_probs_and_entropies(model, ids, 3)

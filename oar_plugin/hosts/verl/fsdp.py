@@ -219,7 +219,7 @@ class _CopiesThroughVerl(MaskedCopies):
     """Masked copies through verl's own forward, which divides each sequence among the ranks of a Ulysses group or ends in fused
     kernels.
 
-    A prefix cannot be shared: verl's attention exchanges heads for positions over the whole pack, and verl makes inputs without a
+    A prefix cannot be shared: verl's attention exchanges heads for positions over the whole pack, and verl's inputs have no
     cache.
     """
 

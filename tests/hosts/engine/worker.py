@@ -326,12 +326,13 @@ def out_of_memory(engine: Any, where: str = "forward", rows: list[int] = EVERY) 
 
 
 def refused(engine: Any) -> str:
-    """What is said of a model that caps its logits, as no key of its configuration says."""
+    """What is said of a model that caps its logits, as no key of its configuration says; a fused one changes its entropies."""
     forward = engine.module.forward
 
     def capped(*args: Any, **named: Any) -> Any:
         output = forward(*args, **named)
-        output.logits = torch.tanh(output.logits)
+        name = "entropy" if output.logits is None else "logits"
+        setattr(output, name, torch.tanh(getattr(output, name)))
         return output
 
     with mock.patch.object(engine.module, "forward", capped):
@@ -378,7 +379,10 @@ def double(folder: str) -> dict[str, Any]:
         with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
             engine = build(str(cases.model_of(folder, layout)), **LAYOUTS[layout])
             out |= asked_of(engine, layout, asked, split="ulysses" not in layout)
-    out["refused"] = refused(build(folder))
+    out["refused"] = [refused(build(folder))]
+    with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
+        for model in ("tied", "capped"):
+            out["refused"].append(refused(build(str(cases.model_of(folder, model)), **LAYOUTS["fused tied"])))
     return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
 
 
