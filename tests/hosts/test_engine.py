@@ -30,8 +30,7 @@ def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     world.make_model(path / "fsdp")
     world.make_model(path / "fsdp" / "tied", tie_word_embeddings=True)
-    capped = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "head_dim": 8}
-    world.make_model(path / "fsdp" / "capped", Gemma2Config, **capped)
+    world.make_model(path / "fsdp" / "capped", Gemma2Config, **world.CAPPED)
     world.make_model(path / "megatron", num_hidden_layers=4)
     world.make_model(path / "megatron" / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     return path

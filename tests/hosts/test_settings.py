@@ -125,6 +125,7 @@ def test_without_the_offload_its_conditions_are_not_looked_at():
         ({MEGATRON + "use_megatron_fsdp": True}, ["use_megatron_fsdp=True", "allowed: False"]),
         ({MEGATRON + "override_transformer_config__fp8": "e4m3"}, ["fp8=e4m3", "allowed: False"]),
         ({MEGATRON + "qat__enable": True}, ["qat.enable=True", "allowed: False"]),
+        ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
         ({"actor_rollout_ref__model__mtp__enable": True}, ["mtp.enable=True", "allowed: False"]),
         ({"actor_rollout_ref__model__lora__rank": 8}, ["lora.rank=8", "allowed: 0"]),

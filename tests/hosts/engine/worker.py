@@ -63,13 +63,17 @@ for name, layout in (
     LAYOUTS[name] = LAYOUTS[layout] | {"model": LAYOUTS[layout].get("model", {}) | FUSED}
 
 
-def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> TensorDict:
+def batch(rows: list[int], *how: bool) -> TensorDict:
     encoded = world.encode()
-    return batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], packed, dynamic)
+    return batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], *how)
 
 
 def batch_of(
-    encoded: list[tuple[torch.Tensor, torch.Tensor]], needed: list[bool], packed: bool = True, dynamic: bool = False
+    encoded: list[tuple[torch.Tensor, torch.Tensor]],
+    needed: list[bool],
+    packed: bool = True,
+    dynamic: bool = False,
+    fused: bool = False,
 ) -> TensorDict:
     """What verl hands to an engine: of prompts and responses, and of whether each response has an advantage."""
     prompts, responses = zip(*encoded, strict=True)
@@ -88,7 +92,7 @@ def batch_of(
         batch_size=[len(encoded)],
     )
     sizes = {"use_dynamic_bsz": dynamic, "micro_batch_size_per_gpu": 2, "max_token_len_per_gpu": 120}
-    how = {"use_remove_padding": packed, "use_fused_kernels": False, "calculate_entropy": True}
+    how = {"use_remove_padding": packed, "use_fused_kernels": fused, "calculate_entropy": True}
     tu.assign_non_tensor(data, **sizes, **how, temperature=world.TEMPERATURE)
     return data
 
@@ -181,11 +185,11 @@ def run(
     settings = {"importance": "fisher", "answer_patterns": ("hash",), "importance_only": only, **request}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
     asked = Request(sigma=world.SIGMA, **limits, **settings)
-    data = batch(rows, packed, dynamic)
-    tu.assign_non_tensor_data(data, "use_fused_kernels", engine.model_config.use_fused_kernels)
+    fused = engine.model_config.use_fused_kernels
     with engine.eval_mode():
-        plain = {} if first else engine.infer_batch(data.copy()).get("model_output", {})
+        plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic, fused)).get("model_output", {})
         before = state(engine)
+        data = batch(rows, packed, dynamic, fused)
         tu.assign_non_tensor_data(data, REQUEST, asked.to_dict())
         with around or nullcontext():
             output = engine.infer_batch(data)["model_output"]

@@ -26,6 +26,8 @@ SIGMA = 1e-3
 TEMPERATURE = 0.7  # of sampling; not 1, so that entropies at another temperature are noticed
 make_tokenizer = partial(words.make_tokenizer, by_bytes=True)
 PAD = 256  # of that tokenizer
+CAPPED = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "head_dim": 8}
+CAPPED |= {"tie_word_embeddings": True}  # a Gemma 2
 COLUMNS = 200  # of a vocabulary whose other columns are taken for padding
 
 # prompt, response, needed. The last three fall back: no answer, truncated, nothing to reason about.
