@@ -19,7 +19,7 @@ from oar_plugin.front_door import importance
 from oar_plugin.output import say
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.page.sources import SourceError, Text, advantages
-from oar_plugin.passes.taps import UnsupportedModelError
+from oar_plugin.passes.taps import UnsupportedModelError, projection
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import find
@@ -150,7 +150,8 @@ def _log_probs_and_entropies(model: Any, token_L: Tensor, begin: int) -> tuple[T
     """Return log-probs of the tokens from `begin` on and entropies of their distributions, in nats, float32 `[L - begin]`."""
     hidden_NH = model.base_model(input_ids=token_L[None], use_cache=False).last_hidden_state[0, begin - 1 : -1]
     pairs = zip(hidden_NH.split(ROWS), token_L[begin:].split(ROWS), strict=True)
-    chunks = ((model.get_output_embeddings()(rows_NH), token_N) for rows_NH, token_N in pairs)
+    project = projection(model)
+    chunks = ((project(rows_NH), token_N) for rows_NH, token_N in pairs)
     columns = [(WHOLE_VOCABULARY.log_prob(rows, token_N), WHOLE_VOCABULARY.entropy(rows)) for rows, token_N in chunks]
     log_probs, entropies = zip(*columns, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)

@@ -24,7 +24,7 @@ from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
 from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.rows import Project, projected_back, read_logits, scalar_with
+from oar_plugin.passes.rows import CHUNK, Project, projected_back, read_logits, scalar_with
 from oar_plugin.passes.taps import Tap, Taps
 
 FP16_EXPONENT = 6
@@ -171,7 +171,7 @@ class MicroBatchPass:
                 return None
             if self._pools(backward):
                 compared_BV = noise_free_BV if backward.noise else None
-                gradient_NH = self._pooled_gradient(forward, project, hidden_NH[:count], compared_BV)[rows.response_N]
+                gradient_NH = self._pooled_gradient(forward, project, hidden_NH[:count], compared_BV)
             else:
                 gradient_NH = projected_back(
                     project,
@@ -225,17 +225,15 @@ class MicroBatchPass:
     def _pooled_gradient(
         self, forward: Forward, project: Project, hidden_NH: Tensor, noise_free_BV: Tensor | None
     ) -> Tensor:
-        """Gradient of the scalar at each response's average hidden state, `[B, H]`."""
+        """Gradient of the scalar at the probe's rows of hidden states, as if each were its response's only row, `[N, H]`."""
         pooled_BV, seed_B = self._pooled(project, hidden_NH), self._seeds(forward)
-
-        def coefficients(_: Tensor, chosen: slice) -> Tensor:
-            with torch.autocast(pooled_BV.device.type, enabled=False):
-                clean_NV = None if noise_free_BV is None else noise_free_BV[chosen]
-                return self._coefficients(forward, pooled_BV[chosen], seed_B[chosen], clean_NV=clean_NV)
-
-        # The projection is linear: its gradient does not depend on the hidden states, so zeros are enough.
-        zeros_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
-        return projected_back(project, zeros_BH, coefficients)
+        with torch.autocast(pooled_BV.device.type, enabled=False):
+            for start in range(0, len(pooled_BV), CHUNK):
+                part = slice(start, start + CHUNK)
+                clean_NV = None if noise_free_BV is None else noise_free_BV[part]
+                # The coefficients take the place of the logits, to save memory.
+                pooled_BV[part] = self._coefficients(forward, pooled_BV[part], seed_B[part], clean_NV=clean_NV)
+        return projected_back(project, hidden_NH, lambda _, chosen: pooled_BV[self._answer.response_N[chosen]])
 
     def _fp16_scale(self, gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor | None:
         """Returns the power of two that brings gradients into the range of fp16; None if the model does not run in fp16.

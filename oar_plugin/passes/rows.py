@@ -1,8 +1,9 @@
 """The gradient of a weighted sum of many rows' logits, without a graph over the vocabulary.
 
-There may be thousands of rows, so their logits are computed in chunks and not kept. With fixed coefficients `c` the scalar is
-linear in the logits, and so in the hidden states. A chunk's gradient is `W^T c`, with the projection's weights `W`. The graph
-holds only the product of this gradient with the hidden states, `[N, H]`, and `W` is needed in the forward alone.
+There may be thousands of rows, so their logits are computed in chunks and not kept. With fixed coefficients `c`, a chunk's
+gradient at the hidden states is `W^T c`, with the projection's weights `W`; `W^T (f'(z) c)` if the model changes its logits
+`z` by a function `f`. The graph holds only the product of this gradient with the hidden states, `[N, H]`, and `W` is needed in
+the forward alone.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ CHUNK = 256
 """Rows of logits per chunk: 0.15 GB of float32 for a vocabulary of 152,000."""
 
 Project = Callable[[Tensor], Tensor]
-"""The projection from hidden states `[N, H]` to logits `[N, V]`; linear, perhaps with a bias."""
+"""The projection from hidden states `[N, H]` to logits `[N, V]`, row by row."""
 
 Chunk = Callable[[Tensor, slice], Tensor]
 """A function of the logits of some rows, without a graph, and the slice of these rows; returns a tensor with the same rows."""

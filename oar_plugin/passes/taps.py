@@ -22,18 +22,22 @@ from typing_extensions import Self
 
 from oar_plugin.passes.rows import Project
 
-# Config keys of models that change the logits after the vocabulary projection (Gemma 2, Granite, Cohere, Falcon-H1, xLSTM).
-# OAR's own projection would miss this change. The value None, 0 or 1 means: no change. These keys refuse a model before any
-# work on a device; `trial.py` finds a change by any other key.
-LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logits_scaling",
-    "logit_scale",
-    "lm_head_multiplier",
-    "output_multiplier",
-)
+
+def _soft_cap(logits_NV: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits_NV / cap) * cap
+
+
+LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "logits_scaling": torch.div,
+    "logit_scale": torch.mul,
+    "lm_head_multiplier": torch.mul,
+    "output_multiplier": torch.mul,
+    "final_logit_softcapping": _soft_cap,
+    "logits_soft_cap": _soft_cap,
+    "output_logit_soft_cap": _soft_cap,
+}
+"""Config keys of models that change each logit after the vocabulary projection (Granite, Cohere, Falcon-H1, Gemma 2, xLSTM),
+with the change, in the order of changes. A model that does something else is refused by its trial (`trial.py`)."""
 
 
 @dataclass
@@ -124,8 +128,8 @@ def check_model(module: nn.Module) -> None:
     """Refuses models with which `ModelTaps` does not work.
 
     Raises:
-        UnsupportedModelError: the model has no input or output embeddings to hook, changes its logits after them, or has
-            virtual tokens before its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
+        UnsupportedModelError: the model has no input or output embeddings to hook, or has virtual tokens before its own (PEFT's
+            prompt and prefix tuning), which shift the rows of hidden states.
     """
     model = unwrapped(module)
     for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -138,19 +142,29 @@ def check_model(module: nn.Module) -> None:
                 f"{type(adapter).__name__} puts tokens in front of the model's own; OAR supports LoRA and other adapters "
                 "without virtual tokens."
             )
-    check_logits(getattr(model, "config", None))
 
 
-def check_logits(config: Any) -> None:
-    """Raises `UnsupportedModelError` if a model with this config changes its logits after the vocabulary projection."""
+def logit_changes(config: Any) -> dict[str, float]:
+    """The keys of `LOGIT_CHANGES` that change the logits of a model with this config, and their values."""
     text = getattr(config, "get_text_config", lambda: config)()
-    for name in LOGIT_TRANSFORMS:
-        value = getattr(text, name, None)
-        if value not in (None, 0, 0.0, 1, 1.0):
-            raise UnsupportedModelError(
-                f"the model changes its logits after the vocabulary projection ({name}={value}); "
-                "OAR does not support that."
-            )
+    values = {name: getattr(text, name, None) for name in LOGIT_CHANGES}
+    changes = {name: value for name, value in values.items() if isinstance(value, int | float) and value not in (0, 1)}
+    if "logits_scaling" in changes and text.model_type == "hyperclovax":  # multiplies, others divide
+        changes["logits_scaling"] = 1 / changes["logits_scaling"]
+    return changes
+
+
+def projection(model: Any) -> Project:
+    """The way from a HuggingFace model's last hidden states to the logits that it returns. It runs no hooks of the head."""
+    head, changes = unwrapped(model.get_output_embeddings()), logit_changes(getattr(model, "config", None))
+
+    def project(hidden_NH: Tensor) -> Tensor:
+        logits_NV: Tensor = head.forward(hidden_NH)
+        for name, value in changes.items():
+            logits_NV = LOGIT_CHANGES[name](logits_NV, value)
+        return logits_NV
+
+    return project
 
 
 class ModelTaps(Taps):
@@ -163,18 +177,20 @@ class ModelTaps(Taps):
 
     Inside `with`, parameters are frozen: a backward computes no weight gradient and changes no `.grad`. The model may
     be wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. With
-    `checkpoint_activations`, the backward recomputes the layers' activations.
+    `checkpoint_activations`, the backward recomputes the layers' activations. `fused` says that the model's forward takes the
+    projection's weight and does not call the projection (verl's fused kernels).
 
     Raises:
         UnsupportedModelError: see `check_model`.
         RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
-    def __init__(self, module: nn.Module, checkpoint_activations: bool = False) -> None:
+    def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:
         super().__init__()
         check_model(module)
         self.module = module
         self.checkpoint_activations = checkpoint_activations
+        self.fused = fused
         self._hidden: Tensor | None = None
 
     def install(self) -> None:
@@ -194,11 +210,16 @@ class ModelTaps(Taps):
         # Hooks run inside FSDP1's wrapper and before FSDP2's hooks: there, a separately sharded head is gathered.
         # A call of the wrapper would gather weights once per chunk of rows, and ranks have different numbers of chunks.
         head = unwrapped(model.get_output_embeddings())
-        hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
-            (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
+        of_projection: list[tuple[Any, Any, dict[str, bool]]] = [
             # ZeRO-3 expects the head's backward before the backward of its input. This pass runs no head backward.
             (head.register_forward_pre_hook, self._detach_hidden, {"prepend": hasattr(head, "ds_id")}),
             (head.register_forward_hook, self._probe_rows, {"prepend": True}),
+        ]
+        if self.fused:
+            of_projection = [(model.get_decoder().register_forward_hook, self._detach_last_hidden, {})]
+        hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
+            (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
+            *of_projection,
             # FSDP gathers weights again for the backward, as in training, if an output of the model is differentiable.
             (model.register_forward_hook, self._attach_scalar, {"prepend": True}),
         )
@@ -240,8 +261,13 @@ class ModelTaps(Taps):
     def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:
         tap, hidden, self._hidden = self.tap, self._hidden, None
         if tap is not None and hidden is not None:
-            # `.forward` runs no hooks: they are for the full projection.
-            tap.scalar = tap.probe(module.forward, hidden.flatten(0, -2)[tap.row_position_N])
+            tap.scalar = tap.probe(projection(unwrapped(self.module)), hidden.flatten(0, -2)[tap.row_position_N])
+
+    def _detach_last_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
+        """`_detach_hidden` and `_probe_rows` for a fused forward. The weights of the projection are gathered for both."""
+        if self.tap is not None:
+            self._hidden, output.last_hidden_state = output.last_hidden_state, output.last_hidden_state.detach()
+            self._probe_rows(module, args, self._hidden)
 
     def _attach_scalar(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.tap is not None:

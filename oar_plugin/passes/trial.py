@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project
@@ -22,11 +23,20 @@ _ACCEPTED: WeakSet[nn.Module] = WeakSet()
 
 
 class Reading(Tap):
-    """Reads the logits of some packed tokens, `[N, V]`, on every rank that shares the sequences. None: of all tokens."""
+    """Reads the logits of some packed tokens, `[N, V]`, on every rank that shares the sequences. None: of all tokens.
 
-    def __init__(self, layout: Layout, row_N: Tensor | None = None, rows_only: bool = False) -> None:
+    `fused_temperature`: of a model whose forward gives entropies at this temperature in place of logits (verl's fused kernels).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        row_N: Tensor | None = None,
+        rows_only: bool = False,
+        fused_temperature: float | None = None,
+    ) -> None:
         local_N = layout.local_T if row_N is None else layout.local_T[row_N]
-        self.layout, self.held_N = layout, local_N >= 0
+        self.layout, self.held_N, self.fused_temperature = layout, local_N >= 0, fused_temperature
         super().__init__(local_N[self.held_N], self._read, rows_only)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
         self.embeddings = self.eps = 0.0
@@ -40,8 +50,9 @@ class Reading(Tap):
         self.tapped_NV, self.eps = self._whole(logits_NV), max(self.eps, rounding(hidden_NH), rounding(logits_NV))
 
     def see(self, output: Any) -> None:
-        if not self.rows_only and output.logits.shape[:-1].numel() == self.layout.num_embeddings:
-            self.own_NV = self._whole(output.logits.flatten(0, -2)[self.row_position_N])
+        own = output.logits if self.fused_temperature is None else output.entropy[..., None]
+        if not self.rows_only and own.shape[:-1].numel() == self.layout.num_embeddings:
+            self.own_NV = self._whole(own.flatten(0, -2)[self.row_position_N])
 
     def _whole(self, logits_NV: Tensor) -> Tensor:
         whole_NV = logits_NV.new_zeros(len(self.held_N), logits_NV.shape[-1])
@@ -73,10 +84,14 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
 def fault(trial: Reading, lengths: list[int]) -> str:
     """What differs, and by how much; empty if nothing does. `trial` has read two sequences, or the first tokens of one."""
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
-    if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != tapped_NV.shape:
-        return "it has not one embedding, hidden state and row of logits for each token"
     # Both are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
-    figure, allowed = ((own_NV - tapped_NV).abs().max() / tapped_NV.abs().max()).item(), 2 * trial.eps + 1e-5
+    compared_NV, allowed = tapped_NV, 2 * trial.eps + 1e-5
+    if trial.fused_temperature is not None:
+        compared_NV = WHOLE_VOCABULARY.entropy(tapped_NV / trial.fused_temperature)[:, None]
+        allowed = 16 * trial.eps + 1e-4  # kernels keep sums that logits round
+    if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != compared_NV.shape:
+        return "it has not one embedding, hidden state and row of logits for each token"
+    figure = ((own_NV - compared_NV).abs().max() / compared_NV.abs().max()).item()
     if figure > allowed:
         return (
             "it changes its logits after the vocabulary projection: they change by "

@@ -12,16 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 import oar_plugin
 from benchmarks.tiny.model import Shape, model_of
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.cli import inspect
 from oar_plugin.cli.main import main
+from oar_plugin.cli.score import _log_probs_and_entropies
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.sources import read
 from tests.limits import PROCESS_S
 from tests.page.dumped import HEADER, RESPONSE, write_dump
+from tests.passes.batch import random_model
 
 ROOT = Path(__file__).parents[2]
 PROMPT, ANSWERS = "1+1=", ("so größer 2 😀 #### 2", "hmm #### 3", "no", "", "x " * 60)
@@ -85,6 +88,18 @@ def test_a_model_gives_credit_log_probs_and_entropies(here, model_folder, capsys
     assert [row["reward"] for row in words_only["responses"]] == [1, 0, 0, 0, 0]
 
 
+def test_log_probs_and_entropies_of_a_model_that_caps_its_logits():
+    model, ids = (
+        random_model(Gemma2Config, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.3),
+        torch.arange(9),
+    )
+    with torch.no_grad():
+        log_p_LV = model(ids[None]).logits[0, 2:-1].log_softmax(-1)
+    log_probs, entropies = _log_probs_and_entropies(model, ids, 3)
+    assert torch.allclose(log_probs, log_p_LV.gather(-1, ids[3:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(entropies, -(log_p_LV.exp() * log_p_LV).sum(-1), atol=1e-5)
+
+
 def inspect_model(folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,7 +129,7 @@ def inspect_model(folder):
         ("mine.jsonl --model BARE", 2, "no chat template"),
         ("mine.jsonl --model PICKY", 2, "mine:2: the model's chat template refuses its prompt: no users"),
         ("mine.jsonl --model MODEL importance=oar_p perturbation.backend=rollout", 2, "backend=rollout: there are no"),
-        ("mine.jsonl --model CAPPED", 1, "final_logit_softcapping=30"),
+        ("mine.jsonl --model CAPPED", 1, "changes its logits after"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folder, capsys, monkeypatch):

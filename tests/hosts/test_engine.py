@@ -6,6 +6,7 @@ The engines' workers name the stand-ins for GPUs. Errors are relative to the res
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
@@ -29,6 +30,8 @@ each_engine = pytest.mark.parametrize("table", ["single", "megatron"])
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     world.make_model(path / "fsdp")
+    world.make_model(path / "fsdp" / "tied", tie_word_embeddings=True)
+    world.make_model(path / "fsdp" / "capped", Gemma2Config, **world.CAPPED)
     world.make_model(path / "megatron", num_hidden_layers=4)
     world.make_model(path / "megatron" / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     return path
@@ -94,8 +97,9 @@ def test_an_answer_crosses_a_context_parallel_border():
     assert len({int(at) // (32 // 4) for at in answer}) == 2
 
 
-def test_a_model_that_caps_its_logits_is_refused_on_every_rank(double):
-    assert "changes its logits after the vocabulary projection" in double["refused"]
+def test_a_model_with_other_logits_than_its_configuration_or_its_kernels_say_is_refused_on_every_rank(double):
+    assert all("changes its logits after the vocabulary projection" in text for text in double["refused"])
+    assert "use_fused_kernels=True" in double["refused"][2]
 
 
 def test_packed_equals_one_by_one(results):

@@ -65,7 +65,6 @@ def assert_refused(changes, parts):
     ("changes", "parts"),
     [
         ({ACTOR + "strategy": "veomni"}, ["actor.strategy=veomni", "fsdp, fsdp2, megatron"]),
-        ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({"actor_rollout_ref__actor__policy_loss": {"loss_mode": "geo_mean"}}, ["loss_mode=geo_mean", "other losses"]),
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
         ({"critic__enable": True}, ["critic.enable=True", "allowed: False"]),
@@ -125,6 +124,7 @@ def test_without_the_offload_its_conditions_are_not_looked_at():
         ({MEGATRON + "use_megatron_fsdp": True}, ["use_megatron_fsdp=True", "allowed: False"]),
         ({MEGATRON + "override_transformer_config__fp8": "e4m3"}, ["fp8=e4m3", "allowed: False"]),
         ({MEGATRON + "qat__enable": True}, ["qat.enable=True", "allowed: False"]),
+        ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
         ({"actor_rollout_ref__model__mtp__enable": True}, ["mtp.enable=True", "allowed: False"]),
         ({"actor_rollout_ref__model__lora__rank": 8}, ["lora.rank=8", "allowed: 0"]),

@@ -43,8 +43,10 @@ SMALL = {  # the first pattern that is in a key gives its value
 UNSET = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 MORE = {
     "deepseek_v2": {"topk_method": "greedy"},
-    "falcon_h1": {"mamba_n_heads": 8},
+    "falcon_h1": {"mamba_n_heads": 8, "lm_head_multiplier": 0.5},
     "gemma3n_text": {"intermediate_size": [64, 64], "num_kv_shared_layers": 0},
+    **{f"granite{kind}": {"logits_scaling": 8.0} for kind in ("", "moe", "moehybrid", "moeshared")},
+    "hyperclovax": {"logits_scaling": 0.5},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16},

@@ -1,8 +1,19 @@
 """The gradient pass on a plain model, against plain autograd one response at a time."""
 
+from functools import partial
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    HyperCLOVAXConfig,
+    Qwen2ForCausalLM,
+    RecurrentGemmaConfig,
+)
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
@@ -12,7 +23,7 @@ from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes.plain import batch_importance, gradient_importance
 from oar_plugin.passes.request import Request
 from tests.hosts.engine import world
-from tests.passes.batch import distance, error, padded, positions, rows_of, unpadded
+from tests.passes.batch import distance, error, padded, positions, random_model, rows_of, unpadded
 
 OWN = "python:tests.own_importance:Saliency"
 TWO = "python:benchmarks.candidates.learning:Onward"  # two backwards
@@ -20,6 +31,13 @@ WORDS = {OWN: "own", TWO: "onward"}
 # The engines' tests' bounds: 5e-3 is float32's rounding of P_noisy - P, which the joint probe has none of.
 BOUNDS = {"fisher": 1e-5, "oar_g": 5e-3, "decision": 1e-5, TWO: 1e-5, "entropy": 1e-5, OWN: 1e-4}
 BY_GRADIENT = [name for name, importance in IMPORTANCES.items() if importance.backwards and importance.copies is None]
+CHANGED = {  # the logits of these models, after the vocabulary projection
+    CohereConfig: {"logit_scale": 0.3},
+    Gemma2Config: {"final_logit_softcapping": 2.0, "head_dim": 8},
+    GraniteConfig: {"logits_scaling": 3.0},
+    HyperCLOVAXConfig: {"logits_scaling": 0.3},
+    RecurrentGemmaConfig: {"logits_soft_cap": 2.0, "head_dim": 8, "block_types": ["recurrent", "attention"]},
+}
 every_importance = pytest.mark.parametrize("importance", BOUNDS)
 every_probe = pytest.mark.parametrize("probe", PROBES)
 
@@ -50,6 +68,30 @@ def test_every_padding_equals_plain_autograd(model, folder, importance, probe):
         for more in (0, 3):
             got = run(model, padded(rows_of(), left, more), importance, probe)
             assert error(got, want) < bound(importance, probe)
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_model_that_changes_its_logits_equals_plain_autograd_and_whole_copies(kind, monkeypatch):
+    model = random_model(kind, vocab_size=300, **CHANGED[kind]).double()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.3)  # logits so large that a cap changes them
+    batch, responses = padded(rows_of()), [(ids, segments[positions(segments)[0] :]) for ids, segments in rows_of()]
+
+    def error(importance, reference, probe="answer_mean"):
+        request = Request(importance, probe, temperature=0.7, replacement_token=world.PAD)
+        got = unpadded(batch_importance(model, request, *batch), batch[2])
+        want = [torch.nn.functional.pad(reference(*row), (len(row[0]) - len(row[1]), 0)) for row in responses]
+        return distance(got, want)
+
+    for importance in ("fisher", "decision", OWN):
+        for probe in PROBES:
+            named = {"importance": WORDS.get(importance, importance), "probe": probe, "temperature": 0.7}
+            reference = partial(world.gradient_importance, model, **named)
+            assert error(importance, reference, probe) < BOUNDS[importance]
+    assert error("oar_p", partial(world.of_response, model)) < 1e-5
+    monkeypatch.setattr("oar_plugin.passes.taps.LOGIT_CHANGES", {})  # unchanged logits would be noticed
+    assert error("decision", partial(world.gradient_importance, model, importance="decision", temperature=0.7)) > 0.05
 
 
 @every_importance

@@ -56,6 +56,7 @@ class Prefixed(LlamaForCausalLM):
     ("build", "why"),
     [
         (lambda: Capped(LlamaConfig(**SIZE | SMALL)), "Capped.*changes its logits.*by 0.*rounding explains"),
+        (lambda: random_model(logit_scale=0.5, **SMALL), "LlamaForCausalLM.*changes its logits"),  # says so, and does not
         (lambda: Prefixed(LlamaConfig(**SIZE | SMALL)), "Prefixed.*one embedding.*for each token"),
         (lambda: random_model(BertConfig, **SMALL), "BertLMHeadModel.*later tokens.*rounding explains"),
     ],

@@ -7,7 +7,6 @@ from typing import Any
 from transformers import AutoConfig
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.passes.taps import UnsupportedModelError, check_logits
 
 OPTION = "--algo.advantage.plugin_args"
 
@@ -44,10 +43,6 @@ def settings_of(args: Any) -> OarConfig:
         faults.append(f"{OPTION}.base_estimator={base}: that is --algo.advantage.estimator; allowed: leave it out")
     if config.offloads:
         faults.append(f"{OPTION}.perturbation.backend=rollout: its engines score nothing; allowed: actor")
-    try:
-        check_logits(model)
-    except UnsupportedModelError as error:
-        faults.append(f"--actor.model_name_or_path={args.actor.model_name_or_path}: {error}")
     if faults:
         raise OarConfigError("\n".join(faults))
     return config

@@ -25,7 +25,7 @@ from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, packe
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model, unwrapped
+from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model, logit_changes, unwrapped
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
 OnInputs = Callable[[TensorDict, Tensor], None]
@@ -45,6 +45,11 @@ class OarFSDPMixin(ImportancePass):
     # Set only during OAR's forwards: the hooks, and the function that sets their tap.
     _tapped: tuple[ModelTaps, OnInputs] | None = None
 
+    @property
+    def _fused(self) -> bool:
+        """Whether verl's forward ends in kernels that give log-probs and entropies, and no logits."""
+        return bool(self.model_config.use_fused_kernels)
+
     # ---- the scoring pass
 
     def _score(self, data: TensorDict, request: Request) -> Any:
@@ -54,7 +59,7 @@ class OarFSDPMixin(ImportancePass):
         micro_batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         # verl's activation offload works only in training. This pass recomputes these activations instead.
         checkpoint = self.model_config.enable_gradient_checkpointing or self.model_config.enable_activation_offload
-        with ModelTaps(self.module, checkpoint_activations=checkpoint) as taps:
+        with ModelTaps(self.module, checkpoint, self._fused) as taps:
             outputs = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
@@ -132,8 +137,8 @@ class OarFSDPMixin(ImportancePass):
         else:
             most = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
         copies = MaskedCopies(self.module, request, most)
-        if self.use_ulysses_sp:
-            copies = _SequenceParallelCopies(self, data, request, most)
+        if self.use_ulysses_sp or self._fused:
+            copies = _CopiesThroughVerl(self, data, request, most)
         input_ids = data["input_ids"].unbind()
         rows = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
         wanted = {row: (input_ids[row].to(get_device_id()), segments[row], gradient[row]) for row in rows}
@@ -148,10 +153,11 @@ class OarFSDPMixin(ImportancePass):
         readings: list[Reading] = []
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
-            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only))
+            temperature = micro_batch["temperature"] if self._fused else None
+            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only, temperature))
             taps.tap = readings[0]
 
-        with torch.no_grad(), ModelTaps(self.module) as taps, self._tapping(taps, on_inputs):
+        with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, on_inputs):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
         return readings[0]
 
@@ -182,6 +188,11 @@ class OarFSDPMixin(ImportancePass):
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         check_model(self.module)
+        if self._fused and (changes := logit_changes(unwrapped(self.module).config)):
+            raise UnsupportedModelError(
+                f"actor_rollout_ref.model.use_fused_kernels=True with a model that changes its logits after the vocabulary "
+                f"projection ({changes}): verl's fused kernels leave this out; allowed: False"
+            )
         images = hasattr(unwrapped(self.module).config, "vision_config")
         if images and request.importance_object.copies is not None:
             raise UnsupportedModelError(
@@ -204,10 +215,12 @@ class OarFSDPMixin(ImportancePass):
         check_by_trial(self.module, request, data["input_ids"].values(), forward, self.max_over_ranks)
 
 
-class _SequenceParallelCopies(MaskedCopies):
-    """Masked copies through verl's own forward, which divides each sequence among the ranks of a Ulysses group.
+class _CopiesThroughVerl(MaskedCopies):
+    """Masked copies through verl's own forward, which divides each sequence among the ranks of a Ulysses group or ends in fused
+    kernels.
 
-    A prefix cannot be shared: verl's attention exchanges heads for positions over the whole pack.
+    A prefix cannot be shared: verl's attention exchanges heads for positions over the whole pack, and verl's inputs have no
+    cache.
     """
 
     def __init__(self, engine: OarFSDPMixin, data: TensorDict, *arguments: Any) -> None:

@@ -34,7 +34,7 @@ from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatr
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import Tap, UnsupportedModelError, check_logits
+from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -258,7 +258,11 @@ class OarMegatronMixin(ImportancePass):
         if request.importance_object.copies is not None:
             raise UnsupportedModelError(copies_under_megatron(request.importance))
         check_chunks(self.module)
-        check_logits(self.model_config.hf_config)
+        if changes := logit_changes(self.model_config.hf_config):
+            raise UnsupportedModelError(
+                f"the model changes its logits after the vocabulary projection ({changes}), which is not supported under "
+                "Megatron: use actor_rollout_ref.actor.strategy=fsdp2"
+            )
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:

@@ -34,8 +34,6 @@ class Refused(NamedTuple):
 REFUSED = (
     Refused("critic.enable", (False, None), "OAR reshapes group-relative advantages and uses no critic"),
     Refused("actor_rollout_ref.actor.strategy", tuple(STRATEGIES), "not supported by OAR"),
-    Refused("actor_rollout_ref.model.use_fused_kernels", (False, None),
-            "the fused kernels never form the answer's logits, which the probe reads"),
 )  # fmt: skip
 V1_REFUSED = (Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),)
 
@@ -52,6 +50,8 @@ MEGATRON_REFUSED = (
     Refused(f"{_ACTOR}.megatron.dtype", ("bfloat16", "float32", None),
             "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know"),
     Refused(f"{_ACTOR}.megatron.qat.enable", (False, None), "quantised layers were not tested"),
+    Refused(f"{_MODEL}.use_fused_kernels", (False, None),
+            "the fused kernels never form the answer's logits, which the probe reads"),
     Refused(f"{_MODEL}.mtp.enable", (False, None),
             "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
             in_model="mtp_num_layers"),

@@ -47,17 +47,22 @@ SINGLE: dict[str, list[str]] = {
     "activations": ["fisher", "own"],
     **dict.fromkeys(("padded", "checkpointing", "lora", "bf16", "fsdp1"), EVERYTHING),
     "fp16": ["fisher", "decision"],
+    "capped": ["fisher", "own", "oar_p"],  # a Gemma 2, with soft-capped logits
 }
 DOUBLE: dict[str, list[str]] = {
     "fsdp2": [*EVERYTHING, "oar_p half", "hybrid"],
     "checkpointing": ["fisher"],
     "padded": ["fisher"],
     "fsdp1": ["decision", "onward"],
+    # verl's fused kernels. With FSDP2 they cannot train a model with an untied head: its weight is sharded by itself.
+    "fused tied": [*EVERYTHING, "fisher joint", "fisher draws3 only", "own", "entropy"],
+    **{f"fused {how}": ["fisher"] for how in ("padded tied", "checkpointing tied", "fsdp1")},
     "wrapped": ["fisher", "fisher joint", "decision"],
     "ulysses fp16": ["fisher", "decision"],
     "ulysses": [
         *(*EVERYTHING, "fisher fails", "oar_p fails", "fisher joint", "oar_g", *OTHERS, "oar_p joint", "oar_p sampled")
     ],
+    "ulysses fused tied": ["fisher", "oar_p"],
 }
 MEGATRON: dict[str, list[str]] = {
     "tp2": ["fisher", "fisher joint", "decision"],
@@ -102,15 +107,20 @@ def named(*tables: str, without: tuple[str, ...] = ()) -> list[str]:
     return [case for case in cases if not {*case.split()} & {*without}]
 
 
+def model_of(folder: Path | str, words: str) -> Path:
+    """The model of a layout or case."""
+    return Path(folder).joinpath(*({"tied", "capped"} & {*words.split()}))
+
+
 def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     """Importance of each scored response in the plainest way. Not of what is random, drawn, or within a budget."""
     words = set(case.split())
     if "fails" in words:
         scored = want(root, case.replace(" fails", ""))
         return {row: scores for row, scores in scored.items() if row != world.FAILS}
-    folder, dtype = root / "fsdp", torch.float32
+    folder, dtype = model_of(root / "fsdp", case), torch.float32
     if words & {"megatron", "eight"}:
-        folder, dtype = root / "megatron" / ("tied" if "tied" in words else ""), torch.float64
+        folder, dtype = model_of(root / "megatron", case), torch.float64
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)

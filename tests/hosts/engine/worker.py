@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import verl  # noqa: F401  loads the plugin, as in a run
 from tensordict import TensorDict
+from transformers import Qwen2ForCausalLM
 from verl.protocol import DataProto
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -57,15 +58,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUTS["ulysses fp16"] = LAYOUTS["ulysses"] | LAYOUTS["fp16"]
+LAYOUTS["capped"] = {}
+FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
+for name, layout in (
+    *(("fused tied", "fsdp2"), ("fused padded tied", "padded"), ("fused checkpointing tied", "checkpointing")),
+    *(("fused fsdp1", "fsdp1"), ("ulysses fused tied", "ulysses")),
+):
+    LAYOUTS[name] = LAYOUTS[layout] | {"model": LAYOUTS[layout].get("model", {}) | FUSED}
 
 
-def batch(rows: list[int], packed: bool = True, dynamic: bool = False) -> TensorDict:
+def batch(rows: list[int], *how: bool) -> TensorDict:
     encoded = world.encode()
-    return batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], packed, dynamic)
+    return batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], *how)
 
 
 def batch_of(
-    encoded: list[tuple[torch.Tensor, torch.Tensor]], needed: list[bool], packed: bool = True, dynamic: bool = False
+    encoded: list[tuple[torch.Tensor, torch.Tensor]],
+    needed: list[bool],
+    packed: bool = True,
+    dynamic: bool = False,
+    fused: bool = False,
 ) -> TensorDict:
     """What verl hands to an engine: of prompts and responses, and of whether each response has an advantage."""
     prompts, responses = zip(*encoded, strict=True)
@@ -83,12 +95,12 @@ def batch_of(
         },
         batch_size=[len(encoded)],
     )
-    return with_sizes(data, packed, dynamic)
+    return with_sizes(data, packed, dynamic, fused)
 
 
-def with_sizes(data: TensorDict, packed: bool = True, dynamic: bool = False) -> TensorDict:
+def with_sizes(data: TensorDict, packed: bool = True, dynamic: bool = False, fused: bool = False) -> TensorDict:
     sizes = {"use_dynamic_bsz": dynamic, "micro_batch_size_per_gpu": 2, "max_token_len_per_gpu": 120}
-    how = {"use_remove_padding": packed, "use_fused_kernels": False, "calculate_entropy": True}
+    how = {"use_remove_padding": packed, "use_fused_kernels": fused, "calculate_entropy": True}
     tu.assign_non_tensor(data, **sizes, **how, temperature=world.TEMPERATURE)
     return data
 
@@ -201,10 +213,11 @@ def run(
     first: bool = False,
     **request: Any,
 ) -> dict[str, Any]:
+    fused = engine.model_config.use_fused_kernels
     with engine.eval_mode():
-        plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
+        plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic, fused)).get("model_output", {})
         before = state(engine)
-        data = batch(rows, packed, dynamic)
+        data = batch(rows, packed, dynamic, fused)
         tu.assign_non_tensor_data(data, REQUEST, request_of(only, **request))
         with around or nullcontext():
             output = engine.infer_batch(data)["model_output"]
@@ -345,12 +358,13 @@ def out_of_memory(engine: Any, where: str = "forward", rows: list[int] = EVERY) 
 
 
 def refused(engine: Any) -> str:
-    """What is said of a model that caps its logits, as no key of its configuration says."""
+    """What is said of a model that caps its logits, as no key of its configuration says; a fused one changes its entropies."""
     forward = engine.module.forward
 
     def capped(*args: Any, **named: Any) -> Any:
         output = forward(*args, **named)
-        output.logits = torch.tanh(output.logits)
+        name = "entropy" if output.logits is None else "logits"
+        setattr(output, name, torch.tanh(getattr(output, name)))
         return output
 
     with mock.patch.object(engine.module, "forward", capped):
@@ -369,7 +383,7 @@ def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Calla
 
 
 def single(folder: str) -> dict[str, Any]:
-    engines = {layout: build(folder, **LAYOUTS[layout]) for layout in cases.SINGLE}
+    engines = {layout: build(str(cases.model_of(folder, layout)), **LAYOUTS[layout]) for layout in cases.SINGLE}
     out: dict[str, Any] = {}
     for layout, asked in cases.SINGLE.items():
         out |= asked_of(engines[layout], layout, asked, split=False)
@@ -396,8 +410,14 @@ def double(folder: str) -> dict[str, Any]:
     for layout, asked in cases.DOUBLE.items():
         if "ulysses" in layout:
             ulysses.install()
-        out |= asked_of(build(folder, **LAYOUTS[layout]), layout, asked, split="ulysses" not in layout)
-    out["refused"] = refused(build(folder))
+        # verl puts a fused forward into the model's class.
+        with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
+            engine = build(str(cases.model_of(folder, layout)), **LAYOUTS[layout])
+            out |= asked_of(engine, layout, asked, split="ulysses" not in layout)
+    out["refused"] = [refused(build(folder))]
+    with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
+        for model in ("tied", "capped"):
+            out["refused"].append(refused(build(str(cases.model_of(folder, model)), **LAYOUTS["fused tied"])))
     return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
 
 

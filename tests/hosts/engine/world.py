@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment, make_finder
@@ -20,6 +26,8 @@ SIGMA = 1e-3
 TEMPERATURE = 0.7  # of sampling; not 1, so that entropies at another temperature are noticed
 make_tokenizer = partial(words.make_tokenizer, by_bytes=True)
 PAD = 256  # of that tokenizer
+CAPPED = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "head_dim": 8}
+CAPPED |= {"tie_word_embeddings": True}  # a Gemma 2
 COLUMNS = 200  # of a vocabulary whose other columns are taken for padding
 
 # prompt, response, needed. The last three fall back: no answer, truncated, nothing to reason about.
@@ -46,14 +54,16 @@ def fails_on_a_rank(text: str) -> tuple[int, int, int] | None:
     return None if found is None else (found.marker_start, found.start, found.end)
 
 
-def make_model(folder: Path, **config: Any) -> None:
+def make_model(folder: Path, kind: type[PreTrainedConfig] = Qwen2Config, **config: Any) -> None:
     """Save a random model and its tokenizer."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
-    new_model(tokenizer, **config).save_pretrained(folder)
+    new_model(tokenizer, kind, **config).save_pretrained(folder)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, **config: Any) -> PreTrainedModel:
+def new_model(
+    tokenizer: PreTrainedTokenizerFast, kind: type[PreTrainedConfig] = Qwen2Config, **config: Any
+) -> PreTrainedModel:
     """A random model, the same each time."""
     torch.manual_seed(0)
     defaults = {
@@ -70,11 +80,11 @@ def new_model(tokenizer: PreTrainedTokenizerFast, **config: Any) -> PreTrainedMo
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    return Qwen2ForCausalLM(Qwen2Config(**defaults | config))
+    return AutoModelForCausalLM.from_config(kind(**defaults | config))
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    return Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
 
 
 def encode() -> list[tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig
 
 import oar_plugin
 from oar_plugin.cli.main import main
@@ -22,9 +22,12 @@ from tests.processes import ranks
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    world.make_model(path)
-    Qwen2ForCausalLM.from_pretrained(path).bfloat16().save_pretrained(path)  # as OpenRLHF reads it
+    return made(tmp_path_factory.mktemp("model"))
+
+
+def made(path, *kind, **config):
+    world.make_model(path, *kind, **config)
+    AutoModelForCausalLM.from_pretrained(path).bfloat16().save_pretrained(path)  # as OpenRLHF reads it
     return path
 
 
@@ -65,7 +68,7 @@ def rows(experiences, name="advantages"):
 
 def front_door(folder, experiences, **settings):
     """Credit of every response by itself."""
-    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32), world.make_tokenizer()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), world.make_tokenizer()
     given = {"tokenizer": tokenizer, "answer_patterns": ["hash"], "temperature": 0.7, **settings}
     whole = [row for e in experiences for row in e.sequences]
     for ids, own in zip(whole, rows(experiences, "action_mask"), strict=True):
@@ -134,6 +137,11 @@ def test_one_forward_gives_log_probs_and_the_front_doors_credit(plain, patched, 
             assert Status(status[row]).name.lower() == unscored.get(row, "not_needed")
             assert not scores[row].any()
         torch.testing.assert_close(rows(got)[row], expected, rtol=10 * most, atol=1e-5)
+
+
+def test_the_same_with_scaled_logits(plain, patched, tmp_path):
+    folder = made(tmp_path, CohereConfig, logit_scale=0.3)
+    test_one_forward_gives_log_probs_and_the_front_doors_credit(plain, patched, folder, {}, 1e-5, packing=False)
 
 
 @pytest.mark.parametrize("flags", [[], ["--train.dynamic_batch_enable"]], ids=["fixed", "dynamic"])
@@ -275,14 +283,10 @@ def test_what_cannot_work_is_refused_before_anything_runs(patched, folder, words
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"vision_config": {}}, "it sees images"), ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0")],
-)
-def test_models_that_would_be_read_wrongly_are_refused(patched, folder, tmp_path, config, message):
+def test_models_that_see_images_are_refused(patched, folder, tmp_path):
     read_as = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(read_as | config))
-    with pytest.raises(OarConfigError, match=message):
+    (tmp_path / "config.json").write_text(json.dumps(read_as | {"vision_config": {}}))
+    with pytest.raises(OarConfigError, match="it sees images"):
         OarAdvantage(patched.args(*batch.words(tmp_path, *plugin_words())), world.make_tokenizer())
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from peft import LoraConfig
+from transformers import Gemma2Config
 from trl.chat_template_utils import qwen3_instruct_2507_chat_template
 
 import oar_plugin
@@ -10,6 +11,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from tests.hosts.trl import tiny
 from tests.hosts.trl.watched import Watched, relative, watched
+from tests.passes.batch import random_model
 
 OWN = "python:tests.own_importance:Saliency"
 
@@ -35,7 +37,9 @@ def test_scores_and_weights_equal_the_front_doors(tmp_path, importance):
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"], init_lora_weights=False, lora_dropout=0.1)
+CAPPED = {"head_dim": 8, "final_logit_softcapping": 2.0, "initializer_range": 0.3, "vocab_size": len(tiny.TOKENIZER)}
 SETTINGS = {
+    "capped logits": {"model": random_model(Gemma2Config, **CAPPED)},
     "iterations": {"num_iterations": 2, "max_steps": 4},
     "ahead": {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "num_iterations": 2},
     "bf16": {"bf16": True, "gradient_checkpointing": True},
