@@ -30,6 +30,7 @@ def root(tmp_path_factory):
     world.make_model(path / "fsdp")
     world.make_model(path / "megatron", num_hidden_layers=4)
     world.make_model(path / "megatron" / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    world.make_model(path / "megatron" / "mixture", num_hidden_layers=4, **world.EXPERTS)
     return path
 
 
@@ -38,12 +39,12 @@ def _table(name):
     def launched(root):
         """A case -> its results on every rank; other names of a worker's results -> that of the first rank."""
         module, folder = "worker", root / "fsdp"
-        if name in ("megatron", "eight"):
-            module, folder = "megatron_worker", root / "megatron"
+        if name in ("megatron", "mixture", "eight"):
+            module, folder = "megatron_worker", root / "megatron" / ("mixture" if name == "mixture" else "")
             pytest.importorskip("megatron.core")
             if not has_megatron_bridge():
                 pytest.importorskip("mbridge")
-        processes = {"single": 1, "double": 2, "megatron": 2, "eight": 8}[name]
+        processes = {"single": 1, "double": 2, "megatron": 2, "mixture": 2, "eight": 8}[name]
         every = ranks(f"tests.hosts.engine.{module}", name, folder, processes=processes, limit_s=2 * PROCESS_S)
         asked = {case.partition(" ")[2] for case in cases.named(name)}
         return {key: [one[key] for one in every] if key in asked else value for key, value in every[0].items()}
@@ -51,7 +52,7 @@ def _table(name):
     return launched
 
 
-single, double, megatron, eight = map(_table, cases.TABLES)
+single, double, megatron, mixture, eight = map(_table, cases.TABLES)
 
 
 @pytest.fixture

@@ -43,8 +43,6 @@ _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 MEGATRON_REFUSED = (
     Refused(f"{_ACTOR}.megatron.dynamic_context_parallel", (False, None),
             "its groups change with every micro-batch, and scores would be summed over the wrong ranks"),
-    Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
-            "routes are recorded in a forward without a backward, and OAR's log-prob pass has a backward"),
     Refused(f"{_ACTOR}.megatron.use_megatron_fsdp", (False, None),
             "its sharded weights were not tested with a backward that freezes them"),
     Refused(f"{_ACTOR}.megatron.override_transformer_config.fp8", (None, False),

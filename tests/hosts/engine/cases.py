@@ -24,6 +24,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic": True},
     "only": {"only": True},
     **{f"draws{number}": {"num_draws": number} for number in (3, 16, 64)},
+    "loud": {"sigma": 0.2},  # changes routes
     "again": {},
     "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
 }
@@ -82,8 +83,25 @@ MEGATRON: dict[str, list[str]] = {
     "tied tp2 sp": ["fisher"],
     "tied pp2": ["fisher", "decision"],
 }
+# Mixtures of experts. "dp2" splits the rows: tokens go to experts of another rank, which has other rows. Replay (r2, r3)
+# comes last: verl's patch of the router stays.
+MIXTURE: dict[str, list[str]] = {
+    "dp2": ["fisher"],
+    "ep2 dp2": ["fisher", "fisher dynamic", "oar_g", "decision"],
+    "ep2 dp2 aux full": ["fisher", "oar_g"],
+    "ep2 dp2 bias": ["fisher"],
+    "tp2 sp": ["oar_g"],
+    "ep2 tp2 sp etp1": ["fisher", "oar_g"],
+    "ep2 dp2 r2": ["fisher", "oar_g loud"],
+    "ep2 dp2 r3": ["fisher", "fisher dynamic", "oar_g"],
+}
+FOUR = {
+    "ep2 dp2 pp2": ["fisher", "oar_g"],
+    "ep2 tp2 sp etp1 pp2 r2": ["fisher", "oar_g loud"],
+    "ep2 tp2 sp etp1 pp2 r3 full": ["fisher", "oar_g"],
+}
 EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS]}
-TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "eight": EIGHT}
+TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "mixture": MIXTURE, "four": FOUR, "eight": EIGHT}
 
 
 def request(words: str) -> dict[str, Any]:
@@ -109,14 +127,17 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
         scored = want(root, case.replace(" fails", ""))
         return {row: scores for row, scores in scored.items() if row != world.FAILS}
     folder, dtype = root / "fsdp", torch.float32
-    if words & {"megatron", "eight"}:
-        folder, dtype = root / "megatron" / ("tied" if "tied" in words else ""), torch.float64
+    if not words & {"single", "double"}:
+        variant = "tied" if "tied" in words else "mixture" if words & {"mixture", "four"} else ""
+        folder, dtype = root / "megatron" / variant, torch.float64
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
     (importance,) = words & {"fisher", "oar_g", "decision", "onward", "entropy", "own"}
     columns = world.COLUMNS if "vocabulary" in words else None
-    return world.reference(folder, importance, probe, columns=columns, dtype=dtype)
+    sigma = request(" ".join(words & {"loud"})).get("sigma", world.SIGMA)
+    replay = "".join(words & {"r2", "r3"})
+    return world.reference(folder, importance, probe, columns=columns, dtype=dtype, sigma=sigma, replay=replay)
 
 
 def tolerance(case: str) -> float:

@@ -151,8 +151,21 @@ def state(engine: Any) -> dict[str, Any]:
         return found | {"scaler": engine.scaler}
     buffers = [buffer for chunk in parts.values() for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     found["grad_buffers"] = dict(enumerate(buffer.grad_data.clone() for buffer in buffers))
+    found["buffers"] = {f"{i}.{n}": b.clone() for i, chunk in parts.items() for n, b in chunk.named_buffers()}
+    replays = {n: getattr(module, "router_replay", None) for n, module in modules.items()}
+    found["replay"] = {n: dict(vars(one)) for n, one in replays.items() if one is not None}
     found["config"] = {i: dict(vars(chunk.config)) for i, chunk in parts.items()}
     return found
+
+
+def ready(engine: Any, *how: Any) -> TensorDict:
+    """`batch`, with what router replay adds."""
+    data = batch(*how)
+    replay = getattr(getattr(engine.engine_config, "router_replay", None), "mode", "disabled")
+    tu.assign_non_tensor(data, enable_routing_replay=replay != "disabled")
+    if replay == "R3":
+        data["routed_experts"] = world.nested(world.routes(ids) for ids in data["input_ids"].unbind())
+    return data
 
 
 def kinds(traces: list[str]) -> list[str]:
@@ -170,19 +183,22 @@ def run(
     first: bool = False,
     **request: Any,
 ) -> dict[str, Any]:
-    settings = {"importance": "fisher", "answer_patterns": ("hash",), "importance_only": only, **request}
+    defaults = {"importance": "fisher", "answer_patterns": ("hash",), "sigma": world.SIGMA}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
-    asked = Request(sigma=world.SIGMA, **limits, **settings)
+    asked = Request(**limits, **defaults | {"importance_only": only, **request})
     with engine.eval_mode():
-        plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic)).get("model_output", {})
+        plain = {} if first else engine.infer_batch(ready(engine, rows, packed, dynamic)).get("model_output", {})
         before = state(engine)
-        data = batch(rows, packed, dynamic)
+        data = ready(engine, rows, packed, dynamic)
         tu.assign_non_tensor_data(data, REQUEST, asked.to_dict())
         with around or nullcontext():
             output = engine.infer_batch(data)["model_output"]
         traces = differences(before, state(engine))
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     result |= {key: [row.cpu().clone() for row in value.unbind()] for key, value in output.items()}
+    if "routed_experts" in plain:
+        pairs = zip(output["routed_experts"].unbind(), plain["routed_experts"].unbind(), strict=True)
+        result["same_routes"] = all(torch.equal(a, b) for a, b in pairs)
     for key in ("log_probs", "entropy"):
         if key in output and not first:
             # Not the last position: its label is the first token of whatever sequence stands behind it in the pack.
@@ -335,7 +351,7 @@ def refused(engine: Any) -> str:
 
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on this rank; the rows are split among ranks or not."""
-    rows = UNEVEN[dist.get_rank()] if split else EVERY
+    rows = UNEVEN[engine.get_data_parallel_rank()] if split else EVERY
     packed = "padded" not in layout
     return {f"{layout} {words}": run(engine, rows, packed, **cases.request(words)) for words in asked}
 

@@ -1,13 +1,22 @@
 """A tiny model, a few responses, and what their importance is when computed in the plainest way."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment, make_finder
@@ -35,6 +44,7 @@ ROWS = [
 ]
 SCORED = [0, 1, 3, 4]
 FAILS = 1
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
 STATUS = ["SCORED", "SCORED", "NOT_NEEDED", "SCORED", "SCORED", "NO_ANSWER", "TRUNCATED", "NO_REASONING"]
 
 
@@ -54,7 +64,7 @@ def make_model(folder: Path, **config: Any) -> None:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, **config: Any) -> PreTrainedModel:
-    """A random model, the same each time."""
+    """A random model, the same each time: Qwen3's mixture if there are experts, else Qwen2."""
     torch.manual_seed(0)
     defaults = {
         "vocab_size": len(tokenizer),
@@ -70,11 +80,13 @@ def new_model(tokenizer: PreTrainedTokenizerFast, **config: Any) -> PreTrainedMo
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
+    if "num_experts" in config:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**defaults | config))
     return Qwen2ForCausalLM(Qwen2Config(**defaults | config))
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    return Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
 
 
 def encode() -> list[tuple[Tensor, Tensor]]:
@@ -110,21 +122,61 @@ def reference(
     columns: int | None = None,
     dtype: torch.dtype = torch.float32,
     temperature: float = TEMPERATURE,
+    sigma: float = SIGMA,
+    replay: str = "",
 ) -> dict[int, Tensor]:
-    """Importance of each scored response, one at a time."""
+    """Importance of each scored response, one at a time. `replay`: `replayed`."""
     model = load_model(folder, dtype)
-    settings = importance, probe, seed, columns, temperature
-    encoded = encode()
-    return {
-        row: gradient_importance(model, torch.cat(encoded[row]), segments_of(ROWS[row][1]), *settings) for row in SCORED
-    }
+    settings = importance, probe, seed, columns, temperature, sigma
+    scores = {}
+    for row in SCORED:
+        ids = torch.cat(encode()[row])
+        with replayed(model, ids, replay):
+            scores[row] = gradient_importance(model, ids, segments_of(ROWS[row][1]), *settings)
+    return scores
+
+
+def routes(ids: Tensor) -> Tensor:
+    """Experts of each token that no router chose, int16 `[T, layers, 2]`: what a rollout may have recorded."""
+    first = (ids[:, None] + torch.arange(4)) % EXPERTS["num_experts"]
+    return torch.stack([first, (first + 3) % EXPERTS["num_experts"]], -1).to(torch.int16)
+
+
+@contextmanager
+def replayed(model: PreTrainedModel, ids: Tensor, mode: str) -> Iterator[None]:
+    """Route every forward of a mixture over `routes` (R3), or as the model does without noise (R2); "": as it likes."""
+    gates = [layer.mlp.gate for layer in model.model.layers] if mode else []
+    chosen = list(routes(ids).long().unbind(1))
+    with ExitStack() as hooks:
+
+        def replay(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if mode == "r2" and layer not in recorded:
+                recorded[layer] = output[2]
+            at = recorded.get(layer, chosen[layer])
+            weight = output[0].softmax(-1).gather(-1, at)
+            return output[0], weight / weight.sum(-1, keepdim=True), at
+
+        recorded: dict[int, Tensor] = {}
+        for layer, gate in enumerate(gates):
+            hooks.callback(gate.register_forward_hook(partial(replay, layer)).remove)
+        if mode == "r2":
+            model(input_ids=ids[None])  # the forward that is recorded
+        yield
 
 
 def gradient_importance(
-    model, ids, segments, importance="fisher", probe="answer_mean", seed=0, columns=None, temperature=TEMPERATURE
+    model,
+    ids,
+    segments,
+    importance="fisher",
+    probe="answer_mean",
+    seed=0,
+    columns=None,
+    temperature=TEMPERATURE,
+    sigma=SIGMA,
 ):
     """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model. `columns`: of the
-    vocabulary, the first ones only. `temperature`: of the entropies."""
+    vocabulary, the first ones only. `temperature`: of the entropies. `sigma`: of the noise."""
     prompt, joint = len(ids) - len(segments), probe == "answer_joint"
     reasoning = (segments == Segment.REASONING).nonzero()[:, 0] + prompt
     answer = (segments == Segment.ANSWER).nonzero()[:, 0] + prompt
@@ -168,7 +220,7 @@ def gradient_importance(
     if importance == "oar_g":
         width = embedding.shape[-1]
         noise = torch.zeros(1, len(ids), width)
-        noise[0, reasoning] = SIGMA * gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), width)
+        noise[0, reasoning] = sigma * gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), width)
         noisy = model(inputs_embeds=embedding + noise).logits[0, rows].double()
         if joint:
             scalar = -noisy.log_softmax(-1).gather(-1, ids[rows + 1][:, None]).mean()
