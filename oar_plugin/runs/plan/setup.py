@@ -86,6 +86,9 @@ class Setup:
         self.gpus: int = trainer.nnodes * trainer.n_gpus_per_node
         kinds = ("tensor_model", "pipeline_model", "context")
         self.tp, self.pp, self.cp = (self.engine[f"{kind}_parallel_size"] if self.megatron else 1 for kind in kinds)
+        # Expert parallelism. By default Megatron splits each expert over the tensor-parallel ranks.
+        self.ep: int = self.engine.expert_model_parallel_size if self.megatron else 1
+        self.etp: int = (self.engine.expert_tensor_parallel_size or self.tp) if self.megatron else 1
         self.ulysses = self.shards = 1
         if not self.megatron:
             # verl copies the actor's value to fsdp_config, from which the engine reads it.
@@ -175,8 +178,17 @@ def _faults(s: Setup) -> list[str]:
             faults.append(f"{s.group}: tensor {s.tp} x pipeline {s.pp} x context {s.cp} = {together}: {rule}")
         key = f"{s.group}.virtual_pipeline_model_parallel_size"
         check(key, "not supported by the planner", "null", (OmegaConf.select(s.config, key) or 1) > 1)
-        rule = "a mixture of experts under Megatron is not supported, neither by the planner nor by OAR"
-        check("actor_rollout_ref.model.path", rule, "a dense model, or actor.strategy=fsdp2", model.experts > 0)
+        number = model.config.num_experts or 1
+        rule = f"must divide the {number} experts of {model.name}, and the {s.gpus} GPUs by stages and ranks per expert"
+        sizes = [size for size in divisors(number) if s.gpus % (s.pp * s.etp * size) == 0]
+        check(f"{s.group}.expert_model_parallel_size", rule, sizes)
+        if model.experts:
+            width = model.config.moe_intermediate_size
+            sizes = [size for size in divisors(width) if s.gpus % (s.pp * size) == 0]
+            rule = f"must divide the width {width} of an expert; null means tensor_model_parallel_size={s.tp}"
+            check(f"{s.group}.expert_tensor_parallel_size", rule, sizes, s.etp not in sizes)
+            rule = "Megatron does not train a mixture of experts with tensor parallelism and without it"
+            check(f"{s.group}.sequence_parallel", rule, True, s.tp > 1 and not s.engine.sequence_parallel)
     else:
         sizes = list(filter(splits, divisors(s.gpus)))
         rule = f"must divide the {s.gpus} GPUs"

@@ -24,6 +24,7 @@ if ON_CPU:
     megatron.install()
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from verl.workers.config import EngineRouterReplayConfig, HFModelConfig, McoreEngineConfig, McoreOptimizerConfig  # noqa: E402
 
 CPU_ENGINE = {"use_distributed_optimizer": False}  # it takes CUDA tensors only
@@ -57,10 +58,9 @@ LAYOUT_WORDS: dict[str, dict[str, Any]] = {
             "moe_z_loss_coeff": 0.1,
         }
     },
-    "bias": {"transformer": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}},
     "r2": {"router_replay": EngineRouterReplayConfig(mode="R2")},
     "r3": {"router_replay": EngineRouterReplayConfig(mode="R3")},
-    **{word: {} for word in ("one", "dp2", "vocabulary", "tied")},
+    **{word: {} for word in ("one", "dp2", "vocabulary", "tied", "bias")},
 }
 BYTES = {"tp2": ["fisher", "oar_g", "decision"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
 
@@ -95,7 +95,17 @@ def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
     engine = start("megatron", host_only, model, config, optimizer)
     if "vocabulary" in words:
         engine.model_config.hf_config.vocab_size = world.COLUMNS
+    if "bias" in words:
+        count_tokens(engine)
     return engine
+
+
+def count_tokens(engine: Any) -> None:
+    """Count tokens per expert, as routers with expert bias do. mbridge knows no such weights of Qwen's."""
+    for router in (module for chunk in engine.module for module in chunk.modules() if isinstance(module, TopKRouter)):
+        router.enable_expert_bias = True
+        del router.local_tokens_per_expert  # None
+        router.register_buffer("local_tokens_per_expert", torch.zeros(world.EXPERTS["num_experts"]), persistent=False)
 
 
 def half_way(engine: Any) -> None:

@@ -153,7 +153,7 @@ def state(engine: Any) -> dict[str, Any]:
     found["grad_buffers"] = dict(enumerate(buffer.grad_data.clone() for buffer in buffers))
     found["buffers"] = {f"{i}.{n}": b.clone() for i, chunk in parts.items() for n, b in chunk.named_buffers()}
     replays = {n: getattr(module, "router_replay", None) for n, module in modules.items()}
-    found["replay"] = {n: dict(vars(one)) for n, one in replays.items() if one is not None}
+    found["replay"] = {n: str(vars(one)) for n, one in replays.items() if one is not None}
     found["config"] = {i: dict(vars(chunk.config)) for i, chunk in parts.items()}
     return found
 

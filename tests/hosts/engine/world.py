@@ -86,7 +86,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, **config: Any) -> PreTrainedMo
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how).eval()
 
 
 def encode() -> list[tuple[Tensor, Tensor]]:
