@@ -21,8 +21,8 @@ log-probs. Each stand-in, with its reason, and when it can go:
 * Streams: Megatron-Bridge wraps the model in DDP on a CUDA stream, and megatron-core copies the numbers of tokens per expert to
   the CPU on one. When they ask for the device.
 * `te_general_gemm`: megatron-core 0.16's router reads this name, which it imports from TransformerEngine only. With 0.18.
-* Grouped experts: both bridges map the weights of experts by the names of TransformerEngine's grouped layers. Here each expert
-  is computed by itself, with `moe_grouped_gemm=False`. When they map the names of megatron-core's `SequentialMLP`.
+* Grouped experts: mbridge maps the weights of experts by the names of TransformerEngine's grouped layers. Here each expert is
+  computed by itself, with `moe_grouped_gemm=False`. With megatron-core 0.18, whose bridge maps the names of `SequentialMLP` too.
 * `nn.Module.cuda`, `Tensor.cuda`: the bridges move the model with them, and megatron-core an index of padded sequences under
   context parallelism. When they ask for the device.
 
@@ -209,7 +209,8 @@ def _layer_spec(config: Any) -> Any:
         mlp.linear_fc1 = LayerNormColumnParallelLinear
     else:
         layer.pre_mlp_layernorm = RMSNorm
-        mlp.experts = ModuleSpec(_grouped_experts(), submodules=mlp.experts.submodules)
+        if isinstance(mlp.experts, ModuleSpec):  # megatron-core 0.16, with mbridge
+            mlp.experts.module = _grouped_experts()
     return spec
 
 
@@ -217,16 +218,10 @@ def _grouped_experts() -> type[nn.Module]:
     """Return megatron-core's experts, one after the other, whose parameters have the names of TransformerEngine's."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    class TEColumnParallelGroupedLinear(nn.Module):  # Megatron-Bridge recognises the classes by these names
-        pass
-
-    class TERowParallelGroupedLinear(nn.Module):
-        pass
-
     class GroupedExperts(SequentialMLP):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.linear_fc1, self.linear_fc2 = TEColumnParallelGroupedLinear(), TERowParallelGroupedLinear()
+            self.linear_fc1, self.linear_fc2 = nn.Module(), nn.Module()
             experts = list(self._modules.pop("local_experts"))
             for i, expert in enumerate(experts):
                 self.linear_fc1.register_parameter(f"weight{i}", expert.linear_fc1.weight)

@@ -45,8 +45,6 @@ _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
 # What is refused of Megatron's transformer config, besides `MEGATRON_REFUSED`: only a built model shows it.
 MODEL_REFUSED = {
-    "moe_expert_capacity_factor": "which tokens an expert drops depends on the other rows of the batch; leave it out",
-    "moe_input_jitter_eps": "it draws random numbers, and rows would be routed differently in each forward; leave it out",
     "moe_router_force_load_balancing": "it routes at random; set it to False",
     "moe_router_force_biased": "it routes at random; leave it out",
     "fp4": "leave override_transformer_config.fp4 out",

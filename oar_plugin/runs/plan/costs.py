@@ -219,7 +219,7 @@ def step_flops(s: Setup) -> dict[str, float]:
     importance, reasoning = s.oar.importance_object, max(1.0, s.mean_response - s.answer_rows)
     of = {"reasoning": reasoning, "later": reasoning + s.answer_rows}
     rows = [of.get(backward.rows, s.answer_rows) for backward in importance.backwards]
-    added = s.oar.extra_forwards * model.layers_flops(length) + s.oar.backwards * (model.backward_flops(length) + again)
+    added = s.extra_forwards * model.layers_flops(length) + s.oar.backwards * (model.backward_flops(length) + again)
     added += s.oar.num_draws * 2 * model.head_flops(sum(rows))
     if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
         added += model.head_flops(reasoning)
@@ -261,7 +261,7 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
     if oar is not None:
         if flops[IMPORTANCE]:
             rate = efficiency.training if oar.backwards else efficiency.inference
-            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, s.scored_share, oar.extra_forwards, oar.backwards)
+            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, s.scored_share, s.extra_forwards, oar.backwards)
         if flops[COPIES]:
             hidden = oar.perturbation.share_while_generating * generation if oar.offloads else 0.0
             rate = (s.rollout_gpus if oar.offloads else s.gpus) * gpu.tflops * 1e12 * efficiency.inference

@@ -3,6 +3,7 @@
 Each table says for a layout, which is built once, what is asked of it; results have the cases' names.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ SINGLE: dict[str, list[str]] = {
         *("fisher again", "fisher draws64", "decision", "decision draws16", "onward", "onward last"),
         *("oar_p span", "oar_p sampled", "oar_p half", "hybrid"),
     ],
+    **({"compiled": ["fisher"]} if shutil.which("g++") else {}),  # torch's compiler calls it on a CPU
     "offload": ["fisher"],
     "activations": ["fisher", "own"],
     **dict.fromkeys(("padded", "checkpointing", "lora", "bf16", "fsdp1"), EVERYTHING),

@@ -42,6 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "wrapped": {"strategy": "fsdp", "wrap_policy": {"min_num_params": 8000}},  # the vocabulary projection by itself
     "padded": {"use_remove_padding": False},
     "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
+    "compiled": {"use_torch_compile": True},
     "offload": {"param_offload": True},
     "activations": {"model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True}},
     "lora": {"model": {"lora_rank": 4, "lora_alpha": 16, "target_modules": "all-linear"}},
@@ -98,13 +99,13 @@ def start(strategy: str, host_only: bool, *config: Any) -> Any:
 def build(
     folder: str, host_only: bool = False, param_dtype: str = "fp32", model: dict[str, Any] | None = None, **engine: Any
 ) -> Any:
-    engine = {"strategy": "fsdp2", "use_remove_padding": True, "wrap_policy": {"min_num_params": 0}} | engine
+    defaults = {"strategy": "fsdp2", "use_remove_padding": True, "use_torch_compile": False}
+    engine = defaults | {"wrap_policy": {"min_num_params": 0}} | engine
     settings = {"override_config": {"attn_implementation": "sdpa"}, "enable_gradient_checkpointing": False}
     config = FSDPEngineConfig(
         use_dynamic_bsz=False,
         mixed_precision={"param_dtype": param_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         model_dtype="fp32",
-        use_torch_compile=False,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=90,
         **engine,

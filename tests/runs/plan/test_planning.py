@@ -44,6 +44,26 @@ def test_states_are_sixteen_bytes_per_weight_and_megatrons_twelve_over_the_data_
     assert weights == 4 * lora.model.parameters / 8 + gradients
 
 
+def test_experts_are_split_over_ranks_of_their_own(experts):
+    whole = Setup(experts)  # tensor parallel 4, expert parallel 8, on 32 GPUs
+    model = whole.model
+    dense, mixed = (model.parameters - model.experts) / 4, model.experts / 8
+    optimizer = 12 * (dense / 8 + mixed / 4)  # over the ranks that hold the same parameters
+    assert states(whole) == pytest.approx((2 * (dense + mixed), 4 * (dense + mixed), optimizer))
+    # Without a size of its own an expert is split as attention is, and tokens travel further.
+    sliced = changed(experts, "actor.megatron.expert_tensor_parallel_size=null")
+    assert states(Setup(sliced))[0] == pytest.approx(2 * (dense + mixed / 4))
+    assert Plan(sliced).step > Plan(experts).step
+    # To record its routes the pass runs one more forward, if it would begin with a backward.
+    recording = [
+        Plan(changed(experts, f"actor.megatron.router_replay.mode={mode}", f"oar.importance={importance}")).oar
+        for importance in ("fisher", "oar_g")
+        for mode in ("R2", "disabled")
+    ]
+    assert recording[0] > recording[1]
+    assert recording[2] == recording[3]
+
+
 def test_a_gpu_without_room_for_a_sequence_does_not_fit(fsdp):
     made = Plan(changed(fsdp, "rollout.gpu_memory_utilization=0.115"))
     assert made.cached < 1
@@ -154,7 +174,10 @@ def test_more_gpus_never_need_more_memory_each_and_larger_micro_batches_never_le
         ("megatron", ["actor.megatron.tensor_model_parallel_size=3"], ["tensor_model_parallel_size=3", "1, 2, 4, 8"]),
         ("megatron", ["actor.megatron.pipeline_model_parallel_size=3"], ["pipeline_model_parallel_size=3", "1, 2, 4"]),
         ("megatron", ["actor.megatron.context_parallel_size=3"], ["context 3 = 48", "32 GPUs"]),
-        ("megatron", ["model.path=Qwen/Qwen3-30B-A3B"], ["mixture of experts"]),
+        ("megatron", ["actor.megatron.expert_model_parallel_size=2"], ["expert_model_parallel_size=2", "allowed: 1"]),
+        ("experts", ["actor.megatron.expert_model_parallel_size=24"], ["size=24", "the 128 experts", "1, 2, 4, 8, 16, 32"]),
+        ("experts", ["actor.megatron.expert_tensor_parallel_size=5"], ["expert_tensor_parallel_size=5", "768"]),
+        ("experts", ["actor.megatron.sequence_parallel=False"], ["sequence_parallel=False", "allowed: True"]),
         ("megatron", ["trainer.total_training_steps=10"], ["lr_warmup_steps=10", "at most 9"]),
         ("megatron", ["data.max_response_length=3072"], ["overlong_buffer_cfg.len=2048", "at most 1536"]),
     ],
