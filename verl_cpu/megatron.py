@@ -22,7 +22,7 @@ log-probs. Each stand-in, with its reason, and when it can go:
   the CPU on one. When they ask for the device.
 * `te_general_gemm`: megatron-core 0.16's router reads this name, which it imports from TransformerEngine only. With 0.18.
 * Grouped experts: mbridge maps the weights of experts by the names of TransformerEngine's grouped layers. Here each expert is
-  computed by itself, with `moe_grouped_gemm=False`. With megatron-core 0.18, whose bridge maps the names of `SequentialMLP` too.
+  computed by itself, with `moe_grouped_gemm=False`. With megatron-core 0.18, whose bridge maps the names of its experts too.
 * `nn.Module.cuda`, `Tensor.cuda`: the bridges move the model with them, and megatron-core an index of padded sequences under
   context parallelism. When they ask for the device.
 

@@ -241,7 +241,7 @@ def test_no_trace_is_left(results, table):
 @each_engine
 def test_every_kind_of_trace_would_be_noticed(results, table):
     parts = ["grads", "hooks", "optimizer", "requires_grad", "training", "weights"]
-    parts += ["scaler"] if table == "single" else ["config", "grad_buffers"]
+    parts += ["scaler"] if table == "single" else ["buffers", "config", "grad_buffers"]
     assert results(f"{table} noticed") == sorted([*parts, "numpy_rng", "python_rng", "torch_rng"])
 
 

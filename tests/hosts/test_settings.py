@@ -25,7 +25,7 @@ ON = "algorithm.adv_estimator=oar"
 TRAINER_CONFIG = Path(verl.__file__).parent / "trainer" / "config"
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
-MOE = MEGATRON + "override_transformer_config__"
+MOE, REPLAY = MEGATRON + "override_transformer_config__", "router_replay__mode"
 COPIES = "algorithm__oar__perturbation__"
 OFFLOAD = {"algorithm__oar__importance": "oar_p", COPIES + "backend": "rollout", ROLLOUT + "name": "vllm"}
 
@@ -119,13 +119,13 @@ def test_without_the_offload_its_conditions_are_not_looked_at():
     assert not resolve(config(**sglang)).offloads
 
 
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "decision"])
-def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_replay(importance):
-    oar = {"algorithm__oar": {"importance": importance}}
-    assert resolve(config(**{ROLLOUT + "name": "sglang"}, **oar)).importance == importance
-    for mode in ("R2", "R3"):
-        replay = {ACTOR + "strategy": "megatron", MEGATRON + "router_replay__mode": mode}
-        assert resolve(config(**replay, **oar)).importance == importance
+@pytest.mark.parametrize("importance", ["fisher", "oar_g"])
+@pytest.mark.parametrize(
+    "engine", [{ROLLOUT + "name": "sglang"}, *({MEGATRON + REPLAY: mode} for mode in ("R2", "R3"))]
+)
+def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_replay(engine, importance):
+    strategy = {} if ROLLOUT + "name" in engine else {ACTOR + "strategy": "megatron"}
+    assert resolve(config(**strategy, **engine, algorithm__oar={"importance": importance})).importance == importance
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class OarMegatronMixin(ImportancePass):
 
     @staticmethod
     def _recorded_routes(output: dict[str, Any]) -> Tensor:
-        """Routes of all layers, int16 nested `[T, layers, experts per token]`, on each rank; verl has them on the last stage."""
+        """Routes, int16 nested `[T, layers, experts per token]`, on every rank; verl has them on the last stage."""
         routes = [output.get("model_output", {}).get(_ROUTES)]
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             group = parallel_state.get_pipeline_model_parallel_group()

@@ -252,8 +252,7 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
         arithmetic = flops[phase] / (s.gpus * gpu.tflops * 1e12 * rate) * (1 + (s.pp - 1) / micro_batches)
         overlapped, waited = _sent(s, tokens, micro_batches, forwards, backwards, phase == UPDATE)
         states = _link(s, gpu, efficiency, overlapped, s.gpus if s.megatron else s.shards)
-        group = max(s.tp * s.ulysses, s.ep * s.etp)
-        return max(arithmetic, states) + _link(s, gpu, efficiency, waited, group)
+        return max(arithmetic, states) + _link(s, gpu, efficiency, waited, max(s.tp * s.ulysses, s.ep * s.etp))
 
     seconds = {GENERATION: generation, LOG_PROB: trainer(LOG_PROB, efficiency.inference, 1.0, 1, 0)}
     if flops[REFERENCE]:

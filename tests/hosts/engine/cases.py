@@ -94,7 +94,7 @@ MIXTURE: dict[str, list[str]] = {
     "ep2 dp2 bias": ["fisher"],
     "tp2 sp": ["oar_g"],
     "ep2 tp2 sp etp1": ["fisher", "oar_g"],
-    "ep2 dp2 r2": ["fisher", "oar_g loud"],
+    "ep2 dp2 r2": ["fisher", "fisher dynamic", "oar_g loud"],
     "ep2 dp2 r3": ["fisher", "fisher dynamic", "oar_g"],
 }
 FOUR = {

@@ -51,13 +51,7 @@ LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "overlap": {"override_ddp_config": {"use_distributed_optimizer": True, "overlap_param_gather": True}},
     "ep2": {"expert_model_parallel_size": 2},
     "etp1": {"expert_tensor_parallel_size": 1},
-    "aux": {
-        "transformer": {
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": 0.1,
-            "moe_z_loss_coeff": 0.1,
-        }
-    },
+    "aux": {"transformer": {"moe_router_load_balancing_type": "aux_loss", "moe_z_loss_coeff": 0.1}},
     "r2": {"router_replay": EngineRouterReplayConfig(mode="R2")},
     "r3": {"router_replay": EngineRouterReplayConfig(mode="R3")},
     **{word: {} for word in ("one", "dp2", "vocabulary", "tied", "bias")},

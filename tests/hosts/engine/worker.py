@@ -225,6 +225,7 @@ def noticed(engine: Any) -> list[str]:
     engine.scaler = "touched"
     if module is not engine.module:  # Megatron
         module.buffers[0].grad_data[0] = 1.0
+        module.register_buffer("counted", torch.ones(1))
         module.config.finalize_model_grads_func = print
     return kinds(differences(before, state(engine)))
 

@@ -8,15 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment, make_finder
@@ -44,7 +36,7 @@ ROWS = [
 ]
 SCORED = [0, 1, 3, 4]
 FAILS = 1
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8)
 STATUS = ["SCORED", "SCORED", "NOT_NEEDED", "SCORED", "SCORED", "NO_ANSWER", "TRUNCATED", "NO_REASONING"]
 
 
@@ -80,9 +72,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, **config: Any) -> PreTrainedMo
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    if "num_experts" in config:
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**defaults | config))
-    return Qwen2ForCausalLM(Qwen2Config(**defaults | config))
+    family = "qwen3_moe" if "num_experts" in config else "qwen2"
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **defaults | config))
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -128,12 +119,12 @@ def reference(
 ) -> dict[int, Tensor]:
     """Importance of each scored response, one at a time. `replay`: `replayed`."""
     model = load_model(folder, dtype)
-    settings = importance, probe, seed, columns, temperature, sigma
+    settings = importance, probe, seed, columns, temperature
     scores = {}
     for row in SCORED:
         ids = torch.cat(encode()[row])
         with replayed(model, ids, replay):
-            scores[row] = gradient_importance(model, ids, segments_of(ROWS[row][1]), *settings)
+            scores[row] = gradient_importance(model, ids, segments_of(ROWS[row][1]), *settings, sigma=sigma)
     return scores
 
 
@@ -146,38 +137,25 @@ def routes(ids: Tensor) -> Tensor:
 @contextmanager
 def replayed(model: PreTrainedModel, ids: Tensor, mode: str) -> Iterator[None]:
     """Route every forward of a mixture over `routes` (R3), or as the model does without noise (R2); "": as it likes."""
-    gates = [layer.mlp.gate for layer in model.model.layers] if mode else []
-    chosen = list(routes(ids).long().unbind(1))
+    routed = {} if mode == "r2" else dict(enumerate(routes(ids).long().unbind(1)))
+
+    def replay(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        chosen = routed.setdefault(layer, output[2])
+        weight = output[0].softmax(-1).gather(-1, chosen)
+        return output[0], weight / weight.sum(-1, keepdim=True), chosen
+
     with ExitStack() as hooks:
-
-        def replay(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            if mode == "r2" and layer not in recorded:
-                recorded[layer] = output[2]
-            at = recorded.get(layer, chosen[layer])
-            weight = output[0].softmax(-1).gather(-1, at)
-            return output[0], weight / weight.sum(-1, keepdim=True), at
-
-        recorded: dict[int, Tensor] = {}
-        for layer, gate in enumerate(gates):
-            hooks.callback(gate.register_forward_hook(partial(replay, layer)).remove)
-        if mode == "r2":
-            model(input_ids=ids[None])  # the forward that is recorded
+        for number, layer in enumerate(model.model.layers if mode else []):
+            hooks.callback(layer.mlp.gate.register_forward_hook(partial(replay, number)).remove)
+        model(input_ids=ids[None])  # R2 records its experts
         yield
 
 
 def gradient_importance(
-    model,
-    ids,
-    segments,
-    importance="fisher",
-    probe="answer_mean",
-    seed=0,
-    columns=None,
-    temperature=TEMPERATURE,
-    sigma=SIGMA,
+    model, ids, segments, importance="fisher", probe="answer_mean", seed=0, columns=None, temperature=TEMPERATURE, **kw
 ):
     """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model. `columns`: of the
-    vocabulary, the first ones only. `temperature`: of the entropies. `sigma`: of the noise."""
+    vocabulary, the first ones only. `temperature`: of the entropies. `kw`: `sigma`."""
     prompt, joint = len(ids) - len(segments), probe == "answer_joint"
     reasoning = (segments == Segment.REASONING).nonzero()[:, 0] + prompt
     answer = (segments == Segment.ANSWER).nonzero()[:, 0] + prompt
@@ -221,7 +199,9 @@ def gradient_importance(
     if importance == "oar_g":
         width = embedding.shape[-1]
         noise = torch.zeros(1, len(ids), width)
-        noise[0, reasoning] = sigma * gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), width)
+        noise[0, reasoning] = kw.get("sigma", SIGMA) * gaussian(
+            position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), width
+        )
         noisy = model(inputs_embeds=embedding + noise).logits[0, rows].double()
         if joint:
             scalar = -noisy.log_softmax(-1).gather(-1, ids[rows + 1][:, None]).mean()
