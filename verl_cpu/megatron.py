@@ -18,7 +18,11 @@ log-probs. Each stand-in, with its reason, and when it can go:
   megatron-core's does.
 * TransformerEngine and modelopt, while Megatron-Bridge is imported: it imports names from them for adapters, distillation and
   quantisation. When it imports them where it uses them. An installed modelopt (verl's extras bring it) stays.
-* Streams: Megatron-Bridge wraps the model in DDP on a CUDA stream. When it asks for the device.
+* Streams: Megatron-Bridge wraps the model in DDP on a CUDA stream, and megatron-core copies the numbers of tokens per expert to
+  the CPU on one. When they ask for the device.
+* `te_general_gemm`: megatron-core 0.16's router reads this name, which it imports from TransformerEngine only. With 0.18.
+* Grouped experts: mbridge maps the weights of experts by the names of TransformerEngine's grouped layers. Here each expert is
+  computed by itself, with `moe_grouped_gemm=False`. With megatron-core 0.18, whose bridge maps the names of its experts too.
 * `nn.Module.cuda`, `Tensor.cuda`: the bridges move the model with them, and megatron-core an index of padded sequences under
   context parallelism. When they ask for the device.
 
@@ -60,6 +64,14 @@ class _MegatronsTorch(types.ModuleType):
             return found(*args, **kwargs)
 
         return factory
+
+
+def _counts_on_cpu(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """Make arrays of the numbers of tokens that ranks exchange, as megatron-core does when it copies them from the GPU."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(counts := getattr(dispatcher, name), Tensor):
+            setattr(dispatcher, name, counts.numpy())
+    return tokens_per_expert
 
 
 class _GatherOverContext(torch.autograd.Function):
@@ -171,6 +183,7 @@ def _layer_spec(config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     class LayerNormColumnParallelLinear(ColumnParallelLinear):  # Megatron-Bridge recognises the class by this name
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
@@ -183,13 +196,39 @@ def _layer_spec(config: Any) -> Any:
             normed = nn.functional.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self._eps)
             return super().forward(normed, *args, **kwargs)
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    experts = config.num_moe_experts
+    spec = get_gpt_layer_local_spec(experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-    layer.self_attention.submodules.core_attention = DenseCoreAttention
+    attention = layer.self_attention.submodules
+    attention.core_attention, attention.linear_qkv = DenseCoreAttention, LayerNormColumnParallelLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = getattr(layer.mlp, "keywords", vars(layer.mlp))["submodules"]  # a `partial` since megatron-core 0.18
-    layer.self_attention.submodules.linear_qkv = mlp.linear_fc1 = LayerNormColumnParallelLinear
+    if experts is None:
+        mlp.linear_fc1 = LayerNormColumnParallelLinear
+    else:
+        layer.pre_mlp_layernorm = RMSNorm
+        if isinstance(mlp.experts, ModuleSpec):  # megatron-core 0.16, with mbridge
+            mlp.experts.module = _grouped_experts()
     return spec
+
+
+def _grouped_experts() -> type[nn.Module]:
+    """Return megatron-core's experts, one after the other, whose parameters have the names of TransformerEngine's."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    class GroupedExperts(SequentialMLP):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.linear_fc1, self.linear_fc2 = nn.Module(), nn.Module()
+            experts = list(self._modules.pop("local_experts"))
+            for i, expert in enumerate(experts):
+                self.linear_fc1.register_parameter(f"weight{i}", expert.linear_fc1.weight)
+                self.linear_fc2.register_parameter(f"weight{i}", expert.linear_fc2.weight)
+            self.local_experts = experts  # a list: its parameters are registered once
+
+    return GroupedExperts
 
 
 def admit_what_there_is(config: Any) -> None:
@@ -305,6 +344,7 @@ def install() -> None:
     import megatron.core.optimizer.distrib_optimizer
     import megatron.core.pipeline_parallel.schedules  # noqa: F401
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args: None
@@ -316,5 +356,10 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
             setattr(module, "torch", seen)  # noqa: B010  a module has no such attribute, says mypy
+    if not hasattr(moe_utils, "te_general_gemm"):
+        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = torch.cpu.Stream()
+    dispatcher._maybe_dtoh_and_synchronize = _counts_on_cpu
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]

@@ -67,6 +67,11 @@ class MegatronTaps(Taps):
                     self.callback(ddp.enable_forward_pre_hook)
             self.freeze(chunk)
             self._train_modes(chunk)
+            for module in chunk.modules():
+                # A router with expert bias counts its tokens in every forward with a graph, and the update uses the counts.
+                counts = getattr(module, "local_tokens_per_expert", None)
+                if counts is not None:
+                    self.callback(counts.copy_, counts.clone())
             model: GPTModel = unwrapped(chunk)
             if model.pre_process:
                 self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)

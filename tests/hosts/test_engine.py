@@ -6,7 +6,7 @@ The engines' workers name the stand-ins for GPUs. Errors are relative to the res
 
 import pytest
 import torch
-from transformers import Gemma2Config
+from transformers import Gemma2Config, Qwen3MoeConfig
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
@@ -23,7 +23,7 @@ pytest.importorskip("verl")
 
 every_table = pytest.mark.parametrize("table", cases.TABLES)
 assert len(cases.named()) > 100, "a table lost its cases, and every test that goes through them would pass"
-each_engine = pytest.mark.parametrize("table", ["single", "megatron"])
+each_engine = pytest.mark.parametrize("table", ["single", "megatron", "mixture"])
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def root(tmp_path_factory):
     world.make_model(path / "fsdp" / "capped", Gemma2Config, **world.CAPPED)
     world.make_model(path / "megatron", num_hidden_layers=4)
     world.make_model(path / "megatron" / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    world.make_model(path / "megatron" / "mixture", Qwen3MoeConfig, num_hidden_layers=4, **world.EXPERTS)
     return path
 
 
@@ -42,14 +43,15 @@ def _table(name):
     def launched(root):
         """A case -> its results on every rank; other names of a worker's results -> that of the first rank."""
         module, folder = "worker", root / "fsdp"
-        if name in ("megatron", "eight"):
-            module, folder = "megatron_worker", root / "megatron"
+        if name not in ("single", "double"):
+            variant = "mixture" if name in ("mixture", "four") else ""
+            module, folder = "megatron_worker", root / "megatron" / variant
             pytest.importorskip("megatron.core")
             if lacking := missing("megatron"):
                 pytest.skip("; ".join(lacking))
             if not has_megatron_bridge():
                 pytest.importorskip("mbridge")
-        processes = {"single": 1, "double": 2, "megatron": 2, "eight": 8}[name]
+        processes = {"single": 1, "double": 2, "megatron": 2, "mixture": 2, "four": 4, "eight": 8}[name]
         every = ranks(f"tests.hosts.engine.{module}", name, folder, processes=processes, limit_s=2 * PROCESS_S)
         asked = {case.partition(" ")[2] for case in cases.named(name)}
         return {key: [one[key] for one in every] if key in asked else value for key, value in every[0].items()}
@@ -57,7 +59,7 @@ def _table(name):
     return launched
 
 
-single, double, megatron, eight = map(_table, cases.TABLES)
+single, double, megatron, mixture, four, eight = map(_table, cases.TABLES)
 
 
 @pytest.fixture
@@ -187,6 +189,20 @@ def test_log_probs_and_entropy_equal_verls_own(results, table):
         assert all(max(result["log_probs_error"], result["entropy_error"]) <= bound for result in seen), case
 
 
+@pytest.mark.parametrize("case", [case for case in cases.named() if "r2" in case.split()])
+def test_the_update_gets_the_routes_that_verl_records(results, case):
+    """Of all rows, scored or not; of a pipeline, the last stage has them."""
+    assert any("same_routes" in result for result in results(case))
+    assert all(result.get("same_routes", True) for result in results(case))
+
+
+def test_replayed_routes_are_told_from_the_models_own(root):
+    """What "r2 oar_g loud" and "r3" are to show: noise, and a record of other routes, change the scores."""
+    for case in ("r2 oar_g loud", "r3 fisher"):
+        replayed, own = cases.want(root, f"mixture {case}"), cases.want(root, f"mixture {case[3:]}")
+        assert all(error(replayed[row], own[row]) > 0.1 for row in world.SCORED)
+
+
 @pytest.mark.parametrize("case", ["single packed fisher", "megatron tp2 sp fisher"])
 def test_the_pass_is_deterministic(results, case):
     for a, b in zip(*(results(case + again)[0][IMPORTANCE] for again in ("", " again")), strict=True):
@@ -242,7 +258,7 @@ def test_no_trace_is_left(results, table):
 @each_engine
 def test_every_kind_of_trace_would_be_noticed(results, table):
     parts = ["grads", "hooks", "optimizer", "requires_grad", "training", "weights"]
-    parts += ["scaler"] if table == "single" else ["config", "grad_buffers"]
+    parts += ["scaler"] if table == "single" else ["buffers", "config", "grad_buffers"]
     assert results(f"{table} noticed") == sorted([*parts, "numpy_rng", "python_rng", "torch_rng"])
 
 
@@ -300,7 +316,7 @@ def test_megatron_recomputes_activations(results):
 
 def test_what_megatron_does_not_serve_is_refused_by_name(results):
     refusals = results("megatron refusals")
-    assert len(refusals) == 8
+    assert len(refusals) == 11
     for setting, message in refusals.items():
         assert setting in message
 

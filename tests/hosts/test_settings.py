@@ -25,6 +25,7 @@ ON = "algorithm.adv_estimator=oar"
 TRAINER_CONFIG = Path(verl.__file__).parent / "trainer" / "config"
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
+MOE, REPLAY = MEGATRON + "override_transformer_config__", "router_replay__mode"
 COPIES = "algorithm__oar__perturbation__"
 OFFLOAD = {"algorithm__oar__importance": "oar_p", COPIES + "backend": "rollout", ROLLOUT + "name": "vllm"}
 
@@ -116,11 +117,21 @@ def test_without_the_offload_its_conditions_are_not_looked_at():
     assert not resolve(config(**sglang)).offloads
 
 
+@pytest.mark.parametrize("importance", ["fisher", "oar_g"])
+@pytest.mark.parametrize(
+    "engine", [{ROLLOUT + "name": "sglang"}, *({MEGATRON + REPLAY: mode} for mode in ("R2", "R3"))]
+)
+def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_replay(engine, importance):
+    strategy = {} if ROLLOUT + "name" in engine else {ACTOR + "strategy": "megatron"}
+    assert resolve(config(**strategy, **engine, algorithm__oar={"importance": importance})).importance == importance
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
         ({MEGATRON + "dynamic_context_parallel": True}, ["dynamic_context_parallel=True", "allowed: False"]),
-        ({MEGATRON + "router_replay__mode": "R2"}, ["router_replay.mode=R2", "allowed: disabled"]),
+        ({MOE + "moe_expert_capacity_factor": 1.25}, ["moe_expert_capacity_factor=1.25", "allowed: null"]),
+        ({MOE + "moe_input_jitter_eps": 0.01}, ["moe_input_jitter_eps=0.01", "allowed: null"]),
         ({MEGATRON + "use_megatron_fsdp": True}, ["use_megatron_fsdp=True", "allowed: False"]),
         ({MEGATRON + "override_transformer_config__fp8": "e4m3"}, ["fp8=e4m3", "allowed: False"]),
         ({MEGATRON + "qat__enable": True}, ["qat.enable=True", "allowed: False"]),

@@ -36,6 +36,11 @@ HERE = {
 NIGHTLY = {
     "qwen2_5_7b_deepmath": [],  # the synchronous trainer replaces groups; a penalty for long responses
     "qwen3_30b_a3b_fsdp": [],  # a mixture of experts
+    # The same with expert parallelism, and routes that the log-prob pass records for the update.
+    "qwen3_30b_a3b_megatron": [
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
+    ],
     # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers, and importance for chains.
     "yi_1_5_34b_megatron": [
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",

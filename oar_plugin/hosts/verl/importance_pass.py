@@ -170,7 +170,7 @@ class ImportancePass:
         inverse = torch.argsort(order)
         for output in outputs:  # with pipeline parallelism, only the last stage has log-probs and losses
             result["loss"] += output.get("loss", [])
-        for key in ("log_probs", "entropy"):
+        for key in ("log_probs", "entropy", "routed_experts"):  # the last one with router replay
             if all(key in output.get("model_output", {}) for output in outputs) and not request.importance_only:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])

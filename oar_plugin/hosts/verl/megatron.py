@@ -11,7 +11,7 @@ a loss; `_lm_head_logits_processor` skips log-probs that are not wanted.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,14 @@ from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+_ROUTES = "routed_experts"  # verl's field for router replay
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
 
 # What is refused of Megatron's transformer config, besides `MEGATRON_REFUSED`: only a built model shows it.
 MODEL_REFUSED = {
-    "num_moe_experts": "mixture-of-experts layers were not tested; use another model",
+    "moe_router_force_load_balancing": "it routes at random; set it to False",
+    "moe_router_force_biased": "it routes at random; leave it out",
     "fp4": "leave override_transformer_config.fp4 out",
     "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
     "cuda_graph_impl": "hooks do not run inside captured graphs; set it to none",
@@ -95,6 +97,9 @@ class OarMegatronMixin(ImportancePass):
         started = time.perf_counter()
         output: dict[str, Any] = {}
         forwards = request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only)
+        records = self._records_routes(data)
+        if records and forwards[0].backward is not None:
+            forwards = [replace(forwards[0], backward=None), replace(forwards[0], log_probs=False), *forwards[1:]]
         with MegatronTaps(self.module) as taps:
             schedules = _Schedules(request, taps, data["input_ids"].offsets().tolist(), scores, forwards[0])
             self._schedules = schedules
@@ -105,6 +110,8 @@ class OarMegatronMixin(ImportancePass):
                     with torch.set_grad_enabled(differentiates):
                         result = self.forward_backward_batch(data, None, forward_only=not differentiates)
                     output = output or result
+                    if records and forward is forwards[0]:
+                        data[_ROUTES] = self._recorded_routes(result)
                     if forward.log_probs and not differentiates:
                         schedules.forward_seconds = elapsed(started)
             finally:
@@ -113,6 +120,25 @@ class OarMegatronMixin(ImportancePass):
         seconds = elapsed(started) - schedules.forward_seconds
         output.setdefault("model_output", {}).update(score_fields(request, packed, scores, seconds))
         return output
+
+    # ---- router replay
+
+    def _records_routes(self, data: TensorDict) -> bool:
+        """Whether verl records the experts of each token in this batch, for the update to use (mode R2).
+
+        verl records in a forward without a backward: the pass begins with one. Later forwards replay its routes.
+        """
+        replays = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
+        return bool(replays) and self.engine_config.router_replay.mode == "R2" and data.get(_ROUTES, None) is None
+
+    @staticmethod
+    def _recorded_routes(output: dict[str, Any]) -> Tensor:
+        """Routes, int16 nested `[T, layers, experts per token]`, on every rank; verl has them on the last stage."""
+        routes = [output.get("model_output", {}).get(_ROUTES)]
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            distributed.broadcast_object_list(routes, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+        return routes[0]
 
     # ---- verl's engine, during a pass
 

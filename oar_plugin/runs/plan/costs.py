@@ -46,22 +46,30 @@ def step_memory(s: Setup, gpu: Gpu) -> dict[str, Parts]:
     return phases
 
 
-def local_parameters(s: Setup) -> float:
-    """Return the number of parameters on the largest Megatron rank: its layers plus embedding or vocabulary projection."""
+def local_parameters(s: Setup) -> dict[int, float]:
+    """Return the number of parameters on the largest Megatron rank, by the number of ranks that split a stage's.
+
+    Tensor-parallel ranks split layers, and embedding or vocabulary projection; expert-parallel ranks split experts.
+    """
     embeddings = 1 if s.model.config.tie_word_embeddings else 2
-    layers = s.model.parameters - embeddings * s.model.embedding
-    return (layers / s.pp + s.model.embedding * (embeddings if s.pp == 1 else 1)) / s.tp
+    layers = s.model.parameters - s.model.experts - embeddings * s.model.embedding
+    local = {s.tp: (layers / s.pp + s.model.embedding * (embeddings if s.pp == 1 else 1)) / s.tp}
+    ranks = s.ep * s.etp
+    local[ranks] = local.get(ranks, 0.0) + s.model.experts / s.pp / ranks
+    return local
 
 
 def states(s: Setup) -> tuple[float, float, float]:
     """Return the bytes of (weights, gradients, optimizer) on one GPU, with nothing offloaded."""
     w, adapters = s.weight_bytes, s.model.adapters * s.lora_rank
-    held = local_parameters(s) if s.megatron else s.model.parameters / s.shards
+    local = local_parameters(s) if s.megatron else {s.shards: s.model.parameters / s.shards}
+    held = sum(local.values())
     trained = adapters / (s.tp * s.pp if s.megatron else s.shards) if adapters else held
     weights = w * (held + (trained if adapters else 0.0))
     if s.megatron:
-        replicas = s.gpus / (s.tp * s.pp) if s.engine.use_distributed_optimizer else 1
-        return weights, 4 * trained, 12 * trained / replicas
+        # The ranks that hold the same parameters share their moments.
+        shared = sum(number * ranks * s.pp / s.gpus for ranks, number in local.items()) / held
+        return weights, 4 * trained, 12 * trained * (shared if s.engine.use_distributed_optimizer else 1)
     return weights, w * trained, 2 * w * trained
 
 
@@ -104,7 +112,8 @@ def activations(s: Setup, trained: bool) -> tuple[float, float]:
     if model.config.model_type.startswith("qwen3"):
         attention += norm * (query + key)
     if model.experts:
-        outside += e * model.visits * model.hidden * (1 + trained) + (e + 4) * model.config.num_experts
+        # An expert that is split over ranks gets its tokens on each of them.
+        outside += e * model.visits * model.hidden * (1 + trained) * s.etp + (e + 4) * model.config.num_experts
     products = (2 if s.megatron else 3) + trained
     layer = outside / s.outer + (attention + e * products * model.inner) / s.tp
     final = norm * model.hidden / s.outer + (entry if trained else 0)
@@ -210,7 +219,7 @@ def step_flops(s: Setup) -> dict[str, float]:
     importance, reasoning = s.oar.importance_object, max(1.0, s.mean_response - s.answer_rows)
     of = {"reasoning": reasoning, "later": reasoning + s.answer_rows}
     rows = [of.get(backward.rows, s.answer_rows) for backward in importance.backwards]
-    added = s.oar.extra_forwards * model.layers_flops(length) + s.oar.backwards * (model.backward_flops(length) + again)
+    added = s.extra_forwards * model.layers_flops(length) + s.oar.backwards * (model.backward_flops(length) + again)
     added += s.oar.num_draws * 2 * model.head_flops(sum(rows))
     if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
         added += model.head_flops(reasoning)
@@ -243,7 +252,7 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
         arithmetic = flops[phase] / (s.gpus * gpu.tflops * 1e12 * rate) * (1 + (s.pp - 1) / micro_batches)
         overlapped, waited = _sent(s, tokens, micro_batches, forwards, backwards, phase == UPDATE)
         states = _link(s, gpu, efficiency, overlapped, s.gpus if s.megatron else s.shards)
-        return max(arithmetic, states) + _link(s, gpu, efficiency, waited, s.tp * s.ulysses)
+        return max(arithmetic, states) + _link(s, gpu, efficiency, waited, max(s.tp * s.ulysses, s.ep * s.etp))
 
     seconds = {GENERATION: generation, LOG_PROB: trainer(LOG_PROB, efficiency.inference, 1.0, 1, 0)}
     if flops[REFERENCE]:
@@ -251,7 +260,7 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
     if oar is not None:
         if flops[IMPORTANCE]:
             rate = efficiency.training if oar.backwards else efficiency.inference
-            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, s.scored_share, oar.extra_forwards, oar.backwards)
+            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, s.scored_share, s.extra_forwards, oar.backwards)
         if flops[COPIES]:
             hidden = oar.perturbation.share_while_generating * generation if oar.offloads else 0.0
             rate = (s.rollout_gpus if oar.offloads else s.gpus) * gpu.tflops * 1e12 * efficiency.inference
@@ -259,7 +268,8 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
         seconds[GATE] = hardware.GATE_SECONDS_PER_TOKEN * s.sequences * s.max_response
     seconds[UPDATE] = trainer(UPDATE, efficiency.training, s.actor.ppo_epochs, 1, 1)
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
-    moved, ranks = s.model.adapters * s.lora_rank or s.model.parameters, s.tp * s.pp if s.megatron else s.shards
+    moved = s.model.adapters * s.lora_rank or s.model.parameters
+    ranks = s.pp * max(s.tp, s.ep * s.etp) if s.megatron else s.shards
     seconds[SYNC] = _link(s, gpu, efficiency, s.weight_bytes * moved * _ring(ranks), ranks)
     if s.dedicated:
         seconds[SYNC] += _link(s, gpu, efficiency, BYTES[s.rollout.dtype] * moved, s.gpus + s.rollout_gpus)
@@ -283,9 +293,14 @@ def _sent(s: Setup, tokens: float, count: int, forwards: float, backwards: float
     if s.megatron:
         # The optimizer reduces gradients (float32) and gathers weights. Tensor parallelism sends the residual stream four times
         # per layer and pass: a gather and a scatter each for attention and MLP.
-        states = s.updates * (4 + s.weight_bytes) * local_parameters(s) * _ring(s.gpus // (s.tp * s.pp))
+        reduced = sum(number * _ring(s.gpus // (ranks * s.pp)) for ranks, number in local_parameters(s).items())
+        states = s.updates * (4 + s.weight_bytes) * reduced
         again = 0.5 if trains and s.outer > 1 else 0.0
-        stream = model.layers / s.pp * 4 * e * tokens * model.hidden * _ring(s.tp)
+        stream = 4 * model.hidden * _ring(s.tp)
+        if model.experts:  # tokens go to their experts and back; the ranks of a split expert gather them
+            stream = 2 * model.hidden * _ring(s.tp)
+            stream += 2 * model.visits * model.hidden / s.outer * (_ring(s.ep) + s.etp - 1)
+        stream *= model.layers / s.pp * e * tokens
         return states if trains else 0.0, (passes + again) * stream
     # FSDP gathers weights for each forward and backward, and reduces float32 gradients. Ulysses exchanges queries, keys, values
     # and outputs around attention.

@@ -3,6 +3,7 @@
 Each table says for a layout, which is built once, what is asked of it; results have the cases' names.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic": True},
     "only": {"only": True},
     **{f"draws{number}": {"num_draws": number} for number in (3, 16, 64)},
+    "loud": {"sigma": 0.2},  # changes routes
     "again": {},
     "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
 }
@@ -43,6 +45,7 @@ SINGLE: dict[str, list[str]] = {
         *("fisher again", "fisher draws64", "decision", "decision draws16", "onward", "onward last"),
         *("oar_p span", "oar_p sampled", "oar_p half", "hybrid"),
     ],
+    **({"compiled": ["fisher"]} if shutil.which("g++") else {}),  # torch's compiler calls it on a CPU
     "offload": ["fisher"],
     "activations": ["fisher", "own"],
     **dict.fromkeys(("padded", "checkpointing", "lora", "bf16", "fsdp1"), EVERYTHING),
@@ -87,8 +90,25 @@ MEGATRON: dict[str, list[str]] = {
     "tied tp2 sp": ["fisher"],
     "tied pp2": ["fisher", "decision"],
 }
+# Mixtures of experts. "dp2" splits the rows: tokens go to experts of another rank, which has other rows. Replay (r2, r3)
+# comes last: verl's patch of the router stays.
+MIXTURE: dict[str, list[str]] = {
+    "dp2": ["fisher"],
+    "ep2 dp2": ["fisher", "fisher dynamic", "oar_g", "decision"],
+    "ep2 dp2 aux full": ["fisher", "oar_g"],
+    "ep2 dp2 bias": ["fisher"],
+    "tp2 sp": ["oar_g"],
+    "ep2 tp2 sp etp1": ["fisher", "oar_g"],
+    "ep2 dp2 r2": ["fisher", "fisher dynamic", "oar_g loud"],
+    "ep2 dp2 r3": ["fisher", "fisher dynamic", "oar_g"],
+}
+FOUR = {
+    "ep2 dp2 pp2": ["fisher", "oar_g"],
+    "ep2 tp2 sp etp1 pp2 r2": ["fisher", "oar_g loud"],
+    "ep2 tp2 sp etp1 pp2 r3 full": ["fisher", "oar_g"],
+}
 EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS]}
-TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "eight": EIGHT}
+TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "mixture": MIXTURE, "four": FOUR, "eight": EIGHT}
 
 
 def request(words: str) -> dict[str, Any]:
@@ -109,7 +129,8 @@ def named(*tables: str, without: tuple[str, ...] = ()) -> list[str]:
 
 def model_of(folder: Path | str, words: str) -> Path:
     """The model of a layout or case."""
-    return Path(folder).joinpath(*({"tied", "capped"} & {*words.split()}))
+    asked = {*words.split()}
+    return Path(folder).joinpath(*({"tied", "capped"} & asked), *({"mixture"} if asked & {"mixture", "four"} else ()))
 
 
 def want(root: Path, case: str) -> dict[int, torch.Tensor]:
@@ -119,14 +140,16 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
         scored = want(root, case.replace(" fails", ""))
         return {row: scores for row, scores in scored.items() if row != world.FAILS}
     folder, dtype = model_of(root / "fsdp", case), torch.float32
-    if words & {"megatron", "eight"}:
+    if not words & {"single", "double"}:
         folder, dtype = model_of(root / "megatron", case), torch.float64
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
     (importance,) = words & {"fisher", "oar_g", "decision", "onward", "entropy", "own"}
     columns = world.COLUMNS if "vocabulary" in words else None
-    return world.reference(folder, importance, probe, columns=columns, dtype=dtype)
+    sigma = request(" ".join(words & {"loud"})).get("sigma", world.SIGMA)
+    replay = "".join(words & {"r2", "r3"})
+    return world.reference(folder, importance, probe, columns=columns, dtype=dtype, sigma=sigma, replay=replay)
 
 
 def tolerance(case: str) -> float:

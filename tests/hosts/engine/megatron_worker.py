@@ -24,7 +24,8 @@ if ON_CPU:
     megatron.install()
 
 from megatron.core import parallel_state  # noqa: E402
-from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from verl.workers.config import EngineRouterReplayConfig, HFModelConfig, McoreEngineConfig, McoreOptimizerConfig  # noqa: E402
 
 CPU_ENGINE = {"use_distributed_optimizer": False}  # it takes CUDA tensors only
 CPU_TRANSFORMER = {
@@ -32,6 +33,7 @@ CPU_TRANSFORMER = {
     "attention_backend": "auto",
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
+    "moe_grouped_gemm": False,
 }
 LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
@@ -47,7 +49,12 @@ LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "a2a": {"transformer": {"cp_comm_type": "a2a"}},
     "dropout": {"transformer": {"attention_dropout": 0.5}},
     "overlap": {"override_ddp_config": {"use_distributed_optimizer": True, "overlap_param_gather": True}},
-    **{word: {} for word in ("one", "dp2", "vocabulary", "tied")},
+    "ep2": {"expert_model_parallel_size": 2},
+    "etp1": {"expert_tensor_parallel_size": 1},
+    "aux": {"transformer": {"moe_router_load_balancing_type": "aux_loss", "moe_z_loss_coeff": 0.1}},
+    "r2": {"router_replay": EngineRouterReplayConfig(mode="R2")},
+    "r3": {"router_replay": EngineRouterReplayConfig(mode="R3")},
+    **{word: {} for word in ("one", "dp2", "vocabulary", "tied", "bias")},
 }
 BYTES = {"tp2": ["fisher", "oar_g", "decision"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
 
@@ -57,7 +64,9 @@ def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
         parallel_state.destroy_model_parallel()
     words = layout.split()
     settings = {"sequence_parallel": False, "context_parallel_size": 1, "use_remove_padding": True, "transformer": {}}
-    settings |= {name: value for word in words for name, value in LAYOUT_WORDS[word].items()}
+    for word in words:
+        transformer = settings["transformer"] | LAYOUT_WORDS[word].get("transformer", {})
+        settings |= LAYOUT_WORDS[word] | {"transformer": transformer}
     config = McoreEngineConfig(
         **(CPU_ENGINE if ON_CPU else {}),
         use_dynamic_bsz=False,
@@ -80,13 +89,23 @@ def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
     engine = start("megatron", host_only, model, config, optimizer)
     if "vocabulary" in words:
         engine.model_config.hf_config.vocab_size = world.COLUMNS
+    if "bias" in words:
+        count_tokens(engine)
     return engine
+
+
+def count_tokens(engine: Any) -> None:
+    """Count tokens per expert, as routers with expert bias do. mbridge knows no such weights of Qwen's."""
+    for router in (module for chunk in engine.module for module in chunk.modules() if isinstance(module, TopKRouter)):
+        router.enable_expert_bias = True
+        del router.local_tokens_per_expert  # None
+        router.register_buffer("local_tokens_per_expert", torch.zeros(world.EXPERTS["num_experts"]), persistent=False)
 
 
 def half_way(engine: Any) -> None:
     """A half-accumulated training gradient: sentinels in DDP's buffers, and a pending `.grad`."""
     for chunk in engine.module:
-        for buffer in chunk.buffers:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.grad_data.fill_(7.0 + dist.get_rank())
         parameter = next(chunk.parameters())
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -140,7 +159,10 @@ def refusals(engine: Any) -> dict[str, str]:
 
     config, said = engine.module[0].config, {}
     for name, value in {
-        "num_moe_experts": 4,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_input_jitter_eps": 0.1,
+        "moe_router_force_load_balancing": True,
+        "moe_router_force_biased": 0.1,  # of megatron-core 0.18
         "mtp_num_layers": 1,
         "fp8": "e4m3",
         "overlap_moe_expert_parallel_comm": True,
@@ -187,6 +209,17 @@ def two(folder: str) -> dict[str, Any]:
     return out
 
 
+def mixtures(layouts: dict[str, list[str]], folder: str) -> dict[str, Any]:
+    """One layout of a mixture of experts after the other."""
+    out: dict[str, Any] = {}
+    for layout, asked in layouts.items():
+        engine = engine_of(folder, layout)
+        out |= asked_of(engine, layout, asked, "dp2" in layout.split(), score)
+        if layout == "ep2 dp2 aux full":
+            out |= afterwards(engine, partial(engine_of, folder, layout))
+    return out
+
+
 def eight(folder: str) -> dict[str, Any]:
     """Tensor, sequence, pipeline and context parallel at once."""
     ((layout, asked),) = cases.EIGHT.items()
@@ -196,7 +229,8 @@ def eight(folder: str) -> dict[str, Any]:
 
 def main(table: str, folder: str) -> dict[str, Any]:
     join()
-    return {"megatron": two, "eight": eight}[table](folder)
+    mixed = {name: partial(mixtures, cases.TABLES[name]) for name in ("mixture", "four")}
+    return {"megatron": two, "eight": eight, **mixed}[table](folder)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "wrapped": {"strategy": "fsdp", "wrap_policy": {"min_num_params": 8000}},  # the vocabulary projection by itself
     "padded": {"use_remove_padding": False},
     "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
+    "compiled": {"use_torch_compile": True},
     "offload": {"param_offload": True},
     "activations": {"model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True}},
     "lora": {"model": {"lora_rank": 4, "lora_alpha": 16, "target_modules": "all-linear"}},
@@ -118,13 +119,13 @@ def start(strategy: str, host_only: bool, *config: Any) -> Any:
 def build(
     folder: str, host_only: bool = False, param_dtype: str = "fp32", model: dict[str, Any] | None = None, **engine: Any
 ) -> Any:
-    engine = {"strategy": "fsdp2", "use_remove_padding": True, "wrap_policy": {"min_num_params": 0}} | engine
+    defaults = {"strategy": "fsdp2", "use_remove_padding": True, "use_torch_compile": False}
+    engine = defaults | {"wrap_policy": {"min_num_params": 0}} | engine
     settings = {"override_config": {"attn_implementation": "sdpa"}, "enable_gradient_checkpointing": False}
     config = FSDPEngineConfig(
         use_dynamic_bsz=False,
         mixed_precision={"param_dtype": param_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         model_dtype="fp32",
-        use_torch_compile=False,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=90,
         **engine,
@@ -171,8 +172,21 @@ def state(engine: Any) -> dict[str, Any]:
         return found | {"scaler": engine.scaler}
     buffers = [buffer for chunk in parts.values() for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     found["grad_buffers"] = dict(enumerate(buffer.grad_data.clone() for buffer in buffers))
+    found["buffers"] = {f"{i}.{n}": b.clone() for i, chunk in parts.items() for n, b in chunk.named_buffers()}
+    replays = {n: getattr(module, "router_replay", None) for n, module in modules.items()}
+    found["replay"] = {n: str(vars(one)) for n, one in replays.items() if one is not None}
     found["config"] = {i: dict(vars(chunk.config)) for i, chunk in parts.items()}
     return found
+
+
+def ready(engine: Any, *how: Any) -> TensorDict:
+    """`batch`, with what router replay adds."""
+    data = batch(*how)
+    replay = getattr(getattr(engine.engine_config, "router_replay", None), "mode", "disabled")
+    tu.assign_non_tensor(data, enable_routing_replay=replay != "disabled")
+    if replay == "R3":
+        data["routed_experts"] = world.nested(world.routes(ids) for ids in data["input_ids"].unbind())
+    return data
 
 
 def kinds(traces: list[str]) -> list[str]:
@@ -181,9 +195,9 @@ def kinds(traces: list[str]) -> list[str]:
 
 
 def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
-    settings = {"importance": "fisher", "answer_patterns": ("hash",), "importance_only": only, **request}
+    defaults = {"importance": "fisher", "answer_patterns": ("hash",), "sigma": world.SIGMA}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
-    return Request(sigma=world.SIGMA, **limits, **settings).to_dict()
+    return Request(**limits, **defaults | {"importance_only": only, **request}).to_dict()
 
 
 def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
@@ -215,15 +229,18 @@ def run(
 ) -> dict[str, Any]:
     fused = engine.model_config.use_fused_kernels
     with engine.eval_mode():
-        plain = {} if first else engine.infer_batch(batch(rows, packed, dynamic, fused)).get("model_output", {})
+        plain = {} if first else engine.infer_batch(ready(engine, rows, packed, dynamic, fused)).get("model_output", {})
         before = state(engine)
-        data = batch(rows, packed, dynamic, fused)
+        data = ready(engine, rows, packed, dynamic, fused)
         tu.assign_non_tensor_data(data, REQUEST, request_of(only, **request))
         with around or nullcontext():
             output = engine.infer_batch(data)["model_output"]
         traces = differences(before, state(engine))
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     result |= {key: [row.cpu().clone() for row in value.unbind()] for key, value in output.items()}
+    if "routed_experts" in plain:
+        pairs = zip(output["routed_experts"].unbind(), plain["routed_experts"].unbind(), strict=True)
+        result["same_routes"] = all(torch.equal(a, b) for a, b in pairs)
     for key in ("log_probs", "entropy"):
         if key in output and not first:
             # Not the last position: its label is the first token of whatever sequence stands behind it in the pack.
@@ -249,6 +266,7 @@ def noticed(engine: Any) -> list[str]:
     engine.scaler = "touched"
     if module is not engine.module:  # Megatron
         module.buffers[0].grad_data[0] = 1.0
+        module.register_buffer("counted", torch.ones(1))
         module.config.finalize_model_grads_func = print
     return kinds(differences(before, state(engine)))
 
@@ -377,7 +395,7 @@ def refused(engine: Any) -> str:
 
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on this rank; the rows are split among ranks or not."""
-    rows = UNEVEN[dist.get_rank()] if split else EVERY
+    rows = UNEVEN[engine.get_data_parallel_rank()] if split else EVERY
     packed = "padded" not in layout
     return {f"{layout} {words}": run(engine, rows, packed, **cases.request(words)) for words in asked}
 

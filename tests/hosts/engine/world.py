@@ -1,6 +1,7 @@
 """A tiny model, a few responses, and what their importance is when computed in the plainest way."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ ROWS = [
 ]
 SCORED = [0, 1, 3, 4]
 FAILS = 1
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8)
 STATUS = ["SCORED", "SCORED", "NOT_NEEDED", "SCORED", "SCORED", "NO_ANSWER", "TRUNCATED", "NO_REASONING"]
 
 
@@ -84,7 +86,8 @@ def new_model(
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how).eval()
 
 
 def encode() -> list[tuple[Tensor, Tensor]]:
@@ -120,21 +123,48 @@ def reference(
     columns: int | None = None,
     dtype: torch.dtype = torch.float32,
     temperature: float = TEMPERATURE,
+    sigma: float = SIGMA,
+    replay: str = "",
 ) -> dict[int, Tensor]:
-    """Importance of each scored response, one at a time."""
+    """Importance of each scored response, one at a time. `replay`: `replayed`."""
     model = load_model(folder, dtype)
     settings = importance, probe, seed, columns, temperature
-    encoded = encode()
-    return {
-        row: gradient_importance(model, torch.cat(encoded[row]), segments_of(ROWS[row][1]), *settings) for row in SCORED
-    }
+    scores = {}
+    for row in SCORED:
+        ids = torch.cat(encode()[row])
+        with replayed(model, ids, replay):
+            scores[row] = gradient_importance(model, ids, segments_of(ROWS[row][1]), *settings, sigma=sigma)
+    return scores
+
+
+def routes(ids: Tensor) -> Tensor:
+    """Experts of each token that no router chose, int16 `[T, layers, 2]`: what a rollout may have recorded."""
+    first = (ids[:, None] + torch.arange(4)) % EXPERTS["num_experts"]
+    return torch.stack([first, (first + 3) % EXPERTS["num_experts"]], -1).to(torch.int16)
+
+
+@contextmanager
+def replayed(model: PreTrainedModel, ids: Tensor, mode: str) -> Iterator[None]:
+    """Route every forward of a mixture over `routes` (R3), or as the model does without noise (R2); "": as it likes."""
+    routed = {} if mode == "r2" else dict(enumerate(routes(ids).long().unbind(1)))
+
+    def replay(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        chosen = routed.setdefault(layer, output[2])
+        weight = output[0].softmax(-1).gather(-1, chosen)
+        return output[0], weight / weight.sum(-1, keepdim=True), chosen
+
+    with ExitStack() as hooks:
+        for number, layer in enumerate(model.model.layers if mode else []):
+            hooks.callback(layer.mlp.gate.register_forward_hook(partial(replay, number)).remove)
+        model(input_ids=ids[None])  # R2 records its experts
+        yield
 
 
 def gradient_importance(
-    model, ids, segments, importance="fisher", probe="answer_mean", seed=0, columns=None, temperature=TEMPERATURE
+    model, ids, segments, importance="fisher", probe="answer_mean", seed=0, columns=None, temperature=TEMPERATURE, **kw
 ):
     """Of a response with these segments behind its prompt, with plain autograd on a plain HuggingFace model. `columns`: of the
-    vocabulary, the first ones only. `temperature`: of the entropies."""
+    vocabulary, the first ones only. `temperature`: of the entropies. `kw`: `sigma`."""
     prompt, joint = len(ids) - len(segments), probe == "answer_joint"
     reasoning = (segments == Segment.REASONING).nonzero()[:, 0] + prompt
     answer = (segments == Segment.ANSWER).nonzero()[:, 0] + prompt
@@ -178,7 +208,9 @@ def gradient_importance(
     if importance == "oar_g":
         width = embedding.shape[-1]
         noise = torch.zeros(1, len(ids), width)
-        noise[0, reasoning] = SIGMA * gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), width)
+        noise[0, reasoning] = kw.get("sigma", SIGMA) * gaussian(
+            position_seeds(seed_1.expand(len(reasoning)), reasoning, 0), width
+        )
         noisy = model(inputs_embeds=embedding + noise).logits[0, rows].double()
         if joint:
             scalar = -noisy.log_softmax(-1).gather(-1, ids[rows + 1][:, None]).mean()

@@ -16,6 +16,11 @@ def megatron():
     return compose_recipe(find_recipe("qwen2_5_32b_megatron"))
 
 
+@pytest.fixture(scope="session")
+def experts():
+    return compose_recipe(find_recipe("qwen3_30b_a3b_megatron"))
+
+
 def with_overrides(config, overrides):
     """A copy with other values, in place of interpolations too."""
     changed = config.copy()
