@@ -13,7 +13,6 @@ lengths; override nodes, GPUs and parallel sizes yourself.
 
 import argparse
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ import verl_cpu
 from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.model import Architecture, build_model
 from benchmarks.tiny.tasks import Chain
+from benchmarks.tiny.verl_run import read_metrics
 from benchmarks.tiny.warm_start import WarmStart, train
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.runs.recipe import RecipeError, compose_recipe, entry_point, find_recipe
@@ -150,8 +150,7 @@ def run_smoke(
         why = f"took longer than {timeout_s:.0f} s" if status == TIMED_OUT else f"ended with status {status}"
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
         raise SmokeFailed(f"{recipe.name}/{variant}.yaml {why}; its log, {log}, ends with:\n{tail}")
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return [{"step": record["step"], **record["data"]} for record in records]
+    return read_metrics(metrics)
 
 
 def main(arguments: list[str] | None = None) -> int:
