@@ -48,12 +48,6 @@ PATCHES = (
         until="verl 0.8 is no longer supported.",
     ),
     Patch(
-        module="verl.experimental.neoproto.views.data_proto",
-        apply="verl_cpu.before_platforms:store_tensors",
-        reason="neo mixes up the rows of tensors of up to 64 KB, and a tiny run has no others.",
-        until="neo concatenates them.",
-    ),
-    Patch(
         module="verl.utils.attention_utils",
         apply="verl_cpu.before_platforms:pack_in_torch",
         reason="verl 0.8 packs batches with functions of flash-attention only.",

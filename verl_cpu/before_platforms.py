@@ -1,6 +1,6 @@
-"""Stand-ins for verl 0.8, which has no platforms, no plugins, and no packing without flash-attention; and for its branch neo.
+"""Stand-ins that verl 0.8 needs: it has no platforms, no plugins, and no packing without flash-attention.
 
-It can go when they are no longer supported. Each function does nothing in a newer verl.
+It can go when verl 0.8 is no longer supported. Each function does nothing in a newer verl.
 """
 
 import importlib.util
@@ -65,11 +65,3 @@ def name_device(utils: Any) -> None:
     """Name the CPU: verl asks vLLM for a UUID that it does not use (``verl.workers.rollout.vllm_rollout.utils``)."""
     if hasattr(utils, "get_device_uuid"):
         utils.get_device_uuid = lambda device_id: "CPU"
-
-
-def store_tensors(data_proto: Any) -> None:
-    """Let neo send small tensors as it sends large ones (``verl.experimental.neoproto.views.data_proto``).
-
-    It sends those of up to 64 KB with the batch, and its `concat` of such batches loses rows or fails.
-    """
-    data_proto._INLINE_TENSOR_MAX_BYTES = 0

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from oar_plugin.cli.main import main
+from oar_plugin.hosts.verl import capabilities
 from oar_plugin.runs import recipe, run_folder
 from oar_plugin.runs.launch import job, runs
 from oar_plugin.runs.launch.job import for_nodes
@@ -153,6 +154,12 @@ def test_a_run_on_the_cpus_of_one_machine_listens_on_its_loopback(where, alone, 
     said = capsys.readouterr().out
     assert [name in said for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0", "GLOO_SOCKET_IFNAME=lo")] == [alone] * 2
     assert "RAY_USAGE_STATS_ENABLED=0" in said
+
+
+def test_nodes_of_a_verl_that_does_not_look_for_plugins_import_ours(capsys, monkeypatch):
+    monkeypatch.setattr(capabilities, "external_modules", lambda: {capabilities.EXTERNAL_MODULES: "mine,ours"})
+    assert main(["launch", FOUR, "--on", "slurm", "--dry-run"]) == 0
+    assert f"export {capabilities.EXTERNAL_MODULES}=mine,ours" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

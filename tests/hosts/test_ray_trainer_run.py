@@ -7,13 +7,10 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
-from verl.trainer.ppo import ray_trainer
-
 from recipes.smoke import EXPERIMENTAL, MAIN
 from tests.hosts.whole_run import OF_OLD, OLD, check, check_importance, dumped, smoke, whole_run
 
 pytestmark = whole_run
-only_neo = pytest.mark.skipif(not hasattr(ray_trainer, "build_data_plane"), reason="a key of verl's branch neo")
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 nightly = pytest.mark.nightly
@@ -23,7 +20,6 @@ nightly = pytest.mark.nightly
     ("recipe", "module", "more"),
     [
         ("qwen2_5_7b_math", MAIN, "trainer.n_gpus_per_node=2"),
-        pytest.param("qwen2_5_7b_math", MAIN, "trainer.data_plane=neoproto", marks=only_neo),
         pytest.param("qwen2_5_7b_math", MAIN, BYPASS, marks=nightly),
         pytest.param("qwen2_5_32b_megatron", MAIN, "trainer.test_freq=2", marks=nightly),
         *(pytest.param("qwen2_5_7b_math", module, BYPASS, marks=nightly) for module in EXPERIMENTAL),
