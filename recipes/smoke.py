@@ -95,6 +95,7 @@ def make_assets(folder: Path, filler: tuple[int, int] = (2, 5), architecture: Ar
     """
     task = Chain("smoke", steps=1, filler=filler, error_rate=0.3)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    experts["norm_topk_prob"] = True  # as Qwen's models have it: Megatron's bridges do not read the key
     more = experts if architecture == "qwen3_moe" else {}
     model = build_model(0, heads=2, architecture=architecture, vocab=VOCABULARY, tied=False, **more)
     threads = torch.get_num_threads()
