@@ -148,7 +148,8 @@ def logit_changes(config: Any) -> dict[str, float]:
     """The keys of `LOGIT_CHANGES` that change the logits of a model with this config, and their values."""
     text = getattr(config, "get_text_config", lambda: config)()
     values = {name: getattr(text, name, None) for name in LOGIT_CHANGES}
-    changes = {name: value for name, value in values.items() if isinstance(value, int | float) and value not in (0, 1)}
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    changes = {name: value for name, value in numbers.items() if value != 1 or LOGIT_CHANGES[name] is _soft_cap}
     if "logits_scaling" in changes and text.model_type == "hyperclovax":  # multiplies, others divide
         changes["logits_scaling"] = 1 / changes["logits_scaling"]
     return changes

@@ -87,7 +87,7 @@ def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_
     if looks_for_plugins or capabilities.PLUGIN in named:
         assert told == {}
         return
-    value = f"{named},{capabilities.PLUGIN}".strip(",")
+    value = f"{capabilities.PLUGIN},{named}".strip(",")
     assert told == {capabilities.EXTERNAL_MODULES: value}
     monkeypatch.setattr(capabilities, "host_version", lambda: "0.8.0")
     with pytest.raises(OarConfigError, match=f"{capabilities.EXTERNAL_MODULES}={value} on every node"):

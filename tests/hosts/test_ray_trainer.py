@@ -96,8 +96,8 @@ def batch_of(lengths=LENGTHS, uids=UIDS, rewards=REWARDS):
     return DataProto.from_dict(tensors | {"rm_scores": scores, "row": rows}, {"uid": np.array(uids, dtype=object)})
 
 
-def step(one, batch, bypass=False):
-    """What `fit` does to a batch between the rewards and the update; returns the metrics of the update."""
+def before_update(one, batch, bypass=False):
+    """What `fit` does to a batch between the rewards and the update."""
     if hasattr(one, "data_plane") and one.data_plane.name == "neoproto":
         batch = one.data_plane.data_proto_cls.from_verl(batch)
     one._balance_batch(batch, {})
@@ -106,7 +106,12 @@ def step(one, batch, bypass=False):
         batch = batch.union(old)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"] = batch.batch["rm_scores"]
     algorithm = one.config.algorithm
-    batch = host.compute_advantage(batch, algorithm.adv_estimator, config=algorithm, num_repeat=3)
+    return host.compute_advantage(batch, algorithm.adv_estimator, config=algorithm, num_repeat=3)
+
+
+def step(one, batch, bypass=False):
+    """`before_update`, and the update; returns the batch, verl's advantage, and the metrics of the update."""
+    batch = before_update(one, batch, bypass)
     host_BL = batch.batch["advantages"].clone()
     return batch, host_BL, one._update_actor(batch).meta_info["metrics"]
 
@@ -167,7 +172,7 @@ def test_another_estimator_runs_only_verls_methods(monkeypatch):
     one._compute_old_log_prob(batch)
     one._update_actor(batch)
     calls = [method.mock_calls for method in methods.values()]
-    assert calls == [[call(batch, {}, "prefix", keep_minibatch=True)], [call(batch)], [call(batch)]]
+    assert calls == [[call(batch, {}, "prefix", True)], [call(batch)], [call(batch)]]
     with pytest.raises(RuntimeError, match="outside of OAR's trainers"):
         host.core_algos.get_adv_estimator_fn("oar")()
 
@@ -218,3 +223,49 @@ def test_a_subclass_may_drop_rows_after_the_log_probs():
     kept_BL, mask_BL = batch.batch["advantages"] * batch.batch["response_mask"], batch.batch["response_mask"]
     torch.testing.assert_close(kept_BL.sum(-1), mask_BL.sum(-1).float(), rtol=1e-4, atol=1e-5)
     assert (kept_BL.amax(-1) > 1).all()
+
+
+def test_the_parts_of_a_batch_that_is_split_before_the_update_are_weighted_each_once():
+    one, other = trainer_of(), trainer_of()
+    step(other, batch_of())
+    (whole,) = other.actor_rollout_wg.updated
+    for part in before_update(one, batch_of()).chunk(2):
+        one._update_actor(part)
+    parts = [part["advantages"] for part in one.actor_rollout_wg.updated]
+    assert len(parts) == 2
+    torch.testing.assert_close(torch.cat(parts), whole["advantages"])
+
+
+def test_a_reward_that_changes_after_the_rows_were_chosen_is_counted():
+    one = trainer_of()
+    batch = before_update(one, batch_of())
+    batch.batch["advantages"] = batch.batch["response_mask"].float()
+    metrics = one._update_actor(batch).meta_info["metrics"]
+    assert metrics["oar/fallback/not_scored"] == [0.5], "three of six responses"
+
+
+def test_a_trainer_that_updates_in_its_own_way_is_stopped(monkeypatch):
+    monkeypatch.setattr(ours.OarRayTrainer, "unused", 0)
+    one, batch = trainer_of(), batch_of()
+    batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
+    for _ in range(ours.UNUSED):
+        host.compute_advantage(batch, "oar", config=one.config.algorithm)
+    with pytest.raises(RuntimeError, match="none was weighted"):
+        host.compute_advantage(batch, "oar", config=one.config.algorithm)
+
+
+def test_log_probs_may_be_computed_again_before_the_update():
+    one, batch = trainer_of(), batch_of()
+    for _ in range(2):
+        torch.manual_seed(0)  # verl unites only equal log-probs
+        old, _ = one._compute_old_log_prob(batch)
+        batch = batch.union(old)
+    assert IMPORTANCE in batch.batch
+
+
+@pytest.mark.parametrize("config", [None, {"algorithm": {"adv_estimator": "grpo"}}])
+def test_a_trainer_may_hold_any_configuration(config):
+    one = object.__new__(host.RayPPOTrainer)
+    one.config = config
+    assert one.config is config
+    assert one.oar is None

@@ -42,6 +42,14 @@ class Capped(LlamaForCausalLM):
         return output
 
 
+class NotANumber(Capped):
+    """Also has a token whose logits are NaN, which no comparison sees."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.weight.data[0] = torch.nan
+
+
 class Prefixed(LlamaForCausalLM):
     """Puts a token of its own in front, and takes it off its logits."""
 
@@ -56,6 +64,7 @@ class Prefixed(LlamaForCausalLM):
     ("build", "why"),
     [
         (lambda: Capped(LlamaConfig(**SIZE | SMALL)), "Capped.*changes its logits.*by 0.*rounding explains"),
+        (lambda: NotANumber(LlamaConfig(**SIZE | SMALL)), "NotANumber.*changes its logits.*by nan"),
         (lambda: random_model(logit_scale=0.5, **SMALL), "LlamaForCausalLM.*changes its logits"),  # says so, and does not
         (lambda: Prefixed(LlamaConfig(**SIZE | SMALL)), "Prefixed.*one embedding.*for each token"),
         (lambda: random_model(BertConfig, **SMALL), "BertLMHeadModel.*later tokens.*rounding explains"),

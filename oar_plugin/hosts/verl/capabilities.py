@@ -111,7 +111,7 @@ def external_modules() -> dict[str, str]:
     package, named = path_of("verl"), os.environ.get(EXTERNAL_MODULES, "")
     if package is None or PLUGIN in named.split(",") or '"verl.plugins"' in package.read_text(encoding="utf-8"):
         return {}
-    return {EXTERNAL_MODULES: ",".join(filter(None, [named, PLUGIN]))}
+    return {EXTERNAL_MODULES: ",".join(filter(None, [PLUGIN, named]))}
 
 
 def unchecked(feature: str) -> list[str]:

@@ -193,6 +193,13 @@ class OarFSDPMixin(ImportancePass):
                 f"actor_rollout_ref.model.use_fused_kernels=True with a model that changes its logits after the vocabulary "
                 f"projection ({changes}): verl's fused kernels leave this out; allowed: False"
             )
+        model: Any = unwrapped(self.module)
+        head = unwrapped(model.get_output_embeddings())
+        if self._fused and (not isinstance(head, torch.nn.Linear) or head.bias is not None):
+            raise UnsupportedModelError(
+                "actor_rollout_ref.model.use_fused_kernels=True with a bias or an adapter on the vocabulary projection: verl's "
+                "fused kernels leave it out; allowed: False"
+            )
         images = hasattr(unwrapped(self.module).config, "vision_config")
         if images and request.importance_object.copies is not None:
             raise UnsupportedModelError(

@@ -85,7 +85,7 @@ def _register_estimator(core_algos: Any) -> None:
     def oar(**kwargs: Any) -> Any:
         ours = sys.modules.get("oar_plugin.hosts.verl.ray_trainer")
         if ours is not None and ours.OarRayTrainer.running is not None:
-            return ours.base_advantage(**kwargs)
+            return ours.advantage_to_weight(**kwargs)
         trainers = (*capabilities.TRAINERS, "ray_trainer")
         faults = [fault for trainer in trainers for fault in capabilities.missing(trainer)]
         raise RuntimeError(

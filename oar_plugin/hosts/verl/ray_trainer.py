@@ -25,14 +25,17 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from oar_plugin.config import OarConfig
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
+LATE = 0.05  # of the largest advantage: what a row that was not scored may have without being counted as a fallback
+UNUSED = 8  # advantages before the first update; with `trainer.critic_warmup`, one more for each of its steps
 RESHAPED = "oar_reshaped"  # in a batch's `meta_info`: its advantages have the weights already
 
 
@@ -41,6 +44,7 @@ class OarRayTrainer(TrainerCredit):
 
     oar: OarConfig | None = None  # None: another estimator
     running: OarConfig | None = None  # settings of the trainer of this process, for the estimator
+    unused = 0  # advantages that the estimator has returned since the process has started, until the first is weighted
     _started = False
 
     @property
@@ -55,17 +59,18 @@ class OarRayTrainer(TrainerCredit):
             used = deepcopy(config)
             OmegaConf.update(used, "trainer.use_v1", False, force_add=True)  # a main of one's own need not set it
             self.oar = OarRayTrainer.running = resolve_here(used)
+            OarRayTrainer.unused = -(OmegaConf.select(config, "trainer.critic_warmup") or 0)
 
     # ---- rows to score, distributed evenly over the ranks
 
     def _balance_batch(
-        self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any
+        self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> None:
         """Lets verl balance the batch. If only some rows are to be scored, distributes the rows again."""
-        if self.oar is None or kwargs.get("keep_minibatch") or getattr(self, "use_prefix_grouper", False):
-            return super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
+        if self.oar is None or keep_minibatch or getattr(self, "use_prefix_grouper", False):
+            return super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
         batch.batch[SAMPLED_AT] = torch.arange(len(batch))
-        super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
+        super()._balance_batch(batch, metrics, logging_prefix)  # type: ignore[misc]
         sampled_at = batch.batch.pop(SAMPLED_AT).tolist()
         lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._needed_rows(batch).tolist()
         if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
@@ -92,6 +97,8 @@ class OarRayTrainer(TrainerCredit):
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
         if self.oar is None:
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        for name in (*FIELDS, ENTROPY):  # of an earlier pass over this batch: verl unites only equal fields
+            batch.batch.pop(name, None)
         with self._asking(batch) as asking, _by_value(self):
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
@@ -131,8 +138,13 @@ class OarRayTrainer(TrainerCredit):
         if alone := IMPORTANCE not in batch.batch:
             self._score_alone(batch)
         fields = {name: batch.batch.pop(name) for name in FIELDS}
-        entropy_BL = batch.batch.pop(ENTROPY, None)
-        reshaped = self._reshape(batch.batch["advantages"], fields, metrics)
+        entropy_BL, advantage_BL = batch.batch.pop(ENTROPY, None), batch.batch["advantages"]
+        # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
+        largest_B1 = advantage_BL.abs().amax(-1, keepdim=True)
+        late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
+        fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)
+        reshaped = self._reshape(advantage_BL, fields, metrics)
+        OarRayTrainer.unused = 0
         batch.batch["advantages"] = reshaped.advantage_BL
         metrics["timing_s/oar"] = time.perf_counter() - started
         if not alone:  # the pass ran before this clock
@@ -141,7 +153,7 @@ class OarRayTrainer(TrainerCredit):
         reward = batch.batch["token_level_scores"].sum(-1).mean().item()
         self._credit.watch.see(self.global_steps, metrics, reward)
         result = super()._update_actor(batch)  # type: ignore[misc]
-        batch.meta_info[RESHAPED] = True
+        batch.meta_info = {**batch.meta_info, RESHAPED: True}  # a new one: the parts of a split batch share theirs
         result.meta_info["metrics"].update({name: [value] for name, value in metrics.items()})
         return result
 
@@ -189,6 +201,20 @@ def _by_value(trainer: Any) -> Iterator[None]:
             trainer.data_plane = plane
     else:
         yield
+
+
+def advantage_to_weight(**given: Any) -> Any:
+    """`base_advantage` for verl's trainer, which weights it before the update.
+
+    RuntimeError: it never does.
+    """
+    OarRayTrainer.unused += 1
+    if OarRayTrainer.unused > UNUSED:
+        raise RuntimeError(
+            f"{UNUSED} advantages were computed with algorithm.adv_estimator=oar, and none was weighted: this trainer does not "
+            "update the actor through `RayPPOTrainer._update_actor`, where OAR weights them"
+        )
+    return base_advantage(**given)
 
 
 def base_advantage(**given: Any) -> Any:

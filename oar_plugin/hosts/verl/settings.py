@@ -72,7 +72,7 @@ def copies_under_megatron(importance: str) -> str:
 
 def switched_on(config: DictConfig) -> bool:
     """Whether the configuration has `algorithm.adv_estimator=oar`."""
-    return str(OmegaConf.select(config, "algorithm.adv_estimator")) == ESTIMATOR
+    return OmegaConf.is_config(config) and str(OmegaConf.select(config, "algorithm.adv_estimator")) == ESTIMATOR
 
 
 def trainer_of(config: DictConfig) -> str:

@@ -53,13 +53,14 @@ class QueuedBatch:
 def padded_batch(batch: DataProto, reshaped: ReshapedBatch, entropy_BL: Tensor | None) -> QueuedBatch:
     """The batch of a trainer that holds it padded: prompts on the left, responses on the right."""
     keys = [f"{uid}_{row}_0" for row, uid in enumerate(batch.non_tensor_batch["uid"])]
-    tensors = {**batch.batch, **({} if entropy_BL is None else {"entropy": entropy_BL})}
-    real_BT, prompt = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
 
     def read(keys: Sequence[str], select_fields: Sequence[str]) -> Any:
         rows = [int(key.split("_")[-2]) for key in keys]
+        real_BT, prompt = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
+        entropy = {} if entropy_BL is None else {"entropy": entropy_BL}
         fields: dict[str, Any] = {}
         for name in select_fields:
+            tensors = entropy if name in entropy else batch.batch
             if name in tensors:
                 keep_BT = real_BT[:, :prompt] if name == "prompts" else real_BT[:, prompt:]
                 fields[name] = torch.nested.masked_select(tensors[name][rows], keep_BT[rows])

@@ -139,7 +139,7 @@ def forward_logits(s: Setup, tokens: float) -> float:
 
 def _vocab(s: Setup) -> float:
     """Return how many columns of the logits one GPU holds; 0 with fused kernels, which never materialise logits."""
-    return 0.0 if s.config.actor_rollout_ref.model.use_fused_kernels else s.model.vocab / s.tp
+    return 0.0 if s.fused else s.model.vocab / s.tp
 
 
 def _gathered(s: Setup, gradients: bool) -> tuple[float, float]:
@@ -167,7 +167,7 @@ def _importance(s: Setup) -> Parts:
     rows = tokens if importance.reasoning_rows else answers
     # Tensors of one chunk of rows. In the model's dtype: logits, coefficients. With 4 bytes per element: logits, logits divided
     # by the temperature, softmax, its square root, random signs, the bits of the signs.
-    chunk = (2 * e + 24) * min(CHUNK, rows) * _vocab(s)
+    chunk = (2 * e + 24) * min(CHUNK, rows) * s.model.vocab / s.tp
     if not importance.backwards:
         return _log_prob(s, tokens, chunk)
     root, passing = _gathered(s, gradients=False)
@@ -229,7 +229,7 @@ def step_flops(s: Setup) -> dict[str, float]:
         units = max(1.0, reasoning / s.oar.perturbation.span)
         number = s.oar.budget * units if s.oar.budget <= 1 else min(units, s.oar.budget)
         # With a shared prefix, a copy's forward starts at its first masked token: on average mid-way in the reasoning.
-        start = s.mean_prompt + reasoning / 2 if s.oar.offloads or s.ulysses == 1 else 0.0
+        start = s.mean_prompt + reasoning / 2 if s.oar.offloads or (s.ulysses == 1 and not s.fused) else 0.0
         copies = number * (model.layers_flops(length, start) + model.head_flops(s.answer_rows))
         copies += model.layers_flops(length)
     return flops | {IMPORTANCE: scored * added, COPIES: scored * copies}

@@ -111,6 +111,7 @@ class Setup:
         self.recompute: bool = host.model.enable_gradient_checkpointing  # recompute activations, layer by layer
         if self.megatron:
             self.recompute = self.engine.override_transformer_config.get("recompute_granularity") == "full"
+        self.fused: bool = bool(host.model.use_fused_kernels)
         self.lora_rank: int = host.model.lora.rank or host.model.lora_rank  # 0: full training
         # ---- generation; in `separate_async` on GPUs of its own, overlapping with training
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")

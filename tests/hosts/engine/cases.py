@@ -140,7 +140,7 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
         scored = want(root, case.replace(" fails", ""))
         return {row: scores for row, scores in scored.items() if row != world.FAILS}
     folder, dtype = model_of(root / "fsdp", case), torch.float32
-    if not words & {"single", "double"}:
+    if words & {"megatron", "eight", "mixture", "four"}:
         folder, dtype = model_of(root / "megatron", case), torch.float64
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
     if "oar_p" in words:
