@@ -81,7 +81,7 @@ def test_two_steps(name, assets, tmp_path):
         assert step["training/rollout_probs_diff_max"] < 1e-3, "the rollout has the actor's weights"
     for step in with_a_signal(steps):
         assert step["oar/answer_found"] > 0.8, "the answer that the reward looks for is the one whose tokens count"
-        assert step.get("oar/offload/scored", 0) > 0.5 * resolve(config).offloads
+        assert step.get("oar/offload/scored", 0) >= 0.5 * resolve(config).offloads
     if config.algorithm.use_kl_in_reward or config.algorithm.filter_groups.enable:
         # No advantage is known to be zero, or every group differs.
         assert all(step["oar/scored"] > 0.9 for step in steps)
