@@ -126,7 +126,7 @@ def test_on_a_machine_with_gpus_the_sizes_are_found_as_well():
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
     (tmp_path / "data.parquet").touch()
 
-    def run_verl(words, environment, log, limit_s):
+    def run_verl(words, environment, log, limit_s, **more):
         log.write_text(words[-1])
         return 1
 
