@@ -185,7 +185,7 @@ def _faults(s: Setup) -> list[str]:
         check(key, "not supported by the planner", "null", (OmegaConf.select(s.config, key) or 1) > 1)
         number = model.config.num_experts or 1
         rule = f"must divide the {number} experts of {model.name}, and the {s.gpus} GPUs by stages and ranks per expert"
-        sizes = [size for size in divisors(number) if s.gpus % (s.pp * s.etp * size) == 0]
+        sizes = [size for size in divisors(number) if not model.experts or s.gpus % (s.pp * s.etp * size) == 0]
         check(f"{s.group}.expert_model_parallel_size", rule, sizes)
         if model.experts:
             width = model.config.moe_intermediate_size
