@@ -102,6 +102,7 @@ def test_an_answer_crosses_a_context_parallel_border():
 def test_a_model_with_other_logits_than_its_configuration_or_its_kernels_say_is_refused_on_every_rank(double):
     assert all("changes its logits after the vocabulary projection" in text for text in double["refused"])
     assert "use_fused_kernels=True" in double["refused"][2]
+    assert "use_fused_kernels=True with a bias" in double["biased"]
 
 
 def test_packed_equals_one_by_one(results):

@@ -435,7 +435,11 @@ def double(folder: str) -> dict[str, Any]:
     out["refused"] = [refused(build(folder))]
     with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
         for model in ("tied", "capped"):
-            out["refused"].append(refused(build(str(cases.model_of(folder, model)), **LAYOUTS["fused tied"])))
+            engine = build(str(cases.model_of(folder, model)), **LAYOUTS["fused tied"])
+            out["refused"].append(refused(engine))
+        engine.module.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
+        engine.module.config.final_logit_softcapping = None
+        out["biased"] = refused(engine)
     return out | {"out of memory": out_of_memory(build(folder), rows=UNEVEN[dist.get_rank()])}
 
 

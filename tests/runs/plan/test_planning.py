@@ -100,6 +100,15 @@ def test_without_a_backward_nothing_is_kept_for_one(config, name, share):
         assert totals(made)["importance (entropy)"] - totals(made)["log-probs"] < 2**31, "a chunk of rows of logits"
 
 
+def test_fused_kernels_keep_oars_own_rows_and_whole_copies(fsdp):
+    plain, fused = (changed(fsdp, f"model.use_fused_kernels={value}") for value in (False, True))
+    entropy = [Plan(changed(config, "oar.importance=entropy")).memory for config in (plain, fused)]
+    rows, same = (memory["importance (entropy)"]["OAR"] for memory in entropy)
+    assert same == rows > 0
+    shared, whole = (Plan(changed(config, "oar.importance=oar_p")).seconds[COPIES] for config in (plain, fused))
+    assert whole > shared
+
+
 def test_copies_cost_more_than_a_gradient_and_by_budget(fsdp):
     every, some = (Plan(changed(fsdp, f"oar.importance={name}")).seconds for name in ("oar_p", "hybrid"))
     assert every[COPIES] > some[COPIES] > Plan(fsdp).seconds[IMPORTANCE] == pytest.approx(some[IMPORTANCE])
