@@ -122,8 +122,11 @@ def serve(listener: socket.socket) -> None:
     """Import, and fork for each client. Does not return; a fork ends with the program that its client asked for."""
     before = dict(os.environ)
     for name in IMPORTED:
-        with contextlib.suppress(ModuleNotFoundError):  # verl 0.8 has no `verl.trainer.ppo.v1`
+        try:
             importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != "verl.trainer.ppo.v1":  # which verl 0.8 lacks
+                raise
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     multiprocessing.set_executable(str(_executable()))
     gc.collect()

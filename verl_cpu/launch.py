@@ -4,8 +4,6 @@ The settings themselves, each with its reason, are in ``conf/cpu/*.yaml``. They 
 algorithm. Overrides on the command line win.
 """
 
-from verl_cpu.before_platforms import external_modules
-
 
 def cpu_overrides(workers: int = 1) -> list[str]:
     """Return Hydra overrides for an FSDP actor with this number of workers; Ray counts each as a GPU."""
@@ -23,6 +21,8 @@ ON_LOOPBACK = {
 
 def cpu_environment(one_machine: bool = True) -> dict[str, str]:
     """Return environment variables for a run on a CPU, to be added to the caller's."""
+    from verl_cpu.before_platforms import external_modules  # the plugin imports this module in every process
+
     return {
         **(ON_LOOPBACK if one_machine else {}),
         **external_modules(),
