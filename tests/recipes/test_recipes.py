@@ -126,7 +126,7 @@ def test_stand_in_has_the_architecture_of_the_model():
 def test_nodes_and_gpus_are_those_of_all_pools(trainer, rollout, reward, expected):
     nodes = [{"nnodes": n, "n_gpus_per_node": gpus} for n, gpus in (trainer, rollout or (0, 8), reward or (0, 8))]
     config = {
-        "trainer": {**nodes[0], "v1": {"trainer_mode": "separate_async" if rollout else "sync"}},
+        "trainer": {**nodes[0], "use_v1": True, "v1": {"trainer_mode": "separate_async" if rollout else "sync"}},
         "actor_rollout_ref": {"rollout": nodes[1]},
         "reward": {"reward_model": {**nodes[2], "enable_resource_pool": reward is not None}},
     }
