@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -82,7 +83,9 @@ def new_model(
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    return AutoModelForCausalLM.from_config(kind(**defaults | config))
+    # Not by `from_config`, which partitions a model at once where an earlier test of the process has set up ZeRO-3.
+    model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[kind](kind(**defaults | config))
+    return model
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
