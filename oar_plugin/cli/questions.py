@@ -161,10 +161,8 @@ def default_trainer() -> Pairs:
     from oar_plugin.hosts.verl.hydra_conf import config_folder
     from oar_plugin.hosts.verl.settings import trainer_of
 
-    yield (
-        "mode",
-        trainer_of(OmegaConf.create({"trainer": OmegaConf.load(config_folder() / "ppo_trainer.yaml").trainer})),
-    )
+    trainer = OmegaConf.load(config_folder() / "ppo_trainer.yaml").trainer
+    yield "mode", trainer_of(OmegaConf.create({"trainer": trainer}))
 
 
 def features(needed: Sequence[str]) -> Pairs:

@@ -97,9 +97,8 @@ def missing(feature: str) -> list[str]:
     faults = list(requirements(FEATURES[feature]).faults)
     program = path_of("verl.trainer.main_ppo")
     if feature in TRAINERS and program and "verl.trainer.ppo.v1" not in program.read_text(encoding="utf-8"):
-        faults.append(
-            "verl.trainer.main_ppo does not start the trainers of trainer.v1"
-        )  # verl's branch `neo` keeps their code
+        # verl's branch `neo` keeps their code.
+        faults.append("verl.trainer.main_ppo does not start the trainers of trainer.v1")
     return faults
 
 
