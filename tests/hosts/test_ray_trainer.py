@@ -30,8 +30,6 @@ from tests.hosts.engine.world import nested
 from tests.hosts.test_settings import config as plain
 from tests.hosts.whole_run import RECIPES
 
-PLANES = ["classic", "neoproto"] if hasattr(host, "build_data_plane") else [None]
-"""Values of `trainer.data_plane`; only verl's branch `neo` has the key."""
 LENGTHS, UIDS, REWARDS = (5, 7, 4, 6, 5, 5), (*"aaabbb",), (1.0, 0.0, 0.0, 1.0, 1.0, 1.0)
 """The second group has nothing to learn."""
 
@@ -57,10 +55,8 @@ class Workers:
         return tu.get_tensordict(output, {"metrics": {"mfu": 0.1}})
 
     def update_actor(self, data):
-        by_reference = hasattr(data, "to_verl")
-        self.updated.append(data.to_tensordict() if by_reference else data)
-        output = tu.get_tensordict({}, {"metrics": {"mfu": 0.1}})
-        return type(data).from_tensordict(output) if by_reference else output
+        self.updated.append(data)
+        return tu.get_tensordict({}, {"metrics": {"mfu": 0.1}})
 
 
 @cache
@@ -69,17 +65,13 @@ def recipe():
     return compose_recipe(RECIPES / "qwen2_5_7b_math", "oar", more)
 
 
-def trainer_of(estimator="oar", workers=None, cls=None, plane=PLANES[0], **oar):
+def trainer_of(estimator="oar", workers=None, cls=None, **oar):
     one = object.__new__(cls or host.RayPPOTrainer)
     one.config = OmegaConf.merge(recipe(), {"algorithm": {"adv_estimator": estimator, "oar": oar}})
     one.tokenizer, one.global_steps, one.use_prefix_grouper = make_tokenizer(384), 1, False
     one.actor_rollout_wg = workers or Workers()
-    if plane:
-        one.data_plane = host.build_data_plane(OmegaConf.create({"trainer": {"data_plane": plane}}))
-    if plane == "neoproto":
-        from verl.experimental.neoproto.storage import InMemoryStorageEngine, set_default_storage_engine
-
-        set_default_storage_engine(InMemoryStorageEngine())
+    if hasattr(host, "build_data_plane"):  # verl's branch `neo`
+        one.data_plane = host.build_data_plane(OmegaConf.create({"trainer": {}}))
     return one
 
 
@@ -98,8 +90,6 @@ def batch_of(lengths=LENGTHS, uids=UIDS, rewards=REWARDS):
 
 def before_update(one, batch, bypass=False):
     """What `fit` does to a batch between the rewards and the update."""
-    if hasattr(one, "data_plane") and one.data_plane.name == "neoproto":
-        batch = one.data_plane.data_proto_cls.from_verl(batch)
     one._balance_batch(batch, {})
     if not bypass:
         old, _ = one._compute_old_log_prob(batch)
@@ -123,10 +113,9 @@ def nodes(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("bypass", [False, True])
-def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, plane, nodes):
-    one, batch = trainer_of(plane=plane), batch_of()
+def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
+    one, batch = trainer_of(), batch_of()
     batch, host_BL, metrics = step(one, batch, bypass)
     (asked,), (updated,) = one.actor_rollout_wg.asked, one.actor_rollout_wg.updated
     request = tu.get(asked, REQUEST)

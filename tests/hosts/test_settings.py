@@ -67,6 +67,8 @@ def assert_refused(changes, parts):
     [
         ({ACTOR + "strategy": "veomni"}, ["actor.strategy=veomni", "fsdp, fsdp2, megatron"]),
         ({"actor_rollout_ref__actor__policy_loss": {"loss_mode": "geo_mean"}}, ["loss_mode=geo_mean", "other losses"]),
+        ({"trainer__data_plane": "neoproto"}, ["data_plane=neoproto", "allowed: classic"]),
+        ({"trainer__use_neoproto": True}, ["use_neoproto=True", "allowed: False"]),
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
         ({"critic__enable": True}, ["critic.enable=True", "allowed: False"]),
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),

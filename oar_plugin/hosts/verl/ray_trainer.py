@@ -99,7 +99,7 @@ class OarRayTrainer(TrainerCredit):
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
         for name in (*FIELDS, ENTROPY):  # of an earlier pass over this batch: verl unites only equal fields
             batch.batch.pop(name, None)
-        with self._asking(batch) as asking, _by_value(self):
+        with self._asking(batch) as asking:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
@@ -184,23 +184,6 @@ class _Asking:
         for name in (IMPORTANCE, SEGMENTS):
             self.answer[name] = pad(self.answer[name], (0, width - self.answer[name].shape[1]))
         return output
-
-
-@contextmanager
-def _by_value(trainer: Any) -> Iterator[None]:
-    """The trainer with a data plane that sends fields. `neoproto`, of verl's branch `neo`, sends references to fields, and its
-    workers fetch and return only those that verl lists.
-    """
-    if hasattr(trainer, "data_plane"):
-        plane = trainer.data_plane
-        trainer.data_plane = ray_trainer.build_data_plane(OmegaConf.create({"trainer": {"data_plane": "classic"}}))
-        trainer.data_plane.data_proto_cls = plane.data_proto_cls
-        try:
-            yield
-        finally:
-            trainer.data_plane = plane
-    else:
-        yield
 
 
 def advantage_to_weight(**given: Any) -> Any:

@@ -34,6 +34,9 @@ class Refused(NamedTuple):
 REFUSED = (
     Refused("critic.enable", (False, None), "OAR reshapes group-relative advantages and uses no critic"),
     Refused("actor_rollout_ref.actor.strategy", tuple(STRATEGIES), "not supported by OAR"),
+    # Keys of verl's branch `neo`. `use_neoproto` is an older name of the second value of `data_plane`.
+    Refused("trainer.data_plane", ("classic", None), "its workers return only fields that verl lists, and no importance"),
+    Refused("trainer.use_neoproto", (False, None), "its workers return only fields that verl lists, and no importance"),
 )  # fmt: skip
 V1_REFUSED = (Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),)
 
