@@ -26,6 +26,7 @@ extras=cpu,dev,recipes,benchmarks
 bridge="megatron-core==0.18.0 megatron-bridge==0.5.1"
 tests="tests/credit tests/passes tests/hosts tests/test_front_door.py"
 ray_trainer="tests/hosts/test_ray_trainer.py tests/hosts/test_ray_trainer_run.py tests/hosts/test_engine.py"
+ray_trainer="$ray_trainer tests/recipes/test_keys.py"
 case "${1:-}" in
 verl-0.8)
     python=python3.11

@@ -1,11 +1,14 @@
 """Whole steps with verl's `RayPPOTrainer` and the experimental trainers: real verl, real Ray, real vLLM."""
 
+import inspect
 import shutil
 
 import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
+
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from recipes.smoke import EXPERIMENTAL, MAIN
 from tests.hosts.whole_run import OF_OLD, OLD, check, check_importance, dumped, smoke, whole_run
@@ -14,6 +17,11 @@ pytestmark = whole_run
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 nightly = pytest.mark.nightly
+
+
+def rounding():
+    """The most that probabilities of rollout and actor differ: verl 0.8 and its branch `neo` send weights in bfloat16."""
+    return 0.05 if ".to(torch.bfloat16" in inspect.getsource(FSDPEngine.get_per_tensor_param) else 1e-4
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,7 @@ def test_two_steps(recipe, module, more, assets, tmp_path):
     check(steps, [1, 2])
     assert all(step["oar/dump_failed"] == 0 for step in steps)
     if more != BYPASS:
-        assert max(step["training/rollout_probs_diff_max"] for step in steps) < 1e-4, (
+        assert max(step["training/rollout_probs_diff_max"] for step in steps) < rounding(), (
             "the rollout has the actor's weights"
         )
     assert any(name.startswith("val-core/") for name in steps[-1]) is (module == MAIN)

@@ -29,7 +29,6 @@ MODES = {
     "colocate_async": ("qwen2_5_7b_colocate_async", MAIN, "rollout_tq", []),
     "separate_async": ("qwen2_5_7b_separate_async", MAIN, "rollout_tq", []),
     "ray_trainer": (MATH, MAIN, "rollout", []),
-    "megatron": ("qwen2_5_32b_megatron", MAIN, "rollout", []),
     "one_step_off": (
         MATH,
         ONE_STEP_OFF,
@@ -48,7 +47,7 @@ MODES = {
         ],
     ),
 }
-"""Recipe, program, which part of `skip` replays, and what else the run needs. All but the first three are `RayPPOTrainer`."""
+"""Recipe, program, which part of `skip` replays, and what else the run needs. The first three are of `trainer.v1`."""
 WITHOUT = {EXTERNAL_MODULES: "verl_cpu.plugin"} if OLD else {"VERL_USE_EXTERNAL_PLUGINS": "cpu"}  # the CPU stack alone
 WITH = {EXTERNAL_MODULES: f"verl_cpu.plugin,{PLUGIN}"} if OLD else {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
 OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/", "fully_async/", "dynamic_resource/")
@@ -115,7 +114,9 @@ def test_without_the_plugin_nothing_differs(mode, assets, tmp_path):
     for text in (log, log_with):
         assert "The trainer will generate" not in text, "responses are replayed"
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    assert all(math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0 for step in steps)
+    norms = [step["actor/grad_norm"] for step in steps]
+    assert all(map(math.isfinite, norms))
+    assert any(norms), "by chance the groups of one step may have no signal"
     differing = [
         (one["step"], key, one.get(key), other.get(key))
         for one, other in zip(steps, steps_with, strict=True)
