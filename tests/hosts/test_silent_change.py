@@ -24,28 +24,21 @@ from verl_cpu.session import run_verl
 STEPS = 3
 MATH = "qwen2_5_7b_math"
 ONE_STEP_OFF, FULLY_ASYNC = EXPERIMENTAL
+NUMBERED = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=tests.hosts.numbered.Numbered"
+# It trains on prompts in the order in which they are answered: one at a time, and two batches of four a step.
+IN_ORDER = [
+    "async_training.concurrent_samples_per_replica=1",
+    f"rollout.total_rollout_steps={8 * STEPS}",
+    f"skip.async_rollout.steps={list(range(1, 8 * STEPS + 1))}",
+    "trainer.total_training_steps=null",
+]
 MODES = {
     "sync": (MATH, MAIN, "rollout_tq", []),
     "colocate_async": ("qwen2_5_7b_colocate_async", MAIN, "rollout_tq", []),
     "separate_async": ("qwen2_5_7b_separate_async", MAIN, "rollout_tq", []),
     "ray_trainer": (MATH, MAIN, "rollout", []),
-    "one_step_off": (
-        MATH,
-        ONE_STEP_OFF,
-        "rollout",
-        ["+actor_rollout_ref.rollout.agent.agent_loop_manager_class=tests.hosts.numbered.Numbered"],
-    ),
-    # It trains on prompts in the order in which they are answered: one at a time, and two batches of four a step.
-    "fully_async": (
-        MATH,
-        FULLY_ASYNC,
-        "async_rollout",
-        [
-            "async_training.concurrent_samples_per_replica=1",
-            f"rollout.total_rollout_steps={8 * STEPS}",
-            "trainer.total_training_steps=null",
-        ],
-    ),
+    "one_step_off": (MATH, ONE_STEP_OFF, "rollout", [NUMBERED]),
+    "fully_async": (MATH, FULLY_ASYNC, "async_rollout", IN_ORDER),
 }
 """Recipe, program, which part of `skip` replays, and what else the run needs. The first three are of `trainer.v1`."""
 WITHOUT = {EXTERNAL_MODULES: "verl_cpu.plugin"} if OLD else {"VERL_USE_EXTERNAL_PLUGINS": "cpu"}  # the CPU stack alone
@@ -57,7 +50,7 @@ OF_THE_MACHINE = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/", "
 def whole(mode: str, folder: Path) -> None:
     """Write the configuration of a run that records or replays to one file, which composes without the plugin."""
     name, program, replayed_by, more = MODES[mode]
-    skip, how = f"skip.{replayed_by}", f"steps={list(range(1, 8 * STEPS + 2))}"
+    skip, how = f"skip.{replayed_by}", f"steps={list(range(1, STEPS + 2))}"
     if OLD:
         skip, how = "actor_rollout_ref.rollout.skip", f"max_dump_step={STEPS + 1}"
     recipe = RECIPES / name
