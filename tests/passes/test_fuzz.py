@@ -207,6 +207,7 @@ def test_segments_are_those_of_a_slow_search(family, responses, seed):
         pieces = token_bytes.pieces(tokens(tokenizer, parts)[:400])
         own = owned(len(pieces), seed)
         found = segment_tokens(pieces, FINDER, own)
+        assert found is None or found.dtype == np.int8
         assert (None if found is None else found.tolist()) == segments_slowly(pieces, own)
 
 
