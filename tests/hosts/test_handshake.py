@@ -27,8 +27,6 @@ def actors():
             import sys
             from types import SimpleNamespace
 
-            if engine is None:
-                return  # without verl, whose import takes ten seconds: it is never asked
             if engine != "ours":
                 os.environ.pop("VERL_PLATFORM", None)  # without the plugin verl knows no platform `cpu`
             if hidden:
@@ -120,7 +118,7 @@ def _ask_until_it_is_dead(actor):
 
 def test_a_process_that_does_not_answer_or_has_died_is_told(actors, monkeypatch):
     monkeypatch.setattr(handshake, "TIME_LIMIT_S", 2.0)
-    busy, dead = (actors[0].remote(engine=None) for _ in range(2))
+    busy, dead = (actors[0].remote() for _ in range(2))
     ray.get([busy.ready.remote(), dead.ready.remote()])
     busy.busy.remote()
     ray.kill(dead)
