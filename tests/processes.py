@@ -6,6 +6,7 @@ imported the module: importing verl and Megatron takes ten seconds, and only a p
 """
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,13 +90,18 @@ def worker(main: Callable[..., Any]) -> None:
 
 def _fork(size: int) -> None:
     """Return in `size` forks of this process, with torchrun's variables; end this process when they have ended."""
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    listening = socket.create_server(("127.0.0.1", 0), backlog=size)
+    host, port = listening.getsockname()
+    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for rank in range(size):
         if os.fork() == 0:
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
             os.environ |= address | {name: str(value) for name, value in place.items()}
             return
+    # Its thread looks up names for who connects: a fork in the middle of that would inherit the C library's lock.
+    _store = distributed.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     for _ in range(size):
         _, status = os.wait()
         if status:  # the others may wait for it; the test ends them

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oar_plugin.credit import answer
@@ -265,23 +265,6 @@ def test_the_answers_bytes_are_answer_tokens_however_the_text_is_cut(data, befor
     for piece, end, segment in zip(pieces, ends, segment_tokens(pieces, FINDERS[NAMES]), strict=True):
         overlaps = bool(piece) and end > len(before) and end - len(piece) < len(before) + len(answer)
         assert (segment == Segment.ANSWER) == overlaps
-
-
-@given(st.data(), st.one_of(NEARLY.map(str.encode), st.binary(max_size=60)), st.sampled_from(list(FINDERS)))
-@settings(max_examples=300)
-def test_any_bytes_give_segments_in_order_or_none_and_exactly_tokens_of_others_are_outside(data, text, names):
-    pieces = data.draw(cut(text))
-    mostly = st.sampled_from([True, True, True, False])
-    own = np.array(data.draw(st.lists(mostly, min_size=len(pieces), max_size=len(pieces))), dtype=bool)
-    result = segment_tokens(pieces, FINDERS[names], own)
-    if result is None:
-        return
-    assert (result.dtype, result.shape) == (np.int8, (len(pieces),))
-    assert ((result == Segment.OUTSIDE) == ~own).all()
-    shown = result[own & [bool(piece) for piece in pieces]]
-    assert (np.diff(shown) >= 0).all()
-    assert (shown == Segment.ANSWER).any()
-    assert (result[: int(np.argmax(result == Segment.ANSWER))] < Segment.ANSWER).all(), "reasoning or a marker"
 
 
 @given(st.one_of(st.text(), NEARLY), st.sampled_from(list(FINDERS)))

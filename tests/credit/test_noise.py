@@ -66,14 +66,6 @@ def test_signs_are_balanced_and_independent():
     assert_independent(sign)
 
 
-def test_gaussian_has_unit_variance_and_no_outliers_beyond_chance():
-    values = gaussian(torch.arange(200), 500)
-    assert abs(values.mean().item()) < 0.02
-    assert abs(values.var().item() - 1) < 0.02
-    assert abs((values**4).mean().item() - 3) < 0.15
-    assert values.abs().max() < 6.5
-
-
 def test_uniform_is_flat_and_open_at_both_ends_and_gumbel_is_finite():
     values, drawn = uniform(torch.arange(200), 500).flatten(), gumbel(torch.arange(200), 500)
     assert 0 < values.min() < values.max() < 1

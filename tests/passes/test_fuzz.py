@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
+from oar_plugin.credit import answer
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 from oar_plugin.estimator import reshape
@@ -32,6 +33,15 @@ ROWS = 8
 """Responses of one example."""
 every_family = pytest.mark.parametrize("family", BUILDERS)
 hostile = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def impatient():
+    """One of the users' expressions below backtracks for ever on some responses: a search waits for this limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer, "PATTERN_SECONDS", 0.05)
+        yield
+
 
 NAMES = ("boxed", "hash", "answer_tag", "the_answer_is")
 MARKERS = [
@@ -164,13 +174,13 @@ def segments_slowly(pieces, own):
     """Character by character, what each is for; then a token by its characters, and one without any by its neighbours."""
     data = b"".join(piece if mine else b"\n" * len(piece) for piece, mine in zip(pieces, own, strict=True))
     text = data.decode("utf-8", "surrogateescape")
-    if (answer := FINDER(text)) is None:
+    if (found := FINDER(text)) is None:
         return None
     kinds = []
     for place, character in enumerate(text):
-        before_answer = Segment.REASONING if place < answer.marker_start else Segment.CONCLUDE
-        in_answer = Segment.ANSWER if place < answer.end else Segment.AFTER
-        kind = before_answer if place < answer.start else in_answer
+        before_answer = Segment.REASONING if place < found.marker_start else Segment.CONCLUDE
+        in_answer = Segment.ANSWER if place < found.end else Segment.AFTER
+        kind = before_answer if place < found.start else in_answer
         kinds += [kind] * len(character.encode("utf-8", "surrogateescape"))
     found, at, kinds = [], 0, [Segment.REASONING, *kinds, Segment.AFTER]
     for piece, mine in zip(pieces, own, strict=True):
@@ -197,6 +207,7 @@ def test_segments_are_those_of_a_slow_search(family, responses, seed):
         pieces = token_bytes.pieces(tokens(tokenizer, parts)[:400])
         own = owned(len(pieces), seed)
         found = segment_tokens(pieces, FINDER, own)
+        assert found is None or found.dtype == np.int8
         assert (None if found is None else found.tolist()) == segments_slowly(pieces, own)
 
 

@@ -53,24 +53,18 @@ def test_the_plan_of_forwards_and_what_engines_read(name, draws):
 def comparisons(source):
     """Expressions that compare a string with a name of the table, or list two names; not `"entropy" in ...reads`."""
 
-    def names(nodes):
-        return {node.value for node in nodes if isinstance(node, ast.Constant)} & set(IMPORTANCES)
+    def names(node):
+        words = {getattr(part, "value", None) for part in ast.walk(node) if isinstance(part, ast.Constant)}
+        return (words | {getattr(part, "arg", None) for part in getattr(node, "keywords", ())}) & set(IMPORTANCES)
 
     def caught(node):
         match node:
             case ast.Compare(comparators=[ast.Attribute(attr="reads"), *_]):
                 return False
-            case ast.Compare():
-                operands = [node.left, *node.comparators]
-                return bool(names([*operands, *(element for one in operands for element in getattr(one, "elts", ()))]))
-            case ast.MatchValue():
-                return bool(names([node.value]))
-            case ast.Tuple() | ast.List() | ast.Set():
-                return len(names(node.elts)) > 1
-            case ast.Dict():
-                return len(names(node.keys)) > 1
-            case ast.Call():
-                return len({keyword.arg for keyword in node.keywords} & set(IMPORTANCES)) > 1
+            case ast.Compare() | ast.MatchValue():
+                return bool(names(node))
+            case ast.Tuple() | ast.List() | ast.Set() | ast.Dict() | ast.Call():
+                return len(names(node)) > 1
 
     return [ast.unparse(node) for node in ast.walk(ast.parse(source)) if caught(node)]
 
