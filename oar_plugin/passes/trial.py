@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
+from oar_plugin.passes.device import to_device
 from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project
@@ -36,8 +37,10 @@ class Reading(Tap):
         fused_temperature: float | None = None,
     ) -> None:
         local_N = layout.local_T if row_N is None else layout.local_T[row_N]
-        self.layout, self.held_N, self.fused_temperature = layout, local_N >= 0, fused_temperature
-        super().__init__(local_N[self.held_N], self._read, rows_only)
+        self.layout, self.num_rows, self.fused_temperature = layout, len(local_N), fused_temperature
+        held_N = (local_N >= 0).nonzero()[:, 0]
+        position_N, self.held_N = to_device(layout.device, local_N[held_N], held_N)
+        super().__init__(position_N, self._read, rows_only)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
         self.embeddings = self.eps = 0.0
 
@@ -55,7 +58,7 @@ class Reading(Tap):
             self.own_NV = self._whole(own.flatten(0, -2)[self.row_position_N])
 
     def _whole(self, logits_NV: Tensor) -> Tensor:
-        whole_NV = logits_NV.new_zeros(len(self.held_N), logits_NV.shape[-1])
+        whole_NV = logits_NV.new_zeros(self.num_rows, logits_NV.shape[-1])
         whole_NV[self.held_N] = logits_NV.detach()
         return self.layout.sum_over_sequence_ranks(whole_NV)
 
