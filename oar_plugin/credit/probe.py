@@ -12,7 +12,7 @@ probes of arXiv 2601.07408 use the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
 `last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -22,44 +22,28 @@ Probe = Literal["last", "answer_mean", "answer_joint"]
 PROBES: tuple[Probe, ...] = get_args(Probe)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerRows:
     """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds."""
 
-    columns_5N: Tensor  # int64: the five properties below, in one tensor, which one copy takes to the device
+    table_5N: Tensor  # int64, the fields below and 1 / share: one tensor, which one copy takes to the device
     num_responses: int  # of the micro-batch, with or without an answer
+    position_N: Tensor = field(init=False)  # packed position of the row, one before the answer token
+    response_N: Tensor = field(init=False)  # index of the row's response in `[0, num_responses)`
+    ordinal_N: Tensor = field(init=False)  # place of the row in its answer; 0 for the first answer token
+    token_N: Tensor = field(init=False)  # the answer token that the row predicts
+    share_N: Tensor = field(init=False)  # weight of the row in the pooled logits, float32; 1 in total over all ranks
 
-    @property
-    def position_N(self) -> Tensor:
-        """Packed position of the row, one before the answer token."""
-        return self.columns_5N[0]
-
-    @property
-    def response_N(self) -> Tensor:
-        """Index of the row's response in `[0, num_responses)`."""
-        return self.columns_5N[1]
-
-    @property
-    def ordinal_N(self) -> Tensor:
-        """Place of the row in its answer; 0 for the first answer token."""
-        return self.columns_5N[2]
-
-    @property
-    def token_N(self) -> Tensor:
-        """The answer token that the row predicts."""
-        return self.columns_5N[3]
-
-    @property
-    def share_N(self) -> Tensor:
-        """Weight of the row in the pooled logits, float32; a response's shares sum to 1 over all ranks."""
-        return 1.0 / self.columns_5N[4].float()
+    def __post_init__(self) -> None:
+        self.position_N, self.response_N, self.ordinal_N, self.token_N, count_N = self.table_5N
+        self.share_N = 1.0 / count_N.float()
 
     def __len__(self) -> int:
-        return self.columns_5N.shape[1]
+        return self.table_5N.shape[1]
 
     def select(self, keep_N: Tensor | slice) -> "AnswerRows":
         """The rows that `keep_N`, a bool tensor or a slice, selects. Shares do not change."""
-        return AnswerRows(self.columns_5N[:, keep_N], self.num_responses)
+        return AnswerRows(self.table_5N[:, keep_N], self.num_responses)
 
 
 def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_responses: int, probe: Probe) -> AnswerRows:

@@ -26,10 +26,9 @@ from oar_plugin.credit.importance import Backward, Forward, Importance, Parts, R
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
 from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
-from oar_plugin.passes.device import CPU, to_device
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import CHUNK, Project, projected_back, read_logits, scalar_with
-from oar_plugin.passes.taps import Tap, Taps
+from oar_plugin.passes.taps import Tap, Taps, to_device
 
 FP16_EXPONENT = 6
 """In fp16, the gradient at the hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
@@ -71,7 +70,7 @@ class Layout:
     # only under Megatron's sequence parallelism, which splits embeddings over more ranks than the last hidden states.
     embedding_T: Tensor
     num_embeddings: int  # number of embeddings on this rank, with padding
-    device: torch.device = CPU  # of hidden states, embeddings and logits
+    device: torch.device = field(default=torch.device("cpu"))  # of hidden states, embeddings and logits
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
     columns: int | None = None  # see `Tap.columns`
     # returns the sum of a tensor over the ranks that share the sequences; may overwrite the tensor
@@ -88,24 +87,17 @@ class Scores:
     """
 
     def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
-        self._names = sorted(importance.reads)
-        self._set(torch.zeros(len(importance.backwards) + len(self._names), num_tokens, device=device))
-
-    def _set(self, all_NT: Tensor) -> None:
-        self._all_NT, count = all_NT, len(all_NT) - len(self._names)
-        self.score_KT, self.reads_NT = all_NT[:count], all_NT[count:]
-        self.readings = dict(zip(self._names, self.reads_NT, strict=True))
-        nothing_T = all_NT.new_zeros(all_NT.shape[1])
+        count, names = len(importance.backwards), sorted(importance.reads)
+        self.all_NT = torch.zeros(count + len(names), num_tokens, device=device)
+        self.score_KT, self.reads_NT = self.all_NT[:count], self.all_NT[count:]
+        self.readings = dict(zip(names, self.reads_NT, strict=True))
+        nothing_T = torch.zeros(num_tokens, device=device)
         self.entropy_T = self.readings.get("entropy", nothing_T)
         self.log_prob_T = self.readings.get("log_prob", nothing_T)
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Replaces all values with their sums over ranks. `summed` returns the sum of one vector; it is called once."""
-        self._all_NT.copy_(summed(self._all_NT.flatten()).view_as(self._all_NT))
-
-    def to_cpu(self) -> None:
-        """Copies all values to the CPU, which waits until the device has computed them."""
-        self._set(self._all_NT.cpu())
+        self.all_NT.copy_(summed(self.all_NT.flatten()).view_as(self.all_NT))
 
 
 @dataclass
@@ -157,18 +149,12 @@ class MicroBatchPass:
             later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         held_N = (layout.embedding_T >= 0).nonzero()[:, 0]  # the tokens whose embeddings are here
         noisy_N = held_N[reasoning_T[held_N]]
-        on_cpu = [
-            *(answer.columns_5N, reasoning.columns_5N, later.columns_5N, layout.local_T, place_T, seed_B),
-            *(layout.embedding_T[held_N], place_T[held_N]),
-            *(layout.embedding_T[noisy_N], response_T[noisy_N], packed.place_T[noisy_N]),
-        ]
-        answer_5N, reasoning_5N, later_5N, self._local_T, self._place_T, self._seed_B, *others = to_device(
-            layout.device, *on_cpu
-        )
-        self._held_N, self._held_place_N, *self._noisy = others
-        self._answer, self._reasoning, self._later = (
-            AnswerRows(columns_5N, num_responses) for columns_5N in (answer_5N, reasoning_5N, later_5N)
-        )
+        held = layout.embedding_T[held_N], place_T[held_N]
+        noise = layout.embedding_T[noisy_N], response_T[noisy_N], packed.place_T[noisy_N]
+        tables = (rows.table_5N for rows in (answer, reasoning, later))
+        copied = to_device(layout.device, layout.local_T, place_T, seed_B, *held, *noise, *tables)
+        self._local_T, self._place_T, self._seed_B, self._held_N, self._held_place_N, *self._noisy = copied[:-3]
+        self._answer, self._reasoning, self._later = (AnswerRows(table_5N, num_responses) for table_5N in copied[-3:])
         # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
         # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
         noisy, backwards = self.importance.noisy, self.importance.backwards
@@ -349,14 +335,11 @@ def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_b
 
 
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
-    """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning.
-
-    `scores` must already be summed over ranks. They are copied to the CPU, which waits until the device has computed them.
-    """
+    """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning. `scores` are the sums over ranks."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
     if importance.copies is not None and not importance.backwards:  # masked copies give the scores later
         return torch.zeros(len(reasoning_T))
-    scores.to_cpu()
+    all_NT, count = scores.all_NT.cpu(), len(scores.score_KT)
     length_B = packed.offsets.diff()
     keep_BL = torch.arange(max([1, *length_B.tolist()])) < length_B[:, None]
 
@@ -367,10 +350,10 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
 
     seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
     parts = Parts(
-        padded(scores.score_KT / request.num_draws),
+        padded(all_NT[:count] / request.num_draws),
         padded(reasoning_T),
         padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
-        {name: padded(values_T) for name, values_T in scores.readings.items()},
+        {name: padded(values_T) for name, values_T in zip(scores.readings, all_NT[count:], strict=True)},
         request.sigma,
     )
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

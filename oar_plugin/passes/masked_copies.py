@@ -9,7 +9,7 @@ Only the rows of the answer are projected to logits. Shape suffixes: K copies, m
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,9 +24,8 @@ from oar_plugin.credit.importance import without_copies
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds, sample_replacements, units
 from oar_plugin.credit.probe import Probe
-from oar_plugin.passes.device import to_device
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, unwrapped
+from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, to_device, unwrapped
 from oar_plugin.passes.trial import TOKENS, change, rounding, trial_tokens
 
 logger = logging.getLogger(__name__)
@@ -39,9 +38,9 @@ _SHARES_PREFIX: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response to score, on the CPU. Positions in a unit count from the start of the response."""
+    """A response to score. Positions in a unit count from the start of the response."""
 
-    token_T: Tensor  # int64, prompt and response up to the last token of the answer
+    token_T: Tensor  # int64, prompt and response up to the last token of the answer, on the model's device
     prompt_length: int
     answer_start: int  # index in `token_T` of the first token of the answer
 
@@ -61,16 +60,12 @@ class Candidate:
 class MaskedCopies:
     """Scores units of responses. `tokens` counts the tokens computed so far.
 
-    `module` must be in eval mode. `max_tokens` is the maximum number of tokens per forward. `device` is that of the module's
-    inputs; None: that of its parameters.
+    `module` must be in eval mode. `max_tokens` is the maximum number of tokens per forward.
     """
 
-    def __init__(
-        self, module: nn.Module, request: Request, max_tokens: int, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, request: Request, max_tokens: int) -> None:
         self.module, self.request, self.max_tokens = module, request, max_tokens
         self.tokens = 0
-        self._device = device or next(module.parameters()).device
         config: Any = unwrapped(module).config
         self._vocabulary: int = config.get_text_config().vocab_size
         self._shares_prefix = hasattr(config.get_text_config(), "num_hidden_layers") and all(
@@ -85,14 +80,14 @@ class MaskedCopies:
         """Returns the importance of some responses by row, float32 `[L]` each.
 
         Args:
-            wanted: by row, on the CPU: the tokens of prompt and response, the segments of the response, and the response's
-                importance from the gradient pass, which chooses the units to copy if `Copies.by_gradient` is set.
+            wanted: by row: the tokens of prompt and response, on the model's device; and, on the CPU, the segments of the
+                response and its importance from the gradient pass, which chooses the units if `Copies.by_gradient` is set.
             max_over_ranks: takes a count, returns the maximum of this count over all ranks. Under FSDP, all ranks must run
                 equal numbers of forwards.
         """
         request, copies = self.request, self.request.importance_object.copies
         assert copies is not None
-        nothing = torch.zeros(0, dtype=torch.long)
+        nothing = torch.zeros(0, dtype=torch.long, device=next(self.module.parameters()).device)
         self._try_prefix(next((token_T for token_T, *_ in wanted.values()), nothing), max_over_ranks)
         candidates, searches = {}, {}
         for row, (token_T, segments_L, gradient_L) in wanted.items():
@@ -120,7 +115,6 @@ class MaskedCopies:
             middle, cache, token = TOKENS // 2, DynamicCache(), self.request.replacement_token
             pair_2T = trial_tokens(token_T).repeat(2, 1)
             pair_2T[1, middle] = (pair_2T[0, middle] + 1) % self._vocabulary if token is None else token
-            (pair_2T,) = to_device(self._device, pair_2T)
             row_N = torch.arange(TOKENS + middle, 2 * TOKENS)
             try:
                 whole_NV = self._forward(pair_2T, row_N, cache)
@@ -145,7 +139,8 @@ class MaskedCopies:
 
     def idle(self) -> None:
         """Runs one forward and discards its result, for a rank that must wait for other ranks."""
-        self._forward(torch.zeros(1, 1, dtype=torch.long, device=self._device), torch.zeros(1, dtype=torch.long), None)
+        device = next(self.module.parameters()).device
+        self._forward(torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long), None)
 
     def run(self, candidate: Candidate, unit_list: list[Unit]) -> list[float]:
         """Scores of the units of one response, in order (`oar_plugin.credit.importance.oar_p.divergence`)."""
@@ -155,34 +150,33 @@ class MaskedCopies:
         drawn_R = torch.arange(max(1, min(masked)), max(masked) + 1) if token is None else torch.arange(0)
         cache = DynamicCache() if self._shares_prefix else None
         row_first, row_end = candidate.rows(self.request.probe)
-        row_N = torch.cat([torch.arange(row_first, row_end), drawn_R - 1])
-        token_T, drawn_R = to_device(self._device, candidate.token_T, drawn_R)
-        candidate = replace(candidate, token_T=token_T)
-        logits_NV = self._forward(token_T[None, :row_end], row_N, cache)
+        row_N, device = torch.cat([torch.arange(row_first, row_end), drawn_R - 1]), candidate.token_T.device
+        logits_NV = self._forward(candidate.token_T[None, :row_end], row_N, cache)
         answer = row_end - row_first
         reference = self._outcomes(logits_NV[None, :answer], candidate)[0]
         if token is None:
             replacement_T = self._drawn(candidate, drawn_R, logits_NV[answer:])
         else:
-            replacement_T = torch.full_like(token_T, token)
+            replacement_T = torch.full_like(candidate.token_T, token)
 
-        groups, scores_K = self._groups(candidate, unit_list), []
+        groups, scores_K = self._groups(candidate, unit_list), list[Tensor]()
         for group in groups:
             begin = start + unit_list[group[0]][0] if cache is not None else 0
-            copy_KT = token_T[begin:row_end].repeat(len(group), 1)
+            copy_KT = candidate.token_T[begin:row_end].repeat(len(group), 1)
             pairs = [(place, start + t) for place, index in enumerate(group) for t in unit_list[index]]
-            place_M, position_M = to_device(self._device, *torch.tensor(pairs).T)
+            place_M, position_M = to_device(device, *torch.tensor(pairs).T)
             copy_KT[place_M, position_M - begin] = replacement_T[position_M]
             rows_Km = torch.arange(len(group))[:, None] * copy_KT.shape[1] + torch.arange(row_first, row_end) - begin
             logits_NV = self._forward(copy_KT, rows_Km.flatten(), _shared(cache, begin))
             outcome_K = self._outcomes(logits_NV.view(len(group), answer, -1), candidate)
             scores_K.append(divergence(reference, outcome_K, self.request.probe))
-        score_of = dict(zip(chain(*groups), torch.cat(scores_K).tolist(), strict=True))
-        return [score_of[index] for index in range(len(unit_list))]
+        # In the order of `unit_list`. The CPU waits for the device here only.
+        return torch.cat(scores_K).cpu()[torch.tensor(list(chain(*groups))).argsort()].tolist()
 
     def _drawn(self, candidate: Candidate, position_R: Tensor, logits_RV: Tensor) -> Tensor:
         """`token_T` with other tokens at `position_R`, drawn from `logits_RV`, int64 `[T]`."""
         token_T = candidate.token_T.clone()
+        (position_R,) = to_device(token_T.device, position_R)
         seed_R = replacement_seeds(candidate.token_T, position_R, self.request.seed)
         # Drawn in slices, because Gumbel noise takes more than 8 bytes per logit.
         size = max(1, ROW_VALUES // 8 // logits_RV.shape[-1])
@@ -205,15 +199,12 @@ class MaskedCopies:
         return groups
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
-        """Logits `[N, V]` of the rows `row_N` of the flattened batch. Extends an empty `cache`; reads a filled one.
-
-        `token_KT` is on the device, `row_N` on the CPU.
-        """
+        """Logits `[N, V]` of the rows `row_N` of the flattened batch. Extends an empty `cache`; reads a filled one."""
         self.tokens += token_KT.numel()
         logits: list[Tensor] = []
         with torch.no_grad(), ModelTaps(self.module) as taps:
-            (position_N,) = to_device(self._device, row_N)
-            taps.tap = Tap(position_N, lambda project, hidden_NH: logits.append(project(hidden_NH)))
+            (row_N,) = to_device(token_KT.device, row_N)
+            taps.tap = Tap(row_N, lambda project, hidden_NH: logits.append(project(hidden_NH)))
             # Without positions: the model counts its own, which need not begin with 0.
             self.module(input_ids=token_KT, past_key_values=cache, use_cache=cache is not None)
         return logits[0]

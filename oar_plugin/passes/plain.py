@@ -11,11 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
-from oar_plugin.passes.device import to_device
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
 
 
@@ -99,7 +98,8 @@ def batch_importance(
     # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
     if most:
-        check_by_trial(model, request, token[mask], partial(_trial, model), max_over_ranks)
+        sequence = token[mask].to(next(model.parameters()).device)
+        check_by_trial(model, request, sequence, partial(_trial, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
         importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
@@ -132,11 +132,11 @@ def copies_importance(
     `gradient_BL` is the importance from the gradient pass. A row with a non-finite value is returned unchanged; its
     response falls back to GRPO later. For the other arguments see `batch_importance`.
     """
-    finite_B = gradient_BL.isfinite().all(-1)
+    finite_B, device = gradient_BL.isfinite().all(-1), next(model.parameters()).device
     wanted = {}
     for row in ((segments_BL == Segment.REASONING).any(-1) & finite_B).nonzero()[:, 0].tolist():
         keep_L = mask_BL[row]
-        wanted[row] = token_BL[row][keep_L], segments_BL[row][keep_L], gradient_BL[row][keep_L]
+        wanted[row] = token_BL[row][keep_L].to(device), segments_BL[row][keep_L], gradient_BL[row][keep_L]
     importance_BL = torch.where(finite_B[:, None], 0.0, gradient_BL)
     for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, max_over_ranks).items():
         importance_BL[row, mask_BL[row]] = importance_L
@@ -145,11 +145,10 @@ def copies_importance(
 
 def _trial(model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int]]:
     token_BL, mask_BL = pad_sequence(sequences, True), pad_sequence([torch.ones_like(one) for one in sequences], True)
-    device = next(model.parameters()).device
-    packed, layout = packed_rows(token_BL, token_BL, mask_BL, device)
+    packed, layout = packed_rows(token_BL, token_BL, mask_BL)
     with torch.no_grad(), ModelTaps(model) as taps:
         taps.tap = trial = Reading(layout)
-        model(input_ids=token_BL.to(device), use_cache=False)
+        model(input_ids=token_BL, use_cache=False)
     return trial, packed.offsets.diff().tolist()
 
 
@@ -180,13 +179,9 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def packed_rows(
     token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None, device: torch.device | None = None
 ) -> tuple[Packed, Layout]:
-    """Packs a padded batch. The `Layout` says where the packed tokens are in the padded batch.
-
-    `device` is the model's. None: that of the tokens.
-    """
-    token, segments = token_BL.cpu(), segments_BL.cpu()
-    keep_BL = torch.ones_like(token, dtype=torch.bool) if mask_BL is None else mask_BL.cpu().bool()
+    """Packs a padded batch. The `Layout` says where its tokens are for a model on `device`; None: where the tokens are."""
+    keep_BL = torch.ones(token_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.cpu().bool()
     at_T = keep_BL.flatten().nonzero()[:, 0]
     offsets = torch.nn.functional.pad(keep_BL.sum(-1).cumsum(0), (1, 0))
-    packed = Packed(token.flatten()[at_T], segments.flatten()[at_T].long(), offsets)
+    packed = Packed(token_BL.cpu().flatten()[at_T], segments_BL.cpu().flatten()[at_T].long(), offsets)
     return packed, Layout(at_T, at_T, token_BL.numel(), device or token_BL.device)

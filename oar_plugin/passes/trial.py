@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
-from oar_plugin.passes.device import to_device
 from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project
-from oar_plugin.passes.taps import Tap, UnsupportedModelError, unwrapped
+from oar_plugin.passes.taps import Tap, UnsupportedModelError, to_device, unwrapped
 
 TOKENS = 32
 _ACCEPTED: WeakSet[nn.Module] = WeakSet()

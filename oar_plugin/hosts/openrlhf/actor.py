@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
-from oar_plugin.passes.device import to_device
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.plain import copies_importance, packed_rows
 from oar_plugin.passes.request import Request
@@ -41,45 +40,35 @@ class ActorPass:
         run equal numbers of forwards. OpenRLHF gives them equal numbers of micro-batches; a rank with fewer rows to score first
         repeats its first row.
         """
-        # Copied once: what to do with a micro-batch is then known without waiting for the one before it.
-        token, segments, mask = token_BT.cpu(), segments_BT.cpu(), mask_BT.cpu()
-        train, needed_B = self.args.train, (segments == Segment.REASONING).any(-1)
-        scored, rest, first = needed_B.nonzero()[:, 0], (~needed_B).nonzero()[:, 0], torch.zeros(1, dtype=torch.long)
-        size_S, most = mask[scored].sum(-1), train.max_tokens_per_gpu
+        train, needed_B = self.args.train, (segments_BT == Segment.REASONING).any(-1)
+        scored, rest, first = needed_B.nonzero()[:, 0], (~needed_B).nonzero()[:, 0], token_BT.new_zeros(1)
+        size_S, most = mask_BT[scored].sum(-1), train.max_tokens_per_gpu
         if not train.dynamic_batch_enable:
             size_S, most = torch.full_like(scored, token_BT.shape[1]), train.micro_batch_size * token_BT.shape[1]
         parts = filled(scored, size_S, most)
-        log_prob_BA, importance_BT = torch.zeros_like(action_mask_BA).float(), torch.zeros(token.shape)
+        log_prob_BA, importance_BT = torch.zeros_like(action_mask_BA).float(), torch.zeros_like(token_BT).float()
         if self._max_over_ranks(int(len(rest) > 0)):
-            (rows,) = to_device(token_BT.device, rest if len(rest) else first)
+            rows = rest if len(rest) else first
             with torch.no_grad():
                 log_prob_BA[rows] = self.actor(token_BT[rows], action_mask_BA[rows], mask_BT[rows], **self.more)
         if count := self._max_over_ranks(len(parts)):
             with self._without_engine() as model:
                 forward = partial(self._trial, model)
-                check_by_trial(model, self.request, token[mask.bool()], forward, self._max_over_ranks)
-                for part in [first] * (count - len(parts)) + parts:
-                    (rows,) = to_device(token_BT.device, part)
-                    inputs = token_BT[rows], action_mask_BA[rows], mask_BT[rows]
-                    packed = self._packed(token[part], segments[part], mask[part], token_BT.device)
-                    log_prob_BA[rows], importance_BT[part] = self._score(model, *inputs, *packed)
+                check_by_trial(model, self.request, token_BT[mask_BT.bool()], forward, self._max_over_ranks)
+                for rows in [first] * (count - len(parts)) + parts:
+                    inputs = token_BT[rows], segments_BT[rows], action_mask_BA[rows], mask_BT[rows]
+                    log_prob_BA[rows], importance_BT[rows] = self._score(model, *inputs)
                 if self.request.importance_object.copies is not None:
-                    batch = token, segments, mask.bool(), importance_BT
+                    batch = token_BT.cpu(), segments_BT.cpu(), mask_BT.cpu().bool(), importance_BT.cpu()
                     importance_BT = copies_importance(model, self.request, *batch, most, self._max_over_ranks)
-        return log_prob_BA.cpu(), importance_BT[:, -action_mask_BA.shape[1] :]
+        return log_prob_BA.cpu(), importance_BT[:, -action_mask_BA.shape[1] :].cpu()
 
     def _score(
-        self,
-        model: nn.Module,
-        token_RT: Tensor,
-        action_mask_RA: Tensor,
-        mask_RT: Tensor,
-        packed: Packed,
-        layout: Layout,
-        at_T: Tensor,
+        self, model: nn.Module, token_RT: Tensor, segments_RT: Tensor, action_mask_RA: Tensor, mask_RT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs `[R, A]`, and importance `[R, T]` on the CPU, of some rows. The last arguments are from `_packed`."""
+        """Log-probs `[R, A]` and importance `[R, T]` of some rows."""
         request, log_prob_RA, importance_RT = self.request, torch.zeros(0), torch.zeros(token_RT.shape)
+        packed, layout, at_T = self._packed(token_RT, segments_RT, mask_RT)
         micro_batch = MicroBatchPass(request, packed, layout)
 
         def model_forward(forward: Forward, set_tap: SetTap) -> None:
@@ -94,24 +83,20 @@ class ActorPass:
         with ModelTaps(model, self.args.actor.gradient_checkpointing_enable) as taps:
             run_forwards(taps, forwards or [Forward(None, log_probs=True)], model_forward)
         importance_RT.view(-1)[at_T] = importance_of_scores(request, packed, micro_batch.scores)
-        return log_prob_RA, importance_RT
+        return log_prob_RA, importance_RT.to(token_RT.device)
 
-    def _packed(
-        self, token_RT: Tensor, segments_RT: Tensor, mask_RT: Tensor, device: torch.device
-    ) -> tuple[Packed, Layout, Tensor]:
+    def _packed(self, token_RT: Tensor, segments_RT: Tensor, mask_RT: Tensor) -> tuple[Packed, Layout, Tensor]:
         """Packed rows, where the model has them, and each packed token's position in the flattened padded rows."""
-        packed, padded = packed_rows(token_RT, segments_RT, mask_RT, device)
+        packed, padded = packed_rows(token_RT, segments_RT, mask_RT)
         at_T = torch.arange(len(packed.token_T))
         # With --ds.packing_samples the model sees the rows concatenated, without their padding.
-        layout = Layout(at_T, at_T, len(at_T), device) if self.actor.packing_samples else padded
+        layout = Layout(at_T, at_T, len(at_T), token_RT.device) if self.actor.packing_samples else padded
         return packed, layout, padded.local_T
 
     def _trial(self, model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int]]:
         ones = [torch.ones_like(sequence) for sequence in sequences]
         token_RT, mask_RT = (pad_sequence(rows, True, padding_side="left") for rows in (sequences, ones))
-        device = next(model.parameters()).device
-        packed, layout, _ = self._packed(token_RT, token_RT, mask_RT, device)
-        token_RT, mask_RT = to_device(device, token_RT, mask_RT)
+        packed, layout, _ = self._packed(token_RT, token_RT, mask_RT)
         with torch.no_grad(), ModelTaps(model) as taps:
             taps.tap = trial = Reading(layout)
             self.actor(token_RT, None, mask_RT, return_output=True, **self.more)

@@ -68,7 +68,7 @@ class OarAdvantage:
         """In the actor: log-probs and importance of a micro-batch (see `ActorPass.run`)."""
         request, segments_BA = Request.from_dict(plugin_inputs["request"]), plugin_inputs["segments"].long()
         before = sequences.shape[1] - segments_BA.shape[1]
-        segments_BT = pad(segments_BA, (before, 0), value=int(Segment.OUTSIDE))
+        segments_BT = pad(segments_BA, (before, 0), value=int(Segment.OUTSIDE)).to(sequences.device)
         return ActorPass(actor, request, self._args, more).run(sequences, segments_BT, *masks)
 
     def update_advantages(self, experiences: Sequence[Any], outputs: Sequence[Tensor]) -> None:

@@ -20,14 +20,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl.importance_pass import (
-    ImportancePass,
-    mark,
-    packed_of,
-    register_engines,
-    score_fields,
-    seconds_between,
-)
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, score_fields
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
@@ -94,8 +87,7 @@ class OarFSDPMixin(ImportancePass):
         assert scored is not None
         scored.scores.total(self._sum_over_sharing_ranks)
         # The host makes the forward for log-probs anyway; importance costs the rest.
-        seconds = seconds_between(host_done, mark())
-        output["model_output"].update(score_fields(request, packed, scored.scores, seconds))
+        output["model_output"].update(score_fields(request, packed, scored.scores, [host_done]))
         return output
 
     @contextlib.contextmanager
@@ -142,13 +134,12 @@ class OarFSDPMixin(ImportancePass):
             most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)
         else:
             most = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
-        device = torch.device(get_device_id())
-        copies = MaskedCopies(self.module, request, most, device)
+        copies = MaskedCopies(self.module, request, most)
         if self.use_ulysses_sp or self._fused:
-            copies = _CopiesThroughVerl(self, data, request, most, device)
+            copies = _CopiesThroughVerl(self, data, request, most)
         input_ids = data["input_ids"].unbind()
         rows = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
-        wanted = {row: (input_ids[row].cpu(), segments[row], gradient[row]) for row in rows}
+        wanted = {row: (input_ids[row].to(get_device_id()), segments[row], gradient[row]) for row in rows}
         # verl's `forward_step` runs the model in this autocast.
         dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
         with torch.autocast(get_device_name(), dtype) if dtype != torch.float32 else contextlib.nullcontext():

@@ -26,16 +26,12 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
-from oar_plugin.passes.device import CPU
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
-
-Mark = Any
-"""A moment: an event of the device's stream; on a CPU seconds of `time.perf_counter`."""
 
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
@@ -278,7 +274,7 @@ class ImportancePass:
     def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
         """Importance of each row, for an importance that needs no gradient pass; zeros if only masked copies compute it."""
         packed = packed_of(data)
-        nothing = Scores(request.importance_object, len(packed.token_T), CPU)
+        nothing = Scores(request.importance_object, len(packed.token_T), torch.device("cpu"))
         importance_T = importance_of_scores(request, packed, nothing)
         rows = importance_T.split(packed.offsets.diff().tolist())
         return [row[len(row) - len(segment) :] for row, segment in zip(rows, segments, strict=True)]
@@ -307,8 +303,9 @@ def packed_of(data: TensorDict) -> Packed:
     return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
 
 
-def score_fields(request: Request, packed: Packed, scores: Scores, seconds: float) -> dict[str, Tensor]:
-    """The fields that `_score` adds to verl's output. `seconds`, the time for all rows, is divided evenly over rows."""
+def score_fields(request: Request, packed: Packed, scores: Scores, marks: list[Any]) -> dict[str, Tensor]:
+    """The fields that `_score` adds to verl's output. Work for importance begins and ends at `marks`, by turns; it ends now."""
+    seconds = sum(seconds_between(*span) for span in zip(marks[::2], [*marks[1::2], mark()], strict=True))
     importance_T, rows = importance_of_scores(request, packed, scores), len(packed.offsets) - 1
     return {
         IMPORTANCE: torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets),
@@ -334,8 +331,8 @@ def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def mark() -> Mark:
-    """A moment of the device's stream: when the work that was given to it so far is done. The CPU does not wait for it."""
+def mark() -> Any:
+    """A moment of the device's stream, for `seconds_between`: an event that the CPU does not wait for; on a CPU, seconds."""
     if get_device_name() == "cpu":
         return time.perf_counter()
     event = get_torch_device().Event(enable_timing=True)
@@ -343,9 +340,8 @@ def mark() -> Mark:
     return event
 
 
-def seconds_between(first: Mark, last: Mark) -> float:
-    """Seconds of the device's stream between two moments. It waits for the second one."""
-    if isinstance(first, float):
-        return last - first
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1000
+def seconds_between(first: Any, last: Any) -> float:
+    """Seconds between two moments of the device's stream. It waits for the second one."""
+    if not isinstance(first, float):
+        last.synchronize()
+    return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1000)
