@@ -9,7 +9,6 @@
 After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
 importance per token. `run_forwards` runs all forwards of one micro-batch of a HuggingFace model. Megatron's schedules run a
 forward for all micro-batches before they start the next forward.
-
 `Packed` and `Layout` are on the CPU. Their indices go to the device in one copy before the first forward, and the scores come
 back in one copy after the last backward. In between, nothing here makes the CPU wait for the device.
 """

@@ -37,8 +37,7 @@ class Reading(Tap):
     ) -> None:
         local_N = layout.local_T if row_N is None else layout.local_T[row_N]
         self.layout, self.num_rows, self.fused_temperature = layout, len(local_N), fused_temperature
-        held_N = (local_N >= 0).nonzero()[:, 0]
-        position_N, self.held_N = to_device(layout.device, local_N[held_N], held_N)
+        position_N, self.held_N = to_device(layout.device, local_N[local_N >= 0], (local_N >= 0).nonzero()[:, 0])
         super().__init__(position_N, self._read, rows_only)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
         self.embeddings = self.eps = 0.0
