@@ -136,7 +136,7 @@ def importance(
     else:
         # Clones: tensors made in inference mode cannot be saved for a backward.
         input_ids, response_mask, attention_mask, segments = (
-            None if given is None else torch.as_tensor(given).clone()
+            None if given is None else torch.as_tensor(given).cpu().clone()
             for given in (input_ids, response_mask, attention_mask, segments)
         )
         assert input_ids is not None
@@ -144,11 +144,11 @@ def importance(
         _check(len(input_ids) > 0, _shape("input_ids", input_ids), "holds no response")
         if response_mask is None:
             raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
-        mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool().cpu()
+        mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool()
         before = input_ids.shape[1] - response_mask.shape[-1]
         if response_mask.dim() == 2 and before > 0:  # a host's mask of the responses alone, which are the last columns
             response_mask = pad(response_mask, (before, 0))
-            for row, (own, real) in enumerate(zip(response_mask.bool().cpu(), mask_BT, strict=False)):
+            for row, (own, real) in enumerate(zip(response_mask.bool(), mask_BT, strict=False)):
                 ends = real.nonzero()[-1:].equal(own.nonzero()[-1:]) or not own.any()
                 _check(ends, f"response_mask of row {row}", "must end where the row ends; give a mask [B, T] otherwise")
         for name, given in {"response_mask": response_mask, "attention_mask": mask_BT, "segments": segments}.items():
@@ -259,7 +259,7 @@ def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
     """Bool `[B, T]`, false at padding tokens at either end."""
     if tokenizer is None or tokenizer.pad_token_id is None:
         raise ValueError("give an attention_mask [B, T], or the tokenizer, whose padding token says what is padding")
-    real_BT = (input_ids != tokenizer.pad_token_id).cpu()
+    real_BT = input_ids != tokenizer.pad_token_id
     if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first one after a response belongs to it
         real_BT = real_BT | real_BT.roll(1, -1).index_fill(1, torch.tensor([0]), False)
     after_BT = real_BT.flip(-1).cumsum(-1).flip(-1) > 0
@@ -267,8 +267,8 @@ def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
 
 
 def _unpadded(values_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
-    """Each row without its padding, on the CPU."""
-    return [row[keep] for row, keep in zip(values_BT.cpu(), mask_BT, strict=True)]
+    """Each row without its padding."""
+    return [row[keep] for row, keep in zip(values_BT, mask_BT, strict=True)]
 
 
 def _checked_segments(segments_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ probes of arXiv 2601.07408 use the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
 `last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,24 +22,28 @@ Probe = Literal["last", "answer_mean", "answer_joint"]
 PROBES: tuple[Probe, ...] = get_args(Probe)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerRows:
     """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds."""
 
-    position_N: Tensor  # packed position of the row, one before the answer token, int64
-    response_N: Tensor  # index of the row's response, int64 in `[0, num_responses)`
-    ordinal_N: Tensor  # place of the row in its answer, int64; 0 for the first answer token
-    token_N: Tensor  # the answer token that the row predicts, int64
-    share_N: Tensor  # weight of the row in the pooled logits, float32; a response's shares sum to 1 over all ranks
+    table_5N: Tensor  # int64, the fields below and 1 / share: one tensor, which one copy takes to the device
     num_responses: int  # of the micro-batch, with or without an answer
+    position_N: Tensor = field(init=False)  # packed position of the row, one before the answer token
+    response_N: Tensor = field(init=False)  # index of the row's response in `[0, num_responses)`
+    ordinal_N: Tensor = field(init=False)  # place of the row in its answer; 0 for the first answer token
+    token_N: Tensor = field(init=False)  # the answer token that the row predicts
+    share_N: Tensor = field(init=False)  # weight of the row in the pooled logits, float32; 1 in total over all ranks
+
+    def __post_init__(self) -> None:
+        self.position_N, self.response_N, self.ordinal_N, self.token_N, count_N = self.table_5N
+        self.share_N = 1.0 / count_N.float()
 
     def __len__(self) -> int:
-        return self.position_N.shape[0]
+        return self.table_5N.shape[1]
 
     def select(self, keep_N: Tensor | slice) -> "AnswerRows":
         """The rows that `keep_N`, a bool tensor or a slice, selects. Shares do not change."""
-        rows: dict[str, Any] = {name: one[keep_N] for name, one in vars(self).items() if isinstance(one, Tensor)}
-        return replace(self, **rows)
+        return AnswerRows(self.table_5N[:, keep_N], self.num_responses)
 
 
 def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_responses: int, probe: Probe) -> AnswerRows:
@@ -58,9 +62,8 @@ def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_respo
     ordinal_N = index_N - torch.cummax(torch.where(first_N, index_N, 0), 0).values if len(at_N) else index_N
     if probe == "last":
         at_N, of_N, ordinal_N = at_N[first_N], of_N[first_N], ordinal_N[first_N]
-    ones_N = torch.ones_like(of_N, dtype=torch.float32)
-    count_B = torch.zeros(num_responses, device=at_N.device).index_add_(0, of_N, ones_N)
-    return AnswerRows(at_N - 1, of_N, ordinal_N, token_T[at_N], 1.0 / count_B[of_N], num_responses)
+    count_B = of_N.new_zeros(num_responses).index_add_(0, of_N, torch.ones_like(of_N))
+    return AnswerRows(torch.stack([at_N - 1, of_N, ordinal_N, token_T[at_N], count_B[of_N]]), num_responses)
 
 
 def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
@@ -77,5 +80,4 @@ def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
         # The product adds 0 times the rows of other responses, which would be NaN for infinite ones.
         finite_N = logits_NV.isfinite().all(-1)
         pooled_BV = share_BN @ logits_NV.where(finite_N[:, None], 0.0)
-        pooled_BV[rows.response_N[~finite_N]] = torch.nan
-        return pooled_BV
+        return pooled_BV.masked_fill_(((share_BN > 0) & ~finite_N).any(-1)[:, None], torch.nan)

@@ -45,19 +45,21 @@ class VocabularyShard:
     def log_prob(self, logits_NV: Tensor, token_N: Tensor) -> Tensor:
         """Log-probability of token `token_N[n]` in row `n`, float32 `[N]`."""
         shifted_NV, exponential_NV = self._shifted(logits_NV.float())
-        column_N = token_N - self.start
-        here_N = (column_N >= 0) & (column_N < logits_NV.shape[-1])
-        chosen_N = shifted_NV.new_zeros(len(token_N))
-        chosen_N[here_N] = shifted_NV[here_N, column_N[here_N]]
+        column_N1, here_N1 = self._column(token_N, shifted_NV)
+        chosen_N = shifted_NV.gather(-1, column_N1).where(here_N1, 0.0).sum(-1)
         sum_N2 = self.total(torch.stack([exponential_NV.sum(-1), chosen_N], -1))
         return sum_N2[:, 1] - sum_N2[:, 0].log()
 
     def subtract_one_at(self, values_NV: Tensor, token_N: Tensor) -> Tensor:
         """Subtract 1 from column `token_N[n]` of row `n`, in place, if this process holds that column."""
-        column_N = token_N - self.start
-        here_N = (column_N >= 0) & (column_N < values_NV.shape[-1])
-        values_NV[here_N, column_N[here_N]] -= 1.0
-        return values_NV
+        column_N1, here_N1 = self._column(token_N, values_NV)
+        return values_NV.scatter_(-1, column_N1, values_NV.gather(-1, column_N1) - here_N1.to(values_NV.dtype))
+
+    def _column(self, token_N: Tensor, values_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's column, int64 `[N, 1]`, and whether it is here; else 0. `[N, 0]` for a shard of padding only."""
+        column_N1 = (token_N - self.start)[:, None][:, : values_NV.shape[-1]]
+        here_N1 = (column_N1 >= 0) & (column_N1 < values_NV.shape[-1])
+        return column_N1.where(here_N1, 0), here_N1
 
     def _shifted(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Logits minus the row's largest logit in the whole vocabulary, and their exponentials."""

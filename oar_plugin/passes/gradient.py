@@ -9,6 +9,8 @@
 After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
 importance per token. `run_forwards` runs all forwards of one micro-batch of a HuggingFace model. Megatron's schedules run a
 forward for all micro-batches before they start the next forward.
+`Packed` and `Layout` are on the CPU. Their indices go to the device in one copy before the first forward, and the scores come
+back in one copy after the last backward. In between, nothing here makes the CPU wait for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import CHUNK, Project, projected_back, read_logits, scalar_with
-from oar_plugin.passes.taps import Tap, Taps
+from oar_plugin.passes.taps import Tap, Taps, to_device
 
 FP16_EXPONENT = 6
 """In fp16, the gradient at the hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
@@ -36,7 +38,7 @@ before the gradient is subnormal."""
 
 @dataclass(frozen=True)
 class Packed:
-    """B sequences of prompt and response, concatenated. They have T tokens in total."""
+    """B sequences of prompt and response, concatenated, on the CPU. They have T tokens in total."""
 
     token_T: Tensor  # int64
     segments_T: Tensor  # int64, a `Segment` per token; OUTSIDE in prompts and in responses that are not scored
@@ -45,12 +47,12 @@ class Packed:
     @property
     def response_T(self) -> Tensor:
         """Index of each token's sequence, int64."""
-        return torch.arange(len(self.offsets) - 1, device=self.offsets.device).repeat_interleave(self.offsets.diff())
+        return torch.arange(len(self.offsets) - 1).repeat_interleave(self.offsets.diff())
 
     @property
     def place_T(self) -> Tensor:
         """Position of each token in its sequence, int64."""
-        return torch.arange(len(self.token_T), device=self.offsets.device) - self.offsets[self.response_T]
+        return torch.arange(len(self.token_T)) - self.offsets[self.response_T]
 
     @property
     def reasoning_T(self) -> Tensor:
@@ -59,7 +61,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank holds the hidden states, embeddings and logits of a packed micro-batch."""
+    """Where this rank holds the hidden states, embeddings and logits of a packed micro-batch. Its tensors are on the CPU."""
 
     # int64, position of each token in this rank's flattened hidden states; -1 for tokens on other ranks
     local_T: Tensor
@@ -67,6 +69,7 @@ class Layout:
     # only under Megatron's sequence parallelism, which splits embeddings over more ranks than the last hidden states.
     embedding_T: Tensor
     num_embeddings: int  # number of embeddings on this rank, with padding
+    device: torch.device = field(default=torch.device("cpu"))  # of hidden states, embeddings and logits
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
     columns: int | None = None  # see `Tap.columns`
     # returns the sum of a tensor over the ranks that share the sequences; may overwrite the tensor
@@ -84,8 +87,8 @@ class Scores:
 
     def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
         count, names = len(importance.backwards), sorted(importance.reads)
-        self._all_NT = torch.zeros(count + len(names), num_tokens, device=device)
-        self.score_KT, self.reads_NT = self._all_NT[:count], self._all_NT[count:]
+        self.all_NT = torch.zeros(count + len(names), num_tokens, device=device)
+        self.score_KT, self.reads_NT = self.all_NT[:count], self.all_NT[count:]
         self.readings = dict(zip(names, self.reads_NT, strict=True))
         nothing_T = torch.zeros(num_tokens, device=device)
         self.entropy_T = self.readings.get("entropy", nothing_T)
@@ -93,7 +96,7 @@ class Scores:
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Replaces all values with their sums over ranks. `summed` returns the sum of one vector; it is called once."""
-        self._all_NT.copy_(summed(self._all_NT.flatten()).view_as(self._all_NT))
+        self.all_NT.copy_(summed(self.all_NT.flatten()).view_as(self.all_NT))
 
 
 @dataclass
@@ -114,8 +117,8 @@ class PassTap(Tap):
 class MicroBatchPass:
     """The gradient pass over one micro-batch.
 
-    `scores` collects the results; `place_T` (int64) has the index in `scores` of each token of the micro-batch. By default the
-    micro-batch gets its own `Scores`.
+    `scores` collects the results, on `layout.device`; `place_T` (int64, on the CPU) has the index in `scores` of each token of
+    the micro-batch. By default the micro-batch gets its own `Scores`.
     """
 
     def __init__(
@@ -128,23 +131,29 @@ class MicroBatchPass:
     ) -> None:
         self.request, self.packed, self.layout = request, packed, layout
         self.importance = request.importance_object
-        device = packed.token_T.device
         num_tokens, num_responses = len(packed.token_T), len(packed.offsets) - 1
-        self.scores = Scores(self.importance, num_tokens, device) if scores is None else scores
-        self._place_T = torch.arange(num_tokens, device=device) if place_T is None else place_T
+        self.scores = Scores(self.importance, num_tokens, layout.device) if scores is None else scores
+        place_T = torch.arange(num_tokens) if place_T is None else place_T
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
-        self._seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
+        seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
 
         def local_rows(wanted_T: Tensor, probe: Probe) -> AnswerRows:
             rows = answer_rows(wanted_T, response_T, packed.token_T, num_responses, probe)
             return rows.select(layout.local_T[rows.position_N] >= 0)
 
-        self._answer = local_rows(packed.segments_T == Segment.ANSWER, request.probe)
-        self._reasoning = local_rows(reasoning_T & self.importance.reasoning_rows, "answer_joint")
-        self._later = self._reasoning
+        answer = local_rows(packed.segments_T == Segment.ANSWER, request.probe)
+        reasoning = local_rows(reasoning_T & self.importance.reasoning_rows, "answer_joint")
+        later = reasoning
         if any(backward.rows == "later" for backward in self.importance.backwards):
-            self._later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
-        self._held_T = (layout.embedding_T >= 0).nonzero()[:, 0]
+            later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
+        held_N = (layout.embedding_T >= 0).nonzero()[:, 0]  # the tokens whose embeddings are here
+        noisy_N = held_N[reasoning_T[held_N]]
+        held = layout.embedding_T[held_N], place_T[held_N]
+        noise = layout.embedding_T[noisy_N], response_T[noisy_N], packed.place_T[noisy_N]
+        tables = (rows.table_5N for rows in (answer, reasoning, later))
+        copied = to_device(layout.device, layout.local_T, place_T, seed_B, *held, *noise, *tables)
+        self._local_T, self._place_T, self._seed_B, self._held_N, self._held_place_N, *self._noisy = copied[:-3]
+        self._answer, self._reasoning, self._later = (AnswerRows(table_5N, num_responses) for table_5N in copied[-3:])
         # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
         # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
         noisy, backwards = self.importance.noisy, self.importance.backwards
@@ -186,7 +195,7 @@ class MicroBatchPass:
             return scalar_with(gradient_NH, hidden_NH[:count])
 
         return PassTap(
-            layout.local_T[torch.cat(positions)],
+            self._local_T[torch.cat(positions)],
             probe,
             rows_only=not forward.log_probs,
             receive=None if backward is None else partial(self._receive, forward.backward, measured),
@@ -197,14 +206,13 @@ class MicroBatchPass:
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
         """Returns a function from embeddings `[..., H]` to Gaussian noise `[..., H]`, 0 except at reasoning tokens."""
-        packed, embedding_T = self.packed, self.layout.embedding_T
-        at_N = (packed.reasoning_T & (embedding_T >= 0)).nonzero()[:, 0]
-        seed_N = position_seeds(self._seed_B[packed.response_T[at_N]], packed.place_T[at_N], draw)
+        at_N, response_N, place_N = self._noisy
+        seed_N = position_seeds(self._seed_B[response_N], place_N, draw)
 
         def make(embedding: Tensor) -> Tensor:
             size = embedding.shape[-1]
             flat = torch.zeros(self.layout.num_embeddings, size, device=embedding.device)
-            flat[embedding_T[at_N]] = self.request.sigma * gaussian(seed_N, size)
+            flat[at_N] = self.request.sigma * gaussian(seed_N, size)
             return flat.view_as(embedding)
 
         return make
@@ -294,8 +302,8 @@ class MicroBatchPass:
     def _receive(self, backward: int | None, measured: Measured, gradient: Tensor, embedding: Tensor) -> None:
         if measured.scale is not None:
             gradient = gradient.float() / measured.scale
-        score_N = self.importance.score(gradient, embedding).flatten()[self.layout.embedding_T[self._held_T]]
-        self.scores.score_KT[backward, self._place_T[self._held_T]] += score_N
+        score_N = self.importance.score(gradient, embedding).flatten()[self._held_N]
+        self.scores.score_KT[backward, self._held_place_N] += score_N
 
 
 SetTap = Callable[[MicroBatchPass], None]
@@ -326,12 +334,13 @@ def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_b
 
 
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
-    """Importance per packed token, float32 `[T]`; 0 outside the reasoning. `scores` must already be summed over ranks."""
+    """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning. `scores` are the sums over ranks."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
     if importance.copies is not None and not importance.backwards:  # masked copies give the scores later
-        return torch.zeros(len(reasoning_T), device=reasoning_T.device)
+        return torch.zeros(len(reasoning_T))
+    all_NT, count = scores.all_NT.cpu(), len(scores.score_KT)
     length_B = packed.offsets.diff()
-    keep_BL = torch.arange(max([1, *length_B.tolist()]), device=length_B.device) < length_B[:, None]
+    keep_BL = torch.arange(max([1, *length_B.tolist()])) < length_B[:, None]
 
     def padded(values: Tensor) -> Tensor:
         full = values.new_zeros(*values.shape[:-1], *keep_BL.shape)
@@ -340,10 +349,10 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
 
     seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
     parts = Parts(
-        padded(scores.score_KT / request.num_draws),
+        padded(all_NT[:count] / request.num_draws),
         padded(reasoning_T),
         padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
-        {name: padded(values_T) for name, values_T in scores.readings.items()},
+        {name: padded(values_T) for name, values_T in zip(scores.readings, all_NT[count:], strict=True)},
         request.sigma,
     )
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

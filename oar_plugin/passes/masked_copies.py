@@ -10,6 +10,7 @@ Only the rows of the answer are projected to logits. Shape suffixes: K copies, m
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds, sample_replacements, units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, unwrapped
+from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, to_device, unwrapped
 from oar_plugin.passes.trial import TOKENS, change, rounding, trial_tokens
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _SHARES_PREFIX: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 class Candidate:
     """A response to score. Positions in a unit count from the start of the response."""
 
-    token_T: Tensor  # int64, prompt and response up to the last token of the answer
+    token_T: Tensor  # int64, prompt and response up to the last token of the answer, on the model's device
     prompt_length: int
     answer_start: int  # index in `token_T` of the first token of the answer
 
@@ -79,8 +80,8 @@ class MaskedCopies:
         """Returns the importance of some responses by row, float32 `[L]` each.
 
         Args:
-            wanted: by row: the tokens of prompt and response, the segments of the response, and the response's importance from
-                the gradient pass, which chooses the units to copy if `Copies.by_gradient` is set.
+            wanted: by row: the tokens of prompt and response, on the model's device; and, on the CPU, the segments of the
+                response and its importance from the gradient pass, which chooses the units if `Copies.by_gradient` is set.
             max_over_ranks: takes a count, returns the maximum of this count over all ranks. Under FSDP, all ranks must run
                 equal numbers of forwards.
         """
@@ -149,32 +150,33 @@ class MaskedCopies:
         drawn_R = torch.arange(max(1, min(masked)), max(masked) + 1) if token is None else torch.arange(0)
         cache = DynamicCache() if self._shares_prefix else None
         row_first, row_end = candidate.rows(self.request.probe)
-        row_N = torch.cat([torch.arange(row_first, row_end), drawn_R - 1])
+        row_N, device = torch.cat([torch.arange(row_first, row_end), drawn_R - 1]), candidate.token_T.device
         logits_NV = self._forward(candidate.token_T[None, :row_end], row_N, cache)
         answer = row_end - row_first
         reference = self._outcomes(logits_NV[None, :answer], candidate)[0]
         if token is None:
-            replacement_T = self._drawn(candidate, drawn_R.to(logits_NV.device), logits_NV[answer:])
+            replacement_T = self._drawn(candidate, drawn_R, logits_NV[answer:])
         else:
             replacement_T = torch.full_like(candidate.token_T, token)
 
-        scores = [0.0] * len(unit_list)
-        for group in self._groups(candidate, unit_list):
+        groups, scores_K = self._groups(candidate, unit_list), list[Tensor]()
+        for group in groups:
             begin = start + unit_list[group[0]][0] if cache is not None else 0
             copy_KT = candidate.token_T[begin:row_end].repeat(len(group), 1)
             pairs = [(place, start + t) for place, index in enumerate(group) for t in unit_list[index]]
-            place_M, position_M = torch.tensor(pairs, device=copy_KT.device).T
+            place_M, position_M = to_device(device, *torch.tensor(pairs).T)
             copy_KT[place_M, position_M - begin] = replacement_T[position_M]
             rows_Km = torch.arange(len(group))[:, None] * copy_KT.shape[1] + torch.arange(row_first, row_end) - begin
             logits_NV = self._forward(copy_KT, rows_Km.flatten(), _shared(cache, begin))
             outcome_K = self._outcomes(logits_NV.view(len(group), answer, -1), candidate)
-            for index, score in zip(group, divergence(reference, outcome_K, self.request.probe).tolist(), strict=True):
-                scores[index] = score
-        return scores
+            scores_K.append(divergence(reference, outcome_K, self.request.probe))
+        # In the order of `unit_list`. The CPU waits for the device here only.
+        return torch.cat(scores_K).cpu()[torch.tensor(list(chain(*groups))).argsort()].tolist()
 
     def _drawn(self, candidate: Candidate, position_R: Tensor, logits_RV: Tensor) -> Tensor:
         """`token_T` with other tokens at `position_R`, drawn from `logits_RV`, int64 `[T]`."""
         token_T = candidate.token_T.clone()
+        (position_R,) = to_device(token_T.device, position_R)
         seed_R = replacement_seeds(candidate.token_T, position_R, self.request.seed)
         # Drawn in slices, because Gumbel noise takes more than 8 bytes per logit.
         size = max(1, ROW_VALUES // 8 // logits_RV.shape[-1])
@@ -201,7 +203,8 @@ class MaskedCopies:
         self.tokens += token_KT.numel()
         logits: list[Tensor] = []
         with torch.no_grad(), ModelTaps(self.module) as taps:
-            taps.tap = Tap(row_N.to(token_KT.device), lambda project, hidden_NH: logits.append(project(hidden_NH)))
+            (row_N,) = to_device(token_KT.device, row_N)
+            taps.tap = Tap(row_N, lambda project, hidden_NH: logits.append(project(hidden_NH)))
             # Without positions: the model counts its own, which need not begin with 0.
             self.module(input_ids=token_KT, past_key_values=cache, use_cache=cache is not None)
         return logits[0]

@@ -114,11 +114,10 @@ class MegatronTaps(Taps):
         group = parallel_state.get_tensor_model_parallel_group()
         if scattered:
             local_N = position_N - parallel_state.get_tensor_model_parallel_rank() * len(hidden_TH)
-            here_N = ((local_N >= 0) & (local_N < len(hidden_TH))).nonzero()[:, 0]
-            mine_NH = hidden_TH.new_zeros(len(position_N), hidden_TH.shape[-1])
-            rows_NH = reduce_from_tensor_model_parallel_region(
-                mine_NH.index_put((here_N,), hidden_TH[local_N[here_N]]), group=group
-            )
+            here_N = (local_N >= 0) & (local_N < len(hidden_TH))
+            # Without `nonzero`, for which the CPU would wait. 0 in place of rows on other ranks.
+            mine_NH = hidden_TH[local_N.where(here_N, 0)].where(here_N[:, None], 0.0)
+            rows_NH = reduce_from_tensor_model_parallel_region(mine_NH, group=group)
         else:
             rows_NH = hidden_TH[position_N]
         copied: Tensor = copy_to_tensor_model_parallel_region(rows_NH, group=group)

@@ -14,7 +14,7 @@ from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps
+from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
 
 
@@ -31,7 +31,7 @@ def gradient_importance(
 
     Args:
         model: causal LM in eval mode. The call does not change the model.
-        token_BL: int64, prompts and responses, padded on any side.
+        token_BL: int64, prompts and responses, padded on any side. From the CPU no copy waits for the device.
         segments_BL: `Segment` per token; OUTSIDE at all tokens of a response that is not scored.
         mask_BL: bool, false at padding. None: padding counts as tokens. This is correct without padding, and also if padding is
             on the right, because causal attention does not look to the right.
@@ -42,14 +42,16 @@ def gradient_importance(
     Raises:
         UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
-    packed, given = packed_rows(token_BL, segments_BL, mask_BL)
-    input_BL, layout = token_BL, given
+    device = next(model.parameters()).device
+    packed, given = packed_rows(token_BL, segments_BL, mask_BL, device)
+    input_BL, layout = token_BL.cpu(), given
     if mask_BL is not None:
         # Padding behind each row needs no mask and no positions: models count these in different ways.
         length_B = packed.offsets.diff()
-        keep_BL = torch.arange(max(1, int(length_B.max())), device=length_B.device) < length_B[:, None]
+        keep_BL = torch.arange(max(1, int(length_B.max()))) < length_B[:, None]
         input_BL = torch.zeros_like(keep_BL, dtype=torch.long).masked_scatter(keep_BL, packed.token_T)
-        layout = packed_rows(input_BL, input_BL, keep_BL)[1]
+        layout = packed_rows(input_BL, input_BL, keep_BL, device)[1]
+    (input_BL,) = to_device(device, input_BL)
     micro_batch = MicroBatchPass(request, packed, layout)
 
     def model_forward(forward: Forward, set_tap: SetTap) -> None:
@@ -66,7 +68,7 @@ def gradient_importance(
     importance_T = importance_of_scores(request, packed, micro_batch.scores)
     flat = importance_T.new_zeros(token_BL.numel())
     flat[given.local_T] = importance_T
-    return flat.view_as(token_BL)
+    return flat.view(token_BL.shape).to(token_BL.device)
 
 
 def batch_importance(
@@ -89,19 +91,20 @@ def batch_importance(
         max_over_ranks: takes a count, returns the maximum of this count over all ranks. Ranks of a sharded model must run equal
             numbers of forwards.
     """
-    device = next(model.parameters()).device
-    token, segments, mask = token_BL.to(device), segments_BL.to(device), mask_BL.to(device).bool()
-    importance_BL = torch.zeros(token.shape, device=device)
+    # On the CPU from here on: what to do with a micro-batch is then known without waiting for the one before it.
+    token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
+    importance_BL = torch.zeros(token.shape)
     groups = _of_like_length(segments, mask.sum(-1), max_tokens)
     # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
     if most:
-        check_by_trial(model, request, token[mask], partial(_trial, model), max_over_ranks)
+        sequence = token[mask].to(next(model.parameters()).device)
+        check_by_trial(model, request, sequence, partial(_trial, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
         importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
     for _ in range(most - len(groups)):
-        nothing_11 = torch.zeros(1, 1, dtype=torch.long, device=device)  # token 0, `Segment.OUTSIDE`
+        nothing_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
     if request.importance_object.copies is not None:
         importance_BL = copies_importance(
@@ -124,19 +127,19 @@ def copies_importance(
     max_tokens: int,
     max_over_ranks: Callable[[int], int],
 ) -> Tensor:
-    """Importance from masked copies, float32 `[B, L]`; all tensors are on the model's device.
+    """Importance from masked copies, float32 `[B, L]`; all tensors are on the CPU.
 
     `gradient_BL` is the importance from the gradient pass. A row with a non-finite value is returned unchanged; its
     response falls back to GRPO later. For the other arguments see `batch_importance`.
     """
-    finite_B = gradient_BL.isfinite().all(-1)
+    finite_B, device = gradient_BL.isfinite().all(-1), next(model.parameters()).device
     wanted = {}
     for row in ((segments_BL == Segment.REASONING).any(-1) & finite_B).nonzero()[:, 0].tolist():
         keep_L = mask_BL[row]
-        wanted[row] = token_BL[row][keep_L], segments_BL[row][keep_L], gradient_BL[row][keep_L]
+        wanted[row] = token_BL[row][keep_L].to(device), segments_BL[row][keep_L], gradient_BL[row][keep_L]
     importance_BL = torch.where(finite_B[:, None], 0.0, gradient_BL)
     for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, max_over_ranks).items():
-        importance_BL[row, mask_BL[row]] = importance_L.to(importance_BL.device)
+        importance_BL[row, mask_BL[row]] = importance_L
     return importance_BL
 
 
@@ -158,7 +161,7 @@ def _of_like_length(segments_BL: Tensor, length_B: Tensor, max_tokens: int) -> l
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [torch.tensor(group, device=length_B.device) for group in groups]
+    return [torch.tensor(group) for group in groups]
 
 
 @contextmanager
@@ -173,10 +176,12 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True  # not .train(), which also changes the children
 
 
-def packed_rows(token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None) -> tuple[Packed, Layout]:
-    """Packs a padded batch. The `Layout` says where the packed tokens are in the padded batch."""
-    keep_BL = torch.ones_like(token_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
+def packed_rows(
+    token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None, device: torch.device | None = None
+) -> tuple[Packed, Layout]:
+    """Packs a padded batch. The `Layout` says where its tokens are for a model on `device`; None: where the tokens are."""
+    keep_BL = torch.ones(token_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.cpu().bool()
     at_T = keep_BL.flatten().nonzero()[:, 0]
     offsets = torch.nn.functional.pad(keep_BL.sum(-1).cumsum(0), (1, 0))
-    packed = Packed(token_BL.flatten()[at_T], segments_BL.flatten()[at_T].long(), offsets)
-    return packed, Layout(at_T, at_T, token_BL.numel())
+    packed = Packed(token_BL.cpu().flatten()[at_T], segments_BL.cpu().flatten()[at_T].long(), offsets)
+    return packed, Layout(at_T, at_T, token_BL.numel(), device or token_BL.device)

@@ -44,7 +44,7 @@ with the change, in the order of changes. A model that does something else is re
 class Tap:
     """One forward."""
 
-    row_position_N: Tensor  # int64 `[N]`, the rows of this rank's flattened hidden states for `probe`; may be empty
+    row_position_N: Tensor  # int64 `[N]`, the rows of this rank's flattened hidden states for `probe`, on their device
     # Takes the projection to the vocabulary and these rows `[N, H]`; returns the scalar to differentiate, or None. FSDP may
     # free the projection's weights afterwards: the scalar's graph must not contain them.
     probe: Callable[[Project, Tensor], Tensor | None]
@@ -75,6 +75,15 @@ class Tap:
         leaf.register_post_accumulate_grad_hook(deliver)
         # Do not return the leaf: verl's patch of Megatron's recomputation frees a layer's input before `receive` runs.
         return leaf.clone() if self.noise is None else leaf + self.noise(leaf.detach()).to(leaf.dtype)
+
+
+def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Copies int64 tensors on the CPU to the device, all of them in one copy that the CPU does not wait for."""
+    flat = torch.cat([one.flatten() for one in tensors])
+    if device.type != "cpu" and torch.accelerator.is_available():
+        flat = flat.pin_memory()  # the CPU waits for a copy from other memory
+    parts = flat.to(device, non_blocking=True).split([one.numel() for one in tensors])
+    return [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
 
 
 class UnsupportedModelError(ValueError):

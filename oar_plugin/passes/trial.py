@@ -16,7 +16,7 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project
-from oar_plugin.passes.taps import Tap, UnsupportedModelError, unwrapped
+from oar_plugin.passes.taps import Tap, UnsupportedModelError, to_device, unwrapped
 
 TOKENS = 32
 _ACCEPTED: WeakSet[nn.Module] = WeakSet()
@@ -36,8 +36,9 @@ class Reading(Tap):
         fused_temperature: float | None = None,
     ) -> None:
         local_N = layout.local_T if row_N is None else layout.local_T[row_N]
-        self.layout, self.held_N, self.fused_temperature = layout, local_N >= 0, fused_temperature
-        super().__init__(local_N[self.held_N], self._read, rows_only)
+        self.layout, self.num_rows, self.fused_temperature = layout, len(local_N), fused_temperature
+        position_N, self.held_N = to_device(layout.device, local_N[local_N >= 0], (local_N >= 0).nonzero()[:, 0])
+        super().__init__(position_N, self._read, rows_only)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
         self.embeddings = self.eps = 0.0
 
@@ -55,7 +56,7 @@ class Reading(Tap):
             self.own_NV = self._whole(own.flatten(0, -2)[self.row_position_N])
 
     def _whole(self, logits_NV: Tensor) -> Tensor:
-        whole_NV = logits_NV.new_zeros(len(self.held_N), logits_NV.shape[-1])
+        whole_NV = logits_NV.new_zeros(self.num_rows, logits_NV.shape[-1])
         whole_NV[self.held_N] = logits_NV.detach()
         return self.layout.sum_over_sequence_ranks(whole_NV)
 

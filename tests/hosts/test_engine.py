@@ -295,7 +295,7 @@ def test_the_engine_is_inert_without_a_request(results, table):
 
 def test_the_pass_reads_the_tensors_that_verl_moved_to_the_device(results):
     """On a GPU the micro-batch that comes in is on the CPU, and only verl's copy meets the model's hidden states."""
-    assert results("single moved") == {"some": True, "same": True}
+    assert results("single moved") == {"some": True, "apart": True}
 
 
 def test_activations_are_recomputed_where_the_update_does_not_keep_them(results):

@@ -110,7 +110,8 @@ class Parts:
 class Importance:
     """The base class of every importance; `algorithm.oar.importance=python:my_package.my_module:MyImportance` names your own.
 
-    Methods get tensors on the model's device, sometimes without rows: create new tensors from those that are given.
+    `coefficients` and `score` get tensors on the model's device, sometimes without rows, `combine` on the CPU: create new
+    tensors from those that are given. On a GPU, `item`, `nonzero` or a bool mask as index makes the CPU wait for it.
     """
 
     name: ClassVar[str] = ""  # in metrics and pages

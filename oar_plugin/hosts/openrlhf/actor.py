@@ -59,15 +59,15 @@ class ActorPass:
                     inputs = token_BT[rows], segments_BT[rows], action_mask_BA[rows], mask_BT[rows]
                     log_prob_BA[rows], importance_BT[rows] = self._score(model, *inputs)
                 if self.request.importance_object.copies is not None:
-                    inputs = token_BT, segments_BT, mask_BT.bool(), importance_BT
-                    importance_BT = copies_importance(model, self.request, *inputs, most, self._max_over_ranks)
+                    batch = token_BT.cpu(), segments_BT.cpu(), mask_BT.cpu().bool(), importance_BT.cpu()
+                    importance_BT = copies_importance(model, self.request, *batch, most, self._max_over_ranks)
         return log_prob_BA.cpu(), importance_BT[:, -action_mask_BA.shape[1] :].cpu()
 
     def _score(
         self, model: nn.Module, token_RT: Tensor, segments_RT: Tensor, action_mask_RA: Tensor, mask_RT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Log-probs `[R, A]` and importance `[R, T]` of some rows."""
-        request, log_prob_RA, importance_RT = self.request, torch.zeros(0), torch.zeros_like(token_RT).float()
+        request, log_prob_RA, importance_RT = self.request, torch.zeros(0), torch.zeros(token_RT.shape)
         packed, layout, at_T = self._packed(token_RT, segments_RT, mask_RT)
         micro_batch = MicroBatchPass(request, packed, layout)
 
@@ -83,14 +83,14 @@ class ActorPass:
         with ModelTaps(model, self.args.actor.gradient_checkpointing_enable) as taps:
             run_forwards(taps, forwards or [Forward(None, log_probs=True)], model_forward)
         importance_RT.view(-1)[at_T] = importance_of_scores(request, packed, micro_batch.scores)
-        return log_prob_RA, importance_RT
+        return log_prob_RA, importance_RT.to(token_RT.device)
 
     def _packed(self, token_RT: Tensor, segments_RT: Tensor, mask_RT: Tensor) -> tuple[Packed, Layout, Tensor]:
         """Packed rows, where the model has them, and each packed token's position in the flattened padded rows."""
         packed, padded = packed_rows(token_RT, segments_RT, mask_RT)
-        at_T = torch.arange(len(packed.token_T), device=token_RT.device)
+        at_T = torch.arange(len(packed.token_T))
         # With --ds.packing_samples the model sees the rows concatenated, without their padding.
-        layout = Layout(at_T, at_T, len(at_T)) if self.actor.packing_samples else padded
+        layout = Layout(at_T, at_T, len(at_T), token_RT.device) if self.actor.packing_samples else padded
         return packed, layout, padded.local_T
 
     def _trial(self, model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int]]:

@@ -6,7 +6,6 @@ one new attribute, `_tapped`, holds a function that sets the forward's tap when 
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, packed_of, register_engines, score_fields
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, score_fields
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
@@ -29,7 +28,7 @@ from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
 OnInputs = Callable[[TensorDict, Tensor], None]
-"""Called with verl's micro-batch on the device and with this rank's input ids, right before the model runs."""
+"""Called with verl's micro-batch and this rank's input ids, both on the device, right before the model runs."""
 
 
 class OarFSDPMixin(ImportancePass):
@@ -65,31 +64,30 @@ class OarFSDPMixin(ImportancePass):
 
     def _score_micro_batch(self, micro_batch: TensorDict, request: Request, taps: ModelTaps) -> dict[str, Any]:
         """Scores of one micro-batch, and its log-probs and entropy unless the request is for importance only."""
-        started, host_seconds = time.perf_counter(), 0.0
+        host_done, packed = mark(), packed_of(micro_batch)
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
         scored: MicroBatchPass | None = None
 
         def model_forward(forward: Forward, set_tap: SetTap) -> None:
-            nonlocal output, host_seconds
+            nonlocal output, host_done
 
-            def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
+            def on_inputs(_: TensorDict, local_input_ids: Tensor) -> None:
                 nonlocal scored
-                layout = self._layout(micro_batch, local_input_ids)
-                scored = scored or MicroBatchPass(request, packed_of(micro_batch), layout)
+                if scored is None:
+                    scored = MicroBatchPass(request, packed, self._layout(packed.offsets, local_input_ids))
                 set_tap(scored)
 
             with self._tapping(taps, on_inputs):
                 _, of_forward = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
             if forward.log_probs:
-                output, host_seconds = of_forward, elapsed(started)
+                output, host_done = of_forward, mark()
 
         forwards = request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only)
         run_forwards(taps, forwards, model_forward)
         assert scored is not None
         scored.scores.total(self._sum_over_sharing_ranks)
         # The host makes the forward for log-probs anyway; importance costs the rest.
-        seconds = elapsed(started) - host_seconds
-        output["model_output"].update(score_fields(request, scored.packed, scored.scores, seconds))
+        output["model_output"].update(score_fields(request, packed, scored.scores, [host_done]))
         return output
 
     @contextlib.contextmanager
@@ -154,7 +152,8 @@ class OarFSDPMixin(ImportancePass):
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
             temperature = micro_batch["temperature"] if self._fused else None
-            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only, temperature))
+            layout = self._layout(micro_batch["input_ids"].offsets().cpu(), local_input_ids)
+            readings.append(Reading(layout, row_N, rows_only, temperature))
             taps.tap = readings[0]
 
         with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, on_inputs):
@@ -163,22 +162,23 @@ class OarFSDPMixin(ImportancePass):
 
     # ---- positions, ranks, refusals
 
-    def _layout(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Layout:
-        local_T = self._local_positions(micro_batch, local_input_ids)
-        return Layout(local_T, local_T, local_input_ids.numel(), sum_over_sequence_ranks=self._sum_over_sharing_ranks)
+    def _layout(self, offsets: Tensor, local_input_ids: Tensor) -> Layout:
+        local_T = self._local_positions(offsets, local_input_ids.shape[-1])
+        size, device = local_input_ids.numel(), local_input_ids.device
+        return Layout(local_T, local_T, size, device, sum_over_sequence_ranks=self._sum_over_sharing_ranks)
 
-    def _local_positions(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Tensor:
-        """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token."""
-        input_ids = micro_batch["input_ids"]
-        offsets = input_ids.offsets()
-        packed_T = torch.arange(input_ids.values().shape[0], device=input_ids.device)
-        width = local_input_ids.shape[-1]
+    def _local_positions(self, offsets: Tensor, width: int) -> Tensor:
+        """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token.
+
+        `offsets` are those of the micro-batch, on the CPU; `width` is the length of this rank's inputs.
+        """
+        packed_T = torch.arange(int(offsets[-1]))
         if self.use_remove_padding:
             # Packed. Under Ulysses, each rank holds one slice of the pack. The last slice ends with the padding.
             rank = distributed.get_rank(self.ulysses_parallel_group) if self.use_ulysses_sp else 0
             local_T = packed_T - rank * width
             return torch.where((local_T >= 0) & (local_T < width), local_T, -1)
-        response_T = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
+        response_T = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
         return response_T * width + packed_T - offsets[response_T]
 
     def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class _CopiesThroughVerl(MaskedCopies):
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
         self.tokens += token_KT.numel()
         micro_batch = like_first_row(self.template, token_KT.unbind())
-        return self.engine.read(micro_batch, row_N.to(token_KT.device), rows_only=True).tapped_NV
+        return self.engine.read(micro_batch, row_N, rows_only=True).tapped_NV
 
 
 def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:

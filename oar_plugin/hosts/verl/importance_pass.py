@@ -132,9 +132,9 @@ class ImportancePass:
         if request.importance not in self._checked:
             self._check_supported(data, request)
             self._checked |= {request.importance}
-        columns = (data[name].unbind() for name in ("responses", "response_mask", NEEDED))
+        columns = (data[name].cpu().unbind() for name in ("responses", "response_mask", NEEDED))
         responses = (
-            (ids.tolist(), own.cpu().numpy().astype(bool), bool(needed.any()))
+            (ids.tolist(), own.numpy().astype(bool), bool(needed.any()))
             for ids, own, needed in zip(*columns, strict=True)
         )
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
@@ -158,7 +158,7 @@ class ImportancePass:
                 outputs = [scored]
                 costs = zip(*(scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS)), strict=True)
                 for index, (row, cost) in zip(order[:num_ahead].tolist(), costs, strict=True):
-                    importance[index] = row[len(row) - len(segments[index]) :].cpu()
+                    importance[index] = row[len(row) - len(segments[index]) :]
                     seconds[index] = float(cost)
         if not request.importance_only:
             outputs += [
@@ -175,10 +175,10 @@ class ImportancePass:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
         if request.importance_object.copies is not None:
-            started = time.perf_counter()
+            started = mark()
             zero_non_finite(importance, status_B)
             importance = self._copies_importance(data, request, segments, status_B, importance)
-            share = elapsed(started) / max(1, int((status_B == Status.SCORED).sum()))
+            share = seconds_between(started, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
         zero_non_finite(importance, status_B)
         report = {STATUS: nested(list(status_B[:, None])), SECONDS: nested(list(torch.tensor(seconds)[:, None]))}
@@ -274,10 +274,10 @@ class ImportancePass:
     def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
         """Importance of each row, for an importance that needs no gradient pass; zeros if only masked copies compute it."""
         packed = packed_of(data)
-        nothing = Scores(request.importance_object, len(packed.token_T), packed.token_T.device)
+        nothing = Scores(request.importance_object, len(packed.token_T), torch.device("cpu"))
         importance_T = importance_of_scores(request, packed, nothing)
         rows = importance_T.split(packed.offsets.diff().tolist())
-        return [row[len(row) - len(segment) :].cpu() for row, segment in zip(rows, segments, strict=True)]
+        return [row[len(row) - len(segment) :] for row, segment in zip(rows, segments, strict=True)]
 
     def max_over_ranks(self, count: int) -> int:
         """Returns the maximum of a count over the data-parallel ranks."""
@@ -297,14 +297,15 @@ def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
     return nested(rows)
 
 
-def packed_of(data: TensorDict, device: torch.device | None = None) -> Packed:
-    """Returns the sequences of a batch and their segments, on `device`; None: on the device of the token ids."""
-    input_ids = data["input_ids"] if device is None else data["input_ids"].to(device)
-    return Packed(input_ids.values(), data[SEQUENCE_SEGMENTS].values().to(input_ids.device), input_ids.offsets())
+def packed_of(data: TensorDict) -> Packed:
+    """Returns the sequences of a batch and their segments, on the CPU, where verl's batches are until `forward_step`."""
+    input_ids, segments = data["input_ids"], data[SEQUENCE_SEGMENTS]
+    return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
 
 
-def score_fields(request: Request, packed: Packed, scores: Scores, seconds: float) -> dict[str, Tensor]:
-    """The fields that `_score` adds to verl's output. `seconds`, the time for all rows, is divided evenly over rows."""
+def score_fields(request: Request, packed: Packed, scores: Scores, marks: list[Any]) -> dict[str, Tensor]:
+    """The fields that `_score` adds to verl's output. Work for importance begins and ends at `marks`, by turns; it ends now."""
+    seconds = sum(seconds_between(*span) for span in zip(marks[::2], [*marks[1::2], mark()], strict=True))
     importance_T, rows = importance_of_scores(request, packed, scores), len(packed.offsets) - 1
     return {
         IMPORTANCE: torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets),
@@ -330,7 +331,17 @@ def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def elapsed(since: float) -> float:
-    """Wait for the device's work, and return the seconds since `since`, a value of `time.perf_counter()`."""
-    get_torch_device().synchronize()
-    return time.perf_counter() - since
+def mark() -> Any:
+    """A moment of the device's stream, for `seconds_between`: an event that the CPU does not wait for; on a CPU, seconds."""
+    if get_device_name() == "cpu":
+        return time.perf_counter()
+    event = get_torch_device().Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Seconds between two moments of the device's stream. It waits for the second one."""
+    if not isinstance(first, float):
+        last.synchronize()
+    return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1000)

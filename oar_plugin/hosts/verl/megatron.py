@@ -9,7 +9,6 @@ Two overridden methods of verl's act during such a pass only: `forward_step` set
 a loss; `_lm_head_logits_processor` skips log-probs that are not wanted.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +28,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, elapsed, packed_of, register_engines, score_fields
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, score_fields
 from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -67,7 +66,7 @@ class _Schedules:
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
     scores: Scores  # of the batch, as far as this rank has computed them
     forward: Forward  # the forward that the current schedule runs
-    forward_seconds: float = 0.0  # spent in forwards for log-probs, if they can be told from importance (see `_score`)
+    marks: list[Any]  # begin, then begin and end of forwards for log-probs, where these can be told (see `_score`)
     # By the rows of a micro-batch, for all schedules: its pass, and what its noise-free forward measured.
     micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
     noise_free: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -92,16 +91,16 @@ class OarMegatronMixin(ImportancePass):
         self._limit_micro_batches(data)
         data[_ROW] = torch.arange(len(data))
         device = torch.device(get_device_id())
-        packed = packed_of(data, device)
+        packed = packed_of(data)
         scores = Scores(request.importance_object, len(packed.token_T), device)
-        started = time.perf_counter()
+        started = mark()
         output: dict[str, Any] = {}
         forwards = request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only)
         records = self._records_routes(data)
         if records and forwards[0].backward is not None:
             forwards = [replace(forwards[0], backward=None), replace(forwards[0], log_probs=False), *forwards[1:]]
         with MegatronTaps(self.module) as taps:
-            schedules = _Schedules(request, taps, data["input_ids"].offsets().tolist(), scores, forwards[0])
+            schedules = _Schedules(request, taps, packed.offsets.tolist(), scores, forwards[0], [started])
             self._schedules = schedules
             try:
                 for forward in forwards:
@@ -113,12 +112,11 @@ class OarMegatronMixin(ImportancePass):
                     if records and forward is forwards[0]:
                         data[_ROUTES] = self._recorded_routes(result)
                     if forward.log_probs and not differentiates:
-                        schedules.forward_seconds = elapsed(started)
+                        schedules.marks += [started, mark()]
             finally:
                 self._schedules = None
         self._total_scores(scores)
-        seconds = elapsed(started) - schedules.forward_seconds
-        output.setdefault("model_output", {}).update(score_fields(request, packed, scores, seconds))
+        output.setdefault("model_output", {}).update(score_fields(request, packed, scores, schedules.marks))
         return output
 
     # ---- router replay
@@ -160,10 +158,9 @@ class OarMegatronMixin(ImportancePass):
         chunk: GPTModel = unwrapped(model)
         if schedules is None or not (chunk.pre_process or chunk.post_process):
             return step(batch_iter)
-        started = time.perf_counter()
+        started = mark()
         micro_batch = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
-        micro_batch = micro_batch.to(get_device_id())
         one = self._micro_batch_pass(rows, micro_batch, schedules)
         tap = schedules.taps.tap = one.tap(schedules.forward, schedules.noise_free.get(rows))
         try:
@@ -182,14 +179,14 @@ class OarMegatronMixin(ImportancePass):
 
     @staticmethod
     def _finish(
-        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: float, output: dict[str, Tensor]
+        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: Any, output: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
         """The scalar to differentiate and verl's outputs. The schedule calls this on the last stage after a forward."""
         scalar = tap.scalar
         if scalar is None:  # a forward without a backward
             scalar = torch.zeros((), device=get_device_id())
         elif schedules.forward.log_probs and parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            schedules.forward_seconds += elapsed(started)
+            schedules.marks += [started, mark()]
         # The schedule multiplies a loss by the context-parallel size and divides it by the number of micro-batches.
         scale = micro_batch["num_micro_batch"] / parallel_state.get_context_parallel_world_size()
         detached = {name: value.detach() for name, value in output.items()}
@@ -203,7 +200,7 @@ class OarMegatronMixin(ImportancePass):
     ) -> MicroBatchPass:
         if rows not in schedules.micro_batches:
             first = schedules.first
-            place_T = torch.cat([torch.arange(*first[row : row + 2]) for row in rows]).to(get_device_id())
+            place_T = torch.cat([torch.arange(*first[row : row + 2]) for row in rows])
             packed, layout = packed_of(micro_batch), self._layout(micro_batch)
             schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
         return schedules.micro_batches[rows]
@@ -231,6 +228,7 @@ class OarMegatronMixin(ImportancePass):
             local_T,
             embedding_T,
             size,
+            torch.device(get_device_id()),
             vocabulary,
             max(0, self.model_config.hf_config.vocab_size - vocabulary.start),
             partial(_all_reduced, parallel_state.get_context_parallel_group()),
@@ -245,8 +243,8 @@ class OarMegatronMixin(ImportancePass):
             int64 `[T]`, -1 where another context-parallel rank holds the token; and s * b.
         """
         input_ids = micro_batch["input_ids"]
-        number_T = torch.arange(1, len(input_ids.values()) + 1, device=input_ids.device)
-        numbers = torch.nested.nested_tensor_from_jagged(number_T, input_ids.offsets())
+        number_T = torch.arange(1, len(input_ids.values()) + 1)
+        numbers = torch.nested.nested_tensor_from_jagged(number_T, input_ids.offsets().cpu())
         if self.engine_config.use_remove_padding:
             bucket = self.engine_config.pad_to_length_bucket if self.engine_config.pad_to_length else None
             local = preprocess_thd_engine(numbers, pad_to_length_bucket=bucket)[0]

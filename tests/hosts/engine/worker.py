@@ -272,7 +272,7 @@ def noticed(engine: Any) -> list[str]:
 
 
 def moved(engine: Any) -> dict[str, bool]:
-    """Whether the pass works on the tensors that verl moved to the device; here the move is a copy, as on a GPU."""
+    """Whether the pass reads the tokens that verl has not moved to the device; here the move is a copy, as on a GPU."""
     from oar_plugin.hosts.verl import fsdp
 
     to = TensorDict.to
@@ -291,7 +291,7 @@ def moved(engine: Any) -> dict[str, bool]:
         run(engine, only=True)
     verls = {call.kwargs["micro_batch"]["input_ids"].values().data_ptr() for call in inputs.call_args_list}
     ours = {call.args[1].token_T.data_ptr() for call in passes.call_args_list}
-    return {"some": len(ours) > 0, "same": ours <= verls}
+    return {"some": len(ours) > 0, "apart": ours.isdisjoint(verls)}
 
 
 def recomputed(engine: Any) -> int:
