@@ -12,20 +12,24 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl")
 
 import verl
+from verl.models.transformers.dense_common import forward_with_torch_backend
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.hosts.required_api import Requirements
 from oar_plugin.hosts.verl import offload
+from oar_plugin.hosts.verl.fsdp import fused_fault
 from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 from oar_plugin.hosts.vllm import versions
 from tests.limits import PROCESS_S
+from tests.passes.batch import random_model
 
 ON = "algorithm.adv_estimator=oar"
 TRAINER_CONFIG = Path(verl.__file__).parent / "trainer" / "config"
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
 MOE, REPLAY = MEGATRON + "override_transformer_config__", "router_replay__mode"
+FUSED = {"actor_rollout_ref__model__use_fused_kernels": True}
 COPIES = "algorithm__oar__perturbation__"
 OFFLOAD = {"algorithm__oar__importance": "oar_p", COPIES + "backend": "rollout", ROLLOUT + "name": "vllm"}
 
@@ -38,7 +42,7 @@ def config(**changes):
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
             "actor_rollout_ref": {
                 "actor": {"strategy": "fsdp2"},
-                "model": {"use_fused_kernels": False},
+                "model": {"use_fused_kernels": False, "fused_kernel_options": {"impl_backend": "liger"}},
                 "rollout": {"agent": {"agent_loop_manager_class": None}, "scheduling_policy": "fcfs"},
             },
         }
@@ -71,6 +75,11 @@ def assert_refused(changes, parts):
         ({"critic__enable": True}, ["critic.enable=True", "allowed: False"]),
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
+        (
+            FUSED | {"actor_rollout_ref__model__fused_kernel_options": None},
+            ["impl_backend=None", "allowed: torch, triton"],
+        ),
+        ({"actor_rollout_ref__model__override_config__return_dict": False}, ["return_dict=False", "allowed: True"]),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(changes, parts):
@@ -135,7 +144,7 @@ def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_
         ({MEGATRON + "use_megatron_fsdp": True}, ["use_megatron_fsdp=True", "allowed: False"]),
         ({MEGATRON + "override_transformer_config__fp8": "e4m3"}, ["fp8=e4m3", "allowed: False"]),
         ({MEGATRON + "qat__enable": True}, ["qat.enable=True", "allowed: False"]),
-        ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
+        (FUSED, ["use_fused_kernels=True", "allowed: False"]),
         ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
         ({"actor_rollout_ref__model__mtp__enable": True}, ["mtp.enable=True", "allowed: False"]),
         ({"actor_rollout_ref__model__lora__rank": 8}, ["lora.rank=8", "allowed: 0"]),
@@ -177,6 +186,13 @@ def test_a_virtual_pipeline_gets_rows_for_whole_groups_of_micro_batches(changes,
         assert resolve(config(**VIRTUAL | changes))
     else:
         assert_refused(VIRTUAL | changes, parts)
+
+
+def test_a_model_for_which_verl_has_no_fused_forward_is_refused(monkeypatch):
+    model = random_model()
+    assert fused_fault(model).startswith("LlamaForCausalLM: verl has no fused forward")
+    monkeypatch.setattr(type(model), "forward", forward_with_torch_backend)
+    assert fused_fault(model) == ""
 
 
 def test_the_command_line_decides_whether_hydra_sees_our_keys():

@@ -6,6 +6,7 @@ one new attribute, `_tapped`, holds a function that sets the forward's tap when 
 """
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -153,8 +154,8 @@ class OarFSDPMixin(ImportancePass):
         readings: list[Reading] = []
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
-            temperature = micro_batch["temperature"] if self._fused else None
-            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only, temperature))
+            fused = (micro_batch["temperature"], next_tokens(micro_batch["input_ids"])) if self._fused else None
+            readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only, fused))
             taps.tap = readings[0]
 
         with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, on_inputs):
@@ -188,19 +189,10 @@ class OarFSDPMixin(ImportancePass):
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         check_model(self.module)
-        if self._fused and (changes := logit_changes(unwrapped(self.module).config)):
-            raise UnsupportedModelError(
-                f"actor_rollout_ref.model.use_fused_kernels=True with a model that changes its logits after the vocabulary "
-                f"projection ({changes}): verl's fused kernels leave this out; allowed: False"
-            )
         model: Any = unwrapped(self.module)
-        head = unwrapped(model.get_output_embeddings())
-        if self._fused and (not isinstance(head, torch.nn.Linear) or head.bias is not None):
-            raise UnsupportedModelError(
-                "actor_rollout_ref.model.use_fused_kernels=True with a bias or an adapter on the vocabulary projection: verl's "
-                "fused kernels leave it out; allowed: False"
-            )
-        images = hasattr(unwrapped(self.module).config, "vision_config")
+        if self._fused and (fault := fused_fault(model)):
+            raise UnsupportedModelError(f"actor_rollout_ref.model.use_fused_kernels=True with {fault}; allowed: False")
+        images = hasattr(model.config, "vision_config")
         if images and request.importance_object.copies is not None:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no "
@@ -239,6 +231,28 @@ class _CopiesThroughVerl(MaskedCopies):
         self.tokens += token_KT.numel()
         micro_batch = like_first_row(self.template, token_KT.unbind())
         return self.engine.read(micro_batch, row_N.to(token_KT.device), rows_only=True).tapped_NV
+
+
+def fused_fault(model: Any) -> str:
+    """What verl's fused kernels cannot compute of a model, and why; empty if there is nothing."""
+    if changes := logit_changes(model.config):
+        return (
+            f"a model that changes its logits after the vocabulary projection ({changes}): the kernels leave this out"
+        )
+    head = unwrapped(model.get_output_embeddings())
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return "a bias or an adapter on the vocabulary projection: the kernels leave it out"
+    inner = getattr(model, "get_base_model", lambda: model)()
+    if "shift_labels" not in inspect.signature(type(inner).forward).parameters:
+        return f"{type(inner).__name__}: verl has no fused forward for it with this fused_kernel_options.impl_backend"
+    return ""
+
+
+def next_tokens(input_ids: Tensor) -> Tensor:
+    """The token after each packed token, int64 `[T]`; -1 after the last one of a sequence."""
+    next_T = input_ids.values().roll(-1)
+    next_T[input_ids.offsets()[1:] - 1] = -1
+    return next_T
 
 
 def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:

@@ -38,6 +38,10 @@ class TrainerCredit:
     def _check_nodes(self, servers: Sequence[Any] = ()) -> None:
         check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[self.config.actor_rollout_ref.actor.strategy])
 
+    def _warms_up(self) -> bool:
+        """Whether verl does not update the actor in this step: weights would change nothing."""
+        return int(self.config.trainer.get("critic_warmup") or 0) > self.global_steps
+
     def _ranks(self) -> int:
         """Returns the number of the actor's data-parallel ranks."""
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
