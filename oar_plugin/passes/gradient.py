@@ -106,8 +106,6 @@ class Measured:
 
 @dataclass
 class PassTap(Tap):
-    """The `Tap` of one forward of a gradient pass."""
-
     measured: Measured = field(default_factory=Measured)
 
 

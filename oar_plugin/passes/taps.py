@@ -45,8 +45,6 @@ else is refused by its trial (`trial.py`)."""
 
 @dataclass
 class Tap:
-    """One forward."""
-
     row_position_N: Tensor  # int64 `[N]`, the rows of this rank's flattened hidden states for `probe`; may be empty
     # Takes the projection to the vocabulary and these rows `[N, H]`; returns the scalar to differentiate, or None. FSDP may
     # free the projection's weights afterwards: the scalar's graph must not contain them.
@@ -130,9 +128,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def check_model(module: nn.Module) -> None:
     """Refuses models with which `ModelTaps` does not work.
 
-    Raises:
-        UnsupportedModelError: the model has no input or output embeddings to hook, returns tuples, or has virtual tokens before
-            its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
+    UnsupportedModelError: the model has no input or output embeddings to hook, returns tuples, or has virtual tokens before
+        its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
     """
     model = unwrapped(module)
     if getattr(getattr(model, "config", None), "return_dict", True) is False:
@@ -191,9 +188,8 @@ class ModelTaps(Taps):
     `checkpoint_activations`, the backward recomputes the layers' activations. `fused` says that the model's forward takes the
     projection's weight and does not call the projection (verl's fused kernels).
 
-    Raises:
-        UnsupportedModelError: see `check_model`.
-        RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
+    UnsupportedModelError: see `check_model`.
+    RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
     def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:

@@ -87,9 +87,7 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
 
 def fault(trial: Reading, lengths: list[int], changes: Mapping[str, float]) -> str:
     """What differs, and by how much; empty if nothing does. `trial` has read two sequences, or the first tokens of one.
-
-    `changes`: the configuration's changes of logits, which the projection makes.
-    """
+    `changes` are those of the projection (`logit_changes`)."""
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
     shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:

@@ -94,8 +94,6 @@ class OarGRPOTrainer(GRPOTrainer):
         ]  # fmt: skip
         return [f"{setting}: {why}" for setting, wrong, why in refused if wrong]
 
-    # ---- TRL's two steps that this adds to
-
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
         reward_GF: Tensor = super()._calculate_rewards(*arguments, **named)
         self._reward_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1).cpu()  # for dumps
@@ -160,10 +158,7 @@ class OarGRPOTrainer(GRPOTrainer):
         register_external_parameter(model, model.get_output_embeddings().weight)
 
     def _max_over_ranks(self, count: int) -> int:
-        """Returns the maximum over ranks of a count."""
         return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
-
-    # ---- what to look at
 
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
         """Metrics over the responses of all processes, whose batches differ in length."""

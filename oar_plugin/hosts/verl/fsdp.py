@@ -51,8 +51,6 @@ class OarFSDPMixin(ImportancePass):
         """Whether verl's forward ends in kernels that give log-probs and entropies, and no logits."""
         return bool(self.model_config.use_fused_kernels)
 
-    # ---- the scoring pass
-
     def _score(self, data: TensorDict, request: Request) -> Any:
         self._limit_micro_batches(data)
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
@@ -122,8 +120,6 @@ class OarFSDPMixin(ImportancePass):
     def _reset_after_abort(self) -> Callable[[], object] | None:
         return getattr(self.module, "reset_iter_state", None)  # FSDP2 has this method since torch 2.13; FSDP1 does not
 
-    # ---- masked copies
-
     def _copies_importance(
         self,
         data: TensorDict,
@@ -132,6 +128,11 @@ class OarFSDPMixin(ImportancePass):
         status_B: Tensor,
         gradient: Sequence[Tensor],
     ) -> list[Tensor]:
+        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
+
+        `segments` has a `Segment` per response token. `gradient` has the scores of the gradient pass, which select the tokens
+        that get copies with `Copies.by_gradient`. Both have `[L_i]` for each row.
+        """
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):
             most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)
@@ -154,15 +155,15 @@ class OarFSDPMixin(ImportancePass):
         readings: list[Reading] = []
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
-            fused = (micro_batch["temperature"], next_tokens(micro_batch["input_ids"])) if self._fused else None
+            next_T = micro_batch["input_ids"].values().roll(-1)
+            next_T[micro_batch["input_ids"].offsets()[1:] - 1] = -1
+            fused = (micro_batch["temperature"], next_T) if self._fused else None
             readings.append(Reading(self._layout(micro_batch, local_input_ids), row_N, rows_only, fused))
             taps.tap = readings[0]
 
         with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, on_inputs):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
         return readings[0]
-
-    # ---- positions, ranks, refusals
 
     def _layout(self, micro_batch: TensorDict, local_input_ids: Tensor) -> Layout:
         local_T = self._local_positions(micro_batch, local_input_ids)
@@ -248,13 +249,6 @@ def fused_fault(model: Any) -> str:
     return ""
 
 
-def next_tokens(input_ids: Tensor) -> Tensor:
-    """The token after each packed token, int64 `[T]`; -1 after the last one of a sequence."""
-    next_T = input_ids.values().roll(-1)
-    next_T[input_ids.offsets()[1:] - 1] = -1
-    return next_T
-
-
 def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
     """A micro-batch of other sequences. verl's other fields are those of the first row: no log-probs are read."""
     micro_batch = tu.index_select_tensor_dict(data, torch.zeros(len(sequences), dtype=torch.long))
@@ -265,7 +259,6 @@ def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
 
 
 def register() -> None:
-    """Replace verl's FSDP engines in its registry."""
     register_engines(OarFSDPMixin, FSDPEngineWithLMHead, "fsdp", "fsdp2")
 
 

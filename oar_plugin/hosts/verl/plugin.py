@@ -41,12 +41,6 @@ class _WhereRootIsSilent(logging.StreamHandler[Any]):
             super().emit(record)
 
 
-def _be_heard() -> None:
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.WARNING)
-        logger.addHandler(_WhereRootIsSilent())
-
-
 def _fits(feature: str) -> bool:
     try:
         faults = capabilities.missing(feature)
@@ -105,7 +99,9 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 def load() -> None:
     """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
-    _be_heard()
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(_WhereRootIsSilent())
     try:
         import wrapt
 

@@ -87,15 +87,12 @@ def trainer_of(config: DictConfig) -> str:
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:
-    """OAR's settings, from verl's group `algorithm`.
-
-    OarConfigError: names each key at fault, its value and what is allowed.
-    """
+    """OAR's settings, from verl's group `algorithm`. OarConfigError: one that cannot work."""
     group = OmegaConf.select(algorithm, "oar")
     settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group
     if settings is not None and not isinstance(settings, Mapping):
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
-    return OarConfig.parse(settings)
+    return OarConfig.parse(settings)  # type: ignore[arg-type]
 
 
 def resolve(config: DictConfig) -> OarConfig:

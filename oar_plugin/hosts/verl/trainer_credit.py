@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class TrainerCredit:
-    """Base of our mixins."""
-
     # What the host's trainer provides.
     config: DictConfig
     global_steps: int
@@ -63,7 +61,6 @@ class TrainerCredit:
         return [row for partition in partitions for row in partition]
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
-        """Returns this step's request, as it is sent with the log-prob pass."""
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
 
@@ -76,7 +73,6 @@ class TrainerCredit:
 
 
 def no_importance(step: int) -> str:
-    """Returns the message for a step whose actor did not answer a request."""
     return (
         f"step {step}: the actor was asked for token importance and returned none. Its workers do not run oar_plugin's engine; "
         "`oar doctor` on their nodes says what they have"
