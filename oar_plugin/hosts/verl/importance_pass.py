@@ -62,9 +62,6 @@ class ImportancePass:
     engine_config: Any
     model_config: Any
 
-    # Of an engine with masked copies (see `OarFSDPMixin`). Another one refuses importances with copies in `_check_supported`.
-    _copies_importance: Callable[..., list[Tensor]]
-
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
@@ -80,6 +77,10 @@ class ImportancePass:
         Returns the output of verl's `infer_batch`, without log-probs if `request.importance_only`. Its `model_output` also has
         nested `IMPORTANCE` (float32, one value per token of `input_ids`) and nested `SECONDS` (one value per row).
         """
+        raise NotImplementedError
+
+    def _copies_importance(self, *given: Any, **named: Any) -> list[Tensor]:
+        """See `OarFSDPMixin`. An engine that does not define it refuses importances with copies in `_check_supported`."""
         raise NotImplementedError
 
     def _reset_after_abort(self) -> Callable[[], object] | None:

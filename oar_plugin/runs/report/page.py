@@ -217,8 +217,6 @@ def config_differences(sides: Sequence[Side]) -> Table:
 
 
 class Report(NamedTuple):
-    """The path of the written page, and two of its tables."""
-
     page: Path
     comparison: Table
     findings: Table
