@@ -11,8 +11,6 @@ from oar_plugin.credit.gate import kept_total, relative
 
 
 class Reshaped(NamedTuple):
-    """The result of `reshape`."""
-
     advantage_BL: Tensor
     weight_BL: Tensor  # 1 at all tokens of a response that falls back to GRPO
     status_B: Tensor  # int64, a `Status` per response

@@ -54,8 +54,6 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class ReshapedBatch:
-    """The inputs and results of `TokenCredit.reshape`."""
-
     step: int
     host_advantage_BL: Tensor  # before reshaping
     importance_BL: Tensor

@@ -29,7 +29,9 @@ Run it once, on storage that all nodes see, or on each node. Recipes read OAR_DA
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description, parser.epilog = _HELP + _listed(), _EXAMPLES
+    first, second = max(map(len, SOURCES)), max(len(source.hub_id) for source in SOURCES.values())
+    listed = (f"  {name:{first}}  {one.hub_id:{second}}  {one.licence}\n" for name, one in SOURCES.items())
+    parser.description, parser.epilog = _HELP + "".join(listed), _EXAMPLES
     add = parser.add_argument
     add("names", nargs="*", type=_name, metavar="NAME", help="data sets, see above")
     text = "print the data sets: splits, page on the hub, licence, columns that are read"
@@ -59,11 +61,6 @@ def _repeat(text: str) -> tuple[str, int]:
     if not times.isdecimal() or int(times) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be NAME=N, N at least 1")
     return _name(name), int(times)
-
-
-def _listed() -> str:
-    first, second = max(map(len, SOURCES)), max(len(source.hub_id) for source in SOURCES.values())
-    return "".join(f"  {name:{first}}  {one.hub_id:{second}}  {one.licence}\n" for name, one in SOURCES.items())
 
 
 def run(args: argparse.Namespace) -> int:

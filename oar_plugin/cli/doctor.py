@@ -40,8 +40,6 @@ DRIVER_ERROR = re.compile(r"libcuda|libnvidia|nvidia driver|cuda driver|no cuda|
 
 
 class Package(NamedTuple):
-    """A package that verl or OAR may need."""
-
     module: str  # its import shows that the package works
     tested: str = ""  # tested versions; empty: an untested package for GPUs
     advice: str = ""  # how to install it; empty: pip install with its name and the tested versions
@@ -111,7 +109,6 @@ def examine(ask: Ask, recipe: Path | None = None, overrides: Sequence[str] = ())
 
 
 def _needed(wanted: Mapping[str, Any], on_cpu: bool) -> set[str]:
-    """Return the packages without which the run cannot start."""
     needed = {"torch", "ray", "transformers", "datasets"}
     if wanted["mode"] in capabilities.TRAINERS:
         needed.add("TransferQueue")
@@ -171,7 +168,6 @@ def version_of(name: str) -> str | None:
 
 
 def _verl(ask: Ask, wanted: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    """Yield findings about verl itself, whether it loads the plugin, and which features it supports."""
     engine = "megatron" if wanted["strategy"] == "megatron" else "fsdp"
     needed = [str(wanted["mode"]), engine, *(["offload"] if wanted["offloads"] else [])]
     told = ask(questions.features, needed)
@@ -192,7 +188,6 @@ def _verl(ask: Ask, wanted: Mapping[str, Any], machine: Machine) -> Iterator[Fin
 
 
 def _plugin(told: Mapping[str, Any]) -> Finding:
-    """Whether verl loads oar_plugin."""
     version = version_of("oar_plugin")
     if reason := _left_out("oar"):
         return Finding("oar_plugin", "missing", reason, f"{INSTALL} in a checkout, on every node")
@@ -243,7 +238,6 @@ def _gpus(machine: Machine, share: float | None) -> Iterator[Finding]:
 
 
 def _recipe(told: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    """Yield findings about nodes and configuration, and the findings of `oar launch`."""
     if "nodes" in told:
         yield _cluster(told["nodes"], machine)
     if refused := told.get("refused") or told["fault"]:

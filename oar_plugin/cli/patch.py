@@ -48,8 +48,7 @@ def patches_folder() -> Path:
 def patch(host: str, path: Path | None = None, check: bool = False, revert: bool = False) -> str:
     """Apply or revert the patch for a host in `path` (None: where Python finds it). Return what was, or would be, done.
 
-    Raises:
-        PatchError: git, host or patch is missing, the version is unknown, or files were changed or cannot be written.
+    PatchError: git, host or patch is missing, the version is unknown, or files were changed or cannot be written.
     """
     if shutil.which("git") is None:
         raise PatchError("git: not installed here; install it")

@@ -123,9 +123,6 @@ class Machine(NamedTuple):
         return not self.gpus and not self.on_cpu
 
 
-# ---- the questions
-
-
 def imports(modules: Mapping[str, str]) -> Pairs:
     """Yield for each name the error that the import of its module raised; None if the import works."""
     for name, module in modules.items():

@@ -19,7 +19,7 @@ from oar_plugin.front_door import importance
 from oar_plugin.output import say
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.page.sources import SourceError, Text, advantages
-from oar_plugin.passes.taps import UnsupportedModelError, projection
+from oar_plugin.passes.taps import Projection, UnsupportedModelError
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import find
@@ -73,9 +73,8 @@ def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mappin
 
     `name` is a checkpoint, as in `oar eval`. If `device` is None, a GPU is used if there is one.
 
-    Raises:
-        SourceError: the tokenizer has no template for a prompt, or a setting is for runs only.
-        EvaluationError: the model cannot be loaded, is not supported, or needs more memory than there is.
+    SourceError: the tokenizer has no template for a prompt, or a setting is for runs only.
+    EvaluationError: the model cannot be loaded, is not supported, or needs more memory than there is.
     """
     model, tokenizer = _load(name, device)
     token_bytes, longest = TokenBytes(tokenizer), getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -150,7 +149,7 @@ def _log_probs_and_entropies(model: Any, token_L: Tensor, begin: int) -> tuple[T
     """Return log-probs of the tokens from `begin` on and entropies of their distributions, in nats, float32 `[L - begin]`."""
     hidden_NH = model.base_model(input_ids=token_L[None], use_cache=False).last_hidden_state[0, begin - 1 : -1]
     pairs = zip(hidden_NH.split(ROWS), token_L[begin:].split(ROWS), strict=True)
-    project = projection(model)
+    project = Projection(model)
     chunks = ((project(rows_NH), token_N) for rows_NH, token_N in pairs)
     columns = [(WHOLE_VOCABULARY.log_prob(rows, token_N), WHOLE_VOCABULARY.entropy(rows)) for rows, token_N in chunks]
     log_probs, entropies = zip(*columns, strict=True)

@@ -13,8 +13,7 @@ from typing import Any
 def imported(name: str, allowed: str) -> Any:
     """The object that a setting names as `python:<module>:<name>`.
 
-    Raises:
-        ValueError: `name` has another form (the message ends with `allowed`), or the object cannot be imported.
+    ValueError: `name` has another form (the message ends with `allowed`), or the object cannot be imported.
     """
     kind, _, path = name.partition(":")
     module, _, attribute = path.partition(":")

@@ -376,7 +376,6 @@ class _Reader:
         return []
 
     def _member(self, owner: Thing, name: str) -> Thing | None:
-        """An attribute of a module or a class."""
         if owner.node is None:
             return find(owner.module, name) if owner.of_host else None
         if not isinstance(owner.node, ast.ClassDef):

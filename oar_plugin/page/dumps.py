@@ -19,8 +19,6 @@ DUMP_FAILED = "oar/dump_failed"
 
 
 class Sibling(NamedTuple):
-    """A response, for `choose`."""
-
     group: str  # the prompt's id
     uid: str  # the response's own id
     reward: float

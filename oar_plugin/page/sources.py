@@ -53,7 +53,6 @@ class Text:
     reward: float | None
 
     def to_response(self, advantage: float | None, **known: Any) -> Response:
-        """The `Response` with these fields in addition."""
         same = {name: getattr(self, name) for name in ("step", "group", "uid", "source", "prompt", "truth", "reward")}
         return Response(**{**same, "importance": {}, "advantage": advantage, **known})
 
@@ -86,7 +85,6 @@ class Loaded:
         return any(other != made[0] for other in made)
 
     def notes(self) -> list[str]:
-        """Return messages about what is not shown."""
         notes = {
             f"{self.skipped} of {self.lines} lines skipped: half-written, or of something else": self.skipped,
             f"steps {steps_text(self.left_out)} not shown: --steps N,... shows them": self.left_out,

@@ -109,8 +109,6 @@ class Measured:
 
 @dataclass
 class PassTap(Tap):
-    """The `Tap` of one forward of a gradient pass."""
-
     measured: Measured = field(default_factory=Measured)
 
 
@@ -241,7 +239,12 @@ class MicroBatchPass:
                 clean_NV = None if noise_free_BV is None else noise_free_BV[part]
                 # The coefficients take the place of the logits, to save memory.
                 pooled_BV[part] = self._coefficients(forward, pooled_BV[part], seed_B[part], clean_NV=clean_NV)
-        return projected_back(project, hidden_NH, lambda _, chosen: pooled_BV[self._answer.response_N[chosen]])
+        response_N = self._answer.response_N
+        if getattr(project, "linear", True):
+            # The gradient does not depend on the hidden states: one row of zeros per response is enough.
+            zeros_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
+            return projected_back(project, zeros_BH, lambda _, chosen: pooled_BV[chosen])[response_N]
+        return projected_back(project, hidden_NH, lambda _, chosen: pooled_BV[response_N[chosen]])
 
     def _fp16_scale(self, gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor | None:
         """Returns the power of two that brings gradients into the range of fp16; None if the model does not run in fp16.

@@ -26,8 +26,6 @@ FIELDS = IMPORTANCE, SEGMENTS, STATUS, SECONDS = "oar_importance", "oar_segments
 
 @dataclass(frozen=True)
 class Request:
-    """One importance pass over a batch."""
-
     importance: str  # name; `perturbation.fallback` if rollout engines score: for responses that they did not score
     probe: Probe = "answer_mean"  # the probe of this step (the warm-up has been applied)
     sigma: float = 1e-3  # noise scale
@@ -85,8 +83,7 @@ class Request:
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
     """Returns the token that replaces masked tokens in copies; None without copies, or if replacements are `sampled`.
 
-    Raises:
-        OarConfigError: there is no padding token.
+    OarConfigError: there is no padding token.
     """
     if config.copies is None or config.perturbation.replacement == "sampled":
         return None

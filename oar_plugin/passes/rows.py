@@ -15,7 +15,8 @@ CHUNK = 256
 """Rows of logits per chunk: 0.15 GB of float32 for a vocabulary of 152,000."""
 
 Project = Callable[[Tensor], Tensor]
-"""The projection from hidden states `[N, H]` to logits `[N, V]`, row by row."""
+"""The projection from hidden states `[N, H]` to logits `[N, V]`, row by row. It may overwrite its own results. One that is not
+linear has an attribute `linear` that is false."""
 
 Chunk = Callable[[Tensor, slice], Tensor]
 """A function of the logits of some rows, without a graph, and the slice of these rows; returns a tensor with the same rows."""

@@ -24,26 +24,27 @@ from oar_plugin.passes.rows import Project
 
 
 def _soft_cap(logits_NV: Tensor, cap: float) -> Tensor:
-    return torch.tanh(logits_NV / cap) * cap
+    logits_NV.div_(cap).tanh_()
+    # For a backward, autograd keeps the result of `tanh_`.
+    return logits_NV * cap if logits_NV.requires_grad else logits_NV.mul_(cap)
 
 
 LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "logits_scaling": torch.div,
-    "logit_scale": torch.mul,
-    "lm_head_multiplier": torch.mul,
-    "output_multiplier": torch.mul,
+    "logits_scaling": Tensor.div_,
+    "logit_scale": Tensor.mul_,
+    "lm_head_multiplier": Tensor.mul_,
+    "output_multiplier": Tensor.mul_,
     "final_logit_softcapping": _soft_cap,
     "logits_soft_cap": _soft_cap,
     "output_logit_soft_cap": _soft_cap,
 }
 """Config keys of models that change each logit after the vocabulary projection (Granite, Cohere, Falcon-H1, Gemma 2, xLSTM),
-with the change, in the order of changes. A model that does something else is refused by its trial (`trial.py`)."""
+with the change, in the order of changes. A change is made in place, as far as autograd allows it. A model that does something
+else is refused by its trial (`trial.py`)."""
 
 
 @dataclass
 class Tap:
-    """One forward."""
-
     row_position_N: Tensor  # int64 `[N]`, the rows of this rank's flattened hidden states for `probe`, on their device
     # Takes the projection to the vocabulary and these rows `[N, H]`; returns the scalar to differentiate, or None. FSDP may
     # free the projection's weights afterwards: the scalar's graph must not contain them.
@@ -136,11 +137,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def check_model(module: nn.Module) -> None:
     """Refuses models with which `ModelTaps` does not work.
 
-    Raises:
-        UnsupportedModelError: the model has no input or output embeddings to hook, or has virtual tokens before its own (PEFT's
-            prompt and prefix tuning), which shift the rows of hidden states.
+    UnsupportedModelError: the model has no input or output embeddings to hook, returns tuples, or has virtual tokens before
+        its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
     """
     model = unwrapped(module)
+    if getattr(getattr(model, "config", None), "return_dict", True) is False:
+        raise UnsupportedModelError("return_dict=False in the model's config: OAR reads outputs by name; allowed: True")
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         if getattr(model, getter, lambda: None)() is None:
             raise UnsupportedModelError(f"{type(model).__name__}.{getter}() returns no module; OAR needs one to hook.")
@@ -164,17 +166,22 @@ def logit_changes(config: Any) -> dict[str, float]:
     return changes
 
 
-def projection(model: Any) -> Project:
+class Projection:
     """The way from a HuggingFace model's last hidden states to the logits that it returns. It runs no hooks of the head."""
-    head, changes = unwrapped(model.get_output_embeddings()), logit_changes(getattr(model, "config", None))
 
-    def project(hidden_NH: Tensor) -> Tensor:
-        logits_NV: Tensor = head.forward(hidden_NH)
-        for name, value in changes.items():
+    def __init__(self, model: Any) -> None:
+        self._head: Any = unwrapped(model.get_output_embeddings())
+        self._changes = logit_changes(getattr(model, "config", None))
+
+    @property
+    def linear(self) -> bool:
+        return all(LOGIT_CHANGES[name] is not _soft_cap for name in self._changes)
+
+    def __call__(self, hidden_NH: Tensor) -> Tensor:
+        logits_NV: Tensor = self._head.forward(hidden_NH)
+        for name, value in self._changes.items():
             logits_NV = LOGIT_CHANGES[name](logits_NV, value)
         return logits_NV
-
-    return project
 
 
 class ModelTaps(Taps):
@@ -190,9 +197,8 @@ class ModelTaps(Taps):
     `checkpoint_activations`, the backward recomputes the layers' activations. `fused` says that the model's forward takes the
     projection's weight and does not call the projection (verl's fused kernels).
 
-    Raises:
-        UnsupportedModelError: see `check_model`.
-        RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
+    UnsupportedModelError: see `check_model`.
+    RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
     def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:
@@ -271,7 +277,7 @@ class ModelTaps(Taps):
     def _probe_rows(self, module: nn.Module, args: Any, output: Tensor) -> None:
         tap, hidden, self._hidden = self.tap, self._hidden, None
         if tap is not None and hidden is not None:
-            tap.scalar = tap.probe(projection(unwrapped(self.module)), hidden.flatten(0, -2)[tap.row_position_N])
+            tap.scalar = tap.probe(Projection(unwrapped(self.module)), hidden.flatten(0, -2)[tap.row_position_N])
 
     def _detach_last_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         """`_detach_hidden` and `_probe_rows` for a fused forward. The weights of the projection are gathered for both."""

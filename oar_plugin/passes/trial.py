@@ -5,7 +5,7 @@ The configuration cannot tell, because every new model has new keys. The trial c
 * the logits of a sequence's first tokens with those of the same tokens in another row, where no more tokens follow.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +16,7 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project
-from oar_plugin.passes.taps import Tap, UnsupportedModelError, to_device, unwrapped
+from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes, to_device, unwrapped
 
 TOKENS = 32
 _ACCEPTED: WeakSet[nn.Module] = WeakSet()
@@ -25,7 +25,8 @@ _ACCEPTED: WeakSet[nn.Module] = WeakSet()
 class Reading(Tap):
     """Reads the logits of some packed tokens, `[N, V]`, on every rank that shares the sequences. None: of all tokens.
 
-    `fused_temperature`: of a model whose forward gives entropies at this temperature in place of logits (verl's fused kernels).
+    `fused`, of a model whose forward gives entropies and log-probs in place of logits (verl's fused kernels): the temperature,
+    and the token after each packed token, int64 `[T]`; -1: the sequence ends.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class Reading(Tap):
         layout: Layout,
         row_N: Tensor | None = None,
         rows_only: bool = False,
-        fused_temperature: float | None = None,
+        fused: tuple[float, Tensor] | None = None,
     ) -> None:
         local_N = layout.local_T if row_N is None else layout.local_T[row_N]
-        self.layout, self.num_rows, self.fused_temperature = layout, len(local_N), fused_temperature
+        self.layout, self.num_rows, self.fused = layout, len(local_N), fused
+        if fused is not None and row_N is not None:
+            self.fused = fused[0], fused[1][row_N]
         position_N, self.held_N = to_device(layout.device, local_N[local_N >= 0], (local_N >= 0).nonzero()[:, 0])
         super().__init__(position_N, self._read, rows_only)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
@@ -51,7 +54,7 @@ class Reading(Tap):
         self.tapped_NV, self.eps = self._whole(logits_NV), max(self.eps, rounding(hidden_NH), rounding(logits_NV))
 
     def see(self, output: Any) -> None:
-        own = output.logits if self.fused_temperature is None else output.entropy[..., None]
+        own = output.logits if self.fused is None else torch.stack([output.entropy, output.log_probs], -1)
         if not self.rows_only and own.shape[:-1].numel() == self.layout.num_embeddings:
             self.own_NV = self._whole(own.flatten(0, -2)[self.row_position_N])
 
@@ -83,25 +86,37 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
     return f"they change by {figure:.2g} of their spread; rounding explains {allowed:.2g}" if figure > allowed else ""
 
 
-def fault(trial: Reading, lengths: list[int]) -> str:
-    """What differs, and by how much; empty if nothing does. `trial` has read two sequences, or the first tokens of one."""
+def fault(trial: Reading, lengths: list[int], changes: Mapping[str, float]) -> str:
+    """What differs, and by how much; empty if nothing does. `trial` has read two sequences, or the first tokens of one.
+    `changes` are those of the projection (`logit_changes`)."""
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
-    # Both are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
-    compared_NV, allowed = tapped_NV, 2 * trial.eps + 1e-5
-    if trial.fused_temperature is not None:
-        compared_NV = WHOLE_VOCABULARY.entropy(tapped_NV / trial.fused_temperature)[:, None]
-        allowed = 16 * trial.eps + 1e-4  # kernels keep sums that logits round
-    if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != compared_NV.shape:
+    shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
+    if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:
         return "it has not one embedding, hidden state and row of logits for each token"
-    # A model may return -inf for tokens that it never writes. A difference to NaN is NaN, which no number allows.
-    difference_NV = torch.where(own_NV == compared_NV, 0.0, (own_NV - compared_NV).abs())
-    largest = compared_NV.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    figure = (difference_NV.max() / largest).item()
-    if not figure <= allowed:
-        return (
-            "it changes its logits after the vocabulary projection: they change by "
-            f"{figure:.2g} of the largest; rounding explains {allowed:.2g}"
-        )
+    # The model's values, those of the projection, numbers on whose scale a difference is measured, and what is allowed. Logits
+    # are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
+    compared = [(own_NV, tapped_NV, tapped_NV, 2 * trial.eps + 1e-5)]
+    if trial.fused is not None:
+        temperature, next_N = trial.fused
+        sampled_NV, inside_N = tapped_NV / temperature, next_N >= 0
+        entropy_N = WHOLE_VOCABULARY.entropy(sampled_NV)
+        log_prob_N = WHOLE_VOCABULARY.log_prob(sampled_NV[inside_N], next_N[inside_N])
+        compared = [
+            (own_NV[:, 0], entropy_N, entropy_N, 16 * trial.eps + 1e-4),  # kernels keep sums that logits round
+            # A logit less a mean of logits. Between the two, each is rounded at most three times by eps / 2: as a logit in the
+            # kernels and here, and by the temperature.
+            (own_NV[inside_N, 1], log_prob_N, sampled_NV, 3 * trial.eps + 1e-4),
+        ]
+    for own, want, scale, allowed in compared:
+        # A model may return -inf for tokens that it never writes. A difference to NaN is NaN, which no number allows.
+        difference = torch.where(own == want, 0.0, (own - want).abs())
+        largest = scale.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        figure = (difference.max() / largest).item()
+        if not figure <= allowed:
+            said = ", ".join(f"{name}={value}" for name, value in changes.items())
+            does = f"its logits are not changed as its configuration says ({said})"
+            does = does if said else "it changes its logits after the vocabulary projection"
+            return f"{does}: they differ by {figure:.2g} of the largest; rounding explains {allowed:.2g}"
     moved = change(tapped_NV[lengths[0] :], tapped_NV[: lengths[1]], trial.eps) if lengths[1:] else ""
     return moved and f"logits depend on padding, other rows or later tokens: {moved}"
 
@@ -129,7 +144,7 @@ def check_by_trial(
     if inner in _ACCEPTED or not request.importance_object.runs_model:
         return
     sequence = trial_tokens(token_T)
-    found = fault(*forward([sequence, sequence[: TOKENS // 2]]))
+    found = fault(*forward([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None)))
     if max_over_ranks(int(bool(found))):
         raise UnsupportedModelError(f"{type(inner).__name__} is not supported: {found or 'another rank says why'}")
     _ACCEPTED.add(inner)

@@ -35,7 +35,6 @@ def recipes_folder() -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of OAR's own recipes, sorted."""
     return sorted(file.parent.name for file in recipes_folder().glob("*/recipe.yaml"))
 
 
@@ -55,8 +54,7 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
 
     verl need not be installed. It is imported, which takes seconds, only for config groups of other plugins of verl.
 
-    Raises:
-        RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
+    RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
@@ -212,9 +210,6 @@ def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-# ---- what a recipe needs
 
 
 def gpus_needed(config: DictConfig) -> tuple[int, int, int]:

@@ -129,7 +129,7 @@ def inspect_model(folder):
         ("mine.jsonl --model BARE", 2, "no chat template"),
         ("mine.jsonl --model PICKY", 2, "mine:2: the model's chat template refuses its prompt: no users"),
         ("mine.jsonl --model MODEL importance=oar_p perturbation.backend=rollout", 2, "backend=rollout: there are no"),
-        ("mine.jsonl --model CAPPED", 1, "changes its logits after"),
+        ("mine.jsonl --model CAPPED", 1, "are not changed as its configuration says"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folder, capsys, monkeypatch):

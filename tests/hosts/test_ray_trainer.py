@@ -108,7 +108,8 @@ def step(one, batch, bypass=False):
 
 @pytest.fixture(autouse=True)
 def nodes(monkeypatch):
-    monkeypatch.setattr(ours.OarRayTrainer, "running", None)
+    monkeypatch.setattr(ours.OarRayTrainer, "running", False)
+    monkeypatch.setattr(ours.OarRayTrainer, "unused", 0)
     monkeypatch.setattr(trainer_credit, "check_nodes", asked := Mock())
     return asked
 
@@ -145,8 +146,9 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
 def test_a_batch_that_fell_back_has_exactly_the_hosts_advantage(estimator):
-    """Also of a base estimator that verl calls by name; rows are compared in the order of sampling."""
+    """Also of a base estimator that verl calls by name, beside a trainer with another; rows are in the order of sampling."""
     fell_back = trainer_of(base_estimator=estimator, workers=Workers(status=Status.NOT_SCORED))
+    trainer_of()
     got, want = (step(one, batch_of())[0].batch for one in (fell_back, trainer_of(estimator)))
     assert got["advantages"][got["row"].argsort()].equal(want["advantages"][want["row"].argsort()])
     assert fell_back.config.algorithm.adv_estimator == "oar"
@@ -195,11 +197,19 @@ def test_workers_without_the_plugin_stop_the_run():
     assert isinstance(one.actor_rollout_wg, Workers), "verl's own workers are back"
 
 
-@pytest.mark.parametrize("trainer", [{"trainer__use_v1": False}, {"rollout": {"nnodes": 1}}])
+def test_a_step_without_an_update_scores_nothing():
+    one = trainer_of()
+    one.config.trainer.critic_warmup = 2
+    assert not [name for name in before_update(one, batch_of()).batch.keys() if name.startswith("oar_")]  # noqa: SIM118
+    assert REQUEST not in one.actor_rollout_wg.asked[0]
+
+
+@pytest.mark.parametrize("trainer", [{"trainer__use_v1": None}, {"trainer__use_v1": False}, {"rollout": {"nnodes": 1}}])
 def test_copies_are_for_the_actor_also_in_trainers_of_verl_experimental(trainer):
     copies = {"importance": "oar_p", "perturbation": {"backend": "rollout"}}
-    with pytest.raises(OarConfigError, match=r"backend=rollout with RayPPOTrainer"):
+    with pytest.raises(OarConfigError, match=r"backend=rollout with RayPPOTrainer") as raised:
         resolve(plain(**trainer, algorithm__oar=copies))
+    assert ("use_v1" in str(raised.value)) == (trainer != {"trainer__use_v1": None}), "verl 0.8 has no such key"
     assert resolve(plain(**trainer, algorithm__oar={"importance": "oar_p"})).copies is not None
 
 
@@ -233,8 +243,7 @@ def test_a_reward_that_changes_after_the_rows_were_chosen_is_counted():
     assert metrics["oar/fallback/not_scored"] == [0.5], "three of six responses"
 
 
-def test_a_trainer_that_updates_in_its_own_way_is_stopped(monkeypatch):
-    monkeypatch.setattr(ours.OarRayTrainer, "unused", 0)
+def test_a_trainer_that_updates_in_its_own_way_is_stopped():
     one, batch = trainer_of(), batch_of()
     batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
     for _ in range(ours.UNUSED):
@@ -243,13 +252,16 @@ def test_a_trainer_that_updates_in_its_own_way_is_stopped(monkeypatch):
         host.compute_advantage(batch, "oar", config=one.config.algorithm)
 
 
-def test_log_probs_may_be_computed_again_before_the_update():
+def test_log_probs_may_be_computed_again_before_the_update_and_reference_workers_get_nothing_of_ours():
     one, batch = trainer_of(), batch_of()
     for _ in range(2):
         torch.manual_seed(0)  # verl unites only equal log-probs
         old, _ = one._compute_old_log_prob(batch)
         batch = batch.union(old)
-    assert IMPORTANCE in batch.batch
+    one.ref_in_actor = True
+    one._compute_ref_log_prob(batch)
+    assert not [name for name in one.actor_rollout_wg.asked[-1].keys() if name.startswith("oar_")]  # noqa: SIM118
+    assert {IMPORTANCE, ours.ENTROPY} < {*batch.batch.keys()}
 
 
 @pytest.mark.parametrize("config", [None, {"algorithm": {"adv_estimator": "grpo"}}])

@@ -12,14 +12,17 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl")
 
 import verl
+from verl.models.transformers.dense_common import forward_with_torch_backend
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.hosts.required_api import Requirements
 from oar_plugin.hosts.verl import offload
+from oar_plugin.hosts.verl.fsdp import fused_fault
 from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 from oar_plugin.hosts.vllm import versions
 from tests.limits import PROCESS_S
+from tests.passes.batch import random_model
 
 ON = "algorithm.adv_estimator=oar"
 TRAINER_CONFIG = Path(verl.__file__).parent / "trainer" / "config"
@@ -38,7 +41,7 @@ def config(**changes):
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
             "actor_rollout_ref": {
                 "actor": {"strategy": "fsdp2"},
-                "model": {"use_fused_kernels": False},
+                "model": {"use_fused_kernels": False, "fused_kernel_options": {"impl_backend": "liger"}},
                 "rollout": {"agent": {"agent_loop_manager_class": None}, "scheduling_policy": "fcfs"},
             },
         }
@@ -73,6 +76,11 @@ def assert_refused(changes, parts):
         ({"critic__enable": True}, ["critic.enable=True", "allowed: False"]),
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
+        (
+            {"actor_rollout_ref__model": {"use_fused_kernels": True, "fused_kernel_options": None}},
+            ["impl_backend=None"],
+        ),
+        ({"actor_rollout_ref__model__override_config__return_dict": False}, ["return_dict=False", "allowed: True"]),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(changes, parts):
@@ -179,6 +187,13 @@ def test_a_virtual_pipeline_gets_rows_for_whole_groups_of_micro_batches(changes,
         assert resolve(config(**VIRTUAL | changes))
     else:
         assert_refused(VIRTUAL | changes, parts)
+
+
+def test_a_model_for_which_verl_has_no_fused_forward_is_refused(monkeypatch):
+    model = random_model()
+    assert fused_fault(model).startswith("LlamaForCausalLM: verl has no fused forward")
+    monkeypatch.setattr(type(model), "forward", forward_with_torch_backend)
+    assert fused_fault(model) == ""
 
 
 def test_the_command_line_decides_whether_hydra_sees_our_keys():

@@ -172,6 +172,16 @@ def test_the_base_advantage_is_the_hosts_own_and_its_total_is_kept(world, estima
     assert one.metrics["oar/scored"] == 1.0
 
 
+def test_a_step_without_an_update_scores_nothing(world, monkeypatch):
+    one, seen = world(), []
+    one.trainer.config.trainer.critic_warmup = 2
+    monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", lambda *_: seen.append(dict(one.batch.extra_info)))
+    one.log_probs()
+    assert one.credited().equal(one.host_advantage())
+    assert REQUEST not in seen[0]
+    assert [name for name in one.metrics if name.startswith("oar/")] == ["oar/lost_responses"]
+
+
 def test_without_std_normalisation(world):
     one = world()
     one.trainer.config.algorithm.norm_adv_by_std_in_grpo = False

@@ -14,7 +14,7 @@ from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores, run_forwards
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps, Tap
+from oar_plugin.passes.taps import ModelTaps, Projection, Tap
 from tests.passes.batch import distance, padded, positions, rows_of
 
 TEMPERATURE = 0.7
@@ -248,6 +248,17 @@ def test_every_draw_of_every_backward_is_another_one(model, kind):
         second_T = two_T - one_T
         assert (second_T >= -1e-6 * one_T.max()).all()
         assert ((second_T - one_T).abs() > 0.05 * one_T).sum() > 0.2 * (one_T > 0).sum()
+
+
+def test_a_linear_projection_is_gone_back_through_once_per_response(model, monkeypatch):
+    """Through every row, scores would be the same."""
+    call, rows, scores = Projection.__call__, [], []
+    monkeypatch.setattr(Projection, "__call__", lambda *given: rows.append(given[1]) or call(*given))
+    for linear in (True, False):
+        monkeypatch.setattr(Projection, "linear", linear)
+        scores.append(measure(model, "fisher")[0].score_KT)
+    assert [len(one) for one in rows if one.requires_grad] == [len(rows_of()), 7]
+    assert scores[0].equal(scores[1])
 
 
 # ---- many micro-batches, many ranks, many responses

@@ -12,6 +12,8 @@ from oar_plugin.credit.noise import signs
 from oar_plugin.passes import rows
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
 from oar_plugin.passes.request import Request
+from oar_plugin.passes.taps import Projection
+from tests.passes.batch import random_model
 
 CHUNK, VOCABULARY, HIDDEN = 16, 20_000, 8
 FLOAT32 = CHUNK * VOCABULARY * 4  # bytes of a chunk of logits
@@ -75,6 +77,15 @@ def test_an_answer_of_any_length_takes_a_few_chunks_of_logits(monkeypatch, impor
 
 def test_every_importance_with_gradients_is_looked_at():
     assert {name for name, one in IMPORTANCES.items() if one.backwards} <= {*(name for name, _ in CASES), "hybrid"}
+
+
+def test_capped_logits_take_the_place_of_the_others():
+    """A backward needs one tensor more."""
+    model = random_model(logits_soft_cap=5.0, vocab_size=VOCABULARY).requires_grad_(False)
+    for backward in (False, True):
+        with Counted() as memory:
+            Projection(model)(torch.randn(CHUNK, 32).requires_grad_(backward))
+        assert (memory.most - model.lm_head.weight.nbytes) // FLOAT32 == 1 + backward
 
 
 def test_signs_take_little_more_than_what_is_returned():

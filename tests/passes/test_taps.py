@@ -197,6 +197,7 @@ def test_a_pending_gradient_is_refused(model):
     [
         (lambda: get_peft_model(random_model(), PROMPTS), "PromptTuning"),
         (lambda: torch.nn.Linear(2, 2), "get_input_embeddings"),
+        (lambda: random_model(return_dict=False), "return_dict=False"),
     ],
 )
 def test_models_with_virtual_tokens_or_no_embeddings_to_hook_are_refused(build, reason):

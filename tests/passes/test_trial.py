@@ -1,5 +1,7 @@
 """What the trial forward of a model says of models whose configuration says nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -14,9 +16,11 @@ from transformers import (
     RobertaConfig,
 )
 
+from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import UnsupportedModelError
+from oar_plugin.passes.trial import TOKENS, Reading, fault
 from tests.hosts.engine import world
 from tests.passes.batch import SIZE, padded, random_model, rows_of
 
@@ -65,7 +69,7 @@ class Prefixed(LlamaForCausalLM):
     [
         (lambda: Capped(LlamaConfig(**SIZE | SMALL)), "Capped.*changes its logits.*by 0.*rounding explains"),
         (lambda: NotANumber(LlamaConfig(**SIZE | SMALL)), "NotANumber.*changes its logits.*by nan"),
-        (lambda: random_model(logit_scale=0.5, **SMALL), "LlamaForCausalLM.*changes its logits"),  # says so, and does not
+        (lambda: random_model(logit_scale=0.5, **SMALL), r"LlamaForCausalLM.*configuration says \(logit_scale=0\.5\)"),
         (lambda: Prefixed(LlamaConfig(**SIZE | SMALL)), "Prefixed.*one embedding.*for each token"),
         (lambda: random_model(BertConfig, **SMALL), "BertLMHeadModel.*later tokens.*rounding explains"),
     ],
@@ -90,6 +94,20 @@ def test_a_model_runs_one_more_forward_before_its_first_scores_only(kind, dtype)
     calls.clear()
     run(model, "random")
     assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_a_fused_forward_entropies_and_log_probs_are_compared(dtype):
+    hidden_NH, weight_VH = torch.randn(TOKENS, 64).to(dtype), torch.randn(300, 64).to(dtype)
+    at_N, next_N = torch.arange(TOKENS), torch.tensor([*range(1, TOKENS), -1])
+    log_p_NV = (hidden_NH.float() @ weight_VH.float().T / 0.7).log_softmax(-1)
+    entropy_N, log_prob_N = -(log_p_NV.exp() * log_p_NV).sum(-1), log_p_NV[at_N, next_N]
+    for entropy, log_prob, differs in ((1, 1, False), (1.5, 1, True), (1, 1.2, True)):
+        trial = Reading(Layout(at_N, at_N, TOKENS), fused=(0.7, next_N))
+        trial.leaf(hidden_NH)
+        trial._read(lambda hidden_NH: hidden_NH @ weight_VH.T, hidden_NH)
+        trial.see(SimpleNamespace(entropy=entropy * entropy_N[None], log_probs=log_prob * log_prob_N[None]))
+        assert bool(fault(trial, [TOKENS], {})) is differs
 
 
 def test_another_object_of_the_class_is_tried_again_and_ranks_decide_alike():

@@ -27,8 +27,7 @@ IMPORTANCES: dict[str, Importance] = {
 def importance_of(name: str) -> Importance:
     """Returns the importance with this name. `python:<module>:<class>` names a user's own.
 
-    Raises:
-        ValueError: there is no such importance, or the class cannot be used. The message says why.
+    ValueError: there is no such importance, or the class cannot be used. The message says why.
     """
     if name in IMPORTANCES:
         return IMPORTANCES[name]

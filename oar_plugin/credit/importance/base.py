@@ -53,8 +53,6 @@ class Copies:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a gradient pass."""
-
     backward: int | None  # index in `Importance.backwards` of the backward that follows; None: no backward
     draw: int = 0  # number of the draw of signs or noise, from 0
     log_probs: bool = False  # the host takes log-probs and entropy from this forward
@@ -139,8 +137,6 @@ class Importance:
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Yields a message per fault of the settings of `algorithm.oar`: key, value, reason and what is allowed."""
         yield from ()
-
-    # ---- for engines and planners
 
     def forwards(self, draws: int, log_probs: bool = True) -> list[Forward]:
         """The forwards of one gradient pass, in order. With `log_probs` the host takes log-probs and entropy from the first."""

@@ -205,9 +205,6 @@ def _close(one: Tensor, other: Tensor, relative: float = CLOSE) -> bool:
     return torch.allclose(one, other, rtol=0, atol=max(1e-12, relative * largest))
 
 
-# ---- parts of rows
-
-
 def _rows(rows: Rows, chosen: slice = slice(None), columns: slice = slice(None), **changes: Any) -> Rows:
     """Some rows and columns, in tensors of their own: a method may write into its arguments."""
     return replace(

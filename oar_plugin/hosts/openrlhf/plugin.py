@@ -94,8 +94,6 @@ class OarAdvantage:
             experience.advantages = part_BL[:, : experience.advantages.shape[1]].clone()
             experience.info.update({name: torch.full((len(part_BL),), value) for name, value in metrics.items()})
 
-    # ---- what to look at
-
     def _rows(self, experiences: Sequence[Any]) -> Iterator[tuple[int, str, str, float]]:
         """Row, group, id and reward of each response with a token of its own, in the order of the samples."""
         index, reward_B = _column(experiences, "index"), torch.cat([e.info["reward"] for e in experiences]).float()
@@ -104,13 +102,11 @@ class OarAdvantage:
             yield row, str(group), f"{self._step}_{index[row]}", reward_B[row].item()
 
     def _known(self, experiences: Sequence[Any], row: int) -> dict[str, Any]:
-        """The fields of a response's record that OpenRLHF knows."""
         names = {"prompt": "prompts", "truth": "labels", "log_probs": "action_log_probs"}
         return {field: _column(experiences, name)[row] for field, name in names.items()}
 
 
 def _column(experiences: Sequence[Any], name: str) -> list[Any]:
-    """A field of all responses of a step."""
     return [value for experience in experiences for value in getattr(experience, name)]
 
 

@@ -20,10 +20,12 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import check_model
+from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
 
 PREFIX = "oar"
+UNCAPPED = ("logits_soft_cap", "output_logit_soft_cap")
+"""Config keys of models that cap their logits (RecurrentGemma, xLSTM), which TRL 1.16 does not know. It knows the others."""
 PAY_TOKENS = ("cispo", "vespo")
 """Losses whose gradient goes through each token's own log-prob, also with a ratio per response."""
 TRUTH = ("ground_truth", "solution", "answer")
@@ -75,6 +77,9 @@ class OarGRPOTrainer(GRPOTrainer):
              "Liger's layers were not tested with a backward to the embeddings; allowed: False"),
             ("torch_compile=True", args.torch_compile,
              "a compiled model does not call the hooks that importance is read with; allowed: False"),
+            *((f"{name}={value} in the model's config", name in UNCAPPED,
+               "TRL's loss does not cap the logits: scores would be those of another model; allowed: models without this cap")
+              for name, value in logit_changes(self.model.config).items()),
             (f"model={type(self.model).__name__}", self._is_vlm, "models with images are refused; allowed: text models"),
             (f"importance_sampling_level=sequence with loss_type={loss}", level == "sequence" and loss not in PAY_TOKENS,
              "its gradient is the same for all tokens of a response, so their weights cancel; allowed: token, or "
@@ -88,8 +93,6 @@ class OarGRPOTrainer(GRPOTrainer):
              f"gradient_accumulation_steps={accumulated}"),
         ]  # fmt: skip
         return [f"{setting}: {why}" for setting, wrong, why in refused if wrong]
-
-    # ---- TRL's two steps that this adds to
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
         reward_GF: Tensor = super()._calculate_rewards(*arguments, **named)
@@ -155,10 +158,7 @@ class OarGRPOTrainer(GRPOTrainer):
         register_external_parameter(model, model.get_output_embeddings().weight)
 
     def _max_over_ranks(self, count: int) -> int:
-        """Returns the maximum over ranks of a count."""
         return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
-
-    # ---- what to look at
 
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
         """Metrics over the responses of all processes, whose batches differ in length."""

@@ -91,8 +91,6 @@ class Group:
 
 
 class ScoredOutput(AgentLoopOutput):
-    """verl's output of one session, with OAR's fields added to verl's fields."""
-
     oar_fields: Any = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,8 +123,6 @@ _session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's worker for agent loops, which also scores responses."""
-
     # Attributes of verl's worker.
     config: DictConfig
     tokenizer: Any
@@ -296,8 +292,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 
 class OarAgentLoopManager(AgentLoopManagerTQ):
-    """verl's agent-loop manager with our workers."""
-
     agent_loop_workers_class: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -19,8 +19,6 @@ QUANTILES = (1, 10, 50, 90, 99)
 
 @dataclass(frozen=True)
 class Picture:
-    """What dashboards show of one step."""
-
     step: int  # training step
     weights: np.ndarray  # of the reasoning tokens of all scored responses, `[T]`
     importance: np.ndarray  # of the same tokens, `[T]`
@@ -37,7 +35,6 @@ class Picture:
 
     @cached_property
     def page(self) -> str:
-        """The group as a page, HTML."""
         from oar_plugin.page.inspector import inspector_page
 
         return inspector_page(self.responses, self.header, self.header.run)
@@ -55,7 +52,6 @@ def wandb(logger: Any, picture: Picture) -> None:
 
 
 def tensorboard(logger: Any, picture: Picture) -> None:
-    """Histograms, and the group as text."""
     for name, values in picture.histograms.items():
         logger.writer.add_histogram(name, values, picture.step)
     if picture.responses:

@@ -6,6 +6,7 @@ one new attribute, `_tapped`, holds a function that sets the forward's tap when 
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,8 +49,6 @@ class OarFSDPMixin(ImportancePass):
     def _fused(self) -> bool:
         """Whether verl's forward ends in kernels that give log-probs and entropies, and no logits."""
         return bool(self.model_config.use_fused_kernels)
-
-    # ---- the scoring pass
 
     def _score(self, data: TensorDict, request: Request) -> Any:
         self._limit_micro_batches(data)
@@ -119,8 +118,6 @@ class OarFSDPMixin(ImportancePass):
     def _reset_after_abort(self) -> Callable[[], object] | None:
         return getattr(self.module, "reset_iter_state", None)  # FSDP2 has this method since torch 2.13; FSDP1 does not
 
-    # ---- masked copies
-
     def _copies_importance(
         self,
         data: TensorDict,
@@ -129,6 +126,11 @@ class OarFSDPMixin(ImportancePass):
         status_B: Tensor,
         gradient: Sequence[Tensor],
     ) -> list[Tensor]:
+        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
+
+        `segments` has a `Segment` per response token. `gradient` has the scores of the gradient pass, which select the tokens
+        that get copies with `Copies.by_gradient`. Both have `[L_i]` for each row.
+        """
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):
             most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)
@@ -151,9 +153,11 @@ class OarFSDPMixin(ImportancePass):
         readings: list[Reading] = []
 
         def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
-            temperature = micro_batch["temperature"] if self._fused else None
+            next_T = micro_batch["input_ids"].values().roll(-1)
+            next_T[micro_batch["input_ids"].offsets()[1:] - 1] = -1
+            fused = (micro_batch["temperature"], next_T) if self._fused else None
             layout = self._layout(micro_batch["input_ids"].offsets().cpu(), local_input_ids)
-            readings.append(Reading(layout, row_N, rows_only, temperature))
+            readings.append(Reading(layout, row_N, rows_only, fused))
             taps.tap = readings[0]
 
         with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, on_inputs):
@@ -188,19 +192,10 @@ class OarFSDPMixin(ImportancePass):
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         check_model(self.module)
-        if self._fused and (changes := logit_changes(unwrapped(self.module).config)):
-            raise UnsupportedModelError(
-                f"actor_rollout_ref.model.use_fused_kernels=True with a model that changes its logits after the vocabulary "
-                f"projection ({changes}): verl's fused kernels leave this out; allowed: False"
-            )
         model: Any = unwrapped(self.module)
-        head = unwrapped(model.get_output_embeddings())
-        if self._fused and (not isinstance(head, torch.nn.Linear) or head.bias is not None):
-            raise UnsupportedModelError(
-                "actor_rollout_ref.model.use_fused_kernels=True with a bias or an adapter on the vocabulary projection: verl's "
-                "fused kernels leave it out; allowed: False"
-            )
-        images = hasattr(unwrapped(self.module).config, "vision_config")
+        if self._fused and (fault := fused_fault(model)):
+            raise UnsupportedModelError(f"actor_rollout_ref.model.use_fused_kernels=True with {fault}; allowed: False")
+        images = hasattr(model.config, "vision_config")
         if images and request.importance_object.copies is not None:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no "
@@ -241,6 +236,21 @@ class _CopiesThroughVerl(MaskedCopies):
         return self.engine.read(micro_batch, row_N, rows_only=True).tapped_NV
 
 
+def fused_fault(model: Any) -> str:
+    """What verl's fused kernels cannot compute of a model, and why; empty if there is nothing."""
+    if changes := logit_changes(model.config):
+        return (
+            f"a model that changes its logits after the vocabulary projection ({changes}): the kernels leave this out"
+        )
+    head = unwrapped(model.get_output_embeddings())
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return "a bias or an adapter on the vocabulary projection: the kernels leave it out"
+    inner = getattr(model, "get_base_model", lambda: model)()
+    if "shift_labels" not in inspect.signature(type(inner).forward).parameters:
+        return f"{type(inner).__name__}: verl has no fused forward for it with this fused_kernel_options.impl_backend"
+    return ""
+
+
 def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
     """A micro-batch of other sequences. verl's other fields are those of the first row: no log-probs are read."""
     micro_batch = tu.index_select_tensor_dict(data, torch.zeros(len(sequences), dtype=torch.long))
@@ -251,7 +261,6 @@ def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
 
 
 def register() -> None:
-    """Replace verl's FSDP engines in its registry."""
     register_engines(OarFSDPMixin, FSDPEngineWithLMHead, "fsdp", "fsdp2")
 
 

@@ -78,8 +78,6 @@ class OarSearchPath(SearchPathPlugin):
 
 
 class CheckAtStart(Callback):
-    """Stops a run whose OAR settings cannot work, before anything is started."""
-
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Hydra's hook. Exits where the configuration cannot work; Hydra would swallow an exception."""
         if not switched_on(config):
@@ -154,9 +152,8 @@ def config_folder() -> Path:
 def _extended_primary_config(with_group: bool) -> str:
     """Write verl's own primary config, read from its package, with our check and, on demand, our group of keys.
 
-    Returns:
-        A folder that holds it, removed when the process ends. (Hydra's ConfigStore cannot stand in front of a file:
-        Hydra then takes its own built-in configs for schemas of themselves.)
+    Returns a folder that holds it, removed when the process ends. (Hydra's ConfigStore cannot stand in front of a file: Hydra
+    then takes its own built-in configs for schemas of themselves.)
     """
     source = config_folder() / f"{PRIMARY}.yaml"
     config = OmegaConf.load(source)

@@ -67,37 +67,20 @@ class ImportancePass:
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         """Check that this engine can compute the request's importance with its model. `data` is the first batch.
 
-        Raises:
-            UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
+        UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
         """
         raise NotImplementedError
 
     def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
         """Run forwards with a graph, and backwards to the embeddings, for every row of `data`.
 
-        Returns:
-            The output of verl's `infer_batch`, without log-probs if `request.importance_only`. Its `model_output` also has
-            nested `IMPORTANCE` (float32, one value per token of `input_ids`) and nested `SECONDS` (one value per row).
+        Returns the output of verl's `infer_batch`, without log-probs if `request.importance_only`. Its `model_output` also has
+        nested `IMPORTANCE` (float32, one value per token of `input_ids`) and nested `SECONDS` (one value per row).
         """
         raise NotImplementedError
 
-    def _copies_importance(
-        self,
-        data: TensorDict,
-        request: Request,
-        segments: Sequence[Tensor],
-        status_B: Tensor,
-        gradient: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
-
-        An engine that does not define this method refuses importances with copies in `_check_supported`.
-
-        Args:
-            segments: `Segment` per response token, `[L_i]` for each row.
-            gradient: scores of the gradient pass, `[L_i]` for each row. With `Copies.by_gradient` they select the tokens that
-                get copies.
-        """
+    def _copies_importance(self, *given: Any, **named: Any) -> list[Tensor]:
+        """See `OarFSDPMixin`. An engine that does not define it refuses importances with copies in `_check_supported`."""
         raise NotImplementedError
 
     def _reset_after_abort(self) -> Callable[[], object] | None:
@@ -216,9 +199,8 @@ class ImportancePass:
     def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> dict[str, Any] | None:
         """Returns the output of `_score`; None if memory ran out in a single-process run whose engine can be reset.
 
-        Raises:
-            torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
-                others would wait in a collective for the process that left the pass.
+        torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
+            others would wait in a collective for the process that left the pass.
         """
         reset = self._reset_after_abort() if distributed.get_world_size() == 1 else None
         try:
@@ -280,7 +262,6 @@ class ImportancePass:
         return [row[len(row) - len(segment) :] for row, segment in zip(rows, segments, strict=True)]
 
     def max_over_ranks(self, count: int) -> int:
-        """Returns the maximum of a count over the data-parallel ranks."""
         counts = torch.tensor(count, device=get_device_id())
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)

@@ -59,8 +59,6 @@ _UNSET = (None, False, 0, "none")
 
 @dataclass
 class _Schedules:
-    """The schedules of one importance pass."""
-
     request: Request
     taps: MegatronTaps
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
@@ -119,8 +117,6 @@ class OarMegatronMixin(ImportancePass):
         output.setdefault("model_output", {}).update(score_fields(request, packed, scores, schedules.marks))
         return output
 
-    # ---- router replay
-
     def _records_routes(self, data: TensorDict) -> bool:
         """Whether verl records the experts of each token in this batch, for the update to use (mode R2).
 
@@ -137,8 +133,6 @@ class OarMegatronMixin(ImportancePass):
             group = parallel_state.get_pipeline_model_parallel_group()
             distributed.broadcast_object_list(routes, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         return routes[0]
-
-    # ---- verl's engine, during a pass
 
     def forward_step(
         self,
@@ -193,8 +187,6 @@ class OarMegatronMixin(ImportancePass):
         # 1.0 is verl's loss where there is none.
         return scalar * scale, {"loss": 1.0, "metrics": {}, "model_output": detached}
 
-    # ---- positions and ranks
-
     def _micro_batch_pass(
         self, rows: tuple[int, ...], micro_batch: TensorDict, schedules: _Schedules
     ) -> MicroBatchPass:
@@ -239,8 +231,7 @@ class OarMegatronMixin(ImportancePass):
 
         It comes from verl's own packing of the numbers 1 .. T in place of token ids; 0 is verl's padding.
 
-        Returns:
-            int64 `[T]`, -1 where another context-parallel rank holds the token; and s * b.
+        Returns int64 `[T]`, -1 where another context-parallel rank holds the token; and s * b.
         """
         input_ids = micro_batch["input_ids"]
         number_T = torch.arange(1, len(input_ids.values()) + 1)
@@ -257,7 +248,6 @@ class OarMegatronMixin(ImportancePass):
         return local_T, len(flat)
 
     def _total_scores(self, scores: Scores) -> None:
-        """Sum the scores over all ranks that share the batch."""
         if parallel_state.get_tensor_model_parallel_rank() > 0:
             # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
             # embeddings: only the first rank's values count.
@@ -292,8 +282,7 @@ class OarMegatronMixin(ImportancePass):
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
     """Refuse models that `MegatronTaps` cannot read correctly.
 
-    Raises:
-        UnsupportedModelError: names what is refused, and what to change.
+    UnsupportedModelError: names what is refused, and what to change.
     """
     for chunk in chunks:
         model: GPTModel = unwrapped(chunk)

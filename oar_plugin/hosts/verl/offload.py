@@ -171,11 +171,10 @@ def offload_metrics(rows: Sequence[Tensor], asked_B: Tensor) -> dict[str, float]
         rows: the records (`OFFLOAD`) of a batch without verl's padding rows, which are copies of others.
         asked_B: bool `[B]`, the rows that the actor was asked for.
 
-    Returns:
-        Counts, `left_for_actor` (share of the rows that the actor had to help with), and, where anything was sent to an engine,
-        `scored` (share of it that the engines scored), `cached_share` (tokens that the prefix cache saved), `hidden_share`
-        (copies finished before the last response of the batch was: they cost no time of their own), `exposed_s` (seconds that
-        the batch waited for copies after that).
+    Returns counts, `left_for_actor` (share of the rows that the actor had to help with), and, where anything was sent to an
+    engine, `scored` (share of it that the engines scored), `cached_share` (tokens that the prefix cache saved), `hidden_share`
+    (copies finished before the last response of the batch was: they cost no time of their own), `exposed_s` (seconds that the
+    batch waited for copies after that).
     """
     records = [OffloadRecord.from_row(row) for row in rows]
     sent = [record for record in records if record.attempts]

@@ -41,12 +41,6 @@ class _WhereRootIsSilent(logging.StreamHandler[Any]):
             super().emit(record)
 
 
-def _be_heard() -> None:
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.WARNING)
-        logger.addHandler(_WhereRootIsSilent())
-
-
 def _fits(feature: str) -> bool:
     try:
         faults = capabilities.missing(feature)
@@ -84,13 +78,13 @@ def _register_estimator(core_algos: Any) -> None:
     @core_algos.register_adv_est("oar")
     def oar(**kwargs: Any) -> Any:
         ours = sys.modules.get("oar_plugin.hosts.verl.ray_trainer")
-        if ours is not None and ours.OarRayTrainer.running is not None:
+        if ours is not None and ours.OarRayTrainer.running:
             return ours.advantage_to_weight(**kwargs)
         trainers = (*capabilities.TRAINERS, "ray_trainer")
         faults = [fault for trainer in trainers for fault in capabilities.missing(trainer)]
         raise RuntimeError(
-            "algorithm.adv_estimator=oar was reached outside of OAR's trainers; it needs trainer.v1.trainer_mode in "
-            f"{', '.join(capabilities.TRAINERS)}, or a RayPPOTrainer (trainer.use_v1=False)"
+            "algorithm.adv_estimator=oar was reached outside of OAR's trainers: verl's RayPPOTrainer and, where verl has a key "
+            f"trainer.v1.trainer_mode, its values {', '.join(capabilities.TRAINERS)}"
             + "".join(f"\nthis verl: {fault}" for fault in dict.fromkeys(faults))
         )
 
@@ -105,7 +99,9 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 def load() -> None:
     """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
-    _be_heard()
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(_WhereRootIsSilent())
     try:
         import wrapt
 

@@ -27,7 +27,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.settings import resolve_here, switched_on
+from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
@@ -43,7 +43,7 @@ class OarRayTrainer(TrainerCredit):
     """What OAR adds to a `RayPPOTrainer`. Put it before the trainer in the list of bases."""
 
     oar: OarConfig | None = None  # None: another estimator
-    running: OarConfig | None = None  # settings of the trainer of this process, for the estimator
+    running = False  # whether this process has such a trainer with OAR
     unused = 0  # advantages that the estimator has returned since the process has started, until the first is weighted
     _started = False
 
@@ -57,9 +57,10 @@ class OarRayTrainer(TrainerCredit):
         self._config = config
         if switched_on(config) and self.oar is None:
             used = deepcopy(config)
-            OmegaConf.update(used, "trainer.use_v1", False, force_add=True)  # a main of one's own need not set it
-            self.oar = OarRayTrainer.running = resolve_here(used)
-            OarRayTrainer.unused = -(OmegaConf.select(config, "trainer.critic_warmup") or 0)
+            if OmegaConf.select(config, "trainer.use_v1"):  # a main of one's own need not set it
+                OmegaConf.update(used, "trainer.use_v1", False)
+            self.oar, OarRayTrainer.running = resolve_here(used), True
+            OarRayTrainer.unused -= OmegaConf.select(config, "trainer.critic_warmup") or 0
 
     # ---- rows to score, distributed evenly over the ranks
 
@@ -67,7 +68,7 @@ class OarRayTrainer(TrainerCredit):
         self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> None:
         """Lets verl balance the batch. If only some rows are to be scored, distributes the rows again."""
-        if self.oar is None or keep_minibatch or getattr(self, "use_prefix_grouper", False):
+        if self.oar is None or self._warms_up() or keep_minibatch or getattr(self, "use_prefix_grouper", False):
             return super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
         batch.batch[SAMPLED_AT] = torch.arange(len(batch))
         super()._balance_batch(batch, metrics, logging_prefix)  # type: ignore[misc]
@@ -95,7 +96,7 @@ class OarRayTrainer(TrainerCredit):
     # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
-        if self.oar is None:
+        if self.oar is None or self._warms_up():
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
         for name in (*FIELDS, ENTROPY):  # of an earlier pass over this batch: verl unites only equal fields
             batch.batch.pop(name, None)
@@ -103,6 +104,13 @@ class OarRayTrainer(TrainerCredit):
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
+
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """verl's pass, which sends the whole batch to its workers: without our fields, which they do not read."""
+        ours = {name: batch.batch.pop(name) for name in (*FIELDS, ENTROPY) if name in batch.batch}
+        result: DataProto = super()._compute_ref_log_prob(batch)  # type: ignore[misc]
+        batch.batch.update(ours)
+        return result
 
     @contextmanager
     def _asking(self, batch: DataProto, importance_only: bool = False) -> Iterator["_Asking"]:
@@ -202,8 +210,7 @@ def advantage_to_weight(**given: Any) -> Any:
 
 def base_advantage(**given: Any) -> Any:
     """Returns the base estimator's advantages and returns `[B, L]`, from the arguments of verl's estimators."""
-    assert OarRayTrainer.running is not None
-    estimator = core_algos.get_adv_estimator_fn(OarRayTrainer.running.base_estimator)
+    estimator = core_algos.get_adv_estimator_fn(parsed(given["config"]).base_estimator)
     given["norm_adv_by_std_in_grpo"] = given["config"].get("norm_adv_by_std_in_grpo", True)
     return estimator(**capabilities.accepted(estimator, **given))
 

@@ -94,7 +94,6 @@ class OarVLLMHttpServer(vLLMHttpServer):
         return await super().abort_all_requests(*args, **kwargs)
 
     async def resume_generation(self) -> None:
-        """verl's method, which ends an exchange of weights."""
         await super().resume_generation()
         self._open.set()
 

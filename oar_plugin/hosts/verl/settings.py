@@ -37,7 +37,9 @@ REFUSED = (
     # Keys of verl's branch `neo`. `use_neoproto` is an older name of the second value of `data_plane`.
     Refused("trainer.data_plane", ("classic", None), "its workers return only fields that verl lists, and no importance"),
     Refused("trainer.use_neoproto", (False, None), "its workers return only fields that verl lists, and no importance"),
+    Refused("actor_rollout_ref.model.override_config.return_dict", (None, True), "verl and OAR read outputs by name"),
 )  # fmt: skip
+FUSED_BACKENDS = ("torch", "triton", "liger")
 V1_REFUSED = (Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),)
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -87,16 +89,21 @@ def trainer_of(config: DictConfig) -> str:
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
 
 
+def parsed(algorithm: DictConfig) -> OarConfig:
+    """OAR's settings, from verl's group `algorithm`. OarConfigError: one that cannot work."""
+    group = OmegaConf.select(algorithm, "oar")
+    settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group
+    if settings is not None and not isinstance(settings, Mapping):
+        raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
+    return OarConfig.parse(settings)  # type: ignore[arg-type]
+
+
 def resolve(config: DictConfig) -> OarConfig:
     """OAR's settings, after a check of everything in verl's configuration that OAR depends on.
 
     OarConfigError: names each key at fault, its value and what is allowed.
     """
-    group = OmegaConf.select(config, "algorithm.oar")
-    settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group
-    if settings is not None and not isinstance(settings, Mapping):
-        raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
-    oar = OarConfig.parse(settings)  # type: ignore[arg-type]
+    oar = parsed(config.algorithm)
     faults = list(_faults(config, oar))
     if oar.offloads and trainer_of(config) != RAY_TRAINER:
         from oar_plugin.hosts.verl import offload
@@ -127,7 +134,9 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     trainer, strategy = trainer_of(config), config.actor_rollout_ref.actor.strategy
     # A key, its value, and the feature that each of its possible values needs.
     choices: list[tuple[str, str, Mapping[str, str]]] = [("actor_rollout_ref.actor.strategy", strategy, STRATEGIES)]
-    if trainer == RAY_TRAINER:
+    if trainer == RAY_TRAINER and OmegaConf.select(config, "trainer.use_v1") is None:
+        choices.append(("algorithm.adv_estimator", ESTIMATOR, {ESTIMATOR: RAY_TRAINER}))
+    elif trainer == RAY_TRAINER:
         choices.append(("trainer.use_v1", "False", {"False": RAY_TRAINER, "True": "sync"}))
     else:
         choices.append(("trainer.v1.trainer_mode", trainer, {mode: mode for mode in TRAINER_MODES}))
@@ -147,14 +156,22 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     megatron = OmegaConf.select(config, f"{_ACTOR}.strategy") == "megatron"
     ray_trainer = trainer_of(config) == RAY_TRAINER
     if ray_trainer and oar.offloads:
+        has_v1 = OmegaConf.select(config, "trainer.use_v1") is not None
+        of_trainer = " (trainer.use_v1=False, or a trainer of verl.experimental)" if has_v1 else ""
         yield (
-            "algorithm.oar.perturbation.backend=rollout with RayPPOTrainer (trainer.use_v1=False, or a trainer of "
-            "verl.experimental): its agent loops score no copies; allowed: actor, or one of the trainers of trainer.v1"
+            f"algorithm.oar.perturbation.backend=rollout with RayPPOTrainer{of_trainer}: its agent loops score no copies; "
+            f"allowed: actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
         )
     for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + (MEGATRON_REFUSED if megatron else ()):
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)
+    backend = OmegaConf.select(config, f"{_MODEL}.fused_kernel_options.impl_backend")
+    if not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels") and backend not in FUSED_BACKENDS:
+        yield (
+            f"{_MODEL}.fused_kernel_options.impl_backend={backend} with {_MODEL}.use_fused_kernels=True: verl has no such "
+            f"forward, and fails when it reads log-probs; allowed: {', '.join(FUSED_BACKENDS)}"
+        )
     if megatron:
         yield from _virtual_pipeline_faults(config)
         if oar.copies is not None and not oar.offloads:

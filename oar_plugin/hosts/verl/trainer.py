@@ -83,6 +83,8 @@ class OarTrainerMixin(TrainerCredit):
         sampled_at = {key: place for place, key in enumerate(batch.keys)}
         metrics["oar/lost_responses"] = lost_responses(batch.keys, self.config.actor_rollout_ref.rollout.n)
         batch = super()._balance_batch(batch, metrics, logging_prefix, **kwargs)  # type: ignore[misc]
+        if self._warms_up():
+            return batch
         with marked_timer("oar", self.timing_raw):
             needed = self._mark_needed_rows(batch, metrics).tolist()
             places = [sampled_at.get(key, len(batch)) for key in batch.keys]  # rows that verl added come last
@@ -94,7 +96,8 @@ class OarTrainerMixin(TrainerCredit):
     # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        if self.oar.offloads and not _read(batch, NEEDED)[NEEDED].values().any():  # the engines have scored everything
+        # Without an update nothing is scored; and the engines may have scored everything.
+        if self._warms_up() or (self.oar.offloads and not _read(batch, NEEDED)[NEEDED].values().any()):
             return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if not self._bypasses_log_probs():
             with self._requesting(batch, importance_only=False):
@@ -165,6 +168,8 @@ class OarTrainerMixin(TrainerCredit):
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         with self._base_estimator():
             batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        if self._warms_up():
+            return batch
         with marked_timer("oar", self.timing_raw):
             of_engines = ENGINE_FIELDS.values() if self.oar.offloads else ()
             data = _read(batch, "advantages", NEEDED, *FIELDS, *of_engines)
@@ -196,8 +201,6 @@ class OarTrainerMixin(TrainerCredit):
 
 
 class _WatchingLogger:
-    """Among verl's loggers: passes the metrics of each step to OAR's watch."""
-
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 

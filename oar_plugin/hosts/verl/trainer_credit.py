@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class TrainerCredit:
-    """Base of our mixins."""
-
     # What the host's trainer provides.
     config: DictConfig
     global_steps: int
@@ -37,6 +35,10 @@ class TrainerCredit:
 
     def _check_nodes(self, servers: Sequence[Any] = ()) -> None:
         check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[self.config.actor_rollout_ref.actor.strategy])
+
+    def _warms_up(self) -> bool:
+        """Whether verl does not update the actor in this step: weights would change nothing."""
+        return int(self.config.trainer.get("critic_warmup") or 0) > self.global_steps
 
     def _ranks(self) -> int:
         """Returns the number of the actor's data-parallel ranks."""
@@ -59,7 +61,6 @@ class TrainerCredit:
         return [row for partition in partitions for row in partition]
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
-        """Returns this step's request, as it is sent with the log-prob pass."""
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
 
@@ -72,7 +73,6 @@ class TrainerCredit:
 
 
 def no_importance(step: int) -> str:
-    """Returns the message for a step whose actor did not answer a request."""
     return (
         f"step {step}: the actor was asked for token importance and returned none. Its workers do not run oar_plugin's engine; "
         "`oar doctor` on their nodes says what they have"

@@ -73,8 +73,6 @@ def padded_batch(batch: DataProto, reshaped: ReshapedBatch, entropy_BL: Tensor |
 
 
 class Viewer:
-    """Shows some groups of a run."""
-
     def __init__(self, credit: TokenCredit) -> None:
         self.credit, oar = credit, credit.config
         fallback = oar.actor_importance or oar.importance
@@ -110,7 +108,11 @@ class Viewer:
                     dumps.write(self._header, reshaped.step, self._responses)
             for name in boards if first else ():
                 with counted(name, DASHBOARD_FAILED):
-                    DASHBOARDS[name](loggers[name], self._picture(reshaped, groups))
+                    scored_B1 = (reshaped.status_B == Status.SCORED)[:, None]
+                    paid_BL = (reshaped.segments_BL == Segment.REASONING) & scored_B1
+                    weights, importance = reshaped.weight_BL[paid_BL].numpy(), reshaped.importance_BL[paid_BL].numpy()
+                    group = groups[0] if groups else []
+                    DASHBOARDS[name](loggers[name], Picture(reshaped.step, weights, importance, group, self._header))
         return metrics | {"timing_s/oar_dump": time.perf_counter() - start}
 
     def _groups(self, batch: QueuedBatch) -> list[list[Response]]:
@@ -145,9 +147,3 @@ class Viewer:
             entropies=fields.get("entropy"),
             mask=fields.get("response_mask"),
         )
-
-    def _picture(self, reshaped: ReshapedBatch, groups: list[list[Response]]) -> Picture:
-        scored_B1 = (reshaped.status_B == Status.SCORED)[:, None]
-        paid_BL = (reshaped.segments_BL == Segment.REASONING) & scored_B1
-        weights, importance = reshaped.weight_BL[paid_BL], reshaped.importance_BL[paid_BL]
-        return Picture(reshaped.step, weights.numpy(), importance.numpy(), groups[0] if groups else [], self._header)

@@ -41,8 +41,7 @@ class OutcomeExtension:
     def oar_install(self) -> None:
         """Make the worker return outcomes for tagged requests. A second call changes nothing.
 
-        Raises:
-            RuntimeError: the worker's model runner has no method or attribute that returns prompt rows.
+        RuntimeError: the worker's model runner has no method or attribute that returns prompt rows.
         """
         runner = self.model_runner
         if hasattr(runner, "oar_recorder"):
@@ -67,9 +66,6 @@ class OutcomeExtension:
 
     def oar_counts(self) -> dict[str, int]:
         return self.model_runner.oar_recorder.counts()
-
-
-# ---- the two runners
 
 
 def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
@@ -162,9 +158,6 @@ INSTALL: dict[str, Callable[[Any, OutcomeRecorder], None]] = {
     "prompt_logprobs_worker": _install_second,
 }
 """Attribute that only one of the two runners has -> function that installs a recorder in this runner."""
-
-
-# ---- tags and rows
 
 
 def tag_of(sampling_params: Any) -> dict[str, Any] | None:

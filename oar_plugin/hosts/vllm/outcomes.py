@@ -175,11 +175,10 @@ class OutcomeRecorder:
             hidden_TD: hidden states of the step's tokens, packed.
             items: the tagged requests in this step, in the same order on all ranks.
 
-        Returns:
-            For each request whose prompt ends in this step: `[score, rows]` and the drawn tokens, float32 on the device
-            (exact up to 2^24). `rows` is the number of rows that were read. The score is the divergence in nats; it is
-            0 for a reference or a draw. It is NaN if a row was not computed in this request, if the reference is not
-            known (`rows` is then `NO_REFERENCE`), or if the logits are not finite.
+        Returns for each request whose prompt ends in this step: `[score, rows]` and the drawn tokens, float32 on the device
+        (exact up to 2^24). `rows` is the number of rows that were read. The score is the divergence in nats; it is 0 for a
+        reference or a draw. It is NaN if a row was not computed in this request, if the reference is not known (`rows` is then
+        `NO_REFERENCE`), or if the logits are not finite.
         """
         self._read(hidden_TD, items)
         ended = [item for item in items if item.first + item.count >= len(item.token_ids)]
@@ -199,7 +198,6 @@ class OutcomeRecorder:
         self._tallies = {request: tally for request, tally in self._tallies.items() if request in requests}
 
     def counts(self) -> dict[str, int]:
-        """Return the number of stored references, and the number of requests whose prompt has not ended."""
         return {"references": len(self._references), "requests": len(self._tallies)}
 
     def _read(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> None:

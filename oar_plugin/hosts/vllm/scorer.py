@@ -56,8 +56,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """One response to score."""
-
     token_ids: Sequence[int]  # prompt and response, cut at the end of the answer
     prompt_length: int  # number of prompt tokens in `token_ids`
     answer_start: int  # index in `token_ids` of the answer's first token; `token_ids` end with the answer
@@ -76,8 +74,6 @@ class ScoringTask:
 
 @dataclass
 class ScoringResult:
-    """The result of a `ScoringTask`."""
-
     importance: NDArray[np.float32] | None = None  # `[response_length]`, nats, 0 outside of the units
     fault: Fault | None = None  # why there is no importance
     copies: int = 0  # number of copies that the engine scored
@@ -114,9 +110,8 @@ class ResponseScorer:
             timeout_s: time limit of one request in the engine, in seconds; None: no limit. Waiting in the throttle does
                 not count, because its duration depends on generation.
 
-        Returns:
-            A result; it has a fault if importance could not be computed. Only cancellation is raised. When this returns
-            or is cancelled, no request of it is left in the engine. Newer references later replace its reference.
+        Returns a result; it has a fault if importance could not be computed. Only cancellation is raised. When this returns or
+        is cancelled, no request of it is left in the engine. Newer references later replace its reference.
         """
         run = _Run(self, task, timeout_s)
         if len(task.token_ids) + 1 > self.max_model_len:  # every request generates one token
@@ -154,8 +149,7 @@ class _Run:
     async def importance(self) -> NDArray[np.float32]:
         """Return the importance, float32 `[response_length]`, finite.
 
-        Raises:
-            _Failure: the importance could not be computed.
+        _Failure: the importance could not be computed.
         """
         task = self.task
         self._lora = await self.scorer.lora_request() if self.scorer.lora_request else None

@@ -48,7 +48,6 @@ class Throttle:
 
     @property
     def waiting(self) -> int:
-        """Copies that wait for their turn."""
         return len(self._waiters)
 
     @contextmanager

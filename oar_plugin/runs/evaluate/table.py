@@ -171,7 +171,6 @@ def as_markdown(tables: Mapping[str, list[list[str]]], lines: Sequence[Line]) ->
 
 
 def explained(lines: Sequence[Line]) -> str:
-    """Return how to read the tables."""
     alone = ", ".join(dict.fromkeys(_cell(line.method) for line in lines if line.seeds == 1))
     seeds = f"but not training seeds: there is only one seed of {alone}" if alone else "and training seeds"
     return (

@@ -84,9 +84,6 @@ def strings(config: DictConfig, key: str) -> list[str]:
     return [value] if isinstance(value, str) else [str(each) for each in value or ()]
 
 
-# ---- memory and layout
-
-
 def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
     """Return the plan, or None if there is none, and the finding about layout and memory.
 
@@ -136,9 +133,6 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
     if local and name is None and memory_gib is None and gpus_here():
         return min(gpus_here(), key=lambda gpu: gpu.memory)
     return choose_gpu(name or "H100-80", memory_gib)
-
-
-# ---- files
 
 
 def _examine_data(config: DictConfig) -> Finding:

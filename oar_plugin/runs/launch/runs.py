@@ -46,7 +46,6 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The folder to which the run writes everything."""
         return Path(str(self.config.trainer.default_local_dir))
 
     @property

@@ -60,8 +60,6 @@ def data_folder() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """One data set on the hub."""
-
     hub_id: str
     question: str  # name of the problem's column
     answer: str  # name of the column with the answer, or with the solution that contains it
@@ -139,8 +137,6 @@ class DataError(Exception):
 
 @dataclass
 class Prepared:
-    """One split that was written."""
-
     name: str
     split: str
     path: Path

@@ -146,9 +146,6 @@ def _parts(runs: Sequence[RunLog], prefix: str, whole: str) -> list[pd.DataFrame
     return shown
 
 
-# ---- differences between the sides
-
-
 def comparison(sides: Sequence[Side]) -> Table:
     """Return a row per quantity: each side's mean and range over its runs, and the first side minus the second.
 
@@ -219,12 +216,7 @@ def config_differences(sides: Sequence[Side]) -> Table:
     return [["", *(label for label, _ in runs)], *(row for row in rows if len({*row[1:]}) > 1)]
 
 
-# ---- the page
-
-
 class Report(NamedTuple):
-    """The path of the written page, and two of its tables."""
-
     page: Path
     comparison: Table
     findings: Table

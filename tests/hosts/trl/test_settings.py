@@ -47,6 +47,7 @@ def trainer(tmp_path_factory):
         ("args", "parallelism_config", SimpleNamespace(tp_size=2), r"parallelism_config\.tp_size=2: .* allowed: 1"),
         ("args", "gradient_accumulation_steps", 3, "steps_per_generation=1, .* allowed: a multiple of .*_steps=3"),
         ("model", "hf_device_map", {"a": 0, "b": 1}, "device_map over 2 devices: .* allowed: one"),
+        ("config", "logits_soft_cap", 30.0, r"logits_soft_cap=30\.0 in the model's config: .* allowed: models without"),
         ("trainer", "_is_vlm", True, "model=Qwen2ForCausalLM: .* allowed: text models"),
         ("state", "fsdp_plugin", SimpleNamespace(cpu_offload=CPUOffload(True)), "fsdp_config.offload_params=True"),
         ("state", "fsdp_plugin", SimpleNamespace(cpu_offload=CPUOffloadPolicy()), "fsdp_config.offload_params=True"),
@@ -55,7 +56,9 @@ def trainer(tmp_path_factory):
 def test_a_setting_of_trl_that_cannot_work(trainer, monkeypatch, where, name, value, said):
     """Set on a finished trainer: TRL itself compiles, and wants Liger installed and processes or GPUs for the others."""
     state = trainer.accelerator.state
-    owner = {"args": trainer.args, "model": trainer.model, "trainer": trainer, "state": state}[where]
+    model = trainer.model
+    owners = {"args": trainer.args, "model": model, "config": model.config, "trainer": trainer, "state": state}
+    owner = owners[where]
     assert not list(trainer._faults())
     monkeypatch.setattr(owner, name, value, raising=False)
     (fault,) = trainer._faults()
