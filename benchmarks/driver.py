@@ -132,7 +132,7 @@ class _RayTrainer(ray_trainer.OarRayTrainer, _Updates):
 def of_ray_trainer(responses: int) -> tuple[float, float]:
     """Seconds of verl's advantage and of what OAR adds, in `RayPPOTrainer`."""
     one, reward_BL = _RayTrainer(), rewards(responses)
-    ray_trainer.time = SimpleNamespace(perf_counter=time.process_time)
+    vars(ray_trainer)["time"] = SimpleNamespace(perf_counter=time.process_time)
     one.oar, one.global_steps = OarConfig(), 1
     one._credit = TokenCredit(one.oar, None)
     one._viewer, one.actor_rollout_wg = Viewer(one._credit), SimpleNamespace(_dispatch_info={"actor": [0]})

@@ -122,21 +122,13 @@ class Viewer:
         """The groups that there is still room for in this step. Of a row that is not chosen only the reward is read."""
         room = self.credit.config.dump.groups - len({response.group for response in self._responses})
         chosen = choose(batch.siblings(), room)
-        shown = [sibling for group in chosen for sibling in group]
-        if not shown:
+        keys = [sibling.uid for group in chosen for sibling in group]
+        if not keys:
             return []
-        keys = [sibling.uid for sibling in shown]
         queued = batch.read(keys=keys, select_fields=QUEUED)
         columns = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in queued.items()}
-        credited = self._credited(batch, rows := [batch.keys.index(key) for key in keys])
-        made = dict[str, Response]()
-        for at, (row, sibling) in enumerate(zip(rows, shown, strict=True)):
-            name, fields = (
-                self._names[bool(batch.by_actor_B[row])],
-                {name: column[at] for name, column in columns.items()},
-            )
-            made[sibling.uid] = self._response(credited, at, name, sibling, fields)
-        return [[made[sibling.uid] for sibling in group] for group in chosen]
+        fields = {key: {name: column[at] for name, column in columns.items()} for at, key in enumerate(keys)}
+        return [[self._response(batch, sibling, fields[sibling.uid]) for sibling in group] for group in chosen]
 
     def _credited(self, batch: QueuedBatch, rows: Sequence[int]) -> ReshapedBatch:
         """Some rows of a batch, padded, with what the actor or the engines say of them."""
@@ -152,16 +144,14 @@ class Viewer:
         weighted_BL, status_B = advantage_BL * weight_BL, batch.status_B[rows]
         return ReshapedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weighted_BL, weight_BL, status_B, {})
 
-    def _response(
-        self, credited: ReshapedBatch, row: int, importance: str, sibling: Sibling, fields: Mapping[str, Any]
-    ) -> Response:
-        ids, asked = fields["responses"].tolist(), fields.get("reward_model")
+    def _response(self, batch: QueuedBatch, sibling: Sibling, fields: Mapping[str, Any]) -> Response:
+        ids, row, asked = fields["responses"].tolist(), batch.keys.index(sibling.uid), fields.get("reward_model")
         return self.credit.record(
-            credited,
-            row,
+            self._credited(batch, [row]),
+            0,
             slice(len(ids)),
             ids,
-            importance=importance,
+            importance=self._names[bool(batch.by_actor_B[row])],
             group=sibling.group,
             uid=sibling.uid,
             reward=sibling.reward,
