@@ -185,8 +185,8 @@ class ImportancePass:
         started = time.perf_counter()
         weights, status_B, measure_B4 = weigh_rows(importance, segments, status_B, request)
         second_B1 = (torch.tensor(seconds) + (time.perf_counter() - started) / len(seconds))[:, None]
-        answer = importance, segments, weights, status_B[:, None], measure_B4, second_B1
-        result["model_output"] |= {name: nested(list(rows)) for name, rows in zip(FIELDS, answer, strict=True)}
+        answer = importance, segments, weights, list(status_B[:, None]), list(measure_B4), list(second_B1)
+        result["model_output"] |= {name: nested(rows) for name, rows in zip(FIELDS, answer, strict=True)}
         return result
 
     def _agree_on_failures(self, segments: list[Tensor], status_B: Tensor) -> None:
