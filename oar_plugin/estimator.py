@@ -1,13 +1,17 @@
 """OAR as an estimator: a group-relative advantage times the gate's weights, with the fallbacks decided and counted."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import MEASURES, Status, measured, summarize
 from oar_plugin.credit.gate import kept_total, relative
+from oar_plugin.passes.request import Request
 
 
 class Reshaped(NamedTuple):
@@ -20,10 +24,18 @@ class Reshaped(NamedTuple):
 def reshape(
     advantage_BL: Tensor, importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, config: OarConfig
 ) -> Reshaped:
-    """Multiplies the host's advantages with the gate's weights.
+    """Multiplies the host's advantages with the weights of `weigh`, which takes the other arguments."""
+    weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, status_B, config)
+    return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(measure_B4, status_B))
 
-    `reasoning_BL` is bool, `status_B` (int64) the `Status` from the actor. Bad data raises nothing: a response whose importance
-    or weights cannot be used keeps its advantages, and the reason is counted.
+
+def weigh(
+    importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, settings: OarConfig | Request
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and the `MEASURES`, float32 `[B, 4]`.
+
+    `reasoning_BL` is bool, `status_B` (int64) the `Status` before the gate. Bad data raises nothing: the weights of a response
+    whose importance or weights cannot be used are 1, and its status says why. Padding on the right changes nothing.
     """
     scored_B = status_B == Status.SCORED
     finite_B = torch.isfinite(importance_BL.masked_fill(~reasoning_BL, 0.0)).all(-1)
@@ -33,13 +45,28 @@ def reshape(
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
 
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
-    gate = config.gate_object
-    if config.importance_object.arbitrary_scale and not gate.order_only:
+    gate = settings.gate_object
+    if settings.importance_object.arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
-    weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor).float()
+    weight_BL = gate.weights(importance_BL, usable_BL, settings.quantile, settings.beta, settings.floor).float()
     # A response on which a user's gate or importance fails must not spoil the batch.
     bad_B = (status_B == Status.SCORED) & ~kept_total(weight_BL, usable_BL)
     status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     weight_BL = torch.where(usable_BL, weight_BL, 1.0)
-    return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(weight_BL, usable_BL, status_B))
+    return weight_BL, status_B, measured(weight_BL, usable_BL)
+
+
+def weigh_rows(
+    importance: Sequence[Tensor], segments: Sequence[Tensor], status_B: Tensor, settings: OarConfig | Request
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`. The weights are `[L_i]` too."""
+    weights, status_B = [torch.ones(len(row)) for row in importance], status_B.clone()
+    measure_B4, scored = torch.zeros(len(weights), len(MEASURES)), (status_B == Status.SCORED).nonzero()[:, 0].tolist()
+    if scored:  # others may have no tokens
+        importance_SL, segments_SL = (pad_sequence([rows[i] for i in scored], True) for rows in (importance, segments))
+        reasoning_SL = segments_SL == Segment.REASONING
+        weight_SL, status_B[scored], measure_B4[scored] = weigh(importance_SL, reasoning_SL, status_B[scored], settings)
+        for row, weight_L in zip(scored, weight_SL, strict=True):
+            weights[row] = weight_L[: len(weights[row])]
+    return weights, status_B, measure_B4

@@ -210,7 +210,7 @@ class TokenCredit:
             known: other fields of `Response`. A tensor `[L]` is cut to `span`.
         """
         assert self._token_bytes is not None
-        # A response without tokens has an empty span. Its advantage is then read from all columns of the row.
+        # A response without tokens has an empty span. Its advantage is then read from all columns of the row, if there are any.
         advantages = reshaped.host_advantage_BL[row, span].tolist() or reshaped.host_advantage_BL[row].tolist()
         scores = {importance or self.config.importance_object.name: reshaped.importance_BL[row, span].tolist()}
         fields: dict[str, Any] = {
@@ -224,7 +224,9 @@ class TokenCredit:
             segments=reshaped.segments_BL[row, span].tolist(),
             importance=scores,
             weights=reshaped.weight_BL[row, span].tolist(),
-            advantage=max(advantages, key=abs),  # all own tokens have the same advantage; it is 0 at tool output
+            advantage=max(
+                advantages, key=abs, default=0.0
+            ),  # all own tokens have the same advantage; it is 0 at tool output
             status=Status(int(reshaped.status_B[row])).name.lower(),
             **fields,
         )

@@ -6,11 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.gate import bi_level
-from oar_plugin.estimator import reshape
+from oar_plugin.estimator import reshape, weigh_rows
+from oar_plugin.passes.request import Request
 from tests.own_importance import Saliency
 
 IMPORTANCE = torch.tensor([[0.0, 1.0, 5.0, 0.1, 0.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
@@ -126,3 +129,28 @@ def test_a_response_that_breaks_an_own_gate_falls_back_and_others_keep_their_wei
     assert (one.weight_BL[1:] == 1).all()
     assert (one.advantage_BL[1:] == 1).all()
     assert (one.metrics["fallback/non_finite"], one.metrics["scored"]) == (0.75, 0.25)
+
+
+@pytest.mark.parametrize("gate", ["bi_level", "two_level", OWN_GATE])
+def test_rows_that_ranks_weigh_for_themselves_get_the_weights_of_the_whole_padded_batch(gate):
+    """Bit for bit, and so are the metrics: every status, rows of many lengths, and lengths that differ between the ranks."""
+    generator = torch.Generator().manual_seed(0)
+    importance = [(3 * torch.randn(length, generator=generator)).exp() for length in range(1, 401)]
+    importance[7][3], importance[11][5], importance[13][:] = math.nan, math.inf, 0.5
+    segments = [torch.where(torch.arange(len(row)) < len(row) - 1, 1, 2) for row in importance]
+    statuses = [Status.SCORED if row % 3 else Status(row // 3 % len(Status)) for row in range(len(importance))]
+    status_B = torch.tensor(statuses).masked_fill(torch.arange(400) == 0, Status.NO_REASONING)
+    request = Request.from_dict(Request.from_config(OarConfig(gate=gate), step=1, max_response_length=400).to_dict())
+    one, segment_BL = pad_sequence(importance, True), pad_sequence(segments, True)
+    whole = reshape(torch.ones_like(one), one, segment_BL == Segment.REASONING, status_B, OarConfig(gate=gate))
+    assert {Status.CONSTANT, Status.NON_FINITE, *statuses} == {*whole.status_B.tolist()}
+    status_of_parts, measure_B4 = torch.zeros_like(status_B), torch.zeros(400, 4)
+    for rank in range(7):
+        rows = slice(rank, None, 7)
+        made = weigh_rows(importance[rows], segments[rows], status_B[rows], request)
+        weights, status_of_parts[rows], measure_B4[rows] = made
+        assert all(
+            weight_L.equal(w_L[: len(weight_L)]) for weight_L, w_L in zip(weights, whole.weight_BL[rows], strict=True)
+        )
+    assert status_of_parts.equal(whole.status_B)
+    assert summarize(measure_B4, status_of_parts) == whole.metrics

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.runs.plan.costs import GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE
-from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
+from oar_plugin.runs.plan.hardware import DRIVER_SECONDS_PER_TOKEN, EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
 from oar_plugin.runs.plan.models import PlanError
 from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.plan.setup import ACTOR
@@ -24,8 +24,9 @@ NOTES = (
     "efficiencies. Trust the ratios more than the seconds, and measure on your cluster before you rely on either.",
     "weak: the batch grows with the GPUs, from the recipe's own, beyond what anybody trains with. strong: the recipe's batch.",
     "The measured part is what `python -m benchmarks scaling` measures: log-probs and update. The gate is "
-    f"{GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core of verl's driver (that was measured): it grows with the batch "
-    "and does not shrink with the GPUs.",
+    f"{GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core, divided by the data-parallel ranks, which weigh their own "
+    f"responses, and {DRIVER_SECONDS_PER_TOKEN * 1e9:.0f} ns a token for verl's driver, which multiplies (both were measured: "
+    "`driver.md`).",
     "The planner counts bandwidth of links, not their latency: a few seconds on hundreds of GPUs are too few, for both.",
     f"Assumed: responses half as long as allowed, half of them scored; of the datasheet {EXPECTED.training:.0%} of the "
     f"arithmetic in training, {EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, "

@@ -37,10 +37,8 @@ from benchmarks.tiny.model import SHAPES
 from benchmarks.tiny.words import make_tokenizer
 from benchmarks.workload import Batch
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status
-from oar_plugin.estimator import Reshaped, reshape
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SEGMENTS, STATUS, Request
+from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, STATUS, WEIGHTS, Request
 from verl_cpu.megatron import has_megatron_bridge
 
 T = TypeVar("T")
@@ -154,12 +152,12 @@ class Actor:
         with self.engine.train_mode():
             self.engine.train_batch(data, self.loss)
 
-    def gate(self, output: dict[str, Any], times: int = 1) -> Reshaped:
-        """Reshaped advantages of this rank's rows, `times` over."""
-        fields = (torch.stack(list(output[name].unbind())) for name in (IMPORTANCE, SEGMENTS, STATUS))
-        importance_BL, segments_BL, status_B1 = (field.repeat(times, 1) for field in fields)
-        advantage_BL, status_B = self.advantage_BL.repeat(times, 1), status_B1[:, 0]
-        return reshape(advantage_BL, importance_BL, segments_BL == Segment.REASONING, status_B, self.config)
+    def gate(self, output: dict[str, Any], times: int = 1) -> Tensor:
+        """Advantages of this rank's rows times their weights, `times` over, and the metrics."""
+        fields = (torch.stack(list(output[name].unbind())) for name in (WEIGHTS, STATUS, MEASURES))
+        weight_BL, status_B1, measure_B4 = (field.repeat(times, 1) for field in fields)
+        summarize(measure_B4, status_B1[:, 0])
+        return self.advantage_BL.repeat(times, 1) * weight_BL
 
     def gate_of_whole_batch(self, output: dict[str, Any]) -> None:
         """As the driver does it: on one process, for as many rows as all ranks have."""
@@ -256,7 +254,7 @@ def one_round(actor: Actor, clock: Clock, oar_first: bool) -> None:
         advantage_BL = actor.advantage_BL
         if method == "oar":
             clock.time(method, "gate", partial(actor.gate_of_whole_batch, output))
-            advantage_BL = actor.gate(output).advantage_BL
+            advantage_BL = actor.gate(output)
         training[method] = actor.training_data(output, advantage_BL)
     for method in methods:
         clock.time(method, "update", partial(actor.update, training[method]))

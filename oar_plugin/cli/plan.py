@@ -96,7 +96,7 @@ def _print(made: Plan) -> None:
         f"{s.mean_prompt:.0f}; {filtered}and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to an untuned one.",
-        f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on one core), and the formulas for memory and "
+        f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on a rank's core), the formulas for memory and "
         "FLOPs against small models on a CPU. No run on GPUs was measured.",
     ):
         out.print(line, soft_wrap=True)

@@ -5,7 +5,7 @@ import enum
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.gate import sorted_rows
+from oar_plugin.credit.gate import row_sums, sorted_rows
 
 
 class Status(enum.IntEnum):
@@ -29,15 +29,18 @@ class Status(enum.IntEnum):
     SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
 
 
+MEASURES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"
+"""What `measured` returns of each response: `effective_sample_size`, `top_share`, the largest weight, the number of tokens."""
+TINY = torch.finfo(torch.float64).tiny
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
 
 
 def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
     """`(sum w)^2 / (n sum w^2)` over the `n` kept tokens of each response, `[B]`: 1 if weights are equal, 1/n for one token."""
-    weight_BL = weight_BL.masked_fill(~keep_BL, 0.0)
-    count_B = keep_BL.sum(-1).clamp_min(1)
-    tiny = torch.finfo(weight_BL.dtype).tiny
-    return weight_BL.sum(-1).square() / (count_B * weight_BL.square().sum(-1)).clamp_min(tiny)
+    weight_BL = weight_BL.double().masked_fill(~keep_BL, 0.0)
+    count_B1 = keep_BL.sum(-1, keepdim=True).clamp_min(1)
+    share_B1 = row_sums(weight_BL).square() / (count_B1 * row_sums(weight_BL.square())).clamp_min(TINY)
+    return share_B1[:, 0].float()
 
 
 def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
@@ -46,12 +49,20 @@ def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
     ranked_BL = sorted_rows(mass_BL.clone()).flip(-1)
     take_B1 = (keep_BL.sum(-1, keepdim=True) * share).round().long().clamp_min(1)
     position_L = torch.arange(weight_BL.shape[-1], device=weight_BL.device)
-    top_B = ranked_BL.masked_fill(position_L >= take_B1, 0.0).sum(-1)
-    return top_B / mass_BL.sum(-1).clamp_min(torch.finfo(weight_BL.dtype).tiny)
+    top_B1 = row_sums(ranked_BL.masked_fill(position_L >= take_B1, 0.0).double())
+    return (top_B1 / row_sums(mass_BL.double()).clamp_min(TINY))[:, 0].float()
 
 
-def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict[str, float]:
-    """Returns metrics of one batch by name, without prefix. `reasoning_BL` (bool) has the reasoning of scored responses only.
+def measured(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
+    """`MEASURES` of each response's kept tokens, float32 `[B, 4]`. Padding on the right does not change them."""
+    highest_B, count_B = weight_BL.masked_fill(~keep_BL, 0.0).amax(-1), keep_BL.sum(-1).float()
+    return torch.stack(
+        [effective_sample_size(weight_BL, keep_BL), top_share(weight_BL, keep_BL), highest_B, count_B], -1
+    )
+
+
+def summarize(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
+    """Returns metrics of one batch by name, without prefix, from the measures (`measured`) and statuses of its responses.
 
     * `scored`: share of the batch. `answer_found`: share of the responses that needed credit; absent if none did.
     * `fallback/any`, `fallback/<reason>`: shares of the responses that needed credit; 0 if none did.
@@ -67,9 +78,6 @@ def summarize(weight_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor) -> dict
         metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / max(1, needed)
     metrics["fallback/any"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
     if scored_B.any():
-        weight, keep = weight_BL[scored_B], reasoning_BL[scored_B]
-        metrics["ess_ratio"] = effective_sample_size(weight, keep).mean().item()
-        metrics["top10_mass"] = top_share(weight, keep).mean().item()
-        metrics["weight_max"] = weight.masked_fill(~keep, 0.0).max().item()
-        metrics["reasoning_tokens"] = keep.sum(-1).float().mean().item()
+        columns = dict(zip(MEASURES, measure_B4[scored_B].unbind(-1), strict=True))
+        metrics |= {name: (c.max() if name == "weight_max" else c.mean()).item() for name, c in columns.items()}
     return metrics

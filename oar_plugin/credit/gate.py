@@ -2,7 +2,8 @@
 
 A gate takes `importance_BL`, the bool `reasoning_BL`, and those of `tau` in [0, 1], `beta` >= 0 and `floor` in (0, 1] that it
 uses. Importance is finite and above -1 at reasoning tokens; other values are ignored. The gate returns float32 weights `[B, L]`
-that average 1 over the reasoning tokens of each response and are 1 at all other tokens.
+that average 1 over the reasoning tokens of each response and are 1 at all other tokens. A response's weights may depend on
+that response only: a call has some of a batch's responses, such as those of one data-parallel rank, padded on the right.
 
 To use your own gate: `algorithm.oar.gate=python:my_package.my_module:my_gate`. To add a gate to the package: its function, a
 line in `GATES`, and its copy in `page/inspector.js`.
@@ -15,6 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from oar_plugin.credit import imported
 
@@ -58,7 +60,7 @@ def bi_level(
         (score_BL / quantile_B1.clamp_min(tiny)).clamp_min_(floor),
         (score_BL - quantile_B1).mul_(beta).div_((1 - quantile_B1).clamp_min(tiny)).add_(1.0),
     )
-    total_B1 = weight_BL.masked_fill_(outside_BL, 0.0).sum(-1, keepdim=True).clamp_min(tiny)
+    total_B1 = row_sums(weight_BL.masked_fill_(outside_BL, 0.0)).clamp_min(tiny)
     return weight_BL.mul_(count_B1 / total_B1).masked_fill_(outside_BL, 1.0).float()
 
 
@@ -157,7 +159,7 @@ def kept_total(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
 
 def relative(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
     """Importance divided by its mean over the response's reasoning tokens; unchanged if the mean is 0."""
-    total_B1 = importance_BL.double().masked_fill(~reasoning_BL, 0.0).sum(-1, keepdim=True)
+    total_B1 = row_sums(importance_BL.double().masked_fill(~reasoning_BL, 0.0))
     mean_B1 = total_B1 / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
     return importance_BL / torch.where(mean_B1 > 0, mean_B1, 1.0)
 
@@ -168,6 +170,17 @@ def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     rank_B1 = tau * last_B1.double()
     lower_B1 = rank_B1.floor().long()
     return torch.cat([lower_B1, torch.minimum(lower_B1 + 1, last_B1)], -1), rank_B1 - lower_B1
+
+
+def row_sums(values_BL: Tensor) -> Tensor:
+    """The sum of each row, `[B, 1]`. It adds neighbours until one number is left, so zeros on the right do not change rounding.
+
+    `Tensor.sum` rounds in an order that depends on the number of columns.
+    """
+    while (columns := values_BL.shape[-1]) > 1:
+        even_BL, odd_BL = values_BL[:, ::2], values_BL[:, 1::2]
+        values_BL = even_BL + odd_BL if columns % 2 == 0 else even_BL + pad(odd_BL, (0, 1))
+    return values_BL
 
 
 def sorted_rows(values_BL: Tensor) -> Tensor:

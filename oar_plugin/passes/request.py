@@ -1,13 +1,16 @@
 """A trainer's request to an actor, and the fields of the actor's answer.
 
 The request is a plain dictionary beside the batch, under `REQUEST`; it travels to every actor rank with the log-prob call.
-The answer is four nested fields of the batch, with one row per response:
+The answer is six nested fields of the batch, with one row per response. The trainer multiplies the weights with its advantages.
+It reads importance and segments only of responses that people are to look at.
 
 | field            | content of a row                                                             |
 |------------------|------------------------------------------------------------------------------|
 | `oar_importance` | float32, one value per response token: finite, 0 where a token is not scored |
 | `oar_segments`   | int8, one `Segment` per response token                                       |
+| `oar_weights`    | float32, one value per response token: 1 where nothing changes               |
 | `oar_status`     | int64 `[1]`, the `Status`                                                    |
+| `oar_measures`   | float32 `[4]`, the `MEASURES` of the weights; 0 if the status is not SCORED  |
 | `oar_seconds`    | float32 `[1]`, actor seconds spent on the response                           |
 """
 
@@ -15,13 +18,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.credit.gate import Gate, gate_of
 from oar_plugin.credit.importance import Importance, importance_of
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
 NEEDED = "oar_needed"  # field: int64 [1] per row, 1 if the response's advantage is not zero
-FIELDS = IMPORTANCE, SEGMENTS, STATUS, SECONDS = "oar_importance", "oar_segments", "oar_status", "oar_seconds"
+SHOWN = IMPORTANCE, SEGMENTS = "oar_importance", "oar_segments"
+USED = WEIGHTS, STATUS, MEASURES, SECONDS = "oar_weights", "oar_status", "oar_measures", "oar_seconds"
+FIELDS = *SHOWN, *USED
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,10 @@ class Request:
     budget: float = 1.0  # share or number of masked copies; see `copies_of_budget`
     span: int = 1  # tokens that one copy masks
     replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction
+    gate: str = "two_level"  # name
+    quantile: float = 0.85  # the gate's `tau`
+    beta: float = 2.0
+    floor: float = 0.1
 
     @classmethod
     def from_config(
@@ -66,11 +76,19 @@ class Request:
             budget=config.budget,
             span=config.perturbation.span,
             replacement_token=replacement_token,
+            gate=config.gate,
+            quantile=config.quantile,
+            beta=config.beta,
+            floor=config.floor,
         )
 
     @property
     def importance_object(self) -> Importance:
         return importance_of(self.importance)
+
+    @property
+    def gate_object(self) -> Gate:
+        return gate_of(self.gate)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -152,8 +152,8 @@ def test_projected_weak_grows_the_batch_with_the_gpus_and_strong_shrinks_the_tim
     assert weak_128["data"] == 2 * weak_64["data"]
     assert weak_128["seconds"]["update"] == pytest.approx(weak_64["seconds"]["update"], rel=0.05)
     assert strong_128["seconds"]["update"] < 0.75 * strong_64["seconds"]["update"]
-    assert weak_128["seconds"]["OAR: gate"] == 2 * weak_64["seconds"]["OAR: gate"]
-    assert strong_128["seconds"]["OAR: gate"] == strong_64["seconds"]["OAR: gate"] > 0
+    assert weak_128["seconds"]["OAR: gate"] < 1.1 * weak_64["seconds"]["OAR: gate"]
+    assert 0 < strong_128["seconds"]["OAR: gate"] < 0.6 * strong_64["seconds"]["OAR: gate"]
     log_probs, update = (strong_64["seconds"][phase] for phase in ("log-probs", "update"))
     oar = log_probs + update + sum(strong_64["seconds"][phase] for phase in ("OAR: importance", "OAR: gate"))
     assert strong_64["measured part: OAR / GRPO"] == pytest.approx(oar / (log_probs + update))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oar_plugin.credit.diagnostics import FALLBACKS, Status, effective_sample_size, summarize, top_share
+from oar_plugin.credit.diagnostics import FALLBACKS, Status, effective_sample_size, measured, summarize, top_share
 
 
 def test_every_response_of_a_batch_is_described_by_itself():
@@ -27,27 +27,27 @@ def test_means_are_over_the_scored_responses():
     weight = torch.tensor([[3.0, 0.5, 0.5, 9.0], [1.0, 1.0, 1.0, 1.0], [9.0, 9.0, 9.0, 9.0], [0.2, 0.2, 9.0, 9.0]])
     keep = torch.tensor([[True, True, True, False], [True] * 4, [True] * 4, [True, True, False, False]])
     status = torch.tensor([Status.SCORED, Status.SCORED, Status.NO_ANSWER, Status.SCORED])
-    metrics = summarize(weight, keep, status)
+    metrics = summarize(measured(weight, keep), status)
     want = {"ess_ratio": (16 / 28.5 + 2) / 3, "top10_mass": (0.75 + 0.25 + 0.5) / 3, "weight_max": 3.0}
     assert {name: metrics[name] for name in want} == pytest.approx(want)
     assert metrics["reasoning_tokens"] == 3
-    below = summarize(weight[3:], keep[3:], status[3:])
+    below = summarize(measured(weight[3:], keep[3:]), status[3:])
     assert below["weight_max"] == pytest.approx(0.2), "of the tokens that count"
 
 
 def test_shares_are_of_the_responses_that_matter():
     status = torch.tensor([Status.SCORED, Status.NOT_NEEDED, Status.NO_ANSWER, Status.TRUNCATED, Status.CONSTANT])
-    metrics = summarize(torch.ones(5, 4), torch.ones(5, 4, dtype=torch.bool), status)
+    metrics = summarize(torch.ones(5, 4), status)
     want = {"scored": 0.2, "answer_found": 0.5, "fallback/no_answer": 0.25, "fallback/any": 0.75}
     assert {name: metrics[name] for name in want} == pytest.approx(want)
 
 
 def test_a_single_response_that_fell_back_is_all_of_them():
-    metrics = summarize(torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool), torch.tensor([Status.TRUNCATED]))
+    metrics = summarize(torch.ones(1, 4), torch.tensor([Status.TRUNCATED]))
     assert (metrics["fallback/truncated"], metrics["fallback/any"], metrics["answer_found"]) == (1, 1, 0)
 
 
 def test_a_batch_without_any_need_has_the_counters_all_the_same():
-    metrics = summarize(torch.ones(1, 10), torch.ones(1, 10, dtype=torch.bool), torch.tensor([Status.NOT_NEEDED]))
+    metrics = summarize(torch.ones(1, 4), torch.tensor([Status.NOT_NEEDED]))
     counters = {f"fallback/{reason.name.lower()}" for reason in FALLBACKS} | {"fallback/any"}
     assert metrics == {"scored": 0.0, **dict.fromkeys(counters, 0.0)}

@@ -6,8 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 
-from oar_plugin.credit.gate import GATES, SETTINGS, Gate, _fault, bi_level, gate_of, kept_total, relative, two_level
+from oar_plugin.credit.gate import (
+    GATES,
+    SETTINGS,
+    Gate,
+    _fault,
+    bi_level,
+    gate_of,
+    kept_total,
+    relative,
+    row_sums,
+    two_level,
+)
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
 
@@ -218,3 +230,13 @@ def test_kept_total():
     assert kept_total(torch.tensor(kept + broken), mask).tolist() == [True] * 2 + [False] * 6
     alone = torch.tensor([[1.0015, 1.0]])
     assert kept_total(alone, torch.tensor([[True, False]])).tolist() == [False], "0.1 % of one token"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_padding_on_the_right_does_not_change_how_a_sum_is_rounded(dtype):
+    rows = [
+        torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=dtype) for length in range(1, 300)
+    ]
+    padded = row_sums(pad_sequence(rows, True))
+    assert padded.equal(torch.cat([row_sums(row[None]) for row in rows]))
+    torch.testing.assert_close(padded[:, 0], torch.stack([row.sum() for row in rows]), rtol=1e-4, atol=1e-4)

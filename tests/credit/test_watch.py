@@ -61,8 +61,7 @@ def test_rewards_without_answers_point_to_the_patterns(caplog, found, reward, du
 def test_every_reason_that_is_counted_has_its_advice():
     import torch
 
-    nothing = torch.zeros(2, 3)
-    metrics = summarize(nothing, nothing > 0, torch.full((2,), int(FALLBACKS[0])))
+    metrics = summarize(torch.zeros(2, 4), torch.full((2,), int(FALLBACKS[0])))
     assert {f"fallback/{reason.name.lower()}" for reason in ADVICE} | {"fallback/any"} == {
         name for name in metrics if name.startswith("fallback/")
     }

@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
 from oar_plugin.page.dumps import choose
 from oar_plugin.page.record import parse_header, parse_response
 from oar_plugin.token_credit import TokenCredit
+from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
 
 TOKENIZER = make_tokenizer(384)
@@ -49,9 +49,10 @@ def test_groups_with_both_outcomes_are_chosen_first(rewards, statuses, groups, c
         """Numbers of the rows, as verl's batch has them."""
         keys, rewards, statuses = zip(*rows, strict=True)
         scores = {"rm_scores": nested([torch.tensor([0.0, reward]) for reward in rewards])}
-        reshaped = SimpleNamespace(status_B=torch.tensor(statuses))
         own_B = torch.full((6,), own)
-        batch = QueuedBatch(keys, own_B, own_B, reshaped, lambda keys, select_fields: TensorDict(scores, 6))
+        batch = QueuedBatch(
+            1, keys, own_B, own_B, torch.tensor(statuses), lambda keys, select_fields: TensorDict(scores, 6)
+        )
         return [[keys.index(one.uid) for one in group] for group in choose(batch.siblings(), groups)]
 
     assert shown(rows) == chosen
@@ -102,9 +103,13 @@ class World:
         segments[torch.arange(6), torch.tensor(self.lengths) - 1] = int(Segment.ANSWER)
         importance = torch.rand(6, 6, generator=generator) * mask
         advantage = torch.tensor([1.0, -1.0] * 3)[:, None] * mask
-        reshaped = self.credit.reshape(step, advantage, importance, segments, torch.zeros(6).long())
+        rows = [
+            [row[:n] for row, n in zip(field, self.lengths, strict=True)] for field in (importance, segments, advantage)
+        ]
+        self.fields |= answer_of(*rows[:2], [SCORED] * 6, self.oar) | {"advantages": nested(rows[2])}
         every_B = torch.ones(6).bool()
-        return self.viewer.show(QueuedBatch(self.keys, every_B, every_B, reshaped, self.read), dict(loggers))
+        batch = QueuedBatch(step, self.keys, every_B, every_B, torch.zeros(6).long(), self.read)
+        return self.viewer.show(batch, dict(loggers))
 
     def lines(self, step):
         first, *others = (self.folder / f"step_{step:06d}.jsonl").read_text().splitlines()
@@ -132,14 +137,15 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert row.mask == [1, 0, 1, 1]
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
     assert max(row.importance["fisher"]) > 0
-    assert world.asked == [(6, ("rm_scores",)), (4, world.asked[1][1])], "text of the chosen rows only"
+    assert [rows for rows, _ in world.asked] == [6, 4, 1, 1, 1, 1], "text and scores of the chosen rows only"
+    assert world.asked[0] == (6, ("rm_scores",))
 
 
 def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):
     world = World(tmp_path, groups=1)
     metrics = [world.show(step) for step in range(1, 8)]
     assert world.files() == [f"step_00000{step}.jsonl" for step in (1, 3, 6)]
-    assert len(world.asked) == 2 * 3
+    assert len(world.asked) == 3 * (2 + 2)
     assert [one["oar/dump_failed"] for one in metrics] == [0] * 7
     assert ["timing_s/oar_dump" in one for one in metrics] == [step in (1, 3, 6) for step in range(1, 8)]
     assert World(tmp_path, dir=None).show(3) == {}, "nothing is asked for"

@@ -11,6 +11,7 @@ import ray
 import verl  # noqa: F401  loads the plugin, as in a run
 
 import oar_plugin
+from oar_plugin.config import OarConfig
 from oar_plugin.hosts.verl import handshake
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ def good(actors):
 
 def test_processes_with_the_drivers_plugin_pass(good):
     worker, server = good
-    handshake.check_nodes([worker, worker], [server], "fsdp")
+    handshake.check_nodes([worker, worker], [server], "fsdp", OarConfig(gate="python:tests.own_importance:upper_half"))
 
 
 def test_processes_without_the_plugin_or_with_another_are_named(actors, good, tmp_path):
@@ -96,9 +97,9 @@ def test_processes_without_the_plugin_or_with_another_are_named(actors, good, tm
     servers = [good[1], server.remote(hidden=True)]
     ray.get([one.ready.remote() for one in (*workers, *servers)])
     with pytest.raises(handshake.NodesDifferError) as raised:
-        handshake.check_nodes(workers, servers, "fsdp")
+        handshake.check_nodes(workers, servers, "fsdp", OarConfig())
     head, *lines, advice = str(raised.value).splitlines()
-    here = handshake.make_question()(None, None)
+    here = handshake.make_question({})(None, None)
     assert here["plugin"] in head
     assert "Install" in advice
     assert all(line.startswith(f"  {here['node']}, ") for line in lines)
@@ -109,6 +110,16 @@ def test_processes_without_the_plugin_or_with_another_are_named(actors, good, tm
     assert "actor worker 3: oar_plugin " in changed
     assert here["sources"] not in changed
     assert "rollout server 1: no oar_plugin (" in server_line
+
+
+def test_an_actor_that_cannot_import_the_gate_is_told_at_the_start(good, tmp_path, monkeypatch):
+    (tmp_path / "gate_of_the_driver.py").write_text("from tests.own_importance import upper_half\n")
+    monkeypatch.syspath_prepend(tmp_path)  # Ray's processes were started before
+    oar = OarConfig(gate="python:gate_of_the_driver:upper_half")
+    with pytest.raises(
+        handshake.NodesDifferError, match=r"worker 0: .*algorithm.oar.gate='python:gate.*cannot be imported"
+    ):
+        handshake.check_nodes(good[:1], good[1:], "fsdp", oar)
 
 
 def _ask_until_it_is_dead(actor):
@@ -125,5 +136,5 @@ def test_a_process_that_does_not_answer_or_has_died_is_told(actors, monkeypatch)
     with pytest.raises(ray.exceptions.RayActorError):
         _ask_until_it_is_dead(dead)
     with pytest.raises(handshake.NodesDifferError, match="actor worker 0: no answer within 2 s") as raised:
-        handshake.check_nodes([busy, dead], [], "fsdp")
+        handshake.check_nodes([busy, dead], [], "fsdp", OarConfig())
     assert "actor worker 1: no answer: ActorDiedError" in str(raised.value)

@@ -8,11 +8,9 @@ pytest.importorskip("verl")
 
 import verl  # noqa: F401
 
-from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OffloadRecord, actor_may_help, deciles, merged, offload_metrics
-from oar_plugin.passes.request import IMPORTANCE, SECONDS, SEGMENTS, STATUS
+from oar_plugin.passes.request import MEASURES, STATUS, WEIGHTS
 from tests.hosts.engine.world import nested
 
 
@@ -46,50 +44,28 @@ def test_metrics_say_what_hid_behind_generation():
     assert offload_metrics([idle.to_row()], torch.zeros(1))["responses"] == 0, "and no division by zero"
 
 
-def fields_of(names, values, segment, statuses, lengths):
+def fields_of(names, weight, statuses, lengths):
     columns = (
-        [torch.full((n,), value) for value, n in zip(values, lengths, strict=True)],
-        [torch.full((n,), segment, dtype=torch.int8) for n in lengths],
+        [torch.full((n,), weight) for n in lengths],
         [torch.tensor([int(status)]) for status in statuses],
+        [torch.full((4,), weight)] * len(lengths),
     )
     return {name: nested(rows) for name, rows in zip(names, columns, strict=True)}
-
-
-def offloading(fallback):
-    return OarConfig.parse({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": fallback}})
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_actor_fills_what_the_engines_left_and_nothing_else(asked):
     """The last row is verl's padding: a copy of the first, cut short after the engines had scored it."""
-    lengths, scored = [3, 4, 2, 1], [3, 4, 2, 3]
+    lengths, scored, names = [3, 4, 2, 1], [3, 4, 2, 3], (WEIGHTS, STATUS, MEASURES)
     statuses = [Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, Status.SCORED]
     fields = {"advantages": nested([torch.ones(n) for n in lengths])}
-    fields |= fields_of(ENGINE_FIELDS.values(), [1.0, 2.0, 3.0, 1.0], 1, statuses, scored)
+    fields |= fields_of([ENGINE_FIELDS[name] for name in names], 2.0, statuses, scored)
     assert actor_may_help(torch.tensor(statuses)).tolist() == [False, True, False, False]
     if asked:
-        fields |= fields_of(ENGINE_FIELDS, [-7.0] * 4, 2, [Status.SCORED] * 4, lengths)
-        fields[SECONDS] = nested([torch.tensor([0.5])] * 4)
-    padded = TensorDict(fields, batch_size=4).to_padded_tensor()
+        fields |= fields_of(names, 7.0, [Status.CONSTANT] * 4, lengths)
     asked_B, padding_B = torch.tensor([False, asked, False, False]), torch.tensor([False, False, False, True])
-    got = merged(padded, asked_B, padding_B, offloading("entropy"))
-    score, segment, status = (-7.0, 2, Status.SCORED) if asked else (2.0, 1, Status.TIMED_OUT)
-    assert got[IMPORTANCE].tolist() == [[1.0, 1, 1, 0], [score] * 4, [3.0, 3, 0, 0], [0.0] * 4]
-    assert got[SEGMENTS].tolist() == [[1, 1, 1, 0], [segment] * 4, [1, 1, 0, 0], [0] * 4]
-    assert got[STATUS][:, 0].tolist() == [Status.SCORED, status, Status.NO_ANSWER, Status.NOT_NEEDED]
-    assert got[SECONDS][:, 0].tolist() == [0.0, 0.5 * asked, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-def test_a_fallback_without_a_scale_of_its_own_is_made_free_of_it(scale):
-    """Nats of the engines stay what they are; a Fisher norm beside them does not change with the embeddings' scale."""
-    fields = {"advantages": torch.ones(2, 3)}
-    for names, importance in (
-        (ENGINE_FIELDS, torch.tensor([[9.0, 9, 9], [1.0, 2, 3]]) * scale),
-        (ENGINE_FIELDS.values(), torch.full((2, 3), 0.5)),
-    ):
-        reasoning = torch.full((2, 3), int(Segment.REASONING), dtype=torch.int8)
-        fields |= dict(zip(names, (importance, reasoning, torch.zeros(2, 1, dtype=torch.long)), strict=True))
-    padded = TensorDict(fields, batch_size=2)
-    got = merged(padded, torch.tensor([False, True]), torch.tensor([False, False]), offloading("fisher"))
-    torch.testing.assert_close(got[IMPORTANCE], torch.tensor([[0.5, 0.5, 0.5], [0.5, 1.0, 1.5]]))
+    weights, status_B, measure_B4 = merged(TensorDict(fields, batch_size=4), asked_B, padding_B)
+    weight, status = (7.0, Status.CONSTANT) if asked else (2.0, Status.TIMED_OUT)
+    assert [row.tolist() for row in weights.unbind()] == [[2.0] * 3, [weight] * 4, [2.0] * 2, [1.0]]
+    assert status_B.tolist() == [Status.SCORED, status, Status.NO_ANSWER, Status.NOT_NEEDED]
+    assert measure_B4[:, 0].tolist() == [2.0, weight, 2.0, 2.0]

@@ -23,9 +23,10 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import ray_trainer as ours
 from oar_plugin.hosts.verl import trainer_credit
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
+from oar_plugin.passes.request import NEEDED, REQUEST, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
+from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
 from tests.hosts.test_settings import config as plain
 from tests.hosts.whole_run import RECIPES
@@ -48,10 +49,9 @@ class Workers:
         output = {"log_probs": nested(-row for row in rows), "entropy": nested(rows)}
         if REQUEST in data and self.status is not None:
             parts = [torch.full((len(row),), int(Segment.REASONING)) for row in data["responses"].unbind()]
-            output[IMPORTANCE] = nested(torch.linspace(0, 1, len(part)) for part in parts)
-            output[SEGMENTS] = nested(part.to(torch.int8) for part in parts)
-            output[STATUS] = nested(torch.tensor([self.status if n else Status.NOT_NEEDED]) for n in data[NEEDED])
-            output[SECONDS] = nested(torch.tensor([0.5]) for _ in parts)
+            status = [self.status if needed else Status.NOT_NEEDED for needed in data[NEEDED]]
+            scores = [torch.linspace(0, 1, len(part)) for part in parts]
+            output |= answer_of(scores, parts, status, Request.from_dict(tu.get(data, REQUEST)))
         return tu.get_tensordict(output, {"metrics": {"mfu": 0.1}})
 
     def update_actor(self, data):
@@ -138,7 +138,7 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     assert not [name for name in list(updated.keys()) if name.startswith("oar_")], (
         "nothing of ours travels to the update"
     )
-    assert nodes.mock_calls == [call(("w0",), (), "fsdp")], "asked once, before the first pass"
+    assert nodes.mock_calls == [call(("w0",), (), "fsdp", one.oar)], "asked once, before the first pass"
     one._update_actor(batch)
     assert len(one.actor_rollout_wg.asked) == 1, "a second update with the same batch"
     assert one.actor_rollout_wg.updated[1]["advantages"].equal(updated["advantages"])
@@ -258,10 +258,11 @@ def test_log_probs_may_be_computed_again_before_the_update_and_reference_workers
         torch.manual_seed(0)  # verl unites only equal log-probs
         old, _ = one._compute_old_log_prob(batch)
         batch = batch.union(old)
+    assert WEIGHTS in batch.batch
     one.ref_in_actor = True
     one._compute_ref_log_prob(batch)
     assert not [name for name in one.actor_rollout_wg.asked[-1].keys() if name.startswith("oar_")]  # noqa: SIM118
-    assert {IMPORTANCE, ours.ENTROPY} < {*batch.batch.keys()}
+    assert {WEIGHTS, ours.ENTROPY} < {*batch.batch.keys()}
 
 
 @pytest.mark.parametrize("config", [None, {"algorithm": {"adv_estimator": "grpo"}}])

@@ -29,8 +29,9 @@ from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS
 from oar_plugin.token_credit import TokenCredit
+from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
@@ -108,16 +109,14 @@ class World:
             row[-1] = Segment.ANSWER
         rows = [torch.rand(length, generator=generator) for length in self.lengths]
         rows = rows if importance is None else [torch.full_like(row, importance) for row in rows]
-        self.fields |= {IMPORTANCE: nested(rows), SEGMENTS: nested(segments)}
-        for name, value in ((STATUS, int(status)), (SECONDS, 0.5)):
-            self.fields[name] = nested([torch.tensor([value]) for _ in rows])
+        statuses = status if isinstance(status, list) else [status] * len(rows)
+        self.fields |= answer_of(rows, segments, statuses, self.trainer.oar)
 
     def report_from_engines(self, statuses):
         """As the agent loop puts it into the queue with each response."""
-        self.report_from_actor()
+        self.report_from_actor(statuses)
         del self.fields[SECONDS]
         self.fields |= {theirs: self.fields.pop(name) for name, theirs in ENGINE_FIELDS.items()}
-        self.fields[ENGINE_FIELDS[STATUS]] = nested([torch.tensor([int(status)]) for status in statuses])
         done = {"copies": 4, "tokens": 40, "generated_at": 1e9, "done_at": (1e9,) * 11}
         self.fields[OFFLOAD] = torch.stack([OffloadRecord(int(s), 1, **done).to_row() for s in statuses])
 
@@ -363,7 +362,7 @@ def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(wo
     monkeypatch.setattr(trainer_credit, "check_nodes", lambda *asked: calls.append(asked))
     monkeypatch.setattr(type(trainer).host, "on_init_end", lambda self: calls.append("verl"))
     trainer.on_init_end()
-    assert calls == [(["w0", "w1"], servers, "fsdp"), "verl"]
+    assert calls == [(["w0", "w1"], servers, "fsdp", trainer.oar), "verl"]
 
 
 def test_groups_are_dumped_with_the_advantage_before_reshaping(world, tmp_path):

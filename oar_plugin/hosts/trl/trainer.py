@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.credit.diagnostics import Status, measured, summarize
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
@@ -168,7 +168,8 @@ class OarGRPOTrainer(GRPOTrainer):
             self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1)).cpu()
             for x in (reshaped.weight_BL, credited_BL.long())
         )
-        metrics = summarize(weight_GL, credited_GL.bool(), self.accelerator.gather(reshaped.status_B).cpu())
+        status_G = self.accelerator.gather(reshaped.status_B).cpu()
+        metrics = summarize(measured(weight_GL, credited_GL.bool()), status_G)
         return {f"oar/{name}": value for name, value in metrics.items()}
 
     def _known(self, inputs: list[dict[str, Any]], output: dict[str, Any], row: int) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.perturbation import units
+from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
-from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS, replacement_token
+from oar_plugin.passes.request import IMPORTANCE, MEASURES, SEGMENTS, STATUS, WEIGHTS, replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -185,7 +186,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             output.oar_fields = await self._fields(output, session)
 
     async def _fields(self, output: AgentLoopOutput, session: _Session) -> dict[str, Tensor]:
-        """Return importance, segments, status and record of one output. An error in OAR never stops the run."""
+        """Return the engines' fields and the record of one output. An error in OAR never stops the run."""
         length = len(output.response_ids)
         importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
         record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
@@ -200,17 +201,27 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 record = replace(record, status=status)
                 if status == Status.SCORED:
                     importance, record = await self._score(output, segments, session.step, record)
+            fields = self._weighed(importance, segments, record.status)
         except Exception:
             logger.exception("OAR could not score a response; it falls back to GRPO")
             record = replace(record, status=Status.ENGINE_FAILED)
-        if record.status != Status.SCORED:
+            fields = self._weighed(np.zeros_like(importance), segments, record.status)
+        return fields | {OFFLOAD: record.to_row()}
+
+    def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
+        """Return the engines' fields of one response, with its weights."""
+        if status != Status.SCORED:
             segments = np.zeros_like(segments)
-        return {
-            ENGINE_FIELDS[IMPORTANCE]: torch.from_numpy(importance),
-            ENGINE_FIELDS[SEGMENTS]: torch.from_numpy(segments),
-            ENGINE_FIELDS[STATUS]: torch.tensor([int(record.status)]),
-            OFFLOAD: record.to_row(),
+        score_L, segment_L = torch.from_numpy(importance), torch.from_numpy(segments)
+        (weight_L,), status_1, measure_14 = weigh_rows([score_L], [segment_L], torch.tensor([int(status)]), self._oar)
+        values = {
+            IMPORTANCE: score_L,
+            SEGMENTS: segment_L,
+            WEIGHTS: weight_L,
+            STATUS: status_1,
+            MEASURES: measure_14[0],
         }
+        return {ENGINE_FIELDS[name]: value for name, value in values.items()}
 
     def _lost(self, step: int) -> LostTime:
         """Return the time that answer searches have lost in the newest step with a response on this worker."""

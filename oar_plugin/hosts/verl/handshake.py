@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 
+from oar_plugin.config import OarConfig
+
 TIME_LIMIT_S = 300.0
 """For all answers together. A process answers at once unless it is busy with something else."""
 
@@ -19,15 +21,15 @@ class NodesDifferError(RuntimeError):
     """The nodes of a run do not have the same plugin."""
 
 
-def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str) -> None:
+def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str, oar: OarConfig) -> None:
     """Ask verl's actor workers and rollout servers for their plugin and compare it with this process's.
 
     `actors` and `servers` are Ray handles; the actors have their models. `feature` is their engine, one of
-    `capabilities.FEATURES`.
+    `capabilities.FEATURES`. The actors must be able to import what `oar` names: importance, gate and answer patterns.
 
     NodesDifferError: names each node that has another plugin or none, or does not answer in time, and what it has.
     """
-    question = make_question()
+    question = make_question(oar.model_dump())
     here = question(None, None)
     asked = {handle.__ray_call__.remote(question, feature): ("actor worker", i) for i, handle in enumerate(actors)}
     asked |= {handle.__ray_call__.remote(question, None): ("rollout server", i) for i, handle in enumerate(servers)}
@@ -42,7 +44,8 @@ def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str) -> 
         raise NodesDifferError(
             f"algorithm.adv_estimator=oar needs the same oar_plugin on every node. The driver, on {here['node']}, has "
             f"{here['plugin']} with verl {here['verl']}. These differ:\n" + "\n".join(lines) + "\nInstall the driver's "
-            "oar_plugin there, into the environment that Ray's processes run in; `oar doctor` on the node says what it has."
+            "oar_plugin, and your own modules, there, into the environment that Ray's processes run in; `oar doctor` on the "
+            "node says what it has."
         )
 
 
@@ -60,7 +63,7 @@ def _unlike(here: Mapping[str, str], reference: Any, answered: bool) -> tuple[st
     return there["node"], f"{there['plugin']} with verl {there['verl']}" if differs else ""
 
 
-def make_question() -> Callable[[Any, str | None], dict[str, str]]:
+def make_question(settings: Mapping[str, Any]) -> Callable[[Any, str | None], dict[str, str]]:
     """The question: a nested function that uses nothing of this module, so that it can be sent by value."""
 
     def ask(process: Any, feature: str | None) -> dict[str, str]:
@@ -97,6 +100,12 @@ def make_question() -> Callable[[Any, str | None], dict[str, str]]:
             return answer | {"fault": fault}
         (engine,) = engines
         if any(cls.__module__.startswith("oar_plugin.") for cls in type(engine).__mro__):
+            try:
+                from oar_plugin.config import OarConfig
+
+                OarConfig.parse(settings)
+            except ValueError as error:
+                return answer | {"fault": f"{answer['plugin']}, but {error}"}
             return answer
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
         reasons = [f"VERL_USE_EXTERNAL_PLUGINS={policy}"] if policy != "auto" else []

@@ -24,10 +24,11 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, Request
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -164,8 +165,11 @@ class ImportancePass:
             share = seconds_between(started, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
         zero_non_finite(importance, status_B)
-        report = {STATUS: nested(list(status_B[:, None])), SECONDS: nested(list(torch.tensor(seconds)[:, None]))}
-        result["model_output"].update({IMPORTANCE: nested(importance), SEGMENTS: nested(segments), **report})
+        started = time.perf_counter()
+        weights, status_B, measure_B4 = weigh_rows(importance, segments, status_B, request)
+        second_B1 = (torch.tensor(seconds) + (time.perf_counter() - started) / len(seconds))[:, None]
+        answer = importance, segments, weights, list(status_B[:, None]), list(measure_B4), list(second_B1)
+        result["model_output"] |= {name: nested(rows) for name, rows in zip(FIELDS, answer, strict=True)}
         return result
 
     def _agree_on_failures(self, segments: list[Tensor], status_B: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""OAR-P on the rollout engines, the driver's part: whether it is possible, switching it on, merging the engines' results.
+"""OAR-P on the rollout engines, the driver's part: whether it is possible, switching it on, choosing the engines' results.
 
 The engines' scores have fields of their own beside the actor's, because the actor writes its fields for all rows when it is
 asked for any. A further field, `oar_offload`, holds how the scoring of each response went.
@@ -18,12 +18,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.gate import relative
-from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
-from oar_plugin.passes.request import IMPORTANCE, SECONDS, SEGMENTS, STATUS
+from oar_plugin.passes.request import MEASURES, SHOWN, STATUS, WEIGHTS
 
 if TYPE_CHECKING:  # a plan of a run without verl needs this module
     from tensordict import TensorDict
@@ -32,7 +29,7 @@ logger = logging.getLogger("oar_plugin")
 
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 OFFLOAD = "oar_offload"
-ENGINE_FIELDS = {name: f"{name}_of_engines" for name in (IMPORTANCE, SEGMENTS, STATUS)}
+ENGINE_FIELDS = {name: f"{name}_of_engines" for name in (*SHOWN, WEIGHTS, STATUS, MEASURES)}
 
 ACTOR_MAY_HELP = (
     Status.NOT_NEEDED,  # rewards are equal, and yet the advantage is not zero: the base normalises over the batch
@@ -101,34 +98,25 @@ def actor_may_help(status_B: Tensor) -> Tensor:
     return torch.isin(status_B, torch.tensor(ACTOR_MAY_HELP))
 
 
-def merged(padded: TensorDict, asked_B: Tensor, padding_B: Tensor, oar: OarConfig) -> dict[str, Tensor]:
-    """Importance, segments, status and seconds of each row: the actor's where it was asked, the engines' elsewhere.
-
-    The engines' scores are nats. Those of a fallback whose scale is arbitrary become multiples of their response's mean, as
-    the gate would have them if the whole run had that importance.
+def merged(data: TensorDict, asked_B: Tensor, padding_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (nested like `advantages`), status `[B]` and measures `[B, 4]`: the actor's where it was asked, or the engines'.
 
     Args:
-        padded: `advantages` `[B, L]`, the engines' fields, and the actor's if it was asked for any row.
+        data: nested `advantages`, the engines' fields, and the actor's if it was asked for any row.
         asked_B: bool, rows that the actor was to score.
         padding_B: bool, rows that verl added to fill up the batch: copies of others, shorter than what the engines scored.
     """
-    length = padded["advantages"].shape[-1]
-    seconds_B1 = padded.get(SECONDS, torch.zeros(len(asked_B), 1))
-    fields = {SECONDS: torch.where(asked_B[:, None], seconds_B1, 0.0)}
-    for name, of_engines in ENGINE_FIELDS.items():
-        width = 1 if name == STATUS else length
-        theirs = _to_width(padded[of_engines], width)
-        fields[name] = torch.where(asked_B[:, None], _to_width(padded.get(name, theirs), width), theirs)
-        fields[name][padding_B] = 0
-    fields[STATUS][padding_B] = int(Status.NOT_NEEDED)
-    if asked_B.any() and importance_of(oar.perturbation.fallback).arbitrary_scale:
-        importance, reasoning = fields[IMPORTANCE], fields[SEGMENTS] == Segment.REASONING
-        fields[IMPORTANCE] = torch.where(asked_B[:, None], relative(importance, reasoning).float(), importance)
-    return fields
 
+    def chosen(name: str) -> list[Tensor]:
+        theirs = data[ENGINE_FIELDS[name]].unbind()
+        own = data[name].unbind() if name in data else theirs
+        return [mine if asked else other for mine, other, asked in zip(own, theirs, asked_B.tolist(), strict=True)]
 
-def _to_width(values: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
+    weights = chosen(WEIGHTS)
+    for row in padding_B.nonzero()[:, 0].tolist():
+        weights[row] = torch.ones_like(data["advantages"][row])
+    status_B = torch.cat(chosen(STATUS)).masked_fill(padding_B, int(Status.NOT_NEEDED))
+    return torch.nested.as_nested_tensor(weights, layout=torch.jagged), status_B, torch.stack(chosen(MEASURES))
 
 
 @dataclass(frozen=True)

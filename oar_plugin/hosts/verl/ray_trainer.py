@@ -9,7 +9,7 @@ with it before the update.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -28,9 +28,9 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, no_importance
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS
+from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SHOWN, STATUS, USED, WEIGHTS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
@@ -118,10 +118,11 @@ class OarRayTrainer(TrainerCredit):
         if not self._started:
             assert self.oar is not None
             self._started = True
-            self._check_nodes()
+            self._check_nodes(self.oar)
             self._make_credit(self.oar)
         workers, needed_B = self.actor_rollout_wg, self._needed_rows(batch)
-        asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps)
+        fields = USED if self._credit.dumps.folder is None else FIELDS
+        asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
             yield asking
@@ -143,21 +144,25 @@ class OarRayTrainer(TrainerCredit):
         if self.oar is None or batch.meta_info.get(RESHAPED):  # a trainer of one's own may update twice with a batch
             return super()._update_actor(batch)  # type: ignore[misc]
         started, metrics = time.perf_counter(), dict[str, float]()
-        if alone := IMPORTANCE not in batch.batch:
+        if alone := WEIGHTS not in batch.batch:
             self._score_alone(batch)
-        fields = {name: batch.batch.pop(name) for name in FIELDS}
+        fields = {name: batch.batch.pop(name) for name in FIELDS if name in batch.batch}
         entropy_BL, advantage_BL = batch.batch.pop(ENTROPY, None), batch.batch["advantages"]
         # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
         largest_B1 = advantage_BL.abs().amax(-1, keepdim=True)
         late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
         fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)
-        reshaped = self._reshape(advantage_BL, fields, metrics)
+        status_B = fields[STATUS][:, 0]
+        metrics.update(credit_metrics(fields[MEASURES], status_B))
         OarRayTrainer.unused = 0
-        batch.batch["advantages"] = reshaped.advantage_BL
+        weighted_BL = advantage_BL * fields[WEIGHTS]
         metrics["timing_s/oar"] = time.perf_counter() - started
         if not alone:  # the pass ran before this clock
             metrics["timing_s/oar"] += fields[SECONDS].sum().item() / self._ranks()
-        metrics.update(self._viewer.show(padded_batch(batch, reshaped, entropy_BL), {}))
+        shown = {name: fields[name] for name in (*SHOWN, WEIGHTS) if name in fields}
+        shown |= {} if entropy_BL is None else {"entropy": entropy_BL}
+        metrics.update(self._viewer.show(padded_batch(self.global_steps, batch, status_B, shown), {}))
+        batch.batch["advantages"] = weighted_BL
         reward = batch.batch["token_level_scores"].sum(-1).mean().item()
         self._credit.watch.see(self.global_steps, metrics, reward)
         result = super()._update_actor(batch)  # type: ignore[misc]
@@ -167,12 +172,15 @@ class OarRayTrainer(TrainerCredit):
 
 
 class _Asking:
-    """A worker group whose `compute_log_prob` also asks for importance. `answer`: the fields of the last call, padded."""
+    """A worker group whose `compute_log_prob` also asks for importance. `answer`: `fields` of the last call, padded."""
 
     answer: dict[str, Tensor]
 
-    def __init__(self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int) -> None:
+    def __init__(
+        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str] = FIELDS
+    ) -> None:
         self._workers, self._needed_B, self._request, self._step = workers, needed_B, request, step
+        self._fields, self.answer = fields, {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workers, name)
@@ -186,11 +194,13 @@ class _Asking:
         asked[NEEDED] = self._needed_B.long()[:, None]
         tu.assign_non_tensor(asked, **{REQUEST: self._request})
         output: TensorDict = self._workers.compute_log_prob(asked)
-        if IMPORTANCE not in output:
+        if WEIGHTS not in output:
             raise RuntimeError(no_importance(self._step))
-        self.answer = {name: output.pop(name).to_padded_tensor(0) for name in FIELDS}
-        for name in (IMPORTANCE, SEGMENTS):
-            self.answer[name] = pad(self.answer[name], (0, width - self.answer[name].shape[1]))
+        answer = {name: output.pop(name) for name in FIELDS}
+        for name in self._fields:
+            fill, columns = int(name == WEIGHTS), width if name in (*SHOWN, WEIGHTS) else 0
+            field = answer[name].to_padded_tensor(fill)
+            self.answer[name] = pad(field, (0, max(0, columns - field.shape[1])), value=fill)
         return output
 
 

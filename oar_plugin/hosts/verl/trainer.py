@@ -22,15 +22,14 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
-from verl.workers.utils.padding import response_to_nested
 
 from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, no_importance
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance
 from oar_plugin.hosts.verl.viewer import QueuedBatch
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS
+from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
@@ -67,7 +66,7 @@ class OarTrainerMixin(TrainerCredit):
         for manager in (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager")):
             for replica in manager.get_replicas() if manager is not None else ():
                 servers += replica.servers
-        self._check_nodes(servers)
+        self._check_nodes(self.oar, servers)
         super().on_init_end()  # type: ignore[misc]
 
     def _init_tokenizer(self) -> None:
@@ -171,23 +170,26 @@ class OarTrainerMixin(TrainerCredit):
         if self._warms_up():
             return batch
         with marked_timer("oar", self.timing_raw):
-            of_engines = ENGINE_FIELDS.values() if self.oar.offloads else ()
-            data = _read(batch, "advantages", NEEDED, *FIELDS, *of_engines)
-            mask = data["advantages"]
-            padded = data.to_padded_tensor()
-            asked_B = padded[NEEDED][:, 0] > 0
-            if IMPORTANCE not in padded and (asked_B.any() or not self.oar.offloads):
+            of_engines = [ENGINE_FIELDS[name] for name in USED if name in ENGINE_FIELDS] if self.oar.offloads else []
+            data = _read(batch, "advantages", NEEDED, *USED, *of_engines)
+            asked_B = by_actor_B = data[NEEDED].values() > 0
+            if WEIGHTS not in data and (asked_B.any() or not self.oar.offloads):
                 raise RuntimeError(no_importance(self.global_steps))
             if self.oar.offloads:
-                padded.update(merged(padded, asked_B, _padding_rows(batch), self.oar))
-            reshaped = self._reshape(padded["advantages"], padded, metrics)
-            _write(batch, "advantages", response_to_nested(reshaped.advantage_BL, mask))
-        if not self._bypasses_log_probs():  # in bypass mode, the driver's timer already has the whole pass
-            self.timing_raw["oar"] += padded[SECONDS].sum().item() / self._ranks()
+                weights, status_B, measure_B4 = merged(data, asked_B, _padding_rows(batch))
+            else:
+                weights, status_B, by_actor_B = data[WEIGHTS], data[STATUS].values(), torch.ones_like(asked_B)
+                measure_B4 = data[MEASURES].values().view(len(status_B), -1)
+            metrics.update(credit_metrics(measure_B4, status_B))
+            advantages = weighted(data["advantages"], weights)
+        if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
+            self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        queued = QueuedBatch(batch.keys, ~_padding_rows(batch), asked_B, reshaped, read)
-        metrics.update(self._viewer.show(queued, self.logger.logger))
+        queued = QueuedBatch(self.global_steps, batch.keys, ~_padding_rows(batch), by_actor_B, status_B, read)
+        metrics.update(self._viewer.show(queued, self.logger.logger))  # while the queue has the host's own advantages
         self.logger.logger.setdefault("oar_watch", _WatchingLogger(self._credit.watch))
+        with marked_timer("oar", self.timing_raw):
+            _write(batch, "advantages", advantages)
         return batch
 
     @contextmanager
@@ -206,6 +208,15 @@ class _WatchingLogger:
 
     def log(self, data: dict[str, Any], step: int) -> None:
         self._watch.see(step, data, data.get("critic/score/mean"))
+
+
+def weighted(advantages: Any, weights: Any) -> torch.Tensor:
+    """Returns the product of two nested tensors. RuntimeError: their rows differ in length."""
+    if not advantages.offsets().equal(weights.offsets()):
+        raise RuntimeError(
+            "the actor's weights and verl's advantages differ in length: verl changed the responses between"
+        )
+    return torch.nested.nested_tensor_from_jagged(advantages.values() * weights.values(), advantages.offsets())
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:

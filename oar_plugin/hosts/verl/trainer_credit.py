@@ -1,6 +1,6 @@
 """What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -8,12 +8,12 @@ from torch import Tensor
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from oar_plugin.config import OarConfig
+from oar_plugin.credit.diagnostics import summarize
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.settings import STRATEGIES
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
-from oar_plugin.token_credit import ReshapedBatch, TokenCredit
+from oar_plugin.token_credit import TokenCredit
 
 if TYPE_CHECKING:
     from verl.single_controller.ray.base import RayWorkerGroup
@@ -33,8 +33,9 @@ class TrainerCredit:
         self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True)
         self._viewer = Viewer(self._credit)
 
-    def _check_nodes(self, servers: Sequence[Any] = ()) -> None:
-        check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[self.config.actor_rollout_ref.actor.strategy])
+    def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
+        strategy = self.config.actor_rollout_ref.actor.strategy
+        check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[strategy], oar)
 
     def _warms_up(self) -> bool:
         """Whether verl does not update the actor in this step: weights would change nothing."""
@@ -64,12 +65,10 @@ class TrainerCredit:
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
 
-    def _reshape(self, advantage_BL: Tensor, fields: Mapping[str, Tensor], metrics: dict) -> ReshapedBatch:
-        """Multiplies verl's advantage with the weights. `fields`: the actor's answer, padded."""
-        status_B = fields[STATUS][:, 0]
-        reshaped = self._credit.reshape(self.global_steps, advantage_BL, fields[IMPORTANCE], fields[SEGMENTS], status_B)
-        metrics.update({f"oar/{name}": value for name, value in reshaped.metrics.items()})
-        return reshaped
+
+def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
+    """Returns the metrics of a batch's weights, by the names of a run's log."""
+    return {f"oar/{name}": value for name, value in summarize(measure_B4, status_B).items()}
 
 
 def no_importance(step: int) -> str:

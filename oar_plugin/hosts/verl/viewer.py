@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 
 from oar_plugin.credit.answer import Segment
@@ -19,8 +20,10 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.hosts.verl.dashboards import DASHBOARDS, Picture
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.page.dumps import DUMP_FAILED, Sibling, choose
 from oar_plugin.page.record import Response
+from oar_plugin.passes.request import SHOWN, WEIGHTS
 from oar_plugin.token_credit import ReshapedBatch, TokenCredit
 
 DASHBOARD_FAILED = "oar/dashboard_failed"
@@ -30,12 +33,13 @@ QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "
 
 @dataclass(frozen=True)
 class QueuedBatch:
-    """A batch of verl's after reshaping, and a way to its other fields."""
+    """A batch of verl's with its credit, and a way to its fields. The advantages there are still the host's own."""
 
+    step: int  # training step
     keys: Sequence[str]  # of the rows, verl's `{uid of the prompt}_{session}_{index}`
     own_B: Tensor  # bool, false for rows that verl added to fill up the batch
-    by_actor_B: Tensor  # bool, rows that the actor was asked to score; rollout engines, if they score, do the others
-    reshaped: ReshapedBatch
+    by_actor_B: Tensor  # bool, rows whose credit is in the actor's fields; that of others is in the engines'
+    status_B: Tensor  # int64, a `Status` per row
     read: Callable[..., TensorDict]  # `read(keys=..., select_fields=...)`: fields of some rows, if they were written
 
     def siblings(self) -> Iterator[Sibling]:
@@ -47,20 +51,19 @@ class QueuedBatch:
             uid, session, index = self.keys[row].rsplit("_", 2)
             places.append((first_row.setdefault(uid, row), int(session), int(index), row, uid))
         for *_, row, uid in sorted(places):
-            yield Sibling(uid, self.keys[row], reward_B[row].item(), int(self.reshaped.status_B[row]))
+            yield Sibling(uid, self.keys[row], reward_B[row].item(), int(self.status_B[row]))
 
 
-def padded_batch(batch: DataProto, reshaped: ReshapedBatch, entropy_BL: Tensor | None) -> QueuedBatch:
-    """The batch of a trainer that holds it padded: prompts on the left, responses on the right."""
+def padded_batch(step: int, batch: DataProto, status_B: Tensor, more: Mapping[str, Tensor]) -> QueuedBatch:
+    """The batch of a trainer that holds it padded: prompts on the left, responses on the right. `more`: other fields."""
     keys = [f"{uid}_{row}_0" for row, uid in enumerate(batch.non_tensor_batch["uid"])]
 
     def read(keys: Sequence[str], select_fields: Sequence[str]) -> Any:
         rows = [int(key.split("_")[-2]) for key in keys]
         real_BT, prompt = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
-        entropy = {} if entropy_BL is None else {"entropy": entropy_BL}
         fields: dict[str, Any] = {}
         for name in select_fields:
-            tensors = entropy if name in entropy else batch.batch
+            tensors = more if name in more else batch.batch
             if name in tensors:
                 keep_BT = real_BT[:, :prompt] if name == "prompts" else real_BT[:, prompt:]
                 fields[name] = torch.nested.masked_select(tensors[name][rows], keep_BT[rows])
@@ -69,7 +72,7 @@ def padded_batch(batch: DataProto, reshaped: ReshapedBatch, entropy_BL: Tensor |
         return fields
 
     everything_B = torch.ones(len(keys), dtype=torch.bool)
-    return QueuedBatch(keys, everything_B, everything_B, reshaped, read)
+    return QueuedBatch(step, keys, everything_B, everything_B, status_B, read)
 
 
 class Viewer:
@@ -78,8 +81,7 @@ class Viewer:
         fallback = oar.actor_importance or oar.importance
         # The engines' importance where they score, and the actor's.
         self._names = importance_of(oar.importance).name, importance_of(fallback).name
-        # A fallback's importance is on the scale of the one that it replaces.
-        arbitrary = dict.fromkeys(self._names, oar.importance_object.arbitrary_scale)
+        arbitrary = {one.name: one.arbitrary_scale for one in map(importance_of, (oar.importance, fallback))}
         self._header = credit.header(arbitrary, verl=host_version())
         self._step, self._responses = 0, list[Response]()
 
@@ -90,29 +92,28 @@ class Viewer:
 
         Returns metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
         """
-        dumps, reshaped = self.credit.dumps, batch.reshaped
+        dumps = self.credit.dumps
         boards = [name for name in DASHBOARDS if name in loggers]
         metrics = {DUMP_FAILED: 0.0} if dumps.folder else {}
         metrics |= {DASHBOARD_FAILED: 0.0} if boards else {}
-        if not metrics or not dumps.due(reshaped.step):
+        if not metrics or not dumps.due(batch.step):
             return metrics
-        start, first = time.perf_counter(), reshaped.step != self._step
+        start, first = time.perf_counter(), batch.step != self._step
         if first:
-            self._step, self._responses = reshaped.step, []
-        counted = partial(dumps.counted, reshaped.step, metrics)
+            self._step, self._responses = batch.step, []
+        counted = partial(dumps.counted, batch.step, metrics)
         with counted("reading responses", *metrics):
             groups = self._groups(batch)
             self._responses += [response for group in groups for response in group]
             if dumps.folder is not None:
                 with counted(f"writing into {dumps.folder}", DUMP_FAILED):
-                    dumps.write(self._header, reshaped.step, self._responses)
-            for name in boards if first else ():
-                with counted(name, DASHBOARD_FAILED):
-                    scored_B1 = (reshaped.status_B == Status.SCORED)[:, None]
-                    paid_BL = (reshaped.segments_BL == Segment.REASONING) & scored_B1
-                    weights, importance = reshaped.weight_BL[paid_BL].numpy(), reshaped.importance_BL[paid_BL].numpy()
-                    group = groups[0] if groups else []
-                    DASHBOARDS[name](loggers[name], Picture(reshaped.step, weights, importance, group, self._header))
+                    dumps.write(self._header, batch.step, self._responses)
+            if boards and first:
+                with counted("reading all scores", DASHBOARD_FAILED):
+                    picture = self._picture(batch, groups)
+                    for name in boards:
+                        with counted(name, DASHBOARD_FAILED):
+                            DASHBOARDS[name](loggers[name], picture)
         return metrics | {"timing_s/oar_dump": time.perf_counter() - start}
 
     def _groups(self, batch: QueuedBatch) -> list[list[Response]]:
@@ -127,16 +128,28 @@ class Viewer:
         fields = {key: {name: column[at] for name, column in columns.items()} for at, key in enumerate(keys)}
         return [[self._response(batch, sibling, fields[sibling.uid]) for sibling in group] for group in chosen]
 
+    def _credited(self, batch: QueuedBatch, rows: Sequence[int]) -> ReshapedBatch:
+        """Some rows of a batch, padded, with what the actor or the engines say of them."""
+        names = ["advantages", *SHOWN, WEIGHTS]
+        fields = batch.read(keys=[batch.keys[row] for row in rows], select_fields=[*names, *ENGINE_FIELDS.values()])
+        columns = {name: field.unbind() for name, field in fields.items()}
+
+        def padded(name: str) -> Tensor:
+            of = [name if batch.by_actor_B[row] else ENGINE_FIELDS.get(name, name) for row in rows]
+            return pad_sequence([columns[name][at] for at, name in enumerate(of)], batch_first=True)
+
+        advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, names)
+        weighted_BL, status_B = advantage_BL * weight_BL, batch.status_B[rows]
+        return ReshapedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weighted_BL, weight_BL, status_B, {})
+
     def _response(self, batch: QueuedBatch, sibling: Sibling, fields: Mapping[str, Any]) -> Response:
-        ids, row = fields["responses"].tolist(), batch.keys.index(sibling.uid)
-        by_actor = not self.credit.config.offloads or bool(batch.by_actor_B[row])
-        asked = fields.get("reward_model")
+        ids, row, asked = fields["responses"].tolist(), batch.keys.index(sibling.uid), fields.get("reward_model")
         return self.credit.record(
-            batch.reshaped,
-            row,
+            self._credited(batch, [row]),
+            0,
             slice(len(ids)),
             ids,
-            importance=self._names[by_actor],
+            importance=self._names[bool(batch.by_actor_B[row])],
             group=sibling.group,
             uid=sibling.uid,
             reward=sibling.reward,
@@ -147,3 +160,11 @@ class Viewer:
             entropies=fields.get("entropy"),
             mask=fields.get("response_mask"),
         )
+
+    def _picture(self, batch: QueuedBatch, groups: list[list[Response]]) -> Picture:
+        weights = importance = torch.zeros(0)
+        if scored := (batch.status_B == Status.SCORED).nonzero()[:, 0].tolist():
+            credited = self._credited(batch, scored)
+            paid_BL = credited.segments_BL == Segment.REASONING
+            weights, importance = credited.weight_BL[paid_BL], credited.importance_BL[paid_BL]
+        return Picture(batch.step, weights.numpy(), importance.numpy(), groups[0] if groups else [], self._header)

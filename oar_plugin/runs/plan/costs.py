@@ -265,7 +265,8 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
             hidden = oar.perturbation.share_while_generating * generation if oar.offloads else 0.0
             rate = (s.rollout_gpus if oar.offloads else s.gpus) * gpu.tflops * 1e12 * efficiency.inference
             seconds[COPIES] = max(0.0, flops[COPIES] / rate - hidden)
-        seconds[GATE] = hardware.GATE_SECONDS_PER_TOKEN * s.sequences * s.max_response
+        gate = hardware.GATE_SECONDS_PER_TOKEN / s.dp + hardware.DRIVER_SECONDS_PER_TOKEN
+        seconds[GATE] = gate * s.sequences * s.max_response
     seconds[UPDATE] = trainer(UPDATE, efficiency.training, s.actor.ppo_epochs, 1, 1)
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
     moved = s.model.adapters * s.lora_rank or s.model.parameters

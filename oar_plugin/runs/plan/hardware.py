@@ -64,8 +64,9 @@ POOR, GOOD = Efficiency(0.25, 0.30, 0.35, 0.40, 6e-3, 3e-5), Efficiency(0.55, 0.
 MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # mean lengths as shares of the maximum lengths
 SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
 ANSWER = 8  # tokens per answer
-# Per response token, with padding. Measured on one core (AMD EPYC), because only verl's driver runs the gate.
-GATE_SECONDS_PER_TOKEN = 7e-8
+# Per response token, with padding, on one core (AMD EPYC; benchmarks/results/driver.md): the gate on each actor rank's CPU, and
+# the multiplication by verl's driver.
+GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 1.4e-7, 3e-9
 
 CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers
 TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and library workspaces in the trainer's phases
