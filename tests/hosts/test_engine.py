@@ -293,8 +293,8 @@ def test_the_engine_is_inert_without_a_request(results, table):
     assert differences(plugin, host) == []
 
 
-def test_the_pass_reads_the_tensors_that_verl_moved_to_the_device(results):
-    """On a GPU the micro-batch that comes in is on the CPU, and only verl's copy meets the model's hidden states."""
+def test_the_pass_reads_tokens_on_the_cpu(results):
+    """On a GPU the micro-batch that comes in is on the CPU; to read verl's copy on the device would make the CPU wait."""
     assert results("single moved") == {"some": True, "apart": True}
 
 

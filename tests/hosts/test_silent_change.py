@@ -37,6 +37,7 @@ MODES = {
     "colocate_async": ("qwen2_5_7b_colocate_async", MAIN, "rollout_tq", []),
     "separate_async": ("qwen2_5_7b_separate_async", MAIN, "rollout_tq", []),
     "ray_trainer": (MATH, MAIN, "rollout", []),
+    "megatron": ("qwen2_5_32b_megatron", MAIN, "rollout", []),
     "one_step_off": (MATH, ONE_STEP_OFF, "rollout", [NUMBERED]),
     "fully_async": (MATH, FULLY_ASYNC, "async_rollout", IN_ORDER),
 }
