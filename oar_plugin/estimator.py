@@ -1,5 +1,6 @@
 """OAR as an estimator: a group-relative advantage times the gate's weights, with the fallbacks decided and counted."""
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,10 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import MEASURES, Status, measured, summarize
 from oar_plugin.credit.gate import kept_total, relative
 from oar_plugin.passes.request import Request
+
+logger = logging.getLogger("oar_plugin")
+
+_FAILED = set[str]()  # users' gates that have raised in this process; the log says it once
 
 
 class Reshaped(NamedTuple):
@@ -48,9 +53,19 @@ def weigh(
     gate = settings.gate_object
     if settings.importance_object.arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
-    weight_BL = gate.weights(importance_BL, usable_BL, settings.quantile, settings.beta, settings.floor).float()
-    # A response on which a user's gate or importance fails must not spoil the batch.
-    bad_B = (status_B == Status.SCORED) & ~kept_total(weight_BL, usable_BL)
+    # A response on which a user's gate or importance fails must not spoil the batch. An actor that raised would leave the other
+    # ranks waiting for it.
+    try:
+        weight_BL = gate.weights(importance_BL, usable_BL, settings.quantile, settings.beta, settings.floor).float()
+        kept_B = kept_total(weight_BL, usable_BL)
+    except Exception:
+        if settings.gate not in _FAILED:
+            logger.exception(
+                "algorithm.oar.gate=%s raised; the responses of its batch fall back to GRPO", settings.gate
+            )
+        _FAILED.add(settings.gate)
+        weight_BL, kept_B = torch.ones_like(importance_BL), torch.zeros_like(scored_B)
+    bad_B = (status_B == Status.SCORED) & ~kept_B
     status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     weight_BL = torch.where(usable_BL, weight_BL, 1.0)

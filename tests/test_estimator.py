@@ -120,6 +120,20 @@ def breaks_some(importance_BL, reasoning_BL, tau, beta, floor):
     return torch.where((highest_B1 == 9) & ~reasoning_BL, 0.5, weight_BL)
 
 
+def raises_at_ten(importance_BL, reasoning_BL):
+    if (importance_BL == 10).any():
+        raise ArithmeticError
+    return torch.ones_like(importance_BL)
+
+
+def test_responses_fall_back_where_an_own_gate_raises(caplog):
+    settings = {"importance": NATS, "gate": f"python:{__name__}:raises_at_ten"}
+    one = [even(torch.tensor([[0.0, 10]]), torch.ones(1, 2) > 0, **settings) for _ in range(2)][1]
+    assert one.status_B.tolist() == [Status.NON_FINITE]
+    assert one.weight_BL.tolist() == [[1, 1]]
+    assert len(caplog.records) == 1
+
+
 def test_a_response_that_breaks_an_own_gate_falls_back_and_others_keep_their_weights():
     importance = torch.tensor([[0.0, 1, highest, 2, 0] for highest in (5, 7, 8, 9)])
     reasoning = (torch.arange(5) < 4).expand(4, 5)

@@ -175,7 +175,9 @@ class Projection:
 
     @property
     def linear(self) -> bool:
-        return all(LOGIT_CHANGES[name] is not _soft_cap for name in self._changes)
+        """Whether the gradient at the hidden states does not depend on them. A user's own head may be anything."""
+        capped = any(LOGIT_CHANGES[name] is _soft_cap for name in self._changes)
+        return isinstance(self._head, nn.Linear) and not capped
 
     def __call__(self, hidden_NH: Tensor) -> Tensor:
         logits_NV: Tensor = self._head.forward(hidden_NH)

@@ -152,6 +152,7 @@ class Own:
 
 
 NOT_WEIGHTS = "its weights must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere"
+OTHERS = "a response's weights must not depend on other responses or on padding"
 FAILED = "a call with (importance_BL, reasoning_BL{}) failed: {}"
 
 
@@ -166,6 +167,8 @@ FAILED = "a call with (importance_BL, reasoning_BL{}) failed: {}"
         (Own(torch.full((3, 5), 0.5)), NOT_WEIGHTS),
         (lambda importance_BL, reasoning_BL, *_: torch.where(reasoning_BL, 1.0, 0.5), NOT_WEIGHTS),
         (lambda importance_BL, *_: importance_BL / 0, NOT_WEIGHTS),
+        (lambda score_BL, keep_BL: bi_level(score_BL / score_BL.max() * 9, keep_BL), OTHERS),
+        (lambda score_BL, keep_BL: bi_level(score_BL * score_BL.shape[1], keep_BL), OTHERS),
         (lambda importance_BL: importance_BL, FAILED.format("", "TypeError*")),
         (lambda importance_BL, reasoning_BL, tau, width: importance_BL, FAILED.format(", tau", "TypeError*")),
         (lambda *given: {}["mine"], FAILED.format(", tau, beta, floor", "KeyError('mine')")),
@@ -180,9 +183,11 @@ def test_a_gate_of_a_users_own_is_tried(own, fault):
     said = _fault(Gate(own, 0.85))
     assert said is None if fault is None else fnmatchcase(said, fault)
     for importance_BL, reasoning_BL in getattr(own, "seen", ()):
-        assert (importance_BL > 0).all()
-        assert reasoning_BL.sum(-1).tolist() == [3, 5, 0]  # tokens outside: in front and behind, none, all
-        assert reasoning_BL[0].tolist() == [False, True, True, True, False]
+        assert (importance_BL[:, :5] > 0).all()
+        assert (
+            reasoning_BL.sum(-1).tolist() == [3, 5, 0][: len(reasoning_BL)]
+        )  # tokens outside: front and back, none, all
+        assert reasoning_BL[0].tolist()[:5] == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize(

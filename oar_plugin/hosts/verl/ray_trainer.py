@@ -93,9 +93,18 @@ class OarRayTrainer(TrainerCredit):
         )
         return (advantage_BL != 0).any(-1)
 
+    def _start(self, oar: OarConfig) -> None:
+        """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""
+        if not self._started:
+            self._started = True
+            self._check_nodes(oar)
+            self._make_credit(oar)
+
     # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
+        if self.oar is not None:
+            self._start(self.oar)
         if self.oar is None or self._warms_up():
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
         for name in (*FIELDS, ENTROPY):  # of an earlier pass over this batch: verl unites only equal fields
@@ -115,11 +124,8 @@ class OarRayTrainer(TrainerCredit):
     @contextmanager
     def _asking(self, batch: DataProto, importance_only: bool = False) -> Iterator["_Asking"]:
         """The actor's workers, which also score the rows of the next log-prob pass."""
-        if not self._started:
-            assert self.oar is not None
-            self._started = True
-            self._check_nodes(self.oar)
-            self._make_credit(self.oar)
+        assert self.oar is not None
+        self._start(self.oar)
         workers, needed_B = self.actor_rollout_wg, self._needed_rows(batch)
         fields = USED if self._credit.dumps.folder is None else FIELDS
         asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps, fields)

@@ -134,11 +134,10 @@ class OarTrainerMixin(TrainerCredit):
         """
         needed_B = self._rows_with_an_advantage(batch)
         if self.oar.offloads:
-            data = _read(batch, ENGINE_FIELDS[STATUS], OFFLOAD)
-            own_B = ~_padding_rows(batch)
-            status_B = torch.cat(data[ENGINE_FIELDS[STATUS]].unbind())
+            own_B, records = ~_padding_rows(batch), _read(batch, OFFLOAD)[OFFLOAD].unbind()
+            status_B = torch.stack([record[0] for record in records]).long()  # before the gate, which the actor has too
             needed_B &= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
-            rows = [row for row, own in zip(data[OFFLOAD].unbind(), own_B.tolist(), strict=True) if own]
+            rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
         _write(batch, NEEDED, torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged))
         return needed_B
