@@ -33,7 +33,7 @@ def test_an_override_of_verl():
 
 
 def test_a_rollout_key_of_the_recipes_that_this_verl_lacks_is_refused_before_a_run():
-    """It composes, for a recipe's own file names it. verl's workers would fail, after Ray has started."""
+    """On verl 0.8. The key composes, for a recipe's own file names it. verl's workers would fail, after Ray has started."""
     if "seed" in {field.name for field in dataclasses.fields(RolloutConfig)}:
         pytest.skip("this verl has actor_rollout_ref.rollout.seed")
     recipe = find_recipe("qwen2_5_7b_math")
