@@ -90,7 +90,7 @@ def of_v1(responses: int) -> tuple[float, float]:
     one, ids = ready(object.__new__(get_trainer_cls("sync"))), [str(row // GROUP) for row in range(responses)]
     keys = [f"{uid}_{row}_0" for row, uid in enumerate(ids)]
     batch = KVBatchMeta(keys=keys, partition_id="train", extra_info={}, tags=[{}] * responses)
-    queue = {"uid": NonTensorStack(*ids), "response_mask": nested(torch.ones(responses, TOKENS).long())}
+    queue: dict[str, Any] = {"uid": NonTensorStack(*ids), "response_mask": nested(torch.ones(responses, TOKENS).long())}
     queue |= {"rm_scores": nested(rewards(responses)), NEEDED: nested(torch.ones(responses, 1).long())}
     queue |= answer(responses)
 
