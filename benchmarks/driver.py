@@ -2,33 +2,39 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verl_ray
-from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from benchmarks.machine import describe_machine
 from benchmarks.report import Table
 from oar_plugin.config import OarConfig
 from oar_plugin.estimator import weigh_rows
-from oar_plugin.hosts.verl import ray_trainer, trainer
+from oar_plugin.hosts.verl import ray_trainer
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.passes.request import FIELDS, NEEDED, USED
 from oar_plugin.token_credit import TokenCredit
 
 RESPONSES, GROUP, TOKENS = (2_048, 16_384), 8, 1_024
 REPEATS = 7
-ALGORITHM = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
+CONFIG = {
+    "algorithm": {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False},
+    "actor_rollout_ref": {"rollout": {"n": GROUP, "temperature": 1.0}},
+    "trainer": {},
+}
 
 TEXT = """\
 # The driver's part of token credit
@@ -43,20 +49,6 @@ rows and pads it; that is part of "OAR".
 
 The gate itself (last table) takes this long on the actor's CPU, where the data-parallel ranks divide the batch.
 """
-
-
-class Queue:
-    """verl's transfer queue without transport."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
-
-    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        return TensorDict({name: self.fields[name] for name in select_fields if name in self.fields}, len(keys))
-
-    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
-        self.fields.update(dict(fields.items()))
-        return KVBatchMeta(keys=keys, partition_id=partition_id, extra_info={}, tags=[{}] * len(keys))
 
 
 def nested(rows: torch.Tensor) -> torch.Tensor:
@@ -80,41 +72,42 @@ def rewards(responses: int) -> torch.Tensor:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """CPU seconds: other processes on the machine do not count."""
-    started = time.process_time()
+    started = time.perf_counter()
     call()
-    return time.process_time() - started
+    return time.perf_counter() - started
 
 
-@contextmanager
-def timer(name: str, timing: dict[str, float], **_: Any) -> Iterator[None]:
-    """verl's `marked_timer` in CPU seconds."""
-    started = time.process_time()
-    yield
-    timing[name] = timing.get(name, 0.0) + time.process_time() - started
+def ready(one: Any) -> Any:
+    """A trainer, made without `__init__`, with what OAR's part of a step uses."""
+    one.oar, one.global_steps, one.logger = OarConfig(), 1, SimpleNamespace(logger={})
+    one.config, one._credit = OmegaConf.create(CONFIG), TokenCredit(one.oar, None)
+    one._viewer, one.actor_rollout_wg = Viewer(one._credit), SimpleNamespace(_dispatch_info={"actor": [0]})
+    return one
 
 
 def of_v1(responses: int) -> tuple[float, float]:
-    """Seconds of verl's advantage and of what OAR adds, in the v1 trainers."""
-    ids = [str(row // GROUP) for row in range(responses)]
-    one, reward_BL = object.__new__(get_trainer_cls("sync")), rewards(responses)
-    rollout = {"rollout": {"n": GROUP, "temperature": 1.0}}
-    one.config = OmegaConf.create({"algorithm": ALGORITHM, "actor_rollout_ref": rollout})
-    one.oar, one.global_steps, one.logger = OarConfig(), 1, SimpleNamespace(logger={})
-    one._credit = TokenCredit(one.oar, None)
-    one._viewer, one.actor_rollout_wg = Viewer(one._credit), SimpleNamespace(_dispatch_info={"actor": [0]})
-    fields = {"uid": NonTensorStack(*ids), "response_mask": nested(torch.ones(responses, TOKENS).long())}
-    fields |= {"rm_scores": nested(reward_BL), NEEDED: nested(torch.ones(responses, 1).long())} | answer(responses)
-    trainer_base.tq = trainer.tq = Queue(fields)
-    trainer.marked_timer = timer
+    """Seconds of verl's advantage and of what OAR adds, in the v1 trainers; their transfer queue is a dictionary."""
+    one, ids = ready(object.__new__(get_trainer_cls("sync"))), [str(row // GROUP) for row in range(responses)]
     keys = [f"{uid}_{row}_0" for row, uid in enumerate(ids)]
     batch = KVBatchMeta(keys=keys, partition_id="train", extra_info={}, tags=[{}] * responses)
+    queue: dict[str, Any] = {"uid": NonTensorStack(*ids), "response_mask": nested(torch.ones(responses, TOKENS).long())}
+    queue |= {"rm_scores": nested(rewards(responses)), NEEDED: nested(torch.ones(responses, 1).long())}
+    queue |= answer(responses)
+
+    def get(select_fields: list[str], **_: Any) -> TensorDict:
+        return TensorDict({name: queue[name] for name in select_fields if name in queue}, responses)
+
+    def put(fields: TensorDict, **_: Any) -> KVBatchMeta:
+        queue.update(fields.items())
+        return batch
+
     verls, ours = [], []
-    for _ in range(REPEATS):
-        one.timing_raw, one.config.algorithm.adv_estimator = {}, "grpo"
-        verls.append(seconds(lambda: trainer_base.PPOTrainer._compute_advantage(one, batch, {})))
-        one._compute_advantage(batch, {})
-        ours.append(one.timing_raw["oar"])
+    with mock.patch.multiple(transfer_queue, kv_batch_get=get, kv_batch_put=put):
+        for _ in range(REPEATS):
+            one.timing_raw, one.config.algorithm.adv_estimator = {}, "grpo"
+            verls.append(seconds(lambda: PPOTrainer._compute_advantage(one, batch, {})))
+            one._compute_advantage(batch, {})
+            ours.append(one.timing_raw["oar"])
     return statistics.median(verls), statistics.median(ours)
 
 
@@ -131,22 +124,16 @@ class _RayTrainer(ray_trainer.OarRayTrainer, _Updates):
 
 def of_ray_trainer(responses: int) -> tuple[float, float]:
     """Seconds of verl's advantage and of what OAR adds, in `RayPPOTrainer`."""
-    one, reward_BL = _RayTrainer(), rewards(responses)
-    vars(ray_trainer)["time"] = SimpleNamespace(perf_counter=time.process_time)
-    one.oar, one.global_steps = OarConfig(), 1
-    one._credit = TokenCredit(one.oar, None)
-    one._viewer, one.actor_rollout_wg = Viewer(one._credit), SimpleNamespace(_dispatch_info={"actor": [0]})
-    mask_BL, verls, ours, fields = torch.ones(responses, TOKENS).long(), [], [], answer(responses)
+    one, fields = ready(_RayTrainer()), answer(responses)
+    mask_BL, reward_BL = torch.ones(responses, TOKENS).long(), rewards(responses)
     rows = {"responses": mask_BL, "attention_mask": mask_BL, "response_mask": mask_BL}
-    asking = ray_trainer._Asking(
-        SimpleNamespace(compute_log_prob=lambda data: TensorDict(dict(fields), responses)), mask_BL[:, 0], {}, 1, USED
-    )
+    rewarded = rows | {"token_level_rewards": reward_BL, "token_level_scores": reward_BL}
+    ids = np.array([str(row // GROUP) for row in range(responses)], dtype=object)
+    workers = SimpleNamespace(compute_log_prob=lambda data: TensorDict(dict(fields), responses))
+    asking = ray_trainer._Asking(workers, mask_BL[:, 0], {}, 1, USED)
+    verls, ours = [], []
     for _ in range(REPEATS):
-        ids = np.array([str(row // GROUP) for row in range(responses)], dtype=object)
-        batch = DataProto.from_dict(
-            rows | {"token_level_rewards": reward_BL, "token_level_scores": reward_BL}, {"uid": ids}
-        )
-        config = OmegaConf.create(ALGORITHM)
+        batch, config = DataProto.from_dict(dict(rewarded), {"uid": ids}), one.config.algorithm
         verls.append(seconds(lambda: verl_ray.compute_advantage(batch, "grpo", num_repeat=GROUP, config=config)))  # noqa: B023
         asked = seconds(lambda: asking.compute_log_prob(TensorDict(dict(rows), responses)))
         batch.batch.update(asking.answer)
@@ -164,7 +151,9 @@ def of_gate(gate: str, responses: int = 256) -> float:
     )
 
 
+@mock.patch.object(time, "perf_counter", time.process_time)
 def main() -> None:
+    """The trainers' own clocks, too, count processor seconds, so that other processes on the machine do not matter."""
     torch.set_num_threads(1)
     machine, rows = describe_machine(torch.device("cpu")), []
     for name, measured in (("v1", of_v1), ("RayPPOTrainer", of_ray_trainer)):

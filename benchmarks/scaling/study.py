@@ -180,10 +180,10 @@ def phases(measured: Measured) -> Table:
     rows = []
     for launch, found in measured.items():
         grpo, oar = found["seconds"]["grpo"], found["seconds"]["oar"]
-        each = [grpo["log_prob"], oar["log_prob"], oar["gate"], grpo["update"], oar["update"]]
+        each = [grpo["log_prob"], oar["log_prob"], oar["driver"], grpo["update"], oar["update"]]
         each += [whole_steps(found, "cpu_seconds")[method] for method in ("grpo", "oar")]
         rows.append([*label(launch, found["machine"]), *(f"{np.median(values):.3g}" for values in each)])
-    columns = ("log-probs", "with importance", "gate", "update", "OAR's update", "GRPO, CPU s", "OAR, CPU s")
+    columns = ("log-probs", "with importance", "driver", "update", "OAR's update", "GRPO, CPU s", "OAR, CPU s")
     return Table("Seconds by phase", ("layout", "responses", *columns), rows)
 
 

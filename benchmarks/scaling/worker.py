@@ -152,17 +152,17 @@ class Actor:
         with self.engine.train_mode():
             self.engine.train_batch(data, self.loss)
 
-    def gate(self, output: dict[str, Any], times: int = 1) -> Tensor:
+    def reshape(self, output: dict[str, Any], times: int = 1) -> Tensor:
         """Advantages of this rank's rows times their weights, `times` over, and the metrics."""
         fields = (torch.stack(list(output[name].unbind())) for name in (WEIGHTS, STATUS, MEASURES))
         weight_BL, status_B1, measure_B4 = (field.repeat(times, 1) for field in fields)
         summarize(measure_B4, status_B1[:, 0])
         return self.advantage_BL.repeat(times, 1) * weight_BL
 
-    def gate_of_whole_batch(self, output: dict[str, Any]) -> None:
-        """As the driver does it: on one process, for as many rows as all ranks have."""
+    def driver(self, output: dict[str, Any]) -> None:
+        """The driver's part: on one process, for as many rows as all ranks have."""
         if distributed.get_rank() == 0:
-            self.gate(output, self.layout.data)
+            self.reshape(output, self.layout.data)
 
     def check(self, output: dict[str, Any]) -> None:
         """Raises: RuntimeError when a row that was to be scored was not, or the other way round."""
@@ -207,8 +207,9 @@ def measure(launch: Launch) -> dict[str, Any]:
     """Build the engine and run the rounds.
 
     Returns:
-        The clock's `seconds` and `cpu_seconds` (`log_prob` of `oar` has importance in it; `gate` is of `oar` only, and runs on
-        rank 0 as verl's driver would); `machine`; `scores`, importance of the first response before any update; `parameters`.
+        The clock's `seconds` and `cpu_seconds` (`log_prob` of `oar` has importance and weights in it; `driver` is of
+        `oar` only, and runs on rank 0 as verl's driver would); `machine`; `scores`, importance of the first response before any
+        update; `parameters`.
 
     Raises:
         ValueError: not as many processes were started as the layout has.
@@ -253,8 +254,8 @@ def one_round(actor: Actor, clock: Clock, oar_first: bool) -> None:
         output = clock.time(method, "log_prob", partial(actor.log_prob, data))
         advantage_BL = actor.advantage_BL
         if method == "oar":
-            clock.time(method, "gate", partial(actor.gate_of_whole_batch, output))
-            advantage_BL = actor.gate(output)
+            clock.time(method, "driver", partial(actor.driver, output))
+            advantage_BL = actor.reshape(output)
         training[method] = actor.training_data(output, advantage_BL)
     for method in methods:
         clock.time(method, "update", partial(actor.update, training[method]))

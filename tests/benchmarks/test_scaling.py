@@ -22,7 +22,7 @@ def write_result(runs, launch, importance=1.0, slow=1.0, first_score=0.5):
     """GRPO takes 4 s times `slow`, OAR so many seconds more; rounds drift by a little, both methods alike, and one is bad."""
     drift = slow * np.array([1.0, 1.01, 1.02, 3.0, 1.03])
     grpo = {"log_prob": list(drift), "update": list(3 * drift)}
-    oar = {"log_prob": list((1 + importance) * drift), "gate": list(0 * drift), "update": list(3 * drift)}
+    oar = {"log_prob": list((1 + importance) * drift), "driver": list(0 * drift), "update": list(3 * drift)}
     seconds = {"grpo": grpo, "oar": oar}
     measured = {"seconds": seconds, "cpu_seconds": seconds, "machine": MACHINE, "scores": [1.0, first_score]}
     launch.file(runs).write_text(json.dumps(launch.told() | measured | {"parameters": 7_000_000}))
@@ -188,7 +188,7 @@ def test_two_engines_over_two_processes(tmp_path):
     assert report.markdown(None)
     model, batch = Workload.model(settings, 48), settings.batch(40, settings.scored)
     want = Passes(model, batch, Request.from_config(OarConfig.parse({}), 1, 40), 2).fused().importance[0][0, 8:]
-    timed = {"grpo": {"log_prob", "update"}, "oar": {"log_prob", "gate", "update"}}
+    timed = {"grpo": {"log_prob", "update"}, "oar": {"log_prob", "driver", "update"}}
     for launch in report.runs["launches"]:
         assert {method: set(phases) for method, phases in launch["seconds"].items()} == timed
         for phases in launch["seconds"].values():

@@ -94,25 +94,21 @@ def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_
         resolve_here(config())
 
 
-ASKS = {
-    "separate_async": ({"trainer__v1__trainer_mode": "separate_async"}, "trainer.v1.trainer_mode=separate_async", "sync"),
-    "fsdp": ({}, "actor_rollout_ref.actor.strategy=fsdp2", "megatron"),
-    "megatron": (
-        {"actor_rollout_ref__actor__strategy": "megatron"},
-        "actor_rollout_ref.actor.strategy=megatron",
-        "fsdp, fsdp2",
-    ),
-    "ray_trainer": ({"trainer__use_v1": False}, "trainer.use_v1=False", "True"),
-    "ray_trainer of verl 0.8": ({"trainer__use_v1": None}, "algorithm.adv_estimator=oar", "nothing"),
-    "offload": (OFFLOAD, "algorithm.oar.perturbation.backend=rollout", "actor"),
-}  # fmt: skip
+ASKS = [  # feature, changes, what asks for it, what is allowed
+    ("separate_async", {"trainer__v1__trainer_mode": "separate_async"}, "trainer.v1.trainer_mode=separate_async", "sync"),
+    ("fsdp", {}, "actor_rollout_ref.actor.strategy=fsdp2", "megatron"),
+    ("megatron", {"actor_rollout_ref__actor__strategy": "megatron"}, "actor_rollout_ref.actor.strategy=megatron",
+     "fsdp, fsdp2"),
+    ("ray_trainer", {"trainer__use_v1": False}, "trainer.use_v1=False", "True"),
+    ("ray_trainer", {"trainer__use_v1": None}, "algorithm.adv_estimator=oar", "nothing"),  # verl 0.8 has no such key
+    ("offload", OFFLOAD, "algorithm.oar.perturbation.backend=rollout", "actor"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("feature", ASKS)
-def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, monkeypatch):
-    changes, asked, allowed = ASKS[feature]
+@pytest.mark.parametrize(("feature", "changes", "asked", "allowed"), ASKS)
+def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, changes, asked, allowed, monkeypatch):
     monkeypatch.setattr("oar_plugin.hosts.verl.offload.faults", lambda config: [])
-    monkeypatch.setattr(capabilities, "missing", lambda name: ["x: f takes (a)"] if name == feature.split()[0] else [])
+    monkeypatch.setattr(capabilities, "missing", lambda name: ["x: f takes (a)"] if name == feature else [])
     with pytest.raises(OarConfigError) as refused:
         resolve_here(config(**changes))
     text = str(refused.value)
@@ -120,8 +116,9 @@ def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, monke
     assert "(x: f takes (a))" in text
     assert f"allowed: {allowed}" in text
     strategy = "megatron" if feature == "fsdp" else "fsdp"
-    for other in {asks for asks in ASKS if asks.split()[0] != feature.split()[0]} - {"fsdp"}:
-        assert resolve_here(config(**{"actor_rollout_ref__actor__strategy": strategy} | ASKS[other][0]))
+    for other, others, *_ in ASKS:
+        if other not in (feature, "fsdp"):
+            assert resolve_here(config(**{"actor_rollout_ref__actor__strategy": strategy} | others))
 
 
 DOCTORED = """

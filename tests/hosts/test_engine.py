@@ -293,11 +293,6 @@ def test_the_engine_is_inert_without_a_request(results, table):
     assert differences(plugin, host) == []
 
 
-def test_the_pass_reads_tokens_on_the_cpu(results):
-    """On a GPU the micro-batch that comes in is on the CPU; to read verl's copy on the device would make the CPU wait."""
-    assert results("single moved") == {"some": True, "apart": True}
-
-
 def test_activations_are_recomputed_where_the_update_does_not_keep_them(results):
     """Once in each of the two scoring micro-batches; verl's activation offload acts in training only."""
     assert results("single recomputed") == {"packed": 0, "checkpointing": 2, "activations": 2}

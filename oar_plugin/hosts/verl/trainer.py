@@ -213,7 +213,8 @@ def weighted(advantages: Any, weights: Any) -> torch.Tensor:
     """Returns the product of two nested tensors. RuntimeError: their rows differ in length."""
     if not advantages.offsets().equal(weights.offsets()):
         raise RuntimeError(
-            "the actor's weights and verl's advantages differ in length: verl changed the responses between"
+            "the actor's weights and verl's advantages differ in length: "
+            "verl changed the responses after importance was computed"
         )
     return torch.nested.nested_tensor_from_jagged(advantages.values() * weights.values(), advantages.offsets())
 

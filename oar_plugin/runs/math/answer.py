@@ -40,7 +40,7 @@ def compare(ground_truth: str, answer: FinalAnswer) -> bool | None:
     if not parts:
         return None
     # The pool limits the time. math-verify's own limit uses signals, which cannot interrupt a long operation on big numbers.
-    return bool(verify(_parse(ground_truth, boxed=True), parts, timeout_seconds=None))
+    return bool(verify(_parse_ground_truth(ground_truth), parts, timeout_seconds=None))
 
 
 def canonical(answer: FinalAnswer) -> str:
@@ -58,6 +58,10 @@ def canonical(answer: FinalAnswer) -> str:
 
 
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
+def _parse_ground_truth(ground_truth: str) -> list[Any]:
+    return _parse(ground_truth, boxed=True)
+
+
 def _parse(text: str, boxed: bool) -> list[Any]:
     """Return math-verify's parses of an answer; a string among them was not parsed as mathematics."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

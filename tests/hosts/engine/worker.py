@@ -271,29 +271,6 @@ def noticed(engine: Any) -> list[str]:
     return kinds(differences(before, state(engine)))
 
 
-def moved(engine: Any) -> dict[str, bool]:
-    """Whether the pass reads the tokens that verl has not moved to the device; here the move is a copy, as on a GPU."""
-    from oar_plugin.hosts.verl import fsdp
-
-    to = TensorDict.to
-
-    def copied(data: TensorDict, *args: Any, **kwargs: Any) -> TensorDict:
-        there = to(data, *args, **kwargs).copy()
-        ids = there["input_ids"]
-        there["input_ids"] = torch.nested.nested_tensor_from_jagged(ids.values().clone(), ids.offsets())
-        return there
-
-    with (
-        mock.patch.object(engine, "prepare_model_inputs", wraps=engine.prepare_model_inputs) as inputs,
-        mock.patch.object(fsdp, "MicroBatchPass", wraps=fsdp.MicroBatchPass) as passes,
-        mock.patch.object(TensorDict, "to", copied),
-    ):
-        run(engine, only=True)
-    verls = {call.kwargs["micro_batch"]["input_ids"].values().data_ptr() for call in inputs.call_args_list}
-    ours = {call.args[1].token_T.data_ptr() for call in passes.call_args_list}
-    return {"some": len(ours) > 0, "apart": ours.isdisjoint(verls)}
-
-
 def recomputed(engine: Any) -> int:
     """Layers that are computed once more in a pass, for its backward."""
     calls: list[Any] = []
@@ -415,7 +392,7 @@ def single(folder: str) -> dict[str, Any]:
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
     fresh = {layout: behind(folder, layout, partial(run, first=True))[0] for layout in ("bf16", "fsdp1", "lora")}
     out |= {"one by one": alone, "out of memory": starved, "recomputed": again, "behind a pass": fresh}
-    out |= {"no way back": out_of_memory(build(folder, **LAYOUTS["fsdp1"])), "moved": moved(engine)}
+    out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
     out["to padded"] = {
         words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "fisher only")
     }
