@@ -101,7 +101,8 @@ class Request:
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
     """Returns the token that replaces masked tokens in copies; None without copies, or if replacements are `sampled`.
 
-    OarConfigError: there is no padding token.
+    Raises:
+        OarConfigError: there is no padding token.
     """
     if config.copies is None or config.perturbation.replacement == "sampled":
         return None

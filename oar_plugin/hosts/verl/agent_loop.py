@@ -92,6 +92,8 @@ class Group:
 
 
 class ScoredOutput(AgentLoopOutput):
+    """verl's output of one session, with OAR's fields added to verl's fields."""
+
     oar_fields: Any = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -164,8 +164,6 @@ class OarFSDPMixin(ImportancePass):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
         return readings[0]
 
-    # ---- positions, ranks, refusals
-
     def _layout(self, offsets: Tensor, local_input_ids: Tensor) -> Layout:
         local_T = self._local_positions(offsets, local_input_ids.shape[-1])
         size, device = local_input_ids.numel(), local_input_ids.device

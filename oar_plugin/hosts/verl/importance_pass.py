@@ -68,7 +68,8 @@ class ImportancePass:
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         """Check that this engine can compute the request's importance with its model. `data` is the first batch.
 
-        UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
+        Raises:
+            UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
         """
         raise NotImplementedError
 
@@ -203,8 +204,9 @@ class ImportancePass:
     def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> dict[str, Any] | None:
         """Returns the output of `_score`; None if memory ran out in a single-process run whose engine can be reset.
 
-        torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
-            others would wait in a collective for the process that left the pass.
+        Raises:
+            torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
+                others would wait in a collective for the process that left the pass.
         """
         reset = self._reset_after_abort() if distributed.get_world_size() == 1 else None
         try:
@@ -266,6 +268,7 @@ class ImportancePass:
         return [row[len(row) - len(segment) :] for row, segment in zip(rows, segments, strict=True)]
 
     def max_over_ranks(self, count: int) -> int:
+        """Returns the maximum of a count over the data-parallel ranks."""
         counts = torch.tensor(count, device=get_device_id())
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)

@@ -282,7 +282,8 @@ class OarMegatronMixin(ImportancePass):
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
     """Refuse models that `MegatronTaps` cannot read correctly.
 
-    UnsupportedModelError: names what is refused, and what to change.
+    Raises:
+        UnsupportedModelError: names what is refused, and what to change.
     """
     for chunk in chunks:
         model: GPTModel = unwrapped(chunk)

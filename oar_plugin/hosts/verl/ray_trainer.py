@@ -207,7 +207,8 @@ class _Asking:
 def advantage_to_weight(**given: Any) -> Any:
     """`base_advantage` for verl's trainer, which weights it before the update.
 
-    RuntimeError: it never does.
+    Raises:
+        RuntimeError: it never does.
     """
     OarRayTrainer.unused += 1
     if OarRayTrainer.unused > UNUSED:
