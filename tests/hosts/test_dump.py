@@ -137,7 +137,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert row.mask == [1, 0, 1, 1]
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
     assert max(row.importance["fisher"]) > 0
-    assert [rows for rows, _ in world.asked] == [6, 4, 1, 1, 1, 1], "text and scores of the chosen rows only"
+    assert [rows for rows, _ in world.asked] == [6, 4, 4], "text and scores of the chosen rows only"
     assert world.asked[0] == (6, ("rm_scores",))
 
 

@@ -126,11 +126,6 @@ class OarFSDPMixin(ImportancePass):
         status_B: Tensor,
         gradient: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
-
-        `segments` has a `Segment` per response token. `gradient` has the scores of the gradient pass, which select the tokens
-        that get copies with `Copies.by_gradient`. Both have `[L_i]` for each row.
-        """
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):
             most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)

@@ -28,7 +28,7 @@ from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -81,8 +81,23 @@ class ImportancePass:
         """
         raise NotImplementedError
 
-    def _copies_importance(self, *given: Any, **named: Any) -> list[Tensor]:
-        """See `OarFSDPMixin`. An engine that does not define it refuses importances with copies in `_check_supported`."""
+    def _copies_importance(
+        self,
+        data: TensorDict,
+        request: Request,
+        segments: Sequence[Tensor],
+        status_B: Tensor,
+        gradient: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
+
+        An engine that does not define this method refuses importances with copies in `_check_supported`.
+
+        Args:
+            segments: `Segment` per response token, `[L_i]` for each row.
+            gradient: scores of the gradient pass, `[L_i]` for each row. With `Copies.by_gradient` they select the tokens that
+                get copies.
+        """
         raise NotImplementedError
 
     def _reset_after_abort(self) -> Callable[[], object] | None:
@@ -166,11 +181,11 @@ class ImportancePass:
             share = seconds_between(started, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
         zero_non_finite(importance, status_B)
-        started = time.perf_counter()
-        weights, status_B, measure_B4 = weigh_rows(importance, segments, status_B, request)
-        second_B1 = (torch.tensor(seconds) + (time.perf_counter() - started) / len(seconds))[:, None]
-        answer = importance, segments, weights, list(status_B[:, None]), list(measure_B4), list(second_B1)
-        result["model_output"] |= {name: nested(rows) for name, rows in zip(FIELDS, answer, strict=True)}
+        weighs_from = time.perf_counter()
+        answer = weigh_rows(importance, segments, status_B, request)
+        second_B = torch.tensor(seconds) + (time.perf_counter() - weighs_from) / len(seconds)
+        answer[SECONDS] = list(second_B[:, None])
+        result["model_output"] |= {name: nested(rows) for name, rows in answer.items()}
         return result
 
     def _agree_on_failures(self, segments: list[Tensor], status_B: Tensor) -> None:
