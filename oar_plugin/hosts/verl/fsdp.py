@@ -86,7 +86,7 @@ class OarFSDPMixin(ImportancePass):
         assert scored is not None
         scored.scores.total(self._sum_over_sharing_ranks)
         # The host makes the forward for log-probs anyway; importance costs the rest.
-        output["model_output"].update(score_fields(request, packed, scored.scores, [host_done]))
+        output["model_output"].update(score_fields(request, packed, scored.scores, host_done))
         return output
 
     @contextlib.contextmanager

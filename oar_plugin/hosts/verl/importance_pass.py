@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
 
+Mark = Any
+"""A moment of the device's stream (`mark`): an event, or seconds on a CPU."""
+
+
 def register_engines(mixin: type, host: type, *backends: str) -> None:
     """In verl's registry, replace the engine `host` for this machine's device by a subclass with `mixin`.
 
@@ -175,10 +179,10 @@ class ImportancePass:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
         if request.importance_object.copies is not None:
-            started = mark()
+            copies_from = mark()
             zero_non_finite(importance, status_B)
             importance = self._copies_importance(data, request, segments, status_B, importance)
-            share = seconds_between(started, mark()) / max(1, int((status_B == Status.SCORED).sum()))
+            share = seconds_between(copies_from, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
         zero_non_finite(importance, status_B)
         weighs_from = time.perf_counter()
@@ -306,9 +310,14 @@ def packed_of(data: TensorDict) -> Packed:
     return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
 
 
-def score_fields(request: Request, packed: Packed, scores: Scores, marks: list[Any]) -> dict[str, Tensor]:
-    """The fields that `_score` adds to verl's output. Work for importance begins and ends at `marks`, by turns; it ends now."""
-    seconds = sum(seconds_between(*span) for span in zip(marks[::2], [*marks[1::2], mark()], strict=True))
+def score_fields(
+    request: Request, packed: Packed, scores: Scores, started: Mark, forwards: Sequence[tuple[Mark, Mark]] = ()
+) -> dict[str, Tensor]:
+    """The fields that `_score` adds to verl's output.
+
+    Importance cost the seconds from `started` until now, without those of `forwards`: the host runs them anyway.
+    """
+    seconds = seconds_between(started, mark()) - sum(seconds_between(*forward) for forward in forwards)
     importance_T, rows = importance_of_scores(request, packed, scores), len(packed.offsets) - 1
     return {
         IMPORTANCE: torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets),
@@ -334,7 +343,7 @@ def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def mark() -> Any:
+def mark() -> Mark:
     """A moment of the device's stream, for `seconds_between`: an event that the CPU does not wait for; on a CPU, seconds."""
     if get_device_name() == "cpu":
         return time.perf_counter()
@@ -343,7 +352,7 @@ def mark() -> Any:
     return event
 
 
-def seconds_between(first: Any, last: Any) -> float:
+def seconds_between(first: Mark, last: Mark) -> float:
     """Seconds between two moments of the device's stream. It waits for the second one."""
     if not isinstance(first, float):
         last.synchronize()

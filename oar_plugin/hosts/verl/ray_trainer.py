@@ -177,7 +177,7 @@ class _Asking:
     answer: dict[str, Tensor]
 
     def __init__(
-        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str] = FIELDS
+        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]
     ) -> None:
         self._workers, self._needed_B, self._request, self._step = workers, needed_B, request, step
         self._fields, self.answer = fields, {}

@@ -146,7 +146,8 @@ class Viewer:
             of = [name if batch.by_actor_B[row] else ENGINE_FIELDS.get(name, name) for row in rows]
             return pad_sequence([columns[name][at] for at, name in enumerate(of)], batch_first=True)
 
-        return CreditedBatch(batch.step, *map(padded, names), batch.status_B[rows])
+        advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, names)
+        return CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows])
 
     def _response(
         self, credited: CreditedBatch, place: int, importance: str, sibling: Sibling, fields: Mapping[str, Any]
