@@ -240,7 +240,7 @@ class MicroBatchPass:
                 # The coefficients take the place of the logits, to save memory.
                 pooled_BV[part] = self._coefficients(forward, pooled_BV[part], seed_B[part], clean_NV=clean_NV)
         response_N = self._answer.response_N
-        if project.linear:
+        if getattr(project, "linear", True):
             # The gradient does not depend on the hidden states: one row of zeros per response is enough.
             zeros_BH = hidden_NH.new_zeros(len(pooled_BV), hidden_NH.shape[-1])
             return projected_back(project, zeros_BH, lambda _, chosen: pooled_BV[chosen])[response_N]

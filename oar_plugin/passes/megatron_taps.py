@@ -9,7 +9,6 @@ contiguous slice of them. Ranks exchange rows (`N * H` numbers each way), not lo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
@@ -35,17 +34,6 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     while not isinstance(model, GPTModel) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
-
-
-@dataclass
-class Projection:
-    """The way from the last hidden states to this rank's columns of the logits."""
-
-    weight_VH: Tensor
-    linear = True  # `check_chunks` refuses models that change their logits
-
-    def __call__(self, hidden_NH: Tensor) -> Tensor:
-        return nn.functional.linear(hidden_NH, self.weight_VH)
 
 
 class MegatronTaps(Taps):
@@ -116,7 +104,7 @@ class MegatronTaps(Taps):
         weight = kwargs.get("weight")  # the embedding's, where the two are tied
         weight_VH = (module.weight if weight is None else weight)[: tap.columns]
         rows_NH = self._rows(hidden.flatten(0, 1), tap.row_position_N, module.sequence_parallel)
-        tap.scalar = tap.probe(Projection(weight_VH), rows_NH)
+        tap.scalar = tap.probe(lambda chosen_NH: nn.functional.linear(chosen_NH, weight_VH), rows_NH)
         # The model must project something; with `rows_only`, one position, whose logits are not used.
         return ((hidden[:1] if tap.rows_only else hidden).detach(), *args[1:]), kwargs
 

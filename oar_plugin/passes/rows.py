@@ -7,7 +7,6 @@ the forward alone.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,26 +14,15 @@ from torch import Tensor
 CHUNK = 256
 """Rows of logits per chunk: 0.15 GB of float32 for a vocabulary of 152,000."""
 
-
-ToLogits = Callable[[Tensor], Tensor]
-"""A function from hidden states `[N, H]` to logits `[N, V]`, row by row. It may overwrite its own results."""
-
-
-class Project(Protocol):
-    """A model's projection to the vocabulary, a `ToLogits` that says whether it is linear."""
-
-    @property
-    def linear(self) -> bool:
-        """Whether the gradient at the hidden states does not depend on them; a constant may be added to the logits."""
-
-    def __call__(self, hidden_NH: Tensor, /) -> Tensor: ...
-
+Project = Callable[[Tensor], Tensor]
+"""The projection from hidden states `[N, H]` to logits `[N, V]`, row by row. It may overwrite its own results. One that is not
+linear has an attribute `linear` that is false."""
 
 Chunk = Callable[[Tensor, slice], Tensor]
 """A function of the logits of some rows, without a graph, and the slice of these rows; returns a tensor with the same rows."""
 
 
-def projected_back(project: ToLogits, hidden_NH: Tensor, coefficients: Chunk) -> Tensor:
+def projected_back(project: Project, hidden_NH: Tensor, coefficients: Chunk) -> Tensor:
     """The gradient of `sum(c * project(hidden))` at the hidden states, with fixed `c`, `[N, H]`, float32 or better, no graph.
 
     `coefficients` returns `c` of a chunk of rows, `[n, V]`.
@@ -60,7 +48,7 @@ def scalar_with(gradient_NH: Tensor, hidden_NH: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def read_logits(project: ToLogits, hidden_NH: Tensor, read: Callable[[Tensor, slice], None]) -> None:
+def read_logits(project: Project, hidden_NH: Tensor, read: Callable[[Tensor, slice], None]) -> None:
     """Calls `read` with the logits of each chunk of rows, without a graph; without rows, once with an empty chunk."""
     for start in range(0, max(1, len(hidden_NH)), CHUNK):
         chosen = slice(start, start + CHUNK)
