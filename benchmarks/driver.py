@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl import ray_trainer
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.request import FIELDS, NEEDED, USED
+from oar_plugin.passes.request import NEEDED, SECONDS, USED
 from oar_plugin.token_credit import TokenCredit
 
 RESPONSES, GROUP, TOKENS = (2_048, 16_384), 8, 1_024
@@ -51,7 +51,7 @@ The gate itself (last table) takes this long on the actor's CPU, where the data-
 """
 
 
-def nested(rows: torch.Tensor) -> torch.Tensor:
+def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
@@ -60,9 +60,9 @@ def answer(responses: int) -> dict[str, torch.Tensor]:
     importance = torch.rand(responses, TOKENS, generator=torch.Generator().manual_seed(0))
     segments = torch.ones(responses, TOKENS, dtype=torch.int8)
     status_B = torch.arange(responses) // GROUP % 2
-    weights, status_B, measure_B4 = weigh_rows(importance.unbind(), segments.unbind(), status_B, OarConfig())
-    columns = importance, segments, torch.stack(weights), status_B[:, None], measure_B4, torch.zeros(responses, 1)
-    return {name: nested(rows) for name, rows in zip(FIELDS, columns, strict=True)}
+    rows = weigh_rows(importance.unbind(), segments.unbind(), status_B, OarConfig())
+    rows[SECONDS] = list(torch.zeros(responses, 1))
+    return {name: nested(row) for name, row in rows.items()}
 
 
 def rewards(responses: int) -> torch.Tensor:

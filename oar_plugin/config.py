@@ -250,7 +250,8 @@ class OarConfig(_Settings):
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
         """Validates the settings of `algorithm.oar`, which messages call `prefix`.
 
-        OarConfigError: settings cannot work. The message has a line per fault: the key, its value and what is allowed.
+        Raises:
+            OarConfigError: settings cannot work. The message has a line per fault: the key, its value and what is allowed.
         """
         try:
             return cls.model_validate(dict(settings or {}))

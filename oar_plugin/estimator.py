@@ -10,9 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import MEASURES, Status, measured, summarize
+from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status, measured, summarize
 from oar_plugin.credit.gate import kept_total, relative
-from oar_plugin.passes.request import Request
+from oar_plugin.passes.request import IMPORTANCE, MEASURES, SEGMENTS, STATUS, WEIGHTS, Request
 
 logger = logging.getLogger("oar_plugin")
 
@@ -29,7 +29,11 @@ class Reshaped(NamedTuple):
 def reshape(
     advantage_BL: Tensor, importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, config: OarConfig
 ) -> Reshaped:
-    """Multiplies the host's advantages with the weights of `weigh`, which takes the other arguments."""
+    """Multiplies the host's advantages `[B, L]` with the gate's weights.
+
+    `importance_BL` is float, `reasoning_BL` bool, `status_B` (int64) the `Status` before the gate. Raises nothing: a response
+    that cannot be weighted keeps its advantages, and its status says why.
+    """
     weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, status_B, config)
     return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(measure_B4, status_B))
 
@@ -37,7 +41,7 @@ def reshape(
 def weigh(
     importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, settings: OarConfig | Request
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and the `MEASURES`, float32 `[B, 4]`.
+    """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and what `measured` returns, `[B, 4]`.
 
     `reasoning_BL` is bool, `status_B` (int64) the `Status` before the gate. Bad data raises nothing: the weights of a response
     whose importance or weights cannot be used are 1, and its status says why. Padding on the right changes nothing.
@@ -74,14 +78,26 @@ def weigh(
 
 def weigh_rows(
     importance: Sequence[Tensor], segments: Sequence[Tensor], status_B: Tensor, settings: OarConfig | Request
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`. The weights are `[L_i]` too."""
+) -> dict[str, list[Tensor]]:
+    """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`.
+
+    Returns the fields of an actor's answer (`passes.request`), without `SECONDS`: one tensor per response.
+    """
     weights, status_B = [torch.ones(len(row)) for row in importance], status_B.clone()
-    measure_B4, scored = torch.zeros(len(weights), len(MEASURES)), (status_B == Status.SCORED).nonzero()[:, 0].tolist()
+    measure_B4, scored = (
+        torch.zeros(len(weights), len(MEASURE_NAMES)),
+        (status_B == Status.SCORED).nonzero()[:, 0].tolist(),
+    )
     if scored:  # others may have no tokens
         importance_SL, segments_SL = (pad_sequence([rows[i] for i in scored], True) for rows in (importance, segments))
         reasoning_SL = segments_SL == Segment.REASONING
         weight_SL, status_B[scored], measure_B4[scored] = weigh(importance_SL, reasoning_SL, status_B[scored], settings)
         for row, weight_L in zip(scored, weight_SL, strict=True):
             weights[row] = weight_L[: len(weights[row])]
-    return weights, status_B, measure_B4
+    return {
+        IMPORTANCE: list(importance),
+        SEGMENTS: list(segments),
+        WEIGHTS: weights,
+        STATUS: list(status_B[:, None]),
+        MEASURES: list(measure_B4),
+    }

@@ -42,7 +42,8 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
     A reader never sees half of it. A symbolic link at this path is replaced; its target is not touched.
 
-    OSError: the file could not be written.
+    Raises:
+        OSError: the file could not be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.unfinished")

@@ -1,7 +1,8 @@
 """Token credit for a training framework (a host).
 
 The host makes one `TokenCredit` per run. In each training step it calls `request`, `segments`, `importance`, `reshape` and
-`dump`, in this order (`docs/your-own-host.md`). For verl and OpenRLHF, some of these steps run in the actors instead.
+`dump`, in this order (`docs/your-own-host.md`). For verl and OpenRLHF, some of these steps run in the actors instead: verl's
+actors compute importance and weights (`oar_plugin.hosts.verl.importance_pass`, which calls `weigh_rows` of `estimator.py`).
 """
 
 import sys
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from oar_plugin import estimator
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.watch import Watch
+from oar_plugin.estimator import weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode
@@ -53,14 +54,25 @@ class PaddedBatch:
 
 
 @dataclass(frozen=True)
-class ReshapedBatch:
+class CreditedBatch:
+    """Responses with their credit, for `TokenCredit.record`."""
+
     step: int
     host_advantage_BL: Tensor  # before reshaping
     importance_BL: Tensor
     segments_BL: Tensor  # a `Segment` per token
-    advantage_BL: Tensor  # after reshaping, for the loss
     weight_BL: Tensor  # 1 at all tokens of a response that falls back to GRPO
     status_B: Tensor  # int64, a `Status` per response
+
+
+@dataclass(frozen=True)
+class ReshapedBatch(CreditedBatch):
+    """What `TokenCredit.reshape` returns: its inputs and results."""
+
+    advantage_BL: Tensor  # after reshaping, for the loss
+    measure_B4: (
+        Tensor  # float32, `oar_plugin.credit.diagnostics.measured` of each response; 0 if its status is not SCORED
+    )
     metrics: dict[str, float]  # by name, without the prefix `oar/`
 
 
@@ -185,14 +197,23 @@ class TokenCredit:
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
-        """Multiplies the host's normalised advantages with the gate's weights (`oar_plugin.estimator.reshape`)."""
-        reasoning_BL = segments_BL == Segment.REASONING
-        reshaped = estimator.reshape(advantage_BL, importance_BL, reasoning_BL, status_B, self.config)
-        return ReshapedBatch(step, advantage_BL, importance_BL, segments_BL, *reshaped)
+        """Multiplies the host's normalised advantages with the gate's weights, like `oar_plugin.estimator.reshape`."""
+        weight_BL, status_B, measure_B4 = weigh(importance_BL, segments_BL == Segment.REASONING, status_B, self.config)
+        return ReshapedBatch(
+            step,
+            advantage_BL,
+            importance_BL,
+            segments_BL,
+            weight_BL,
+            status_B,
+            advantage_BL * weight_BL,
+            measure_B4,
+            summarize(measure_B4, status_B),
+        )
 
     def record(
         self,
-        reshaped: ReshapedBatch,
+        credited: CreditedBatch,
         row: int,
         span: slice,
         token_ids: list[int],
@@ -210,24 +231,23 @@ class TokenCredit:
             known: other fields of `Response`. A tensor `[L]` is cut to `span`.
         """
         assert self._token_bytes is not None
-        # A response without tokens has an empty span. Its advantage is then read from all columns of the row, if there are any.
-        advantages = reshaped.host_advantage_BL[row, span].tolist() or reshaped.host_advantage_BL[row].tolist()
-        scores = {importance or self.config.importance_object.name: reshaped.importance_BL[row, span].tolist()}
+        # All own tokens have the same advantage; it is 0 at tool output. A response without tokens has an empty span. Its
+        # advantage is then read from all columns of the row, if there are any.
+        advantages = credited.host_advantage_BL[row, span].tolist() or credited.host_advantage_BL[row].tolist()
+        scores = {importance or self.config.importance_object.name: credited.importance_BL[row, span].tolist()}
         fields: dict[str, Any] = {
             name: value[span].tolist() if isinstance(value, Tensor) else value for name, value in known.items()
         }
         return Response(
-            step=reshaped.step,
+            step=credited.step,
             truth=None if truth is None else str(truth),
             token_ids=token_ids,
             tokens=self._token_bytes.texts(token_ids),
-            segments=reshaped.segments_BL[row, span].tolist(),
+            segments=credited.segments_BL[row, span].tolist(),
             importance=scores,
-            weights=reshaped.weight_BL[row, span].tolist(),
-            advantage=max(
-                advantages, key=abs, default=0.0
-            ),  # all own tokens have the same advantage; it is 0 at tool output
-            status=Status(int(reshaped.status_B[row])).name.lower(),
+            weights=credited.weight_BL[row, span].tolist(),
+            advantage=max(advantages, key=abs, default=0.0),
+            status=Status(int(credited.status_B[row])).name.lower(),
             **fields,
         )
 

@@ -13,7 +13,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.gate import bi_level
 from oar_plugin.estimator import reshape, weigh_rows
-from oar_plugin.passes.request import Request
+from oar_plugin.passes.request import MEASURES, STATUS, WEIGHTS, Request
 from tests.own_importance import Saliency
 
 IMPORTANCE = torch.tensor([[0.0, 1.0, 5.0, 0.1, 0.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
@@ -161,10 +161,9 @@ def test_rows_that_ranks_weigh_for_themselves_get_the_weights_of_the_whole_padde
     status_of_parts, measure_B4 = torch.zeros_like(status_B), torch.zeros(400, 4)
     for rank in range(7):
         rows = slice(rank, None, 7)
-        made = weigh_rows(importance[rows], segments[rows], status_B[rows], request)
-        weights, status_of_parts[rows], measure_B4[rows] = made
-        assert all(
-            weight_L.equal(w_L[: len(weight_L)]) for weight_L, w_L in zip(weights, whole.weight_BL[rows], strict=True)
-        )
+        answer = weigh_rows(importance[rows], segments[rows], status_B[rows], request)
+        status_of_parts[rows], measure_B4[rows] = torch.cat(answer[STATUS]), torch.stack(answer[MEASURES])
+        weights = zip(answer[WEIGHTS], whole.weight_BL[rows], strict=True)
+        assert all(weight_L.equal(w_L[: len(weight_L)]) for weight_L, w_L in weights)
     assert status_of_parts.equal(whole.status_B)
     assert summarize(measure_B4, status_of_parts) == whole.metrics

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) -> str | None:
+    """Return what is wrong with the arguments; None if nothing is."""
     for_models = [*settings, *(f"--{name}" for name in ("importance", "device") if getattr(args, name))]
     for_pages = [f"--{name}" for name in ("open", "follow") if getattr(args, name)]
     if not places:

@@ -48,7 +48,8 @@ def patches_folder() -> Path:
 def patch(host: str, path: Path | None = None, check: bool = False, revert: bool = False) -> str:
     """Apply or revert the patch for a host in `path` (None: where Python finds it). Return what was, or would be, done.
 
-    PatchError: git, host or patch is missing, the version is unknown, or files were changed or cannot be written.
+    Raises:
+        PatchError: git, host or patch is missing, the version is unknown, or files were changed or cannot be written.
     """
     if shutil.which("git") is None:
         raise PatchError("git: not installed here; install it")

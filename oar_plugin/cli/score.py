@@ -73,8 +73,9 @@ def scored(name: str, device: str | None, texts: Sequence[Text], configs: Mappin
 
     `name` is a checkpoint, as in `oar eval`. If `device` is None, a GPU is used if there is one.
 
-    SourceError: the tokenizer has no template for a prompt, or a setting is for runs only.
-    EvaluationError: the model cannot be loaded, is not supported, or needs more memory than there is.
+    Raises:
+        SourceError: the tokenizer has no template for a prompt, or a setting is for runs only.
+        EvaluationError: the model cannot be loaded, is not supported, or needs more memory than there is.
     """
     model, tokenizer = _load(name, device)
     token_bytes, longest = TokenBytes(tokenizer), getattr(model.config, "max_position_embeddings", None) or 2**31

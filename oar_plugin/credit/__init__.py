@@ -13,7 +13,8 @@ from typing import Any
 def imported(name: str, allowed: str) -> Any:
     """The object that a setting names as `python:<module>:<name>`.
 
-    ValueError: `name` has another form (the message ends with `allowed`), or the object cannot be imported.
+    Raises:
+        ValueError: `name` has another form (the message ends with `allowed`), or the object cannot be imported.
     """
     kind, _, path = name.partition(":")
     module, _, attribute = path.partition(":")

@@ -184,8 +184,9 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     In the text that the returned function takes, lone surrogates stand for bytes that are not UTF-8. The function raises
     ``SearchFailed`` if a user's own pattern took too long, raised, or returned something else.
 
-    ValueError: a pattern is none of these, its expression does not compile, has no group, or has another meaning for
-        ``regex`` than for ``re``, or its function cannot be imported.
+    Raises:
+        ValueError: a pattern is none of these, its expression does not compile, has no group, or has another meaning for
+            ``regex`` than for ``re``, or its function cannot be imported.
     """
     if isinstance(patterns, str):
         raise ValueError(f"answer patterns must be a list of strings, got the single string {patterns!r}")

@@ -29,7 +29,7 @@ class Status(enum.IntEnum):
     SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
 
 
-MEASURES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"
+MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"
 """What `measured` returns of each response: `effective_sample_size`, `top_share`, the largest weight, the number of tokens."""
 TINY = torch.finfo(torch.float64).tiny
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
@@ -54,7 +54,7 @@ def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
 
 
 def measured(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
-    """`MEASURES` of each response's kept tokens, float32 `[B, 4]`. Padding on the right does not change them."""
+    """`MEASURE_NAMES` of each response's kept tokens, float32 `[B, 4]`. Padding on the right does not change them."""
     highest_B, count_B = weight_BL.masked_fill(~keep_BL, 0.0).amax(-1), keep_BL.sum(-1).float()
     return torch.stack(
         [effective_sample_size(weight_BL, keep_BL), top_share(weight_BL, keep_BL), highest_B, count_B], -1
@@ -78,6 +78,6 @@ def summarize(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
         metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / max(1, needed)
     metrics["fallback/any"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
     if scored_B.any():
-        columns = dict(zip(MEASURES, measure_B4[scored_B].unbind(-1), strict=True))
+        columns = dict(zip(MEASURE_NAMES, measure_B4[scored_B].unbind(-1), strict=True))
         metrics |= {name: (c.max() if name == "weight_max" else c.mean()).item() for name, c in columns.items()}
     return metrics

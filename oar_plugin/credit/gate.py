@@ -116,7 +116,8 @@ def gate_of(name: str) -> Gate:
 
     The first call with a user's gate checks it on a small batch. If a notebook defines the function again, it is checked again.
 
-    ValueError: there is no such gate, or the function failed the check. The message says what is wrong.
+    Raises:
+        ValueError: there is no such gate, or the function failed the check. The message says what is wrong.
     """
     if name in GATES:
         return GATES[name]
@@ -130,6 +131,7 @@ def gate_of(name: str) -> Gate:
 
 
 def _fault(gate: Gate) -> str | None:
+    """Says why a user's gate cannot be used; None if it can be used."""
     if not callable(gate.function):
         return (
             f"it must be a function of (importance_BL, reasoning_BL, {', '.join(SETTINGS)}) or fewer of the last three"

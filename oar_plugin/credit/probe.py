@@ -12,7 +12,6 @@ probes of arXiv 2601.07408 use the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
 `last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
 """
 
-from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -22,20 +21,25 @@ Probe = Literal["last", "answer_mean", "answer_joint"]
 PROBES: tuple[Probe, ...] = get_args(Probe)
 
 
-@dataclass
 class AnswerRows:
-    """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds."""
+    """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds.
 
-    table_5N: Tensor  # int64, the fields below and 1 / share: one tensor, which one copy takes to the device
-    num_responses: int  # of the micro-batch, with or without an answer
-    position_N: Tensor = field(init=False)  # packed position of the row, one before the answer token
-    response_N: Tensor = field(init=False)  # index of the row's response in `[0, num_responses)`
-    ordinal_N: Tensor = field(init=False)  # place of the row in its answer; 0 for the first answer token
-    token_N: Tensor = field(init=False)  # the answer token that the row predicts
-    share_N: Tensor = field(init=False)  # weight of the row in the pooled logits, float32; 1 in total over all ranks
+    Args:
+        table_5N: int64, one tensor, which one copy takes to the device. Its rows: `position_N`, `response_N`, `ordinal_N`,
+            `token_N`, and the number of rows that the probe uses in the row's response, over all ranks.
+        num_responses: of the micro-batch, with or without an answer.
 
-    def __post_init__(self) -> None:
-        self.position_N, self.response_N, self.ordinal_N, self.token_N, count_N = self.table_5N
+    Attributes:
+        position_N: packed position of the row, one before the answer token.
+        response_N: index of the row's response in `[0, num_responses)`.
+        ordinal_N: place of the row in its answer; 0 for the first answer token.
+        token_N: the answer token that the row predicts.
+        share_N: weight of the row in the pooled logits, float32; 1 in total over all ranks.
+    """
+
+    def __init__(self, table_5N: Tensor, num_responses: int) -> None:
+        self.table_5N, self.num_responses = table_5N, num_responses
+        self.position_N, self.response_N, self.ordinal_N, self.token_N, count_N = table_5N
         self.share_N = 1.0 / count_N.float()
 
     def __len__(self) -> int:

@@ -22,6 +22,8 @@ RIGHT_FROM = 0.5  # rewards are 0 or 1, or -1 or 1; below 0.5 a response got poi
 
 @dataclass(frozen=True)
 class Header:
+    """What a run's responses have in common."""
+
     versions: Mapping[str, str]  # of a package by its name
     config: Mapping[str, Any]  # the settings below algorithm.oar; `tau` with its default filled in
     arbitrary_scale: Mapping[str, bool]  # of an importance by its name: see `Importance.arbitrary_scale`

@@ -85,6 +85,7 @@ class Loaded:
         return any(other != made[0] for other in made)
 
     def notes(self) -> list[str]:
+        """Return messages about what is not shown."""
         notes = {
             f"{self.skipped} of {self.lines} lines skipped: half-written, or of something else": self.skipped,
             f"steps {steps_text(self.left_out)} not shown: --steps N,... shows them": self.left_out,

@@ -108,7 +108,8 @@ class MaskedCopies:
     def _try_prefix(self, token_T: Tensor, max_over_ranks: Callable[[int], int]) -> None:
         """Compares a copy behind a cached prefix with a whole copy, once per model. If they differ, copies run whole.
 
-        UnsupportedModelError: a forward with a cache fails. Afterwards a sharded model may not run again.
+        Raises:
+            UnsupportedModelError: a forward with a cache fails. Afterwards a sharded model may not run again.
         """
         model = unwrapped(self.module)
         if self._shares_prefix and model not in _SHARES_PREFIX:

@@ -10,7 +10,7 @@ It reads importance and segments only of responses that people are to look at.
 | `oar_segments`   | int8, one `Segment` per response token                                       |
 | `oar_weights`    | float32, one value per response token: 1 where nothing changes               |
 | `oar_status`     | int64 `[1]`, the `Status`                                                    |
-| `oar_measures`   | float32 `[4]`, the `MEASURES` of the weights; 0 if the status is not SCORED  |
+| `oar_measures`   | float32 `[4]`, `MEASURE_NAMES` of the weights; 0 if the status is not SCORED |
 | `oar_seconds`    | float32 `[1]`, actor seconds spent on the response                           |
 """
 
@@ -101,7 +101,8 @@ class Request:
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
     """Returns the token that replaces masked tokens in copies; None without copies, or if replacements are `sampled`.
 
-    OarConfigError: there is no padding token.
+    Raises:
+        OarConfigError: there is no padding token.
     """
     if config.copies is None or config.perturbation.replacement == "sampled":
         return None

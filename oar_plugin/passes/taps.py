@@ -137,8 +137,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def check_model(module: nn.Module) -> None:
     """Refuses models with which `ModelTaps` does not work.
 
-    UnsupportedModelError: the model has no input or output embeddings to hook, returns tuples, or has virtual tokens before
-        its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
+    Raises:
+        UnsupportedModelError: the model has no input or output embeddings to hook, returns tuples, or has virtual tokens
+            before its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
     """
     model = unwrapped(module)
     if getattr(getattr(model, "config", None), "return_dict", True) is False:
@@ -199,8 +200,9 @@ class ModelTaps(Taps):
     `checkpoint_activations`, the backward recomputes the layers' activations. `fused` says that the model's forward takes the
     projection's weight and does not call the projection (verl's fused kernels).
 
-    UnsupportedModelError: see `check_model`.
-    RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
+    Raises:
+        UnsupportedModelError: see `check_model`.
+        RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
     def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:

@@ -93,32 +93,37 @@ def fault(trial: Reading, lengths: list[int], changes: Mapping[str, float]) -> s
     shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:
         return "it has not one embedding, hidden state and row of logits for each token"
-    # The model's values, those of the projection, numbers on whose scale a difference is measured, and what is allowed. Logits
-    # are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
-    compared = [(own_NV, tapped_NV, tapped_NV, 2 * trial.eps + 1e-5)]
-    if trial.fused is not None:
+    if trial.fused is None:
+        # Logits are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
+        found = _difference(own_NV, tapped_NV, tapped_NV, 2 * trial.eps + 1e-5)
+    else:
         temperature, next_N = trial.fused
         sampled_NV, inside_N = tapped_NV / temperature, next_N >= 0
         entropy_N = WHOLE_VOCABULARY.entropy(sampled_NV)
         log_prob_N = WHOLE_VOCABULARY.log_prob(sampled_NV[inside_N], next_N[inside_N])
-        compared = [
-            (own_NV[:, 0], entropy_N, entropy_N, 16 * trial.eps + 1e-4),  # kernels keep sums that logits round
-            # A logit less a mean of logits. Between the two, each is rounded at most three times by eps / 2: as a logit in the
-            # kernels and here, and by the temperature.
-            (own_NV[inside_N, 1], log_prob_N, sampled_NV, 3 * trial.eps + 1e-4),
-        ]
-    for own, want, scale, allowed in compared:
-        # A model may return -inf for tokens that it never writes. A difference to NaN is NaN, which no number allows.
-        difference = torch.where(own == want, 0.0, (own - want).abs())
-        largest = scale.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-        figure = (difference.max() / largest).item()
-        if not figure <= allowed:
-            said = ", ".join(f"{name}={value}" for name, value in changes.items())
-            does = f"its logits are not changed as its configuration says ({said})"
-            does = does if said else "it changes its logits after the vocabulary projection"
-            return f"{does}: they differ by {figure:.2g} of the largest; rounding explains {allowed:.2g}"
+        # Kernels keep sums that logits round.
+        found = _difference(own_NV[:, 0], entropy_N, entropy_N, 16 * trial.eps + 1e-4)
+        # A logit less a mean of logits. Between the two, each is rounded at most three times by eps / 2: as a logit in the
+        # kernels and here, and by the temperature.
+        found = found or _difference(own_NV[inside_N, 1], log_prob_N, sampled_NV, 3 * trial.eps + 1e-4)
+    if found:
+        said = ", ".join(f"{name}={value}" for name, value in changes.items())
+        does = f"its logits are not changed as its configuration says ({said})"
+        return f"{does if said else 'it changes its logits after the vocabulary projection'}: {found}"
     moved = change(tapped_NV[lengths[0] :], tapped_NV[: lengths[1]], trial.eps) if lengths[1:] else ""
     return moved and f"logits depend on padding, other rows or later tokens: {moved}"
+
+
+def _difference(own: Tensor, want: Tensor, scale: Tensor, allowed: float) -> str:
+    """How the model's values `own` differ from those of the projection, `want`; empty if by no more than `allowed`.
+
+    Both have one shape. The difference is measured relative to the largest absolute number in `scale`, of any shape.
+    """
+    # A model may return -inf for tokens that it never writes. A difference to NaN is NaN, which no number allows.
+    difference = torch.where(own == want, 0.0, (own - want).abs())
+    largest = scale.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    figure = (difference.max() / largest).item()
+    return "" if figure <= allowed else f"they differ by {figure:.2g} of the largest; rounding explains {allowed:.2g}"
 
 
 def check_by_trial(

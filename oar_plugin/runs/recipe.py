@@ -54,7 +54,8 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
 
     verl need not be installed. It is imported, which takes seconds, only for config groups of other plugins of verl.
 
-    RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
+    Raises:
+        RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException

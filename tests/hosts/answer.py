@@ -3,15 +3,13 @@
 import torch
 
 from oar_plugin.estimator import weigh_rows
-from oar_plugin.passes.request import FIELDS
+from oar_plugin.passes.request import SECONDS
 from tests.hosts.engine.world import nested
 
 
 def answer_of(importance, segments, status, settings, seconds=0.5):
     """All fields, nested. `status`: a `Status` per row, before the gate. `settings`: of the gate, a request or OarConfig."""
     segments = [row.to(torch.int8) for row in segments]
-    weights, status_B, measure_B4 = weigh_rows(importance, segments, torch.tensor([int(s) for s in status]), settings)
-    second_B1 = torch.full((len(weights), 1), seconds)
-    return dict(
-        zip(FIELDS, map(nested, (importance, segments, weights, status_B[:, None], measure_B4, second_B1)), strict=True)
-    )
+    answer = weigh_rows(importance, segments, torch.tensor([int(s) for s in status]), settings)
+    answer[SECONDS] = list(torch.full((len(segments), 1), seconds))
+    return {name: nested(rows) for name, rows in answer.items()}

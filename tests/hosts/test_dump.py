@@ -137,7 +137,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert row.mask == [1, 0, 1, 1]
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
     assert max(row.importance["fisher"]) > 0
-    assert [rows for rows, _ in world.asked] == [6, 4, 1, 1, 1, 1], "text and scores of the chosen rows only"
+    assert [rows for rows, _ in world.asked] == [6, 4, 4], "text and scores of the chosen rows only"
     assert world.asked[0] == (6, ("rm_scores",))
 
 
@@ -145,7 +145,7 @@ def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):
     world = World(tmp_path, groups=1)
     metrics = [world.show(step) for step in range(1, 8)]
     assert world.files() == [f"step_00000{step}.jsonl" for step in (1, 3, 6)]
-    assert len(world.asked) == 3 * (2 + 2)
+    assert len(world.asked) == 3 * (1 + 2)
     assert [one["oar/dump_failed"] for one in metrics] == [0] * 7
     assert ["timing_s/oar_dump" in one for one in metrics] == [step in (1, 3, 6) for step in range(1, 8)]
     assert World(tmp_path, dir=None).show(3) == {}, "nothing is asked for"

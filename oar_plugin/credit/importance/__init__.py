@@ -27,7 +27,8 @@ IMPORTANCES: dict[str, Importance] = {
 def importance_of(name: str) -> Importance:
     """Returns the importance with this name. `python:<module>:<class>` names a user's own.
 
-    ValueError: there is no such importance, or the class cannot be used. The message says why.
+    Raises:
+        ValueError: there is no such importance, or the class cannot be used. The message says why.
     """
     if name in IMPORTANCES:
         return IMPORTANCES[name]

@@ -53,6 +53,8 @@ class Copies:
 
 @dataclass(frozen=True)
 class Forward:
+    """One forward of a gradient pass."""
+
     backward: int | None  # index in `Importance.backwards` of the backward that follows; None: no backward
     draw: int = 0  # number of the draw of signs or noise, from 0
     log_probs: bool = False  # the host takes log-probs and entropy from this forward

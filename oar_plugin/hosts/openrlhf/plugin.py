@@ -74,7 +74,8 @@ class OarAdvantage:
     def update_advantages(self, experiences: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """In the trainer: advantages times weights, and metrics in `info`, which OpenRLHF averages over responses.
 
-        RuntimeError: the experiences are not those of the samples that `actor_inputs` was called with.
+        Raises:
+            RuntimeError: the experiences are not those of the samples that `actor_inputs` was called with.
         """
         advantage_BL, importance_BL = _whole([e.advantages for e in experiences]), _whole(outputs)
         if not advantage_BL.shape == importance_BL.shape == self._segments_BL.shape:

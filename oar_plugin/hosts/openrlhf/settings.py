@@ -14,7 +14,8 @@ OPTION = "--algo.advantage.plugin_args"
 def settings_of(args: Any) -> OarConfig:
     """Returns the settings in OpenRLHF's arguments.
 
-    OarConfigError: a setting or an argument that cannot work; a line for each, with key, value and what is allowed.
+    Raises:
+        OarConfigError: a setting or an argument that cannot work; a line for each, with key, value and what is allowed.
     """
     try:
         settings = json.loads(given := args.algo.advantage.plugin_args)

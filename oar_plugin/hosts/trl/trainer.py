@@ -17,8 +17,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status, measured, summarize
+from oar_plugin.credit.diagnostics import summarize
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
@@ -161,16 +160,9 @@ class OarGRPOTrainer(GRPOTrainer):
         return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
 
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
-        """Metrics over the responses of all processes, whose batches differ in length."""
-        scored_B = reshaped.status_B == Status.SCORED
-        credited_BL = (reshaped.segments_BL == Segment.REASONING) & scored_B[:, None]
-        weight_GL, credited_GL = (
-            self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1)).cpu()
-            for x in (reshaped.weight_BL, credited_BL.long())
-        )
-        status_G = self.accelerator.gather(reshaped.status_B).cpu()
-        metrics = summarize(measured(weight_GL, credited_GL.bool()), status_G)
-        return {f"oar/{name}": value for name, value in metrics.items()}
+        """Metrics over the responses of all processes."""
+        measure_G4, status_G = (self.accelerator.gather(x).cpu() for x in (reshaped.measure_B4, reshaped.status_B))
+        return {f"oar/{name}": value for name, value in summarize(measure_G4, status_G).items()}
 
     def _known(self, inputs: list[dict[str, Any]], output: dict[str, Any], row: int) -> dict[str, Any]:
         """The fields of a response's record that come from the data (`inputs`) and from TRL (`output`)."""

@@ -29,7 +29,7 @@ from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
-from oar_plugin.passes.request import IMPORTANCE, MEASURES, SEGMENTS, STATUS, WEIGHTS, replacement_token
+from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -92,6 +92,8 @@ class Group:
 
 
 class ScoredOutput(AgentLoopOutput):
+    """verl's output of one session, with OAR's fields added to verl's fields."""
+
     oar_fields: Any = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -213,15 +215,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         if status != Status.SCORED:
             segments = np.zeros_like(segments)
         score_L, segment_L = torch.from_numpy(importance), torch.from_numpy(segments)
-        (weight_L,), status_1, measure_14 = weigh_rows([score_L], [segment_L], torch.tensor([int(status)]), self._oar)
-        values = {
-            IMPORTANCE: score_L,
-            SEGMENTS: segment_L,
-            WEIGHTS: weight_L,
-            STATUS: status_1,
-            MEASURES: measure_14[0],
-        }
-        return {ENGINE_FIELDS[name]: value for name, value in values.items()}
+        answer = weigh_rows([score_L], [segment_L], torch.tensor([int(status)]), self._oar)
+        return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
     def _lost(self, step: int) -> LostTime:
         """Return the time that answer searches have lost in the newest step with a response on this worker."""

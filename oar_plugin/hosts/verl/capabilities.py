@@ -58,7 +58,8 @@ FEATURES = {
 def host_version() -> str:
     """verl's own version, also where verl was never installed and is found by PYTHONPATH. Imports nothing.
 
-    ModuleNotFoundError: there is no verl.
+    Raises:
+        ModuleNotFoundError: there is no verl.
     """
     package = path_of("verl")
     if package is None:
@@ -144,7 +145,8 @@ def subclass(mixin: type, held: type, host: type, place: str) -> type:
 
     `held` is the class in the registry: verl's own (`host`), or a subclass of it that another plugin has put there.
 
-    RuntimeError: another plugin has replaced verl's class already.
+    Raises:
+        RuntimeError: another plugin has replaced verl's class already.
     """
     if issubclass(held, mixin):
         return held

@@ -19,6 +19,8 @@ QUANTILES = (1, 10, 50, 90, 99)
 
 @dataclass(frozen=True)
 class Picture:
+    """What dashboards show of one step."""
+
     step: int  # training step
     weights: np.ndarray  # of the reasoning tokens of all scored responses, `[T]`
     importance: np.ndarray  # of the same tokens, `[T]`

@@ -86,7 +86,7 @@ class OarFSDPMixin(ImportancePass):
         assert scored is not None
         scored.scores.total(self._sum_over_sharing_ranks)
         # The host makes the forward for log-probs anyway; importance costs the rest.
-        output["model_output"].update(score_fields(request, packed, scored.scores, [host_done]))
+        output["model_output"].update(score_fields(request, packed, scored.scores, host_done))
         return output
 
     @contextlib.contextmanager
@@ -126,11 +126,6 @@ class OarFSDPMixin(ImportancePass):
         status_B: Tensor,
         gradient: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
-
-        `segments` has a `Segment` per response token. `gradient` has the scores of the gradient pass, which select the tokens
-        that get copies with `Copies.by_gradient`. Both have `[L_i]` for each row.
-        """
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):
             most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)
@@ -163,8 +158,6 @@ class OarFSDPMixin(ImportancePass):
         with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, on_inputs):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
         return readings[0]
-
-    # ---- positions, ranks, refusals
 
     def _layout(self, offsets: Tensor, local_input_ids: Tensor) -> Layout:
         local_T = self._local_positions(offsets, local_input_ids.shape[-1])

@@ -27,7 +27,8 @@ def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str, oar
     `actors` and `servers` are Ray handles; the actors have their models. `feature` is their engine, one of
     `capabilities.FEATURES`. The actors must be able to import what `oar` names: importance, gate and answer patterns.
 
-    NodesDifferError: names each node that has another plugin or none, or does not answer in time, and what it has.
+    Raises:
+        NodesDifferError: names each node that has another plugin or none, or does not answer in time, and what it has.
     """
     question = make_question(oar.model_dump())
     here = question(None, None)

@@ -28,13 +28,17 @@ from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
+
+
+Mark = Any
+"""A moment of the device's stream (`mark`): an event, or seconds on a CPU."""
 
 
 def register_engines(mixin: type, host: type, *backends: str) -> None:
@@ -68,7 +72,8 @@ class ImportancePass:
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         """Check that this engine can compute the request's importance with its model. `data` is the first batch.
 
-        UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
+        Raises:
+            UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
         """
         raise NotImplementedError
 
@@ -80,8 +85,23 @@ class ImportancePass:
         """
         raise NotImplementedError
 
-    def _copies_importance(self, *given: Any, **named: Any) -> list[Tensor]:
-        """See `OarFSDPMixin`. An engine that does not define it refuses importances with copies in `_check_supported`."""
+    def _copies_importance(
+        self,
+        data: TensorDict,
+        request: Request,
+        segments: Sequence[Tensor],
+        status_B: Tensor,
+        gradient: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
+
+        An engine that does not define this method refuses importances with copies in `_check_supported`.
+
+        Args:
+            segments: `Segment` per response token, `[L_i]` for each row.
+            gradient: scores of the gradient pass, `[L_i]` for each row. With `Copies.by_gradient` they select the tokens that
+                get copies.
+        """
         raise NotImplementedError
 
     def _reset_after_abort(self) -> Callable[[], object] | None:
@@ -159,17 +179,17 @@ class ImportancePass:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
         if request.importance_object.copies is not None:
-            started = mark()
+            copies_from = mark()
             zero_non_finite(importance, status_B)
             importance = self._copies_importance(data, request, segments, status_B, importance)
-            share = seconds_between(started, mark()) / max(1, int((status_B == Status.SCORED).sum()))
+            share = seconds_between(copies_from, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
         zero_non_finite(importance, status_B)
-        started = time.perf_counter()
-        weights, status_B, measure_B4 = weigh_rows(importance, segments, status_B, request)
-        second_B1 = (torch.tensor(seconds) + (time.perf_counter() - started) / len(seconds))[:, None]
-        answer = importance, segments, weights, list(status_B[:, None]), list(measure_B4), list(second_B1)
-        result["model_output"] |= {name: nested(rows) for name, rows in zip(FIELDS, answer, strict=True)}
+        weighs_from = time.perf_counter()
+        answer = weigh_rows(importance, segments, status_B, request)
+        second_B = torch.tensor(seconds) + (time.perf_counter() - weighs_from) / len(seconds)
+        answer[SECONDS] = list(second_B[:, None])
+        result["model_output"] |= {name: nested(rows) for name, rows in answer.items()}
         return result
 
     def _agree_on_failures(self, segments: list[Tensor], status_B: Tensor) -> None:
@@ -203,8 +223,9 @@ class ImportancePass:
     def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> dict[str, Any] | None:
         """Returns the output of `_score`; None if memory ran out in a single-process run whose engine can be reset.
 
-        torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
-            others would wait in a collective for the process that left the pass.
+        Raises:
+            torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
+                others would wait in a collective for the process that left the pass.
         """
         reset = self._reset_after_abort() if distributed.get_world_size() == 1 else None
         try:
@@ -266,6 +287,7 @@ class ImportancePass:
         return [row[len(row) - len(segment) :] for row, segment in zip(rows, segments, strict=True)]
 
     def max_over_ranks(self, count: int) -> int:
+        """Returns the maximum of a count over the data-parallel ranks."""
         counts = torch.tensor(count, device=get_device_id())
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)
@@ -288,9 +310,14 @@ def packed_of(data: TensorDict) -> Packed:
     return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
 
 
-def score_fields(request: Request, packed: Packed, scores: Scores, marks: list[Any]) -> dict[str, Tensor]:
-    """The fields that `_score` adds to verl's output. Work for importance begins and ends at `marks`, by turns; it ends now."""
-    seconds = sum(seconds_between(*span) for span in zip(marks[::2], [*marks[1::2], mark()], strict=True))
+def score_fields(
+    request: Request, packed: Packed, scores: Scores, started: Mark, forwards: Sequence[tuple[Mark, Mark]] = ()
+) -> dict[str, Tensor]:
+    """The fields that `_score` adds to verl's output.
+
+    Importance cost the seconds from `started` until now, without those of `forwards`: the host runs them anyway.
+    """
+    seconds = seconds_between(started, mark()) - sum(seconds_between(*forward) for forward in forwards)
     importance_T, rows = importance_of_scores(request, packed, scores), len(packed.offsets) - 1
     return {
         IMPORTANCE: torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets),
@@ -316,7 +343,7 @@ def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def mark() -> Any:
+def mark() -> Mark:
     """A moment of the device's stream, for `seconds_between`: an event that the CPU does not wait for; on a CPU, seconds."""
     if get_device_name() == "cpu":
         return time.perf_counter()
@@ -325,7 +352,7 @@ def mark() -> Any:
     return event
 
 
-def seconds_between(first: Any, last: Any) -> float:
+def seconds_between(first: Mark, last: Mark) -> float:
     """Seconds between two moments of the device's stream. It waits for the second one."""
     if not isinstance(first, float):
         last.synchronize()

@@ -28,7 +28,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, score_fields
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, Mark, mark, packed_of, register_engines, score_fields
 from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -64,10 +64,11 @@ class _Schedules:
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
     scores: Scores  # of the batch, as far as this rank has computed them
     forward: Forward  # the forward that the current schedule runs
-    marks: list[Any]  # begin, then begin and end of forwards for log-probs, where these can be told (see `_score`)
     # By the rows of a micro-batch, for all schedules: its pass, and what its noise-free forward measured.
     micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
     noise_free: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    # Begin and end of forwards for log-probs, where these can be told from other work (see `_score`).
+    host_forwards: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 class OarMegatronMixin(ImportancePass):
@@ -98,7 +99,7 @@ class OarMegatronMixin(ImportancePass):
         if records and forwards[0].backward is not None:
             forwards = [replace(forwards[0], backward=None), replace(forwards[0], log_probs=False), *forwards[1:]]
         with MegatronTaps(self.module) as taps:
-            schedules = _Schedules(request, taps, packed.offsets.tolist(), scores, forwards[0], [started])
+            schedules = _Schedules(request, taps, packed.offsets.tolist(), scores, forwards[0])
             self._schedules = schedules
             try:
                 for forward in forwards:
@@ -110,11 +111,13 @@ class OarMegatronMixin(ImportancePass):
                     if records and forward is forwards[0]:
                         data[_ROUTES] = self._recorded_routes(result)
                     if forward.log_probs and not differentiates:
-                        schedules.marks += [started, mark()]
+                        schedules.host_forwards.append((started, mark()))
             finally:
                 self._schedules = None
         self._total_scores(scores)
-        output.setdefault("model_output", {}).update(score_fields(request, packed, scores, schedules.marks))
+        output.setdefault("model_output", {}).update(
+            score_fields(request, packed, scores, started, schedules.host_forwards)
+        )
         return output
 
     def _records_routes(self, data: TensorDict) -> bool:
@@ -173,14 +176,14 @@ class OarMegatronMixin(ImportancePass):
 
     @staticmethod
     def _finish(
-        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: Any, output: dict[str, Tensor]
+        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: Mark, output: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
         """The scalar to differentiate and verl's outputs. The schedule calls this on the last stage after a forward."""
         scalar = tap.scalar
         if scalar is None:  # a forward without a backward
             scalar = torch.zeros((), device=get_device_id())
         elif schedules.forward.log_probs and parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            schedules.marks += [started, mark()]
+            schedules.host_forwards.append((started, mark()))
         # The schedule multiplies a loss by the context-parallel size and divides it by the number of micro-batches.
         scale = micro_batch["num_micro_batch"] / parallel_state.get_context_parallel_world_size()
         detached = {name: value.detach() for name, value in output.items()}
@@ -282,7 +285,8 @@ class OarMegatronMixin(ImportancePass):
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
     """Refuse models that `MegatronTaps` cannot read correctly.
 
-    UnsupportedModelError: names what is refused, and what to change.
+    Raises:
+        UnsupportedModelError: names what is refused, and what to change.
     """
     for chunk in chunks:
         model: GPTModel = unwrapped(chunk)

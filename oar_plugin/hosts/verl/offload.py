@@ -20,7 +20,7 @@ from torch import Tensor
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
-from oar_plugin.passes.request import MEASURES, SHOWN, STATUS, WEIGHTS
+from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS
 
 if TYPE_CHECKING:  # a plan of a run without verl needs this module
     from tensordict import TensorDict
@@ -29,7 +29,7 @@ logger = logging.getLogger("oar_plugin")
 
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 OFFLOAD = "oar_offload"
-ENGINE_FIELDS = {name: f"{name}_of_engines" for name in (*SHOWN, WEIGHTS, STATUS, MEASURES)}
+ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS if name != SECONDS}
 
 ACTOR_MAY_HELP = (
     Status.NOT_NEEDED,  # rewards are equal, and yet the advantage is not zero: the base normalises over the batch

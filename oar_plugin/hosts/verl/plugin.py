@@ -99,6 +99,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 def load() -> None:
     """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
+    # Users see warnings also where the root logger has no handler.
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)
         logger.addHandler(_WhereRootIsSilent())

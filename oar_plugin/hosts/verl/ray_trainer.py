@@ -183,7 +183,7 @@ class _Asking:
     answer: dict[str, Tensor]
 
     def __init__(
-        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str] = FIELDS
+        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]
     ) -> None:
         self._workers, self._needed_B, self._request, self._step = workers, needed_B, request, step
         self._fields, self.answer = fields, {}
@@ -213,7 +213,8 @@ class _Asking:
 def advantage_to_weight(**given: Any) -> Any:
     """`base_advantage` for verl's trainer, which weights it before the update.
 
-    RuntimeError: it never does.
+    Raises:
+        RuntimeError: it never does.
     """
     OarRayTrainer.unused += 1
     if OarRayTrainer.unused > UNUSED:

@@ -101,7 +101,8 @@ def parsed(algorithm: DictConfig) -> OarConfig:
 def resolve(config: DictConfig) -> OarConfig:
     """OAR's settings, after a check of everything in verl's configuration that OAR depends on.
 
-    OarConfigError: names each key at fault, its value and what is allowed.
+    Raises:
+        OarConfigError: names each key at fault, its value and what is allowed.
     """
     oar = parsed(config.algorithm)
     faults = list(_faults(config, oar))
@@ -117,7 +118,8 @@ def resolve(config: DictConfig) -> OarConfig:
 def resolve_here(config: DictConfig) -> OarConfig:
     """`resolve`, after a check that the installed verl has what the configuration needs. For drivers: it imports a lot.
 
-    OarConfigError: also names what OAR expects of verl, and what verl has.
+    Raises:
+        OarConfigError: also names what OAR expects of verl, and what verl has.
     """
     oar = resolve(config)
     if faults := list(_unfit(config, oar)):

@@ -202,6 +202,8 @@ class OarTrainerMixin(TrainerCredit):
 
 
 class _WatchingLogger:
+    """Among verl's loggers: passes the metrics of each step to OAR's watch."""
+
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 

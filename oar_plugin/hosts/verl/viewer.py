@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.page.dumps import DUMP_FAILED, Sibling, choose
 from oar_plugin.page.record import Response
 from oar_plugin.passes.request import SHOWN, WEIGHTS
-from oar_plugin.token_credit import ReshapedBatch, TokenCredit
+from oar_plugin.token_credit import CreditedBatch, TokenCredit
 
 DASHBOARD_FAILED = "oar/dashboard_failed"
 QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "reward_model", "data_source"]
@@ -120,15 +121,22 @@ class Viewer:
         """The groups that there is still room for in this step. Of a row that is not chosen only the reward is read."""
         room = self.credit.config.dump.groups - len({response.group for response in self._responses})
         chosen = choose(batch.siblings(), room)
-        keys = [sibling.uid for group in chosen for sibling in group]
-        if not keys:
+        shown = [sibling for group in chosen for sibling in group]
+        if not shown:
             return []
-        queued = batch.read(keys=keys, select_fields=QUEUED)
+        keys, row_of = [sibling.uid for sibling in shown], {key: row for row, key in enumerate(batch.keys)}
+        queued, rows = batch.read(keys=keys, select_fields=QUEUED), [row_of[key] for key in keys]
         columns = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in queued.items()}
-        fields = {key: {name: column[at] for name, column in columns.items()} for at, key in enumerate(keys)}
-        return [[self._response(batch, sibling, fields[sibling.uid]) for sibling in group] for group in chosen]
+        credited, by_actor = self._credited(batch, rows), batch.by_actor_B[rows].tolist()
+        responses = iter(
+            [
+                self._response(credited, at, self._names[by_actor[at]], sibling, {n: c[at] for n, c in columns.items()})
+                for at, sibling in enumerate(shown)
+            ]
+        )
+        return [list(islice(responses, len(group))) for group in chosen]
 
-    def _credited(self, batch: QueuedBatch, rows: Sequence[int]) -> ReshapedBatch:
+    def _credited(self, batch: QueuedBatch, rows: Sequence[int]) -> CreditedBatch:
         """Some rows of a batch, padded, with what the actor or the engines say of them."""
         names = ["advantages", *SHOWN, WEIGHTS]
         fields = batch.read(keys=[batch.keys[row] for row in rows], select_fields=[*names, *ENGINE_FIELDS.values()])
@@ -139,17 +147,19 @@ class Viewer:
             return pad_sequence([columns[name][at] for at, name in enumerate(of)], batch_first=True)
 
         advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, names)
-        weighted_BL, status_B = advantage_BL * weight_BL, batch.status_B[rows]
-        return ReshapedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weighted_BL, weight_BL, status_B, {})
+        return CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows])
 
-    def _response(self, batch: QueuedBatch, sibling: Sibling, fields: Mapping[str, Any]) -> Response:
-        ids, row, asked = fields["responses"].tolist(), batch.keys.index(sibling.uid), fields.get("reward_model")
+    def _response(
+        self, credited: CreditedBatch, place: int, importance: str, sibling: Sibling, fields: Mapping[str, Any]
+    ) -> Response:
+        """The response in row `place` of `credited`. `importance`: its name. `fields`: those of `QUEUED`."""
+        ids, asked = fields["responses"].tolist(), fields.get("reward_model")
         return self.credit.record(
-            self._credited(batch, [row]),
-            0,
+            credited,
+            place,
             slice(len(ids)),
             ids,
-            importance=self._names[bool(batch.by_actor_B[row])],
+            importance=importance,
             group=sibling.group,
             uid=sibling.uid,
             reward=sibling.reward,

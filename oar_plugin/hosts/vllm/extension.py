@@ -41,7 +41,8 @@ class OutcomeExtension:
     def oar_install(self) -> None:
         """Make the worker return outcomes for tagged requests. A second call changes nothing.
 
-        RuntimeError: the worker's model runner has no method or attribute that returns prompt rows.
+        Raises:
+            RuntimeError: the worker's model runner has no method or attribute that returns prompt rows.
         """
         runner = self.model_runner
         if hasattr(runner, "oar_recorder"):

@@ -198,6 +198,7 @@ class OutcomeRecorder:
         self._tallies = {request: tally for request, tally in self._tallies.items() if request in requests}
 
     def counts(self) -> dict[str, int]:
+        """Return the number of stored references, and the number of requests whose prompt has not ended."""
         return {"references": len(self._references), "requests": len(self._tallies)}
 
     def _read(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> None:

@@ -149,7 +149,8 @@ class _Run:
     async def importance(self) -> NDArray[np.float32]:
         """Return the importance, float32 `[response_length]`, finite.
 
-        _Failure: the importance could not be computed.
+        Raises:
+            _Failure: the importance could not be computed.
         """
         task = self.task
         self._lora = await self.scorer.lora_request() if self.scorer.lora_request else None

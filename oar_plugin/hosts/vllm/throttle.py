@@ -48,6 +48,7 @@ class Throttle:
 
     @property
     def waiting(self) -> int:
+        """Number of copies that wait for their turn."""
         return len(self._waiters)
 
     @contextmanager

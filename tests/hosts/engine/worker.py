@@ -31,7 +31,7 @@ from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.hosts.verl.ray_trainer import _Asking
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.request import NEEDED, REQUEST, Request
+from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST, Request
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences
 from tests.processes import worker
@@ -211,7 +211,7 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
     workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
     needed_B, request = torch.tensor([needed for *_, needed in world.ROWS]), request_of(**cases.request(words))
-    asking = _Asking(workers, needed_B, request, step=1)
+    asking = _Asking(workers, needed_B, request, 1, FIELDS)
     with engine.eval_mode():
         asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
     return asking.answer
