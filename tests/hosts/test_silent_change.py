@@ -86,7 +86,7 @@ def run(folder: Path, name: str, plugin: dict[str, str], program: str):
     assert status == 0, said[-4000:]
     steps = read_metrics(metrics)
     steps = [{key: step[key] for key in step if not key.startswith(OF_THE_MACHINE)} for step in steps]
-    (weights,) = (folder / name / f"global_step_{STEPS}" / "actor" / "huggingface").glob("*.safetensors")
+    (weights,) = (folder / name / f"global_step_{STEPS}" / "actor").rglob("huggingface/*.safetensors")
     return steps, load_file(weights), said
 
 
