@@ -84,10 +84,8 @@ def weigh_rows(
     Returns the fields of an actor's answer (`passes.request`), without `SECONDS`: one tensor per response.
     """
     weights, status_B = [torch.ones(len(row)) for row in importance], status_B.clone()
-    measure_B4, scored = (
-        torch.zeros(len(weights), len(MEASURE_NAMES)),
-        (status_B == Status.SCORED).nonzero()[:, 0].tolist(),
-    )
+    measure_B4 = torch.zeros(len(weights), len(MEASURE_NAMES))
+    scored = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
     if scored:  # others may have no tokens
         importance_SL, segments_SL = (pad_sequence([rows[i] for i in scored], True) for rows in (importance, segments))
         reasoning_SL = segments_SL == Segment.REASONING

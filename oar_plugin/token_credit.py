@@ -70,9 +70,7 @@ class ReshapedBatch(CreditedBatch):
     """What `TokenCredit.reshape` returns: its inputs and results."""
 
     advantage_BL: Tensor  # after reshaping, for the loss
-    measure_B4: (
-        Tensor  # float32, `oar_plugin.credit.diagnostics.measured` of each response; 0 if its status is not SCORED
-    )
+    measure_B4: Tensor  # float32, `MEASURE_NAMES` of each response (`credit/diagnostics.py`); 0 if it is not SCORED
     metrics: dict[str, float]  # by name, without the prefix `oar/`
 
 

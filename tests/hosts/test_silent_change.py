@@ -28,6 +28,7 @@ NUMBERED = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=tests.host
 # It trains on prompts in the order in which they are answered: one at a time, and two batches of four a step.
 IN_ORDER = [
     "async_training.concurrent_samples_per_replica=1",
+    "async_training.require_batches=1",
     f"rollout.total_rollout_steps={8 * STEPS}",
     f"skip.async_rollout.steps={list(range(1, 8 * STEPS + 1))}",
     "trainer.total_training_steps=null",
