@@ -251,14 +251,14 @@ def test_every_draw_of_every_backward_is_another_one(model, kind):
 
 
 def test_a_linear_projection_is_gone_back_through_once_per_response(model, monkeypatch):
-    """Through every row, scores would be the same."""
+    """Through every row, scores would be the same up to rounding, which depends on the number of rows in a product."""
     call, rows, scores = Projection.__call__, [], []
     monkeypatch.setattr(Projection, "__call__", lambda *given: rows.append(given[1]) or call(*given))
     for linear in (True, False):
         monkeypatch.setattr(Projection, "linear", linear)
         scores.append(measure(model, "fisher")[0].score_KT)
     assert [len(one) for one in rows if one.requires_grad] == [len(rows_of()), 7]
-    assert scores[0].equal(scores[1])
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-6)
 
 
 # ---- many micro-batches, many ranks, many responses
