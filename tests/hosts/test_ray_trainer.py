@@ -22,6 +22,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import ray_trainer as ours
 from oar_plugin.hosts.verl import trainer_credit
+from oar_plugin.hosts.verl.importance_pass import response_rows
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.passes.request import NEEDED, REQUEST, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
@@ -48,7 +49,7 @@ class Workers:
         rows = [torch.rand(len(row)) for row in data["input_ids"].unbind()]
         output = {"log_probs": nested(-row for row in rows), "entropy": nested(rows)}
         if REQUEST in data and self.status is not None:
-            parts = [torch.full((len(row),), int(Segment.REASONING)) for row in data["responses"].unbind()]
+            parts = [torch.full((len(row),), int(Segment.REASONING)) for row in response_rows(data, "responses")]
             status = [self.status if needed else Status.NOT_NEEDED for needed in data[NEEDED]]
             scores = [torch.linspace(0, 1, len(part)) for part in parts]
             output |= answer_of(scores, parts, status, Request.from_dict(tu.get(data, REQUEST)))
@@ -122,7 +123,9 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     request = tu.get(asked, REQUEST)
     assert (request["importance_only"], request["temperature"], request["seed"]) == (bypass, 0.6, step_seed(3, 1))
     order = batch.batch["row"].tolist()
-    assert [len(row) for row in asked["responses"].unbind()] == [LENGTHS[row] for row in order]
+    for name in ("responses", "response_mask"):
+        assert not asked[name].is_nested, "the actors take the padding away, each from its rows"
+        assert [row.tolist() for row in response_rows(asked, name)] == [[1] * LENGTHS[row] for row in order]
     assert asked[NEEDED][:, 0].tolist() == [int(row < 3) for row in order]
     want = TokenCredit(one.oar, one.tokenizer).reshape(
         1,

@@ -136,7 +136,7 @@ class ImportancePass:
         if request.importance not in self._checked:
             self._check_supported(data, request)
             self._checked |= {request.importance}
-        columns = (data[name].cpu().unbind() for name in ("responses", "response_mask", NEEDED))
+        columns = response_rows(data, "responses"), response_rows(data, "response_mask"), data[NEEDED].cpu().unbind()
         responses = (
             (ids.tolist(), own.numpy().astype(bool), bool(needed.any()))
             for ids, own, needed in zip(*columns, strict=True)
@@ -292,6 +292,15 @@ class ImportancePass:
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)
         return int(counts.item())
+
+
+def response_rows(data: TensorDict, name: str) -> list[Tensor]:
+    """Returns a field's row of each response, on the CPU, without the padding on the right of `RayPPOTrainer`'s batches."""
+    field = data[name].cpu()
+    if field.is_nested:
+        return list(field.unbind())
+    length_B = data["attention_mask"][:, -field.shape[1] :].sum(-1)
+    return [row[:length] for row, length in zip(field.unbind(), length_B.tolist(), strict=True)]
 
 
 def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:

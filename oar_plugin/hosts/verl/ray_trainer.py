@@ -155,7 +155,7 @@ class OarRayTrainer(TrainerCredit):
         fields = {name: batch.batch.pop(name) for name in FIELDS if name in batch.batch}
         entropy_BL, advantage_BL = batch.batch.pop(ENTROPY, None), batch.batch["advantages"]
         # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
-        largest_B1 = advantage_BL.abs().amax(-1, keepdim=True)
+        largest_B1 = torch.maximum(advantage_BL.amax(-1, keepdim=True), -advantage_BL.amin(-1, keepdim=True))
         late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
         fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)
         status_B = fields[STATUS][:, 0]
@@ -192,11 +192,7 @@ class _Asking:
         return getattr(self._workers, name)
 
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
-        asked = data.clone(recurse=False)  # verl still needs the padded fields
-        width = data["responses"].shape[1]
-        real_BL = data["attention_mask"][:, -width:].bool()
-        for name in ("responses", "response_mask"):
-            asked[name] = torch.nested.masked_select(data[name], real_BL)
+        asked, width = data.clone(recurse=False), data["responses"].shape[1]
         asked[NEEDED] = self._needed_B.long()[:, None]
         tu.assign_non_tensor(asked, **{REQUEST: self._request})
         output: TensorDict = self._workers.compute_log_prob(asked)
@@ -204,9 +200,14 @@ class _Asking:
             raise RuntimeError(no_importance(self._step))
         answer = {name: output.pop(name) for name in FIELDS}
         for name in self._fields:
-            fill, columns = int(name == WEIGHTS), width if name in (*SHOWN, WEIGHTS) else 0
-            field = answer[name].to_padded_tensor(fill)
-            self.answer[name] = pad(field, (0, max(0, columns - field.shape[1])), value=fill)
+            if name in (*SHOWN, WEIGHTS):
+                fill = int(name == WEIGHTS)
+                field = answer[name].to_padded_tensor(fill)
+                # Padding by nothing would copy it.
+                missing = width - field.shape[1]
+                self.answer[name] = pad(field, (0, missing), value=fill) if missing > 0 else field
+            else:  # rows of one length
+                self.answer[name] = answer[name].values().view(len(data), -1)
         return output
 
 
