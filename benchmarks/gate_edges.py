@@ -54,7 +54,7 @@ def cases() -> dict[str, tuple[Tensor, Tensor, float | None]]:
 
 
 def main() -> None:
-    gates = {name: (gate.weights, gate.tau) for name, gate in GATES.items()}
+    gates = {name: (GATES[name].weights, GATES[name].tau) for name in ("two_level", "bi_level")}
     found: dict[str, dict[str, list[str]]] = {}
     for case, (importance, causal, tau) in cases().items():
         keep = torch.ones_like(causal)

@@ -119,14 +119,15 @@ class OarConfig(_Settings):
     has not matched an answer, and a masked copy holds the logits of the whole answer."""
     gate: str = "two_level"
     """How importance becomes weights, which are then scaled to average 1. two_level: 1 + beta above the quantile, 1 below.
-    bi_level: the paper's gate; the further a token is above or below the quantile, the more it is boosted or damped. Or your
-    own: 'python:<module>:<function>'."""
+    bi_level: the paper's gate; the further a token is above or below the quantile, the more it is boosted or damped. top_only:
+    0 below the quantile, equal weights above (with entropy: the 80/20 rule). z_score: GRAIL's; standardized logarithm of the
+    scores, clipped. Or your own: 'python:<module>:<function>'."""
     tau: float | None = Field(
         None,
         ge=0,
         le=1,
         description="Quantile of the scores that splits the tokens. null: "
-        + ", ".join(f"{gate.tau} for {name}" for name, gate in GATES.items())
+        + ", ".join(f"{gate.tau} for {name}" for name, gate in GATES.items() if "tau" in gate.settings)
         + " (the paper's).",
     )
     beta: float = Field(2.0, ge=0)

@@ -7,7 +7,7 @@ from oar_plugin.credit.importance import Backward, Importance, Rows
 
 
 class Saliency(Importance):
-    """Gradient times input of the answer's log-probability, in the manner of GRAIL."""
+    """Gradient times input of the answer's log-probability."""
 
     name = "saliency"
     help = "Gradient times input of the answer's log-probability."

@@ -70,21 +70,46 @@ def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, be
     Only the order of importance matters, so outliers do not change the weights. Tokens with the response's minimum importance
     always get weight 1. Without this rule, all tokens would get `1 + beta` if the quantile is the minimum.
     """
-    count_B1 = reasoning_BL.sum(-1, keepdim=True)
-    place_B2, share_B1 = _quantile_places(count_B1, tau)
-    ranked_BL = sorted_rows(importance_BL.double().masked_fill(~reasoning_BL, torch.inf))
-    below_B1, above_B1 = ranked_BL.gather(-1, place_B2).chunk(2, -1)
-    quantile_B1 = torch.lerp(below_B1, above_B1, share_B1)
-    above_BL = (importance_BL.double() >= quantile_B1) & (importance_BL.double() > ranked_BL[:, :1]) & reasoning_BL
+    above_BL = _above(importance_BL, reasoning_BL, tau)
     weight_BL = 1 + beta * above_BL.double()
+    count_B1 = reasoning_BL.sum(-1, keepdim=True)
     total_B1 = (count_B1 + beta * above_BL.sum(-1, keepdim=True)).clamp_min(1)
     return torch.where(reasoning_BL, weight_BL * count_B1 / total_B1, 1.0).float()
+
+
+def top_only(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.8) -> Tensor:
+    """Weight 0 below the tau-quantile of importance, equal weights at and above it: only the top tokens are learned from.
+
+    With `importance=entropy` it is the "80/20 rule" of arXiv 2506.01939: the policy gradient of the fifth of the tokens with
+    the highest entropy. There the quantile is that of the batch, and the answer is treated like all other tokens; here it is
+    that of the response's reasoning tokens, and other tokens keep weight 1. Tokens with the response's minimum importance
+    always get weight 0, unless all are equal.
+    """
+    above_BL = _above(importance_BL, reasoning_BL, tau)
+    kept_B1 = above_BL.sum(-1, keepdim=True)
+    weight_BL = above_BL.double() * reasoning_BL.sum(-1, keepdim=True) / kept_B1.clamp_min(1)
+    return torch.where(reasoning_BL & (kept_B1 > 0), weight_BL, 1.0).float()
+
+
+def z_score(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
+    """The map of GRAIL (arXiv 2606.04889), for `importance=grail`: standardized logarithm of importance, clipped.
+
+    Per response, `z` is `log(I + 1e-8)` less its mean, divided by its standard deviation; `w = clip(1 + z / 2, 1/2, 5)`. The
+    constants are those of the published configuration. There the weights stay as they are, here they are scaled to average 1.
+    """
+    count_B1, outside_BL = reasoning_BL.sum(-1, keepdim=True).clamp_min(1), ~reasoning_BL
+    log_BL = importance_BL.double().clamp_min(0.0).add_(1e-8).log_().masked_fill_(outside_BL, 0.0)
+    off_BL = log_BL.sub_(row_sums(log_BL) / count_B1).masked_fill_(outside_BL, 0.0)
+    deviation_B1 = (row_sums(off_BL.square()) / count_B1 + 1e-8).sqrt()
+    weight_BL = (1 + off_BL / deviation_B1 / 2).clamp_(0.5, 5.0)
+    mean_B1 = row_sums(weight_BL.masked_fill(outside_BL, 0.0)) / count_B1
+    return torch.where(reasoning_BL, weight_BL / mean_B1, 1.0).float()
 
 
 @dataclass(frozen=True)
 class Gate:
     function: Callable[..., Tensor]  # see the docstring of this module
-    tau: float  # default of the setting `tau`
+    tau: float = 0.85  # default of the setting `tau`
     order_only: bool = False  # the weights depend only on the order of importance
 
     @cached_property
@@ -107,7 +132,12 @@ class Gate:
         return self.function(importance_BL, reasoning_BL, **{name: given[name] for name in self.settings})
 
 
-GATES: dict[str, Gate] = {"two_level": Gate(two_level, tau=0.85, order_only=True), "bi_level": Gate(bi_level, tau=0.4)}
+GATES: dict[str, Gate] = {
+    "two_level": Gate(two_level, tau=0.85, order_only=True),
+    "bi_level": Gate(bi_level, tau=0.4),
+    "top_only": Gate(top_only, tau=0.8, order_only=True),
+    "z_score": Gate(z_score),
+}
 _OWN: dict[str, Gate] = {}  # users' gates that passed the check, by name
 
 
@@ -123,7 +153,7 @@ def gate_of(name: str) -> Gate:
         return GATES[name]
     function = imported(name, f"allowed: {', '.join(GATES)}, or python:<module>:<function>")
     if name not in _OWN or _OWN[name].function != function:
-        gate = Gate(function, GATES["two_level"].tau)
+        gate = Gate(function)
         if fault := _fault(gate):
             raise ValueError(f"{name} cannot be used: {fault}")
         _OWN[name] = gate
@@ -168,6 +198,15 @@ def relative(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
     total_B1 = row_sums(importance_BL.double().masked_fill(~reasoning_BL, 0.0))
     mean_B1 = total_B1 / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
     return importance_BL / torch.where(mean_B1 > 0, mean_B1, 1.0)
+
+
+def _above(importance_BL: Tensor, reasoning_BL: Tensor, tau: float) -> Tensor:
+    """Bool `[B, L]`: reasoning tokens at or above the tau-quantile of importance and above the minimum."""
+    place_B2, share_B1 = _quantile_places(reasoning_BL.sum(-1, keepdim=True), tau)
+    ranked_BL = sorted_rows(importance_BL.double().masked_fill(~reasoning_BL, torch.inf))
+    below_B1, above_B1 = ranked_BL.gather(-1, place_B2).chunk(2, -1)
+    quantile_B1 = torch.lerp(below_B1, above_B1, share_B1)
+    return (importance_BL.double() >= quantile_B1) & (importance_BL.double() > ranked_BL[:, :1]) & reasoning_BL
 
 
 def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:

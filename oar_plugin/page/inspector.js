@@ -66,16 +66,24 @@ function quantile(sorted, tau) {
   return share < 0.5 ? below + share * (above - below) : above - (above - below) * (1 - share);
 }
 
+function split(score, sorted, tau, high, low) {  // the lowest score is never above
+  const limit = quantile(sorted, tau);
+  return score.map(x => x >= limit && x > sorted[0] ? high : low);
+}
+
 const GATES = {  // from the scores of a response's reasoning tokens to weights before scaling
-  two_level(score, sorted, {tau, beta}) {
-    const limit = quantile(sorted, tau);
-    return score.map(x => x >= limit && x > sorted[0] ? 1 + beta : 1);
-  },
+  two_level: (score, sorted, {tau, beta}) => split(score, sorted, tau, 1 + beta, 1),
   bi_level(score, sorted, {tau, beta, floor}) {
     const low = Math.log1p(sorted[0]), span = Math.log1p(sorted.at(-1)) - low, level = x => (Math.log1p(x) - low) / span;
     const limit = quantile(sorted.map(level), tau);
     return score.map(level).map(s => s < limit ? Math.max(s / Math.max(limit, TINY), floor)
       : 1 + beta * (s - limit) / Math.max(1 - limit, TINY));
+  },
+  top_only: (score, sorted, {tau}) => split(score, sorted, tau, 1, 0),
+  z_score(score) {
+    const logs = score.map(x => Math.log(Math.max(x, 0) + 1e-8)), mean = sum(logs) / logs.length;
+    const deviation = Math.sqrt(sum(logs.map(x => (x - mean) ** 2)) / logs.length + 1e-8);
+    return logs.map(x => Math.min(Math.max(1 + (x - mean) / deviation / 2, 0.5), 5));
   },
 };
 

@@ -36,6 +36,7 @@ from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import NAMES, PAD, VOCABULARY, encode, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.gate import gate_of
 from oar_plugin.credit.importance import Importance
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
@@ -307,6 +308,15 @@ def test_spare_by_hand():
     torch.testing.assert_close(weight_BL[:, 1:-1], raw_BL / raw_BL.mean(), atol=1e-5, rtol=1e-5)
     nothing_BL = torch.zeros(1, 2)
     assert (spare(nothing_BL, nothing_BL.bool(), nothing_BL, nothing_BL[:, :1].bool()) == 1).all()
+
+
+def test_inverted_damps_what_the_default_gate_boosts():
+    gate, importance_BL = gate_of(f"{CANDIDATES}:inverted"), torch.arange(10.0)[None]
+    reasoning_BL = importance_BL > 0
+    weight_BL = gate.weights(importance_BL, reasoning_BL, tau=0.85, beta=2.0, floor=0.1)
+    raw_T = torch.tensor([1.0] * 7 + [1 / 3] * 2)  # two of nine tokens are above the quantile
+    torch.testing.assert_close(weight_BL[0, 1:], raw_T / raw_T.mean())
+    assert weight_BL[0, 0] == 1
 
 
 # ---- warm models

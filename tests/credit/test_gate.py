@@ -18,7 +18,9 @@ from oar_plugin.credit.gate import (
     kept_total,
     relative,
     row_sums,
+    top_only,
     two_level,
+    z_score,
 )
 
 scores = st.lists(st.floats(0, 1e6, allow_nan=False, width=32), min_size=1, max_size=40)
@@ -103,7 +105,37 @@ def test_two_level_has_two_weights_one_border_and_keeps_the_mass(batch, tau, bet
         assert above.any() == (score.max() > score.min()), "the largest is never below the others"
 
 
-@pytest.mark.parametrize("gate", [bi_level, two_level])
+@given(st.lists(st.one_of(scores, ties), min_size=1, max_size=4), st.floats(0, 1))
+@settings(max_examples=250)
+def test_top_only_shares_the_mass_among_the_top_tokens(batch, tau):
+    """The rest gets nothing. A token at the minimum is never kept, unless all are equal."""
+    importance, mask = padded(batch)
+    weights = top_only(importance, mask, tau)
+    assert (weights[~mask] == 1).all()
+    for row, values in enumerate(batch):
+        score = torch.tensor(values).double()
+        kept = (score >= torch.quantile(score, tau)) & (score > score.min())
+        want = kept.double() * len(values) / kept.sum() if kept.any() else torch.ones_like(score)
+        torch.testing.assert_close(weights[row, mask[row]].double(), want, rtol=1e-5, atol=1e-6)
+    distinct = torch.randperm(100)[None].float()
+    assert (top_only(distinct, everywhere(distinct)) > 0).equal(distinct >= 80), "by default a fifth, as in the paper"
+
+
+@given(st.lists(st.one_of(scores, ties), min_size=1, max_size=4))
+@settings(max_examples=250)
+def test_z_score_on_a_padded_batch_equals_the_published_map_scaled_to_average_1(batch):
+    importance, mask = padded(batch)
+    weights = z_score(importance, mask)
+    assert (weights[~mask] == 1).all()
+    for row, values in enumerate(batch):
+        log = (torch.tensor(values).double() + 1e-8).log()
+        want = (1 + 0.5 * (log - log.mean()) / (log.var(correction=0) + 1e-8).sqrt()).clip(0.5, 5)
+        torch.testing.assert_close(weights[row, mask[row]].double(), want / want.mean(), rtol=1e-5, atol=1e-6)
+    below = torch.tensor([[-0.5, 0.0, 1.0]])
+    assert z_score(below, everywhere(below))[0, :2].unique().numel() == 1, "importance below 0 counts as 0"
+
+
+@pytest.mark.parametrize("gate", [bi_level, two_level, top_only, z_score])
 def test_every_gate(gate):
     """The table has it; order, dtype and strides of the input do not matter; constant scores give weights of 1."""
     named = GATES[gate.__name__]
@@ -121,9 +153,11 @@ def test_every_gate(gate):
     if named.order_only:
         assert torch.equal(gate(importance * 2**20, mask), weights)
     for tau in (0.0, 0.4, 0.85, 1.0):
+        given["tau"] = tau
         for constant in (torch.full((1, 7), 3.0), torch.tensor([[7.0]])):
-            assert torch.equal(gate(constant, everywhere(constant), tau), torch.ones_like(constant))
-        assert torch.equal(gate(torch.rand(2, 5), torch.zeros(2, 5, dtype=torch.bool), tau), torch.ones(2, 5))
+            assert torch.equal(named.weights(constant, everywhere(constant), **given), torch.ones_like(constant))
+        nowhere = torch.zeros(2, 5, dtype=torch.bool)
+        assert torch.equal(named.weights(torch.rand(2, 5), nowhere, **given), torch.ones(2, 5))
 
 
 def test_relative_scores_are_multiples_of_the_mean_over_the_reasoning():
@@ -195,6 +229,8 @@ def test_a_gate_of_a_users_own_is_tried(own, fault):
     [
         (bi_level, SETTINGS),
         (two_level, ("tau", "beta")),
+        (top_only, ("tau",)),
+        (z_score, ()),
         (lambda score, keep, t, b, f: (t, b, f), SETTINGS),
         (lambda score, keep, floor, beta, tau: (floor, beta, tau), SETTINGS),
         (lambda score, keep, *given: given, SETTINGS),

@@ -101,8 +101,8 @@ def sometimes_fails(text):
 
 PATTERNS = [NAMES, NAMES, (), (f"python:{__name__}:sometimes_fails",), ("hash", r"regex:((?:\w|\w\w)+)[.!]$")]
 OWN = "python:tests.own_importance:Saliency"
-IMPORTANCES = ["fisher", "oar_g", "decision", "entropy", "random", "oar_p", "hybrid", OWN]
-GATES = ["two_level", "bi_level", "python:tests.own_importance:upper_half"]
+IMPORTANCES = ["fisher", "oar_g", "decision", "entropy", "random", "oar_p", "hybrid", "grail", "span_masking", OWN]
+GATES = ["two_level", "bi_level", "top_only", "z_score", "python:tests.own_importance:upper_half"]
 # What an importance may come to in a model that has broken down.
 SPOILT = st.sampled_from([0.0, math.nan, math.inf, -math.inf, -1.0, -5.0, 1e38, 1e-45])
 

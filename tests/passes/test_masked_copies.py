@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig
 
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.perturbation import Search, units
 from oar_plugin.credit.probe import PROBES
@@ -172,6 +173,27 @@ def test_importance_equals_single_copies(llama, budget, span, importance, max_to
         torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-7 * want.max().item())
         assert ((got[row] > 0) == (segments_L == Segment.REASONING)).all()
         assert (got[row] >= 0).all()
+
+
+def test_span_masking_is_the_drop_of_the_answers_log_probability_without_a_tenth_of_the_response(llama):
+    """Each token gets its share of the drop; a span without which the answer is more likely gets nothing."""
+    config = OarConfig(importance="span_masking", probe="answer_joint")
+    request = Request.from_config(config, 1, 100, replacement_token=0)
+    token_T, segments_L, gradient_L = made(5, REASONING=97, ANSWER=3)
+    reasoning, drops = positions(segments_L) + 5, []
+
+    def log_prob(ids_T):
+        log_p = llama(ids_T[None]).logits[0, -4:-1].log_softmax(-1)
+        return log_p.gather(-1, token_T[-3:, None]).mean().item()
+
+    spans = reasoning.split(10)  # 95 tokens
+    for span in spans:
+        drops += [log_prob(token_T) - log_prob(token_T.index_fill(0, span, 0))]
+    got = MaskedCopies(llama, request, 10_000).importance({0: (token_T, segments_L, gradient_L)})[0]
+    want = [max(drop, 0.0) / len(span) for span, drop in zip(spans, drops, strict=True) for _ in span]
+    assert len(spans) == 10
+    assert min(drops) < 0 < max(drops)
+    assert got[reasoning - 5].tolist() == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("mine", [{}, {8}, {3, 8}])

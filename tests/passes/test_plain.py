@@ -29,7 +29,7 @@ OWN = "python:tests.own_importance:Saliency"
 TWO = "python:benchmarks.candidates.learning:Onward"  # two backwards
 WORDS = {OWN: "own", TWO: "onward"}
 # The engines' tests' bounds: 5e-3 is float32's rounding of P_noisy - P, which the joint probe has none of.
-BOUNDS = {"fisher": 1e-5, "oar_g": 5e-3, "decision": 1e-5, TWO: 1e-5, "entropy": 1e-5, OWN: 1e-4}
+BOUNDS = {"fisher": 1e-5, "oar_g": 5e-3, "decision": 1e-5, "grail": 1e-5, TWO: 1e-5, "entropy": 1e-5, OWN: 1e-4}
 BY_GRADIENT = [name for name, importance in IMPORTANCES.items() if importance.backwards and importance.copies is None]
 CHANGED = {  # the logits of these models, after the vocabulary projection
     CohereConfig: {"logit_scale": 0.3},
@@ -138,7 +138,7 @@ def test_bf16_is_close_and_float64_closer(folder, model, importance):
         assert {p.dtype for p in other.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize(("importance", "power"), [("decision", 0), ("fisher", -2)])
+@pytest.mark.parametrize(("importance", "power"), [("decision", 0), ("grail", 0), ("fisher", -2)])
 def test_the_scale_of_the_embeddings_is_in_scores_only_where_they_say_so(folder, importance, power):
     """The same function with embeddings, and all that is added to them, of another size."""
     want = run(Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), importance=importance)

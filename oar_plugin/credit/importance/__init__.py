@@ -12,15 +12,17 @@ from oar_plugin.credit.importance.check import problems
 from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.importance.entropy import Entropy
 from oar_plugin.credit.importance.fisher import Fisher
+from oar_plugin.credit.importance.grail import Grail
 from oar_plugin.credit.importance.hybrid import Hybrid
 from oar_plugin.credit.importance.oar_g import OarG
 from oar_plugin.credit.importance.oar_p import OarP
 from oar_plugin.credit.importance.random import Random
+from oar_plugin.credit.importance.span_masking import SpanMasking
 
 __all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 
 IMPORTANCES: dict[str, Importance] = {
-    kind.name: kind() for kind in (Fisher, OarG, Decision, OarP, Hybrid, Entropy, Random)
+    kind.name: kind() for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Entropy, Random)
 }
 
 

@@ -252,7 +252,7 @@ def test_a_trial_gives_what_a_pass_gives():
 
 def test_names_for_messages():
     assert without_copies().split(", ") == [name for name, kind in IMPORTANCES.items() if kind.copies is None]
-    assert [IMPORTANCES[name].copies.by_gradient for name in of_engines().split(", ")] == [False]
+    assert [IMPORTANCES[name].copies.by_gradient for name in of_engines().split(", ")] == [False, False]
 
 
 # ---- importances and gates in a configuration; test_gate.py has the faults of gates

@@ -8,6 +8,7 @@ import torch
 from oar_plugin.credit.importance import Parts, Rows
 from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.importance.fisher import Fisher, fisher_coefficients
+from oar_plugin.credit.importance.grail import Grail
 from oar_plugin.credit.importance.oar_g import OarG, joint_coefficients, kl_coefficients
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 
@@ -45,6 +46,23 @@ def test_oar_g_coefficients_are_derivatives():
     pooled = Rows(noisy, None, torch.arange(2), clean_NV=clean, sigma=1e-2)
     torch.testing.assert_close(OarG().coefficients(0, pooled), kl / 1e-2)
     torch.testing.assert_close(OarG().coefficients(0, Rows(noisy, token, torch.arange(2), sigma=1e-2)), joint / 1e-2)
+
+
+# ---- grail
+
+
+def test_grail_is_the_norm_of_gradient_times_input_of_the_answers_log_probability():
+    """Of two answer tokens, whose logits depend on three embeddings; a sum of the products would cancel."""
+    token, weight_TNVH = torch.tensor([3, 0]), torch.randn(3, 2, 6, 5, dtype=torch.float64)
+    embedding_TH = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    logits_NV = torch.einsum("tnvh,th->nv", weight_TNVH, embedding_TH.tanh())
+    (want_TH,) = torch.autograd.grad(-logits_NV.log_softmax(-1)[[0, 1], token].sum(), embedding_TH, retain_graph=True)
+    rows = Rows(logits_NV.detach(), token, torch.arange(2))
+    (got_TH,) = torch.autograd.grad((Grail().coefficients(0, rows) * logits_NV).sum(), embedding_TH)
+    torch.testing.assert_close(got_TH, want_TH)
+    want_T = (want_TH * embedding_TH).square().sum(-1).sqrt().float()
+    torch.testing.assert_close(Grail().score(got_TH, embedding_TH), want_T)
+    assert Grail().score(torch.tensor([3.0, -4.0]), torch.ones(2)) == 5
 
 
 # ---- oar_p

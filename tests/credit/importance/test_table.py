@@ -18,6 +18,8 @@ PLANS = {
     "decision": ([(0, 0)], [(0, 1)], {"reasoning_rows"}),
     "oar_p": ([], [], set()),
     "hybrid": ([(0, 0)], [(0, 1)], set()),
+    "grail": ([(0, 0)], [(0, 1)], set()),
+    "span_masking": ([], [], set()),
     "entropy": ([(None, 0)], [], {"reasoning_rows"}),
     "random": ([], [], set()),
 }

@@ -12,7 +12,7 @@ import torch
 from tests.hosts.engine import world
 
 WORDS: dict[str, dict[str, Any]] = {
-    **{name: {"importance": name} for name in ("fisher", "oar_g", "decision", "entropy", "random")},
+    **{name: {"importance": name} for name in ("fisher", "oar_g", "decision", "grail", "entropy", "random")},
     "onward": {"importance": "python:benchmarks.candidates.learning:Onward"},  # two backwards
     "own": {"importance": "python:tests.own_importance:Saliency"},
     "oar_p": {"importance": "oar_p", "replacement_token": world.PAD},
@@ -29,7 +29,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "again": {},
     "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
 }
-OTHERS = ["entropy", "random", "own"]
+OTHERS = ["entropy", "random", "own", "grail"]
 EVERYTHING = ["fisher", "decision", "oar_p"]
 
 
@@ -145,7 +145,7 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
-    (importance,) = words & {"fisher", "oar_g", "decision", "onward", "entropy", "own"}
+    (importance,) = words & {"fisher", "oar_g", "decision", "grail", "onward", "entropy", "own"}
     columns = world.COLUMNS if "vocabulary" in words else None
     sigma = request(" ".join(words & {"loud"})).get("sigma", world.SIGMA)
     replay = "".join(words & {"r2", "r3"})

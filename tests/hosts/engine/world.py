@@ -205,9 +205,10 @@ def gradient_importance(
         if not joint:
             read, sign = read.mean(0, keepdim=True), signs(seed_1, 0, logits.shape[-1])
         scores = gradient((fisher_coefficients(read, sign) * read).sum() / len(read)).square().sum(-1)
-    if importance == "own":
+    if importance in ("own", "grail"):
         scalar = logits[rows].log_softmax(-1).gather(-1, ids[rows + 1][:, None]).sum()
-        scores = (gradient(scalar) * embedding[0]).sum(-1).abs()
+        product = gradient(scalar) * embedding[0]
+        scores = product.sum(-1).abs() if importance == "own" else product.norm(dim=-1)
     if importance == "oar_g":
         width = embedding.shape[-1]
         noise = torch.zeros(1, len(ids), width)
