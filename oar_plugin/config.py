@@ -128,7 +128,7 @@ class OarConfig(_Settings):
         le=1,
         description="Quantile of the scores that splits the tokens. null: "
         + ", ".join(f"{gate.tau} for {name}" for name, gate in GATES.items() if "tau" in gate.settings)
-        + " (the paper's).",
+        + " (as in their papers, except for two_level).",
     )
     beta: float = Field(2.0, ge=0)
     """Boost of the tokens above the quantile."""
