@@ -10,8 +10,9 @@ Only the rows of the answer are projected to logits. Shape suffixes: K copies, m
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from functools import reduce
+from itertools import chain, starmap
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,13 +26,16 @@ from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds, sample_replacements, units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.passes.request import Request
+from oar_plugin.passes.rows import CHUNK, Project, read_logits
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, to_device, unwrapped
 from oar_plugin.passes.trial import TOKENS, change, rounding, trial_tokens
 
 logger = logging.getLogger(__name__)
 
 ROW_VALUES = 2**28
-"""Maximum number of answer logits in one forward (1 GiB in float32), unless a single copy has more."""
+"""Maximum number of answer logits of one forward, unless a single copy has more. They are computed in chunks of rows."""
+
+Result = TypeVar("Result")
 
 WASTE = 1 / 16
 """Maximum share of `max_tokens` that one forward spends on tokens which precede the first replaced token of their copy."""
@@ -121,8 +125,8 @@ class MaskedCopies:
             pair_2T[1, middle] = (pair_2T[0, middle] + 1) % self._vocabulary if token is None else token
             row_N = torch.arange(TOKENS + middle, 2 * TOKENS)
             try:
-                whole_NV = self._forward(pair_2T, row_N, cache)
-                behind_NV = self._forward(pair_2T[:, middle:], row_N - TOKENS, _shared(cache, middle))
+                whole_NV = self._forward(pair_2T, row_N, cache, _projected)
+                behind_NV = self._forward(pair_2T[:, middle:], row_N - TOKENS, _shared(cache, middle), _projected)
             except Exception as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -144,7 +148,8 @@ class MaskedCopies:
     def idle(self) -> None:
         """Runs one forward and discards its result, for a rank that must wait for other ranks."""
         device = next(self.module.parameters()).device
-        self._forward(torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long), None)
+        token_11, row_1 = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
+        self._forward(token_11, row_1, None, _projected)
 
     def run(self, candidate: Candidate, unit_list: list[Unit]) -> list[float]:
         """Scores of the units of one response, in order (`oar_plugin.credit.importance.oar_p.divergence`)."""
@@ -155,13 +160,18 @@ class MaskedCopies:
         cache = DynamicCache() if self._shares_prefix else None
         row_first, row_end = candidate.rows(self.request.probe)
         row_N, device = torch.cat([torch.arange(row_first, row_end), drawn_R - 1]), candidate.token_T.device
-        logits_NV = self._forward(candidate.token_T[None, :row_end], row_N, cache)
         answer = row_end - row_first
-        reference = self._outcomes(logits_NV[None, :answer], candidate)[0]
-        if token is None:
-            replacement_T = self._drawn(candidate, drawn_R, logits_NV[answer:])
-        else:
-            replacement_T = torch.full_like(candidate.token_T, token)
+
+        def noise_free(project: Project, hidden_NH: Tensor) -> tuple[Tensor, Tensor]:
+            reference = self._outcomes(project, hidden_NH[None, :answer], candidate)[0]
+            if token is not None:
+                return reference, torch.full_like(candidate.token_T, token)
+            return reference, self._drawn(project, hidden_NH[answer:], candidate, drawn_R)
+
+        def of_copies(project: Project, hidden_NH: Tensor) -> Tensor:
+            return self._outcomes(project, hidden_NH.unflatten(0, (-1, answer)), candidate)
+
+        reference, replacement_T = self._forward(candidate.token_T[None, :row_end], row_N, cache, noise_free)
 
         groups, scores_K = self._groups(candidate, unit_list), list[Tensor]()
         for group in groups:
@@ -171,22 +181,22 @@ class MaskedCopies:
             place_M, position_M = to_device(device, *torch.tensor(pairs).T)
             copy_KT[place_M, position_M - begin] = replacement_T[position_M]
             rows_Km = torch.arange(len(group))[:, None] * copy_KT.shape[1] + torch.arange(row_first, row_end) - begin
-            logits_NV = self._forward(copy_KT, rows_Km.flatten(), _shared(cache, begin))
-            outcome_K = self._outcomes(logits_NV.view(len(group), answer, -1), candidate)
+            outcome_K = self._forward(copy_KT, rows_Km.flatten(), _shared(cache, begin), of_copies)
             scores_K.append(divergence(reference, outcome_K, self.request.probe))
         # In the order of `unit_list`. The CPU waits for the device here only.
         return torch.cat(scores_K).cpu()[torch.tensor(list(chain(*groups))).argsort()].tolist()
 
-    def _drawn(self, candidate: Candidate, position_R: Tensor, logits_RV: Tensor) -> Tensor:
-        """`token_T` with other tokens at `position_R`, drawn from `logits_RV`, int64 `[T]`."""
+    def _drawn(self, project: Project, hidden_RH: Tensor, candidate: Candidate, position_R: Tensor) -> Tensor:
+        """`token_T` with other tokens at `position_R`, drawn from the logits that predict them, int64 `[T]`."""
         token_T = candidate.token_T.clone()
         (position_R,) = to_device(token_T.device, position_R)
         seed_R = replacement_seeds(candidate.token_T, position_R, self.request.seed)
-        # Drawn in slices, because Gumbel noise takes more than 8 bytes per logit.
-        size = max(1, ROW_VALUES // 8 // logits_RV.shape[-1])
-        for at in range(0, len(position_R), size):
-            here, here_R = slice(at, at + size), position_R[at : at + size]
-            token_T[here_R] = sample_replacements(logits_RV[here], candidate.token_T[here_R], seed_R[here])
+
+        def draw(logits_NV: Tensor, chosen: slice) -> None:
+            here_N = position_R[chosen]
+            token_T[here_N] = sample_replacements(logits_NV, candidate.token_T[here_N], seed_R[chosen])
+
+        read_logits(project, hidden_RH, draw)
         return token_T
 
     def _groups(self, candidate: Candidate, unit_list: list[Unit]) -> list[list[int]]:
@@ -204,25 +214,47 @@ class MaskedCopies:
             groups[-1].append(index)
         return groups
 
-    def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:
-        """Logits `[N, V]` of the rows `row_N` of the flattened batch. Extends an empty `cache`; reads a filled one."""
+    def _forward(
+        self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, probe: Callable[[Project, Tensor], Result]
+    ) -> Result:
+        """What `probe` makes of the hidden states `[N, H]` of the rows `row_N` of the flattened batch, and their projection.
+
+        Extends an empty `cache`; reads a filled one.
+        """
         self.tokens += token_KT.numel()
-        logits: list[Tensor] = []
+        results: list[Result] = []
         with torch.no_grad(), ModelTaps(self.module) as taps:
             (row_N,) = to_device(token_KT.device, row_N)
-            taps.tap = Tap(row_N, lambda project, hidden_NH: logits.append(project(hidden_NH)))
+            taps.tap = Tap(row_N, lambda project, hidden_NH: results.append(probe(project, hidden_NH)))
             # Without positions: the model counts its own, which need not begin with 0.
             self.module(input_ids=token_KT, past_key_values=cache, use_cache=cache is not None)
-        return logits[0]
+        return results[0]
 
-    def _outcomes(self, logits_KmV: Tensor, candidate: Candidate) -> Tensor:
-        """Log-distribution of the answer per copy, float64 `[K, V]`; for `answer_joint` its mean log-probability, `[K]`."""
-        wide_KmV = logits_KmV.to(torch.promote_types(logits_KmV.dtype, torch.float32))
-        if self.request.probe != "answer_joint":
-            return log_distribution(wide_KmV.mean(1))
-        token_m = candidate.token_T[candidate.answer_start :]
-        chosen_Km = wide_KmV.gather(-1, token_m[None, :, None].expand(len(wide_KmV), -1, 1))[..., 0]
-        return (chosen_Km.double() - wide_KmV.logsumexp(-1).double()).mean(1)
+    def _outcomes(self, project: Project, hidden_KmH: Tensor, candidate: Candidate) -> Tensor:
+        """Log-distribution of the answer per copy, float64 `[K, V]`; for `answer_joint` its mean log-probability, `[K]`.
+
+        There are logits of one chunk of rows at a time: of several copies, or of a part of one.
+        """
+        joint, length = self.request.probe == "answer_joint", hidden_KmH.shape[1]
+        token_m, outcomes = candidate.token_T[candidate.answer_start :], list[Tensor]()
+
+        def summed(hidden_KnH: Tensor, token_n: Tensor) -> Tensor:
+            logits_KnV = project(hidden_KnH.flatten(0, 1)).unflatten(0, hidden_KnH.shape[:2])
+            wide_KnV = logits_KnV.to(torch.promote_types(logits_KnV.dtype, torch.float32))
+            if not joint:
+                return wide_KnV.sum(1)
+            chosen_Kn = wide_KnV.gather(-1, token_n[None, :, None].expand(len(wide_KnV), -1, 1))[..., 0]
+            return (chosen_Kn.double() - wide_KnV.logsumexp(-1).double()).sum(1)
+
+        for some_KmH in hidden_KmH.split(max(1, CHUNK // length)):
+            parts = zip(some_KmH.split(CHUNK, 1), token_m.split(CHUNK), strict=False)  # `last`: one row
+            mean_K = reduce(Tensor.add_, starmap(summed, parts)) / length
+            outcomes.append(mean_K if joint else log_distribution(mean_K))
+        return torch.cat(outcomes)
+
+
+def _projected(project: Project, hidden_NH: Tensor) -> Tensor:
+    return project(hidden_NH)
 
 
 class _PrefixLayer(DynamicLayer):

@@ -9,6 +9,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.perturbation import Search, units
 from oar_plugin.credit.probe import PROBES
+from oar_plugin.passes import masked_copies, rows
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.request import Request
 from tests.credit.test_golden import every_file, load
@@ -60,10 +61,12 @@ def candidate():
 
 
 @every_probe
-@pytest.mark.parametrize("max_tokens", [10_000, 200, 100, 1])
+@pytest.mark.parametrize(("max_tokens", "chunk"), [(10_000, 3), (10_000, 11), (200, 11), (100, 256), (1, 3)])
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig])
-def test_any_grouping_and_order_gives_what_single_copies_give(candidate, kind, probe, max_tokens):
-    """A model without a plain cache gets whole copies, another one only what follows their first masked token."""
+def test_any_grouping_and_order_gives_what_single_copies_give(monkeypatch, candidate, kind, probe, max_tokens, chunk):
+    """A model without a plain cache gets whole copies, another one only what follows their first masked token. A chunk has
+    logits of a part of an answer, or of several answers."""
+    monkeypatch.setattr(masked_copies, "CHUNK", chunk)
     whole = kind is MistralConfig
     model = random_model(kind, initializer_range=0.3, **({"sliding_window": 16} if whole else {})).double()
     want = one_by_one(model, candidate, UNITS, probe)
@@ -105,8 +108,9 @@ def test_forwards_are_counted_before_they_are_made(llama, candidate, calls, max_
     assert len(calls) == copies.forwards([(candidate, UNITS)]) + 1
 
 
-@pytest.mark.parametrize("max_tokens", [1, 10_000])
-def test_sampled_replacements_come_from_the_models_own_prediction(llama, candidate, max_tokens):
+@pytest.mark.parametrize(("max_tokens", "chunk"), [(1, 3), (10_000, 256)])
+def test_sampled_replacements_come_from_the_models_own_prediction(monkeypatch, llama, candidate, max_tokens, chunk):
+    monkeypatch.setattr(rows, "CHUNK", chunk)
     want, other = (one_by_one(llama, candidate, UNITS, replacement=drawn(llama, candidate.token_T, s)) for s in (5, 6))
     got = copies_of(llama, max_tokens, replacement_token=None, seed=5).run(candidate, UNITS)
     assert got == pytest.approx(want, rel=1e-9)

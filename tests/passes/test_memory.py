@@ -9,8 +9,9 @@ from torch.utils._pytree import tree_leaves
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.credit.noise import signs
-from oar_plugin.passes import rows
+from oar_plugin.passes import masked_copies, rows
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
+from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import Projection
 from tests.passes.batch import random_model
@@ -73,6 +74,27 @@ def test_an_answer_of_any_length_takes_a_few_chunks_of_logits(monkeypatch, impor
     assert long.largest <= (2 if importance == "oar_g" else 1) * FLOAT32
     assert long.most < 7 * FLOAT32
     assert long.most < 1.1 * short.most
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("probe", ["answer_mean", "answer_joint"])
+def test_masked_copies_of_a_response_of_any_length_take_a_few_chunks(monkeypatch, probe, drawn):
+    """Random numbers for replacements of the reasoning are drawn from its logits."""
+    for module in (rows, masked_copies):
+        monkeypatch.setattr(module, "CHUNK", CHUNK)
+    model = random_model(vocab_size=VOCABULARY, max_position_embeddings=512).requires_grad_(False)
+
+    def most(length):
+        reasoning, answer = (length, 20) if drawn else (20, length)
+        candidate = Candidate(torch.randint(VOCABULARY, (4 + reasoning + answer,)), 4, 4 + reasoning)
+        copies = MaskedCopies(model, Request("oar_p", probe, replacement_token=None if drawn else 0), 4096)
+        with Counted() as memory:
+            copies.run(candidate, [(0,), (reasoning - 1,)])
+        return memory.most
+
+    short, long = most(8 * CHUNK), most(16 * CHUNK)
+    assert long < (12 if drawn else 5) * FLOAT32
+    assert long < 1.1 * short
 
 
 def test_every_importance_with_gradients_is_looked_at():
