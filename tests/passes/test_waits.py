@@ -164,23 +164,31 @@ def test_a_gate_runs_where_the_hosts_advantages_are(gate):
     assert_close(got, credit.reshape(1, *inputs).advantage_BL)
 
 
+@pytest.mark.parametrize("ulysses", [False, True])
 @pytest.mark.parametrize("name", ["fisher", "oar_g", "decision"])
-def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(models, name):
-    """Around a stand-in for verl's own `forward_step`, which waits by itself (`loss.item()`)."""
+def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, models, name, ulysses):
+    """Around a stand-in for verl's own `forward_step`, which waits by itself (`loss.item()`). Under Ulysses a pack, on the one
+    rank of a group: sums over ranks are asked for, and verl's attention is not here."""
     pytest.importorskip("verl")
+    from oar_plugin.hosts.verl import fsdp
     from oar_plugin.hosts.verl.fsdp import OarFSDPMixin
     from oar_plugin.hosts.verl.importance_pass import SEQUENCE_SEGMENTS, nested
 
     class Host:
-        use_ulysses_sp = use_remove_padding = False
+        use_ulysses_sp = use_remove_padding = ulysses
+        ulysses_parallel_group = None
 
         def forward_step(self, micro_batch, **_):
             self.module(**self.prepare_model_inputs(micro_batch)[0], use_cache=False)
             return None, {"model_output": {}}
 
         def prepare_model_inputs(self, micro_batch):
-            ids = micro_batch["input_ids"].to_padded_tensor(0)
+            ids = micro_batch["input_ids"]
+            ids = ids.values()[None] if ulysses else ids.to_padded_tensor(0)
             return {"input_ids": to_device(next(self.module.parameters()).device, ids)[0]}, None
+
+    group = mock.Mock(get_rank=lambda group: 0)
+    monkeypatch.setattr(fsdp, "distributed", group)
 
     def scored(model):
         engine = type("Engine", (OarFSDPMixin, Host), {"module": model})()
@@ -193,6 +201,7 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(models, name):
         got = scored(models[1])
     assert_close(got, scored(models[0]))
     assert_no_wait(device.events)
+    assert bool(group.all_reduce.mock_calls) == ulysses
 
 
 def test_megatrons_rows_are_taken_without_a_wait():
