@@ -32,6 +32,8 @@ def actors():
                 os.environ.pop("VERL_PLATFORM", None)  # without the plugin verl knows no platform `cpu`
             if hidden:
                 sys.modules["oar_plugin"] = None
+            if engine is None:  # nobody gets as far as asking for it, and its import takes ten seconds
+                return
             if sources:
                 sys.path.insert(0, sources)
             engines = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
@@ -90,7 +92,7 @@ def test_processes_without_the_plugin_or_with_another_are_named(actors, good, tm
     off = {"env_vars": {"VERL_USE_EXTERNAL_PLUGINS": "none"}}
     workers = [
         good[0],
-        worker.remote(hidden=True, engine="verl's"),
+        worker.remote(hidden=True, engine=None),
         worker.options(runtime_env=off).remote(engine="verl's"),
         worker.remote(sources=str(tmp_path)),
     ]
@@ -129,7 +131,7 @@ def _ask_until_it_is_dead(actor):
 
 def test_a_process_that_does_not_answer_or_has_died_is_told(actors, monkeypatch):
     monkeypatch.setattr(handshake, "TIME_LIMIT_S", 2.0)
-    busy, dead = (actors[0].remote() for _ in range(2))
+    busy, dead = (actors[0].remote(engine=None) for _ in range(2))
     ray.get([busy.ready.remote(), dead.ready.remote()])
     busy.busy.remote()
     ray.kill(dead)
