@@ -1,5 +1,6 @@
 """Settings of every test: one thread for torch, no limit on an example's seconds, and a Ctrl-C that arrives."""
 
+import gc
 import signal
 
 import hypothesis
@@ -7,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+gc.disable()  # until all modules are imported: what they make stays
 yaml.SafeLoader = yaml.CSafeLoader  # Hydra reads forty files for each of verl's configurations
 torch.set_num_threads(1)  # tests use tiny tensors, on which a second thread only costs time
 hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no fault
@@ -15,7 +17,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ["verl_run", "smoke", "engine", "offload_run", "engine_scoring", "megatron_run", "openrlhf"]
+LONGEST = ["verl_run", "smoke", "engine", "offload_run", "engine_scoring", "ray_trainer_run", "openrlhf"]
 
 
 def pytest_collection_modifyitems(config, items):
@@ -24,6 +26,10 @@ def pytest_collection_modifyitems(config, items):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path not in slow))
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

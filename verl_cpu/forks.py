@@ -121,6 +121,7 @@ def _connected(path: Path) -> socket.socket:
 def serve(listener: socket.socket) -> None:
     """Import, and fork for each client. Does not return; a fork ends with the program that its client asked for."""
     before = dict(os.environ)
+    gc.disable()  # what imports make stays
     for name in IMPORTED:
         try:
             importlib.import_module(name)
@@ -131,6 +132,7 @@ def serve(listener: socket.socket) -> None:
     multiprocessing.set_executable(str(_executable()))
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy every page
+    gc.enable()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
