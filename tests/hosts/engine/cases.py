@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from oar_plugin.hosts.verl.capabilities import host_version
 from tests.hosts.engine import world
 
 WORDS: dict[str, dict[str, Any]] = {
@@ -67,6 +68,8 @@ DOUBLE: dict[str, list[str]] = {
     ],
     "ulysses fused tied": ["fisher", "oar_p"],
 }
+if host_version().startswith("0.8."):  # it cuts all rows of a padded micro-batch at the same place
+    del DOUBLE["fused padded tied"]
 MEGATRON: dict[str, list[str]] = {
     "tp2": ["fisher", "fisher joint", "decision"],
     "tp2 sp": [
