@@ -7,10 +7,10 @@ the first replaced one. A forward without replacements fills the cache, and the 
 Only the rows of the answer are projected to logits. Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain, starmap
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -36,6 +36,7 @@ ROW_VALUES = 2**28
 """Maximum number of answer logits of one forward, unless a single copy has more. They are computed in chunks of rows."""
 
 Result = TypeVar("Result")
+Reduce = Callable[[Project, Tensor], Result]
 
 WASTE = 1 / 16
 """Maximum share of `max_tokens` that one forward spends on tokens which precede the first replaced token of their copy."""
@@ -147,9 +148,8 @@ class MaskedCopies:
 
     def idle(self) -> None:
         """Runs one forward and discards its result, for a rank that must wait for other ranks."""
-        device = next(self.module.parameters()).device
-        token_11, row_1 = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
-        self._forward(token_11, row_1, None, _projected)
+        zero_1 = torch.zeros(1, dtype=torch.long)
+        self._forward(zero_1[None].to(next(self.module.parameters()).device), zero_1, None, _projected)
 
     def run(self, candidate: Candidate, unit_list: list[Unit]) -> list[float]:
         """Scores of the units of one response, in order (`oar_plugin.credit.importance.oar_p.divergence`)."""
@@ -214,10 +214,8 @@ class MaskedCopies:
             groups[-1].append(index)
         return groups
 
-    def _forward(
-        self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, probe: Callable[[Project, Tensor], Result]
-    ) -> Result:
-        """What `probe` makes of the hidden states `[N, H]` of the rows `row_N` of the flattened batch, and their projection.
+    def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, reduce: Reduce[Result]) -> Result:
+        """Returns `reduce(projection, hidden_NH)` of the rows `row_N` of the flattened batch.
 
         Extends an empty `cache`; reads a filled one.
         """
@@ -225,7 +223,7 @@ class MaskedCopies:
         results: list[Result] = []
         with torch.no_grad(), ModelTaps(self.module) as taps:
             (row_N,) = to_device(token_KT.device, row_N)
-            taps.tap = Tap(row_N, lambda project, hidden_NH: results.append(probe(project, hidden_NH)))
+            taps.tap = Tap(row_N, lambda project, hidden_NH: results.append(reduce(project, hidden_NH)))
             # Without positions: the model counts its own, which need not begin with 0.
             self.module(input_ids=token_KT, past_key_values=cache, use_cache=cache is not None)
         return results[0]
@@ -248,7 +246,7 @@ class MaskedCopies:
 
         for some_KmH in hidden_KmH.split(max(1, CHUNK // length)):
             parts = zip(some_KmH.split(CHUNK, 1), token_m.split(CHUNK), strict=False)  # `last`: one row
-            mean_K = reduce(Tensor.add_, starmap(summed, parts)) / length
+            mean_K = functools.reduce(Tensor.add_, starmap(summed, parts)) / length
             outcomes.append(mean_K if joint else log_distribution(mean_K))
         return torch.cat(outcomes)
 

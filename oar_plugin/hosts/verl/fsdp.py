@@ -23,9 +23,8 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Forward, without_copies
 from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, score_fields
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwards
-from oar_plugin.passes.masked_copies import MaskedCopies, Result
+from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
 from oar_plugin.passes.request import Request
-from oar_plugin.passes.rows import Project
 from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model, logit_changes, unwrapped
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
@@ -224,13 +223,11 @@ class _CopiesThroughVerl(MaskedCopies):
         self._shares_prefix = False
         self.engine, self.template = engine, data
 
-    def _forward(
-        self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, probe: Callable[[Project, Tensor], Result]
-    ) -> Result:
+    def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, reduce: Reduce[Result]) -> Result:
         self.tokens += token_KT.numel()
         micro_batch = like_first_row(self.template, token_KT.unbind())
         # The ranks have added up the logits of all rows.
-        return probe(lambda logits_NV: logits_NV, self.engine.read(micro_batch, row_N, rows_only=True).tapped_NV)
+        return reduce(lambda logits_NV: logits_NV, self.engine.read(micro_batch, row_N, rows_only=True).tapped_NV)
 
 
 def fused_fault(model: Any) -> str:

@@ -200,14 +200,13 @@ class _Asking:
             raise RuntimeError(no_importance(self._step))
         answer = {name: output.pop(name) for name in FIELDS}
         for name in self._fields:
-            if name in (*SHOWN, WEIGHTS):
-                fill = int(name == WEIGHTS)
-                field = answer[name].to_padded_tensor(fill)
-                # Padding by nothing would copy it.
-                missing = width - field.shape[1]
-                self.answer[name] = pad(field, (0, missing), value=fill) if missing > 0 else field
-            else:  # rows of one length
+            if name not in (*SHOWN, WEIGHTS):  # rows of one length
                 self.answer[name] = answer[name].values().view(len(data), -1)
+                continue
+            fill = int(name == WEIGHTS)
+            field = answer[name].to_padded_tensor(fill)
+            missing = width - field.shape[1]
+            self.answer[name] = pad(field, (0, missing), value=fill) if missing > 0 else field  # `pad` by 0 copies
         return output
 
 
