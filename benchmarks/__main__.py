@@ -20,6 +20,7 @@ STUDIES = {
     "scaling": "GRPO's and OAR's step over data, tensor, pipeline, sequence and context parallel sizes",
     "fidelity": "how well each importance agrees with exact OAR-P and with tokens that are known to be causal",
     "learning": "how fast small models learn with each importance, beside GRPO, random credit and an oracle",
+    "count": "FLOPs, memory and collectives of a step of models that do not fit here, on tensors without data",
     "marks": "what each credit marks: wrong and right results, filler and form",
 }
 """Each is a package with a docstring for its help, and a module `study` with `Settings`, their `check`, and `measure`."""

@@ -6,6 +6,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +36,7 @@ from oar_plugin.runs.plan.count import Counts, Flops, Key, Linear
 from oar_plugin.runs.plan.models import PlanError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DEPTHS = 3, 5  # from three layers on, FSDP's prefetches have their final form
+DEPTHS = 3, 4  # from three layers on, FSDP's prefetches have their final form
 MOMENTS = "first layer", "forward", "logits", "backward", "optimizer", "kept"
 
 
@@ -154,7 +156,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         kept_TV, ctx.kept_TV = ctx.kept_TV, None
-        return kept_TV.mul_(gradient_T[:, None].to(kept_TV.dtype)).to(ctx.dtype), None  # a CPU would copy for mixed types
+        return kept_TV.mul_(gradient_T[:, None].to(kept_TV.dtype)).to(
+            ctx.dtype
+        ), None  # a CPU would copy for mixed types
 
 
 class _Kernel(torch.autograd.Function):
@@ -376,6 +380,7 @@ def measure(
     With `flops`, which do not depend on it, nothing is sharded, and there is no optimizer.
     """
     tables = {phase: _tables(key, shape) for phase, shape in shapes.items() if phase == "importance"}
+    key = replace(key, weights=key.element) if flops else key  # grouped products of experts need bf16
     meter, fsdp = Meter(json.loads(key.model)["hidden_size"], key.sequence_split), key.strategy == "fsdp2" and not flops
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
@@ -413,9 +418,32 @@ def measure(
     return {phase: dict(meter.found[phase]) for phase in shapes}, states
 
 
+@cache
+def count_flops(key: Key) -> dict[str, Flops]:
+    """Counts `Counts.flops` alone."""
+    phases, unit, depths = _phases(key), key.prompt + key.answer + 64, (1, 2)
+    grid = [[measure(key, n, {p: (1, unit * i) for p in phases}, True)[0] for i in (1, 2, 3)] for n in depths]
+
+    def flops(of: Callable[[Found], float]) -> Flops:
+        parts = [_powers(unit, *(of(found) for found in row)) for row in grid]
+        pairs = [_line(depths, *pair) for pair in zip(*parts, strict=True)]
+        return Flops(tuple(one.base for one in pairs), tuple(one.layer for one in pairs))
+
+    counted = {phase: flops(lambda found, phase=phase: found[phase]["flops"]) for phase in phases}
+    counted["layers"] = flops(lambda found: found["log-probs"]["layers flops"])
+    counted["head"] = flops(lambda found: found["log-probs"]["flops"] - found["log-probs"]["layers flops"])
+    if key.importance:
+        counted["added"] = flops(lambda found: found["importance"]["flops"] - found["log-probs"]["flops"])
+    return counted
+
+
+def _phases(key: Key) -> list[str]:
+    return ["log-probs", *(["importance"] if key.importance else []), "update"]
+
+
 def count(key: Key) -> Counts:
     """Counts a step. Raises PlanError; see `count.counts`."""
-    phases = ["log-probs", *(["importance"] if key.importance else []), "update"]
+    phases = _phases(key)
     tokens = dict.fromkeys(phases, min(key.log_prob_tokens, key.update_tokens))
     tokens |= {"log-probs": key.log_prob_tokens, "update": key.update_tokens}
     number = {phase: max(1, round(t / key.length)) for phase, t in tokens.items()}
@@ -426,24 +454,17 @@ def count(key: Key) -> Counts:
         a, b = low[phase], high[phase]
         return {name: _line(DEPTHS, a[key], b[key]) for name, key in names.items() if key in a}
 
-    unit, depths = key.prompt + key.answer + 64, (1, 2)
-    grid = [[measure(key, n, {p: (1, unit * i) for p in phases}, True)[0] for i in (1, 2, 3)] for n in depths]
-
-    def flops(of: Callable[[dict[str, dict[str, float]]], float]) -> Flops:
-        parts = [_powers(unit, *(of(found) for found in row)) for row in grid]
-        pairs = [_line(depths, *pair) for pair in zip(*parts, strict=True)]
-        return Flops(tuple(one.base for one in pairs), tuple(one.layer for one in pairs))
-
-    of = {phase: flops(lambda found, phase=phase: found[phase]["flops"]) for phase in phases}
-    of["layers"] = flops(lambda found: found["log-probs"]["layers flops"])
-    of["head"] = flops(lambda found: found["log-probs"]["flops"] - found["log-probs"]["layers flops"])
-    if key.importance:
-        of["added"] = flops(lambda found: found["importance"]["flops"] - found["log-probs"]["flops"])
     state = {name: _line(DEPTHS, states_low[name], states_high[name]) for name in states_low}
     parameters = {name: state.pop(name) for name in ("all", "experts", "embedding", "trained")}
     moments = {phase: lines(phase, {name: name for name in MOMENTS}) for phase in phases}
     names = {"number": "number", "bytes": "collective bytes"}
-    return Counts(parameters, state, of, moments, {phase: lines(phase, names) for phase in phases})
+    return Counts(
+        parameters,
+        state,
+        count_flops(replace(key, length=0, log_prob_tokens=0, update_tokens=0, shards=1)),
+        moments,
+        {phase: lines(phase, names) for phase in phases},
+    )
 
 
 def _line(depths: tuple[int, int], low: float, high: float) -> Linear:
