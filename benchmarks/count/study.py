@@ -14,9 +14,10 @@ from oar_plugin.runs.plan.count import Counts, Key, dimensions
 from oar_plugin.runs.plan.models import KNOWN, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
-ALL_RANKS = ("Qwen2.5-7B", "Qwen2.5-32B")
+MORE = ("Qwen2.5-7B",)
+JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
 MEGATRON = {"Qwen2.5-32B": (8, 2, 1), "Yi-1.5-34B": (8, 2, 1), "Qwen3-30B-A3B": (4, 1, 8)}  # tp, pp, ep of the recipes
-PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 64, 512)
+PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
 IMPORTANCES, SHARES = ("fisher", "oar_g", "decision"), (0.3, 0.6, 1.0)
 COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0.3": (0.3, 1)}
 """Budget (share of units with a copy) and span."""
@@ -48,7 +49,7 @@ def count_model(name: str) -> dict[str, dict[str, Any]]:
     from oar_plugin.runs.plan.fake_step import count, count_flops
 
     keys = {"64 ranks": key_of(name), "64 ranks, whole activations": key_of(name, recompute=False)}
-    if name in ALL_RANKS:
+    if name in MORE:
         keys |= {f"{ranks} ranks": key_of(name, shards=ranks) for ranks in RANKS}
         keys["64 ranks, fused"] = key_of(name, fused=True)
         keys["64 ranks, LoRA 32"] = key_of(name, lora_rank=32)
@@ -56,7 +57,7 @@ def count_model(name: str) -> dict[str, dict[str, Any]]:
         tp, pp, ep = MEGATRON[name]
         keys[f"Megatron TP {tp} PP {pp} EP {ep}"] = key_of(name, strategy="megatron", tp=tp, sequence_split=tp, ep=ep)
     found = {layout: asdict(count(key)) for layout, key in keys.items()}
-    for importance in IMPORTANCES[1:]:
+    for importance in IMPORTANCES[1:] if name in JUDGED else ():
         found[importance] = {"flops": count_flops(key_of(name, importance=importance))}
     return found
 
@@ -120,7 +121,8 @@ def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for importance in IMPORTANCES:
-            one = counts["64 ranks"] if importance == "fisher" else counts[importance]
+            if (one := counts.get("64 ranks" if importance == "fisher" else importance)) is None:
+                continue
             for response in (4096, 16384):
                 added = one.flops["added"].at(_layers(name), PROMPT + response)
                 rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), PROMPT + response, added)])
@@ -130,7 +132,7 @@ def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
 
 def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
-    for name in (name for name in all_counts if name in ALL_RANKS):
+    for name in (name for name in all_counts if name in JUDGED):
         counts = all_counts[name]["64 ranks"]
         for label, (budget, span) in COPIES.items():
             gradient = counts.flops["added"].at(_layers(name), PROMPT + 4096) if label.startswith("hybrid") else 0.0

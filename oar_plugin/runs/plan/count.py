@@ -1,16 +1,16 @@
 """What a training step costs one rank: parameters, FLOPs, bytes and collectives, counted on tensors without data.
 
-`counts(key)` runs the host's forward and update and the product's own gradient pass (`oar_plugin.passes`) on HuggingFace's model
-class with fake tensors: no GPU, no weights (`fake_step.py`). Every number is linear in the number of layers, so two small numbers
-of layers give all depths. FLOPs of a sequence are a polynomial of degree 2 of its length, so three short lengths give all lengths.
-Recipes' counts are in `counts.json`; others are counted once and kept in the user's cache folder.
+`counts(key)` runs the host's forward and update and the product's own gradient pass (`oar_plugin.passes`) on HuggingFace's
+model class with fake tensors: no GPU, no weights (`fake_step.py`). Every number is linear in the number of layers, so two small
+numbers of layers give all depths. FLOPs of a sequence are a polynomial of degree 2 of its length, so three short lengths give
+all lengths. Counts in `counts.json` come with the package; others are counted once and kept in the user's cache folder.
 
 * FLOPs are those of PyTorch's `torch.utils.flop_counter`, matrix products and attention only. Attention counts half of the
   products, because flash attention skips what the causal mask hides.
 * Bytes are the peak of each moment above what lies there before the phase: weights, gradients and optimizer states (`states`).
   Gradients of an earlier micro-batch are there: from the second micro-batch on, a new gradient is added to them.
 * FSDP1 counts like FSDP2. Under Megatron the model is one rank's: heads, MLP, vocabulary and experts divided. Its fused kernels
-  (norms, SwiGLU, cross entropy) are stand-ins that allocate and keep the same tensors. Its collectives and optimizer are not counted.
+  (norms, SwiGLU, cross entropy) are stand-ins that allocate and keep the same tensors. Not counted there: collectives, optimizer.
 * Tokens are routed evenly over experts. An expert-parallel rank computes with its experts as many tokens as it sends away.
 * Not counted: kernels' workspace, the allocator's fragmentation, NCCL's buffers, masked copies (`flops["layers"]` gives them).
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 SHIPPED = Path(__file__).parent / "counts.json"
-DIMENSIONS = (
+DIMENSIONS = (  # noqa: SIM905
     "model_type hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
     "tie_word_embeddings attention_bias mlp_bias num_experts num_experts_per_tok moe_intermediate_size"
 ).split()
@@ -90,9 +90,10 @@ class Flops(NamedTuple):
 class Counts:
     """One rank's numbers. Phases: "log-probs", "importance" (instead of "log-probs", for rows that are scored), "update".
 
-    Moments: "forward" (layers), "logits" (projection to the end of its backward), "backward" (layers), "first layer" (its
-    backward, when FSDP gathers the embedding), "optimizer" (of the update), and "kept": what the forward keeps for the backward.
-    A phase has the moments that it runs through; its peak is their maximum at the model's depth.
+    Moments: "first layer" (forward or backward; FSDP has gathered the embedding), "forward" and "backward" (of other layers),
+    "logits" (from the projection to the end of its backward), "noise-free" (the same, of a forward without a backward before a
+    noisy one), "optimizer" (of the update), and "kept": what the forward keeps for the backward. A phase has the moments that it
+    runs through. Each is linear in the number of layers; the peak is their maximum at the model's depth.
     """
 
     parameters: dict[str, Linear]  # "all", "experts", "embedding", "trained", on this rank before sharding

@@ -37,7 +37,7 @@ from oar_plugin.runs.plan.models import PlanError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEPTHS = 3, 4  # from three layers on, FSDP's prefetches have their final form
-MOMENTS = "first layer", "forward", "logits", "backward", "optimizer", "kept"
+MOMENTS = "first layer", "forward", "noise-free", "logits", "backward", "optimizer", "kept"
 
 
 def _attend(
@@ -192,7 +192,7 @@ class Step:
     """One rank's model and the phases of its step. A batch is a number of sequences of equal length, without padding."""
 
     def __init__(self, key: Key, layers: int, meter: Meter | None = None) -> None:
-        self.key, self.meter = key, meter
+        self.key, self.meter, self.noise_free = key, meter, False
         self.model: Any = AutoModelForCausalLM.from_config(
             _config(key, layers),
             dtype=DTYPES[key.weights if key.strategy == "fsdp2" else key.element],
@@ -269,7 +269,7 @@ class Step:
             self.meter.now["layers flops"] = self.meter.now["flops"]
             if output.last_hidden_state.requires_grad:
                 self.meter.keep()
-        self._at("logits")
+        self._at("noise-free" if self.noise_free else "logits")
         self._on_gradient(output.last_hidden_state, "backward")
 
     def _on_gradient(self, tensor: Tensor, moment: str) -> None:
@@ -307,12 +307,14 @@ class Step:
 
         def model_forward(forward: Forward, set_tap: SetTap) -> None:
             set_tap(tables)
+            self.noise_free = forward.backward is None
             output = self.model(input_ids=torch.zeros(shape, dtype=torch.long), use_cache=False, return_dict=True)
             if forward.log_probs and not self.key.fused:
                 self._log_probs(output.logits.detach().flatten(0, 1), entropy=True)
 
         with ModelTaps(self.model, self.key.recompute, self.key.fused) as taps:
             run_forwards(taps, forwards, model_forward)
+        self.noise_free = False
         self._reshard()
 
     def update(self, shape: tuple[int, int]) -> None:

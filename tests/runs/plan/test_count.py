@@ -69,9 +69,9 @@ def test_bytes_and_collectives_are_those_of_two_real_ranks(tmp_path):
 
 
 VARIANTS = {
-    "decision": {"shards": 8, "importance": "decision"},
-    "lora, noise, whole activations": {"lora_rank": 4, "recompute": False, "importance": "oar_g", "draws": 2},
-    "fused": {"fused": True, "entropy_rows": 0},
+    "checkpointing": {"shards": 8, "importance": "decision"},
+    "noise": {"importance": "oar_g", "recompute": False, "entropy_rows": 0},
+    "adapters": {"lora_rank": 4},
     "experts": {"model": dimensions(EXPERTS), "strategy": "megatron", "tp": 2, "sequence_split": 2, "ep": 4},
 }
 
@@ -79,16 +79,18 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_few_layers_and_short_lengths_tell_of_all(variant):
     key = replace(KEY, **VARIANTS[variant])
-    counted, (found, states) = count(key), measure(key, 7, SHAPES)
+    counted, (found, states) = count(key), measure(key, 5, SHAPES)
     for phase in SHAPES:
         of_bytes, collectives = counted.bytes[phase], counted.collectives[phase]
-        assert {name: of.at(7) for name, of in of_bytes.items()} == pytest.approx(
+        assert {name: of.at(5) for name, of in of_bytes.items()} == pytest.approx(
             {n: found[phase][n] for n in of_bytes}
         )
         names = {"number": "number", "bytes": "collective bytes"}
-        assert {n: of.at(7) for n, of in collectives.items()} == {n: found[phase][names[n]] for n in collectives}
-        assert 2 * counted.flops[phase].at(7, 512) == pytest.approx(found[phase]["flops"], rel=1e-3)
-    assert {name: of.at(7) for name, of in (counted.parameters | counted.states).items()} == pytest.approx(states)
+        assert {n: of.at(5) for n, of in collectives.items()} == {n: found[phase][names[n]] for n in collectives}
+        assert 2 * counted.flops[phase].at(5, 512) == pytest.approx(found[phase]["flops"], rel=1e-3)
+    assert {name: of.at(5) for name, of in (counted.parameters | counted.states).items()} == pytest.approx(
+        states, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
