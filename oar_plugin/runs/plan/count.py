@@ -10,7 +10,7 @@ all lengths. Counts in `counts.json` come with the package; others are counted o
 * Bytes are the peak of each moment above what lies there before the phase: weights, gradients and optimizer states (`states`).
   Gradients of an earlier micro-batch are there: from the second micro-batch on, a new gradient is added to them.
 * FSDP1 counts like FSDP2. Under Megatron the model is one rank's: heads, MLP, vocabulary and experts divided. Its fused kernels
-  (norms, SwiGLU, cross entropy) are stand-ins that allocate and keep the same tensors. Not counted there: collectives, optimizer.
+  (norms, SwiGLU, cross entropy) are stand-ins that allocate and keep the same tensors. Collectives and optimizer are left out.
 * Tokens are routed evenly over experts. An expert-parallel rank computes with its experts as many tokens as it sends away.
 * Not counted: kernels' workspace, the allocator's fragmentation, NCCL's buffers, masked copies (`flops["layers"]` gives them).
 """
@@ -91,9 +91,9 @@ class Counts:
     """One rank's numbers. Phases: "log-probs", "importance" (instead of "log-probs", for rows that are scored), "update".
 
     Moments: "first layer" (forward or backward; FSDP has gathered the embedding), "forward" and "backward" (of other layers),
-    "logits" (from the projection to the end of its backward), "noise-free" (the same, of a forward without a backward before a
-    noisy one), "optimizer" (of the update), and "kept": what the forward keeps for the backward. A phase has the moments that it
-    runs through. Each is linear in the number of layers; the peak is their maximum at the model's depth.
+    "logits" (from the projection to the end of its backward), "noise-free" (the same, of a forward without a backward before
+    a noisy one), "optimizer" (of the update), and "kept": what the forward keeps for the backward. A phase has the moments
+    that it runs through. Each is linear in the number of layers; the peak is their maximum at the model's depth.
     """
 
     parameters: dict[str, Linear]  # "all", "experts", "embedding", "trained", on this rank before sharding

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -154,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
         return logits_TV.new_zeros(len(logits_TV), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None]:
         kept_TV, ctx.kept_TV = ctx.kept_TV, None
         return kept_TV.mul_(gradient_T[:, None].to(kept_TV.dtype)).to(
             ctx.dtype
@@ -170,7 +170,7 @@ class _Kernel(torch.autograd.Function):
         return torch.zeros_like(inputs[0], memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return tuple(torch.zeros_like(one) for one in ctx.saved_tensors)
 
 
@@ -431,12 +431,16 @@ def count_flops(key: Key) -> dict[str, Flops]:
         pairs = [_line(depths, *pair) for pair in zip(*parts, strict=True)]
         return Flops(tuple(one.base for one in pairs), tuple(one.layer for one in pairs))
 
-    counted = {phase: flops(lambda found, phase=phase: found[phase]["flops"]) for phase in phases}
+    counted = {phase: flops(partial(_flops_of, phase)) for phase in phases}
     counted["layers"] = flops(lambda found: found["log-probs"]["layers flops"])
     counted["head"] = flops(lambda found: found["log-probs"]["flops"] - found["log-probs"]["layers flops"])
     if key.importance:
         counted["added"] = flops(lambda found: found["importance"]["flops"] - found["log-probs"]["flops"])
     return counted
+
+
+def _flops_of(phase: str, found: Found) -> float:
+    return found[phase]["flops"]
 
 
 def _phases(key: Key) -> list[str]:
