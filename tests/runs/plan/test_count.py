@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from oar_plugin.runs.plan import count as counting
 from oar_plugin.runs.plan import fake_step
-from oar_plugin.runs.plan.count import Key, counts, dimensions
+from oar_plugin.runs.plan.count import Counts, Flops, Key, Linear, counts, dimensions
 from oar_plugin.runs.plan.fake_step import MOMENTS, Meter, Step, count, count_flops, measure
 from oar_plugin.runs.plan.models import Model, PlanError
 
@@ -107,7 +107,8 @@ def test_flops_follow_a_closed_formula(config):
 
 
 def test_counts_come_from_the_package_then_the_cache_and_a_broken_cache_stops_nobody(tmp_path, monkeypatch, capsys):
-    counted = count(replace(KEY, importance=None))
+    layer, kept = Linear(1.0, 2.0), {"update": {"kept": Linear(0.0, 3.0)}}
+    counted = Counts({"all": layer}, {"weights": layer}, {"layers": Flops((0.0, 1.0, 2.0), (3.0, 4.0, 5.0))}, kept, {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fake_step, "count", lambda key: counted)
     counting.counts.cache_clear()
