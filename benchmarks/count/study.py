@@ -18,6 +18,7 @@ MORE = ("Qwen2.5-7B",)
 JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
 MEGATRON = {"Qwen2.5-32B": (8, 2, 1), "Yi-1.5-34B": (8, 2, 1), "Qwen3-30B-A3B": (4, 1, 8)}  # tp, pp, ep of the recipes
 PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
+EMPTY: dict[str, Any] = {"parameters": {}, "states": {}, "bytes": {}, "collectives": {}}  # a count of FLOPs alone
 IMPORTANCES, SHARES = ("fisher", "oar_g", "decision"), (0.3, 0.6, 1.0)
 COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0.3": (0.3, 1)}
 """Budget (share of units with a copy) and span."""
@@ -39,9 +40,8 @@ class Settings:
 
 
 def key_of(name: str, **changes: Any) -> Key:
-    length = PROMPT + 4096
-    key = Key(dimensions(vars(load_model(name).config)), length, TOKENS, TOKENS, prompt=PROMPT, shards=64)
-    return replace(key, **changes)
+    model = dimensions(vars(load_model(name).config))
+    return replace(Key(model, PROMPT + 4096, TOKENS, TOKENS, prompt=PROMPT, shards=64), **changes)
 
 
 def count_model(name: str) -> dict[str, dict[str, Any]]:
@@ -82,14 +82,9 @@ def measure(settings: Settings, progress: Progress) -> Report:
             progress(f"counting {name}", number, len(futures))
             runs[name] = future.result()
     checks = check_small()
-    counts = {name: {layout: _counts(of) for layout, of in run.items()} for name, run in runs.items()}
+    counts = {name: {layout: Counts.from_json(EMPTY | of) for layout, of in run.items()} for name, run in runs.items()}
     tables = [_flops(counts), _ratios(counts), _copies(counts), _bytes(counts), _traffic(counts), checks]
     return Report("What a training step costs, counted", "count", tables, NOTES, runs)
-
-
-def _counts(values: dict[str, Any]) -> Counts:
-    empty: dict[str, Any] = {"parameters": {}, "states": {}, "bytes": {}, "collectives": {}}
-    return Counts.from_json(empty | values)
 
 
 def _layers(name: str) -> int:
@@ -166,8 +161,7 @@ def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
 def _traffic(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
-        of = counts["64 ranks"].collectives
-        for phase, numbers in of.items():
+        for phase, numbers in counts["64 ranks"].collectives.items():
             number, size = (numbers[what].at(_layers(name)) for what in ("number", "bytes"))
             rows.append([name, phase, f"{number:,.0f}", f"{size / 2**30:,.1f}"])
     return Table("FSDP2's collectives of one micro-batch", ["model", "phase", "number", "GiB of whole tensors"], rows)
