@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 ROW_VALUES = 2**28
 """Maximum number of answer logits in one forward (1 GiB in float32), unless a single copy has more."""
 
+WASTE = 1 / 16
+"""Maximum share of `max_tokens` that one forward spends on tokens which precede the first replaced token of their copy."""
+
 _SHARES_PREFIX: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -191,12 +194,14 @@ class MaskedCopies:
         order = sorted(range(len(unit_list)), key=lambda i: unit_list[i])
         row_first, row_end = candidate.rows(self.request.probe)
         most = max(1, ROW_VALUES // ((row_end - row_first) * self._vocabulary))
-        groups, at = [], 0
-        while at < len(order):
-            begin = candidate.prompt_length + unit_list[order[at]][0] if self._shares_prefix else 0
-            size = max(1, min(most, self.max_tokens // (row_end - begin)))
-            groups.append(order[at : at + size])
-            at += size
+        groups, begin, size, waste = list[list[int]](), 0, 0, 0
+        for index in order:
+            start = candidate.prompt_length + unit_list[index][0] if self._shares_prefix else 0
+            waste += start - begin
+            if not groups or len(groups[-1]) == size or waste > WASTE * self.max_tokens:
+                groups.append([])
+                begin, waste, size = start, 0, max(1, min(most, self.max_tokens // (row_end - start)))
+            groups[-1].append(index)
         return groups
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None) -> Tensor:

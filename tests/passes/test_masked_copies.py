@@ -76,6 +76,16 @@ def test_any_grouping_and_order_gives_what_single_copies_give(candidate, kind, p
         assert copies.tokens == (3 * length if whole else length + (length - 17) + (length - 47))
 
 
+@pytest.mark.parametrize("max_tokens", [1, 300, 2000])
+def test_few_tokens_are_computed_that_the_prefix_has(llama, candidate, max_tokens):
+    copies, unit_list = copies_of(llama, max_tokens), [(t,) for t in range(45)]
+    copies.run(candidate, unit_list)
+    needed = 59 + sum(59 - 7 - t for (t,) in unit_list)
+    forwards = copies.forwards([(candidate, unit_list)]) - 1
+    assert needed <= copies.tokens <= needed + forwards * max_tokens / 16
+    assert (forwards < 45) == (copies.tokens > needed) == (max_tokens > 1)
+
+
 @pytest.fixture
 def calls(llama):
     """One for each forward."""
