@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -109,11 +110,11 @@ class Meter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its local tensors come here again
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
-            return result
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(leaf.is_meta and not isinstance(leaf, FakeTensor) for leaf in leaves):
+            return result  # DTensor runs operations on tensors of the whole shape, to learn the shape of their result
         if (formula := FORMULAS.get(func._overloadpacket)) is not None:
             self.now["flops"] += formula(*args, **(kwargs or {}), out_val=result)
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
             self.now["number"] += 1
@@ -179,7 +180,7 @@ class Step:
             _config(key, layers),
             dtype=DTYPES[key.weights if key.strategy == "fsdp2" else key.element],
             attn_implementation="sdpa",
-            experts_implementation="grouped_mm",
+            **({"experts_implementation": "grouped_mm"} if "num_experts_per_tok" in key.model else {}),
         )
         if key.recompute:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -212,9 +213,8 @@ class Step:
         for one in self.trained:  # added to Megatron's buffer at once
             one.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
 
-    def shard(self) -> None:
+    def shard(self, mesh: DeviceMesh) -> None:
         """As verl's `apply_fsdp2`: layers, and the embedding and the projection unless they are tied, then the root."""
-        mesh = distributed.init_device_mesh("cpu", (self.key.shards,))
         policy = MixedPrecisionPolicy(DTYPES[self.key.element], torch.float32, cast_forward_inputs=True)
         tied = self.model.config.tie_word_embeddings
         ends = () if tied else ("embed_tokens",) if self.key.fused else ("embed_tokens", "lm_head")
@@ -319,12 +319,12 @@ def _tables(key: Key, shape: tuple[int, int]) -> MicroBatchPass:
 
 
 @contextmanager
-def _one_rank_of(ranks: int) -> Iterator[None]:
+def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
     if distributed.is_initialized():
         raise PlanError("a process group exists: count in a process of its own, for example with `oar plan`")
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        yield
+        yield distributed.init_device_mesh("cpu", (ranks,))
     finally:
         distributed.destroy_process_group()
 
@@ -335,8 +335,7 @@ def measure(key: Key, layers: int, shapes: dict[str, tuple[int, int]]) -> tuple[
     hidden, megatron = json.loads(key.model)["hidden_size"], key.strategy == "megatron"
     meter = Meter(hidden, key.sequence_split)
     with ExitStack() as stack:
-        if not megatron:
-            stack.enter_context(_one_rank_of(key.shards))
+        mesh = None if megatron else stack.enter_context(_one_rank_of(key.shards))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         step = Step(key, layers, meter)
@@ -344,15 +343,17 @@ def measure(key: Key, layers: int, shapes: dict[str, tuple[int, int]]) -> tuple[
         embedding = step.model.get_input_embeddings().weight
         numbers = {"all": step.parameters, "trained": step.trained, "experts": experts, "embedding": [embedding]}
         states = {name: float(sum(one.numel() for one in of)) for name, of in numbers.items()}
-        if not megatron:
-            step.shard()
+        if mesh is not None:
+            step.shard(mesh)
         del numbers, experts, embedding
         step.parameters.clear()
         states["weights"] = meter.live
+        meter.begin("warm-up", 8)
         step.log_probs((1, 8))  # FSDP's first forward prepares its buffers
         for phase, shape in shapes.items():
             if phase == "update":  # gradients of an earlier micro-batch
                 before = meter.live
+                meter.begin("an earlier micro-batch", 8)
                 step.update((1, 8))
                 states["gradients"] = meter.live - before
             meter.begin(phase, shape[0] * shape[1])
@@ -362,7 +363,8 @@ def measure(key: Key, layers: int, shapes: dict[str, tuple[int, int]]) -> tuple[
                 getattr(step, phase.replace("-", "_"))(shape)
         if "update" in shapes and not megatron:
             before, stepped = meter.live, step.optimizer()
-            stepped()  # makes the moments
+            meter.begin("an earlier step", 0)  # makes the moments
+            stepped()
             states["optimizer"] = meter.live - before
             meter.begin("step", 0)
             stepped()
