@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -391,11 +392,10 @@ def count(key: Key) -> Counts:
         a, b = low[phase], high[phase]
         return {name: line(a.get(key, 0.0), b.get(key, 0.0)) for name, key in names.items() if a.get(key) is not None}
 
-    unit = key.prompt + key.answer + 64
-    grid = [[measure(replace(key, shards=1), n, {p: (1, unit * i) for p in phases})[0] for i in (1, 2, 3)] for n in DEPTHS]
+    grid = _grid(replace(key, length=0, log_prob_tokens=0, update_tokens=0, shards=1, tp=1, sequence_split=1, ep=1))
 
     def flops(of: Callable[[dict[str, dict[str, float]]], float]) -> Flops:
-        parts = [_powers(unit, *(of(found) for found in row)) for row in grid]
+        parts = [_powers(_unit(key), *(of(found) for found in row)) for row in grid]
         pairs = [line(*pair) for pair in zip(*parts, strict=True)]
         return Flops(tuple(one.base for one in pairs), tuple(one.layer for one in pairs))
 
@@ -409,6 +409,17 @@ def count(key: Key) -> Counts:
     moments = {phase: lines(phase, {name: name for name in MOMENTS}) for phase in phases}
     names = {"number": "number", "bytes": "collective bytes"}
     return Counts(parameters, state, of, moments, {phase: lines(phase, names) for phase in phases})
+
+
+def _unit(key: Key) -> int:
+    return key.prompt + key.answer + 64
+
+
+@cache
+def _grid(key: Key) -> list[list[dict[str, dict[str, float]]]]:
+    """Returns what `measure` found in each phase of the whole model, for two depths and three lengths of one sequence."""
+    phases = ["log-probs", *(["importance"] if key.importance else []), "update"]
+    return [[measure(key, n, {p: (1, _unit(key) * i) for p in phases})[0] for i in (1, 2, 3)] for n in DEPTHS]
 
 
 def _powers(unit: int, one: float, two: float, three: float) -> tuple[float, float, float]:
