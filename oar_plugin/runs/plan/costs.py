@@ -198,7 +198,9 @@ def _sent(s: Setup, phase: str, tokens: float, count: int) -> tuple[float, float
     """
     model, e, c = s.model, s.element, s.counts
     again = 2 if s.recompute else 1
-    passes = {LOG_PROB: 1.0, UPDATE: 1.0 + again}.get(phase, s.oar.extra_forwards + s.oar.backwards * again if s.oar else 0.0)
+    passes = {LOG_PROB: 1.0, UPDATE: 1.0 + again}.get(
+        phase, s.oar.extra_forwards + s.oar.backwards * again if s.oar else 0.0
+    )
     if s.megatron:
         # The optimizer reduces gradients (float32) and gathers weights. Tensor parallelism sends the residual stream four times
         # per layer and pass: a gather and a scatter each for attention and MLP.

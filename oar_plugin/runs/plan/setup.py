@@ -140,9 +140,9 @@ class Setup:
                 "fp32" if self.element == 4 else "bf16",
                 self.recompute,
                 self.fused,
-                self.actor.entropy_from_logits_with_chunking and self.actor.entropy_from_logits_chunk_size,
+                int(self.actor.entropy_from_logits_with_chunking) * self.actor.entropy_from_logits_chunk_size,
                 self.lora_rank,
-                oar and oar.importance,
+                oar.importance if oar else None,
                 oar.probe if oar else "answer_mean",
                 oar.num_draws if oar else 1,
                 ANSWER,
@@ -161,7 +161,9 @@ class Setup:
 
     def whole(self, name: str) -> float:
         """Return the number of parameters ("all", "experts", "trained") of all ranks together."""
-        experts = self.counts.parameters["experts"].at(self.model.layers) if name != "trained" or not self.lora_rank else 0
+        experts = (
+            self.counts.parameters["experts"].at(self.model.layers) if name != "trained" or not self.lora_rank else 0
+        )
         other = self.counts.parameters[name].at(self.model.layers) - experts
         return other * self.tp + experts * self.ep * self.etp
 
