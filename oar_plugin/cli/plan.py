@@ -98,7 +98,7 @@ def _print(made: Plan) -> None:
     filtered = f"algorithm.filter_groups generates {more:.1f} x a batch (--scored-share); " if more > 1 else ""
     for line in (
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
-        f"{s.whole('all') / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
+        f"{s.parameters() / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
         f"{made.cached:.0f} sequences of maximum length.",
         oar,
         made.summary,
@@ -106,8 +106,8 @@ def _print(made: Plan) -> None:
         f"{s.mean_prompt:.0f}; {filtered}and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to an untuned one.",
-        "Counted on tensors without data: FLOPs, and the bytes of the trainer's passes. The larger of two sizes adds for "
-        f"libraries {WORKSPACES / GIB:g} GiB, and for the allocator's fragmentation {FRAGMENTATION:.0%} of what comes and goes. "
+        "Counted on tensors without data: FLOPs, and the bytes of the trainer's passes. The larger of two sizes adds "
+        f"{WORKSPACES / GIB:g} GiB for libraries, and {FRAGMENTATION:.0%} of what comes and goes for fragmentation. "
         f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on a rank's core). No run on GPUs was measured.",
     ):
         out.print(line, soft_wrap=True)

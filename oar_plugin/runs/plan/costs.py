@@ -99,13 +99,13 @@ def engine_memory(s: Setup, gpu: Gpu) -> Parts:
     working = s.rollout.max_num_batched_tokens * e * (4 * s.model.hidden + 3 * s.model.inner / tp)
     # The sampler holds float32 logits of all sequences, and sorts and normalises them.
     sampling = 3 * 4.0 * s.rollout.max_num_seqs * s.model.vocab
-    used = e * s.whole("all") / tp + working + sampling + hardware.ENGINE_OVERHEAD
+    used = e * s.parameters() / tp + working + sampling + hardware.ENGINE_OVERHEAD
     return {"vLLM": used, "KV cache": max(0.0, s.rollout.gpu_memory_utilization * gpu.memory - used)}
 
 
 def step_flops(s: Setup) -> dict[str, float]:
     """Return phase -> FLOPs over all GPUs. OAR's phases count only the part of a pass that runs."""
-    length, layers, counted = s.mean_length, s.model.layers, s.counts.flops
+    length, layers, counted = s.mean_length, s.model.layers, s.whole.flops
 
     def forward(end: float, start: float = 0.0) -> float:
         """Return the FLOPs of the layers' forward on tokens `start` to `end` of one sequence; earlier tokens are cached."""
@@ -173,7 +173,7 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
         seconds[GATE] = gate * s.sequences * s.max_response
     seconds[UPDATE] = trainer(UPDATE, efficiency.training, s.actor.ppo_epochs)
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
-    moved = s.whole("trained")
+    moved = s.parameters("trained")
     ranks = s.pp * max(s.tp, s.ep * s.etp) if s.megatron else s.shards
     seconds[SYNC] = _link(s, gpu, efficiency, s.weight_bytes * moved * _ring(ranks), ranks)
     if s.dedicated:
@@ -233,12 +233,12 @@ def generation_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency, sequences: fl
     model, tp, engines = s.model, s.rollout.tensor_model_parallel_size, s.rollout_gpus // s.replica
     together = max(1.0, min(sequences / engines, s.rollout.max_num_seqs, cached_tokens(s, gpu) / s.mean_length))
     compute = gpu.tflops * 1e12 * efficiency.inference * tp
-    layers, head = (s.counts.flops[name] for name in ("layers", "head"))
+    layers, head = (s.whole.flops[name] for name in ("layers", "head"))
     token_flops = layers.at(model.layers, 1) + head.at(model.layers, 1)
 
     def token_seconds(running: float, seen: float) -> float:
         unvisited = (1 - model.visits / model.experts) ** running if model.experts else 0.0
-        read = s.whole("all") - s.whole("experts") * unvisited
+        read = s.parameters() - s.parameters("experts") * unvisited
         reading = BYTES[s.rollout.dtype] * read / tp + running * seen * cache_bytes(s)
         latency = efficiency.decode_overhead_s + (2 * model.layers * efficiency.all_reduce_s if tp > 1 else 0.0)
         return max(reading / (gpu.bandwidth * 1e9 * efficiency.decoding), running * token_flops / compute) + latency

@@ -90,8 +90,9 @@ class Flops(NamedTuple):
 class Counts:
     """One rank's numbers. Phases: "log-probs", "importance" (instead of "log-probs", for rows that are scored), "update".
 
-    Moments: "forward" (layers), "logits" (projection to the end of its backward), "backward" (layers), "optimizer" (of the
-    update), and "kept", what the layers' forward keeps for the backward. A phase has the moments that it runs through.
+    Moments: "forward" (layers), "logits" (projection to the end of its backward), "backward" (layers), "first layer" (its
+    backward, when FSDP gathers the embedding), "optimizer" (of the update), and "kept": what the forward keeps for the backward.
+    A phase has the moments that it runs through; its peak is their maximum at the model's depth.
     """
 
     parameters: dict[str, Linear]  # "all", "experts", "embedding", "trained", on this rank before sharding

@@ -1,13 +1,14 @@
 """One rank's training step on fake tensors, with a meter for FLOPs, bytes and collectives (`count.py` says what it counts)."""
 
 import json
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import cache
+from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oar_plugin.credit.answer import Segment
@@ -34,7 +35,18 @@ from oar_plugin.runs.plan.models import PlanError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEPTHS = 3, 5  # from three layers on, FSDP's prefetches have their final form
-MOMENTS = "forward", "logits", "backward", "optimizer", "kept"
+MOMENTS = "first layer", "forward", "logits", "backward", "optimizer", "kept"
+
+
+def _attend(
+    _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, scaling: float, **___: Any
+) -> tuple[Tensor, None]:
+    """Causal attention that keeps what flash-attn keeps: queries, keys, values, output, and a float32 per row and head."""
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+
+AttentionInterface.register("counted", _attend)
 
 
 def _attention(products: int, first: int) -> Callable[..., int]:
@@ -75,7 +87,7 @@ class Meter(TorchDispatchMode):
 
     def begin(self, phase: str, tokens: int) -> None:
         self.tokens, self.start, self.now = tokens, self.live, self.found.setdefault(phase, defaultdict(float))
-        self.moment("forward")
+        self.moment("first layer")
 
     def keep(self) -> None:
         """Notes what is alive between forward and backward."""
@@ -142,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         kept_TV, ctx.kept_TV = ctx.kept_TV, None
-        return kept_TV.mul_(gradient_T[:, None]).to(ctx.dtype), None
+        return kept_TV.mul_(gradient_T[:, None].to(kept_TV.dtype)).to(ctx.dtype), None  # a CPU would copy for mixed types
 
 
 class _Kernel(torch.autograd.Function):
@@ -180,7 +192,7 @@ class Step:
         self.model: Any = AutoModelForCausalLM.from_config(
             _config(key, layers),
             dtype=DTYPES[key.weights if key.strategy == "fsdp2" else key.element],
-            attn_implementation="sdpa",
+            attn_implementation="counted",
             **({"experts_implementation": "grouped_mm"} if "num_experts_per_tok" in key.model else {}),
         )
         if key.recompute:
@@ -189,16 +201,16 @@ class Step:
             from peft import LoraConfig, get_peft_model
 
             adapters = LoraConfig(r=key.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            self.model = get_peft_model(self.model, adapters)
+            with patch.object(nn.Module, "to", lambda module, *_, **__: module):  # fails for parameters that are fake
+                self.model = get_peft_model(self.model, adapters)
             self.model.enable_input_require_grads()
         if key.fused:
-            from verl.models.transformers.monkey_patch import patch_forward_with_backends
+            from verl.models.transformers.dense_common import forward_with_torch_backend
 
-            patch_forward_with_backends(self.model, use_fused_kernels=True, fused_kernels_backend="torch")
-        self.parameters = list(self.model.parameters())
-        self.trained = [one for one in self.parameters if one.requires_grad]
+            self.model.forward = MethodType(forward_with_torch_backend, self.model)
         decoder = self.model.get_decoder()
-        decoder.register_forward_pre_hook(lambda *_: self._at("forward"))
+        decoder.register_forward_pre_hook(self._begin_forward)
+        decoder.layers[0].register_forward_hook(self._after_first_layer)
         decoder.register_forward_hook(self._decoded)
         if key.strategy == "megatron":
             self._use_kernels()
@@ -211,7 +223,7 @@ class Step:
                 module._apply_gate = lambda x: _Kernel.apply(*x.chunk(2, -1))
             elif hasattr(module, "gate_proj"):
                 module.forward = lambda x, m=module: m.down_proj(_Kernel.apply(m.gate_proj(x), m.up_proj(x)))
-        for one in self.trained:  # added to Megatron's buffer at once
+        for one in self.trained():  # added to Megatron's buffer at once
             one.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
 
     def shard(self, mesh: DeviceMesh) -> None:
@@ -223,20 +235,42 @@ class Step:
         wrapped = [m for name, m in named if isinstance(m, GradientCheckpointingLayer) or name.split(".")[-1] in ends]
         for module in [*wrapped, self.model]:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        self.trained = [one for one in self.model.parameters() if one.requires_grad]
+
+    def trained(self) -> list[nn.Parameter]:
+        return [one for one in self.model.parameters() if one.requires_grad]
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers of parameters, before they are sharded."""
+        named, embedding = dict(self.model.named_parameters()), self.model.get_input_embeddings().weight
+        experts = [one for name, one in named.items() if ".experts." in name]
+        lists = {"all": list(named.values()), "trained": self.trained(), "experts": experts, "embedding": [embedding]}
+        return {name: float(sum(one.numel() for one in of)) for name, of in lists.items()}
 
     def _at(self, moment: str) -> None:
         if self.meter is not None:
             self.meter.moment(moment)
 
+    def _begin_forward(self, *_: Any) -> None:
+        self.in_forward = True
+        self._at("first layer")
+
+    def _after_first_layer(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        if self.in_forward:  # not in a recomputation
+            self._at("forward")
+            self._on_gradient(output, "first layer")
+
     def _decoded(self, _: nn.Module, __: Any, output: Any) -> None:
+        self.in_forward = False
         if self.meter is not None:
             self.meter.now["layers flops"] = self.meter.now["flops"]
             if output.last_hidden_state.requires_grad:
                 self.meter.keep()
         self._at("logits")
-        if output.last_hidden_state.requires_grad:
-            output.last_hidden_state.register_hook(lambda _: self._at("backward"))
+        self._on_gradient(output.last_hidden_state, "backward")
+
+    def _on_gradient(self, tensor: Tensor, moment: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self._at(moment))
 
     def _forward(self, shape: tuple[int, int], entropy: bool) -> Tensor:
         """The host's forward: log-probs `[T]`; with `entropy` also the entropy, which nothing reads."""
@@ -283,10 +317,11 @@ class Step:
 
     def optimizer(self) -> Callable[[], None]:
         """Returns a function that clips gradients and makes a step of AdamW, as torch does by default on a GPU."""
-        adam = torch.optim.AdamW(self.trained, lr=1e-6, foreach=True)
+        trained = self.trained()
+        adam = torch.optim.AdamW(trained, lr=1e-6, foreach=True)
 
         def step() -> None:
-            torch.nn.utils.clip_grad_norm_(self.trained, 1.0, foreach=True)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
             adam.step()
 
         return step
@@ -330,47 +365,50 @@ def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
         distributed.destroy_process_group()
 
 
-def measure(key: Key, layers: int, shapes: dict[str, tuple[int, int]]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Runs each phase of `shapes` on fake tensors; returns what the meter found in it, and parameters and state bytes."""
+Found = dict[str, dict[str, float]]
+
+
+def measure(
+    key: Key, layers: int, shapes: dict[str, tuple[int, int]], flops: bool = False
+) -> tuple[Found, dict[str, float]]:
+    """Runs each phase of `shapes` on fake tensors; returns what the meter found in it, and parameters and bytes of states.
+
+    With `flops`, which do not depend on it, nothing is sharded, and there is no optimizer.
+    """
     tables = {phase: _tables(key, shape) for phase, shape in shapes.items() if phase == "importance"}
-    hidden, megatron = json.loads(key.model)["hidden_size"], key.strategy == "megatron"
-    meter = Meter(hidden, key.sequence_split)
+    meter, fsdp = Meter(json.loads(key.model)["hidden_size"], key.sequence_split), key.strategy == "fsdp2" and not flops
     with ExitStack() as stack:
-        mesh = None if megatron else stack.enter_context(_one_rank_of(key.shards))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        mesh = stack.enter_context(_one_rank_of(key.shards)) if fsdp else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         step = Step(key, layers, meter)
-        experts = [p for name, p in step.model.named_parameters() if ".experts." in name]
-        embedding = step.model.get_input_embeddings().weight
-        numbers = {"all": step.parameters, "trained": step.trained, "experts": experts, "embedding": [embedding]}
-        states = {name: float(sum(one.numel() for one in of)) for name, of in numbers.items()}
+        states = step.numbers()
         if mesh is not None:
             step.shard(mesh)
-        del numbers, experts, embedding
-        step.parameters.clear()
         states["weights"] = meter.live
-        meter.begin("warm-up", 8)
-        step.log_probs((1, 8))  # FSDP's first forward prepares its buffers
+        if not flops:
+            meter.begin("warm-up", 8)
+            step.log_probs((1, 8))  # FSDP's first forward prepares its buffers
         for phase, shape in shapes.items():
-            if phase == "update":  # gradients of an earlier micro-batch
-                before = meter.live
+            if phase == "update" and not flops:
                 meter.begin("an earlier micro-batch", 8)
                 step.update((1, 8))
-                states["gradients"] = meter.live - before
+                states["gradients"] = meter.live - meter.start
             meter.begin(phase, shape[0] * shape[1])
             if phase == "importance":
                 step.importance(shape, tables[phase])
             else:
                 getattr(step, phase.replace("-", "_"))(shape)
-        if "update" in shapes and not megatron:
-            before, stepped = meter.live, step.optimizer()
-            meter.begin("an earlier step", 0)  # makes the moments
+        if "update" in shapes and fsdp:
+            stepped = step.optimizer()
+            meter.begin("an earlier step", 0)
             stepped()
-            states["optimizer"] = meter.live - before
+            states["optimizer"] = meter.live - meter.start
             meter.begin("step", 0)
             stepped()
-            update, found = meter.found["update"], meter.found.pop("step")
-            update["optimizer"] = found["forward"]
+            update, found = meter.found["update"], meter.found["step"]
+            update["optimizer"] = found["first layer"]
             update |= {name: update[name] + found[name] for name in ("number", "collective bytes")}
     return {phase: dict(meter.found[phase]) for phase in shapes}, states
 
@@ -384,19 +422,16 @@ def count(key: Key) -> Counts:
     shapes = {phase: (number[phase], tokens[phase] // number[phase]) for phase in phases}
     (low, states_low), (high, states_high) = (measure(key, layers, shapes) for layers in DEPTHS)
 
-    def line(low: float, high: float) -> Linear:
-        slope = (high - low) / (DEPTHS[1] - DEPTHS[0])
-        return Linear(low - DEPTHS[0] * slope, slope)
-
     def lines(phase: str, names: dict[str, str]) -> dict[str, Linear]:
         a, b = low[phase], high[phase]
-        return {name: line(a.get(key, 0.0), b.get(key, 0.0)) for name, key in names.items() if a.get(key) is not None}
+        return {name: _line(DEPTHS, a[key], b[key]) for name, key in names.items() if key in a}
 
-    grid = _grid(replace(key, length=0, log_prob_tokens=0, update_tokens=0, shards=1, tp=1, sequence_split=1, ep=1))
+    unit, depths = key.prompt + key.answer + 64, (1, 2)
+    grid = [[measure(key, n, {p: (1, unit * i) for p in phases}, True)[0] for i in (1, 2, 3)] for n in depths]
 
     def flops(of: Callable[[dict[str, dict[str, float]]], float]) -> Flops:
-        parts = [_powers(_unit(key), *(of(found) for found in row)) for row in grid]
-        pairs = [line(*pair) for pair in zip(*parts, strict=True)]
+        parts = [_powers(unit, *(of(found) for found in row)) for row in grid]
+        pairs = [_line(depths, *pair) for pair in zip(*parts, strict=True)]
         return Flops(tuple(one.base for one in pairs), tuple(one.layer for one in pairs))
 
     of = {phase: flops(lambda found, phase=phase: found[phase]["flops"]) for phase in phases}
@@ -404,22 +439,16 @@ def count(key: Key) -> Counts:
     of["head"] = flops(lambda found: found["log-probs"]["flops"] - found["log-probs"]["layers flops"])
     if key.importance:
         of["added"] = flops(lambda found: found["importance"]["flops"] - found["log-probs"]["flops"])
-    state = {name: line(states_low[name], states_high[name]) for name in states_low}
+    state = {name: _line(DEPTHS, states_low[name], states_high[name]) for name in states_low}
     parameters = {name: state.pop(name) for name in ("all", "experts", "embedding", "trained")}
     moments = {phase: lines(phase, {name: name for name in MOMENTS}) for phase in phases}
     names = {"number": "number", "bytes": "collective bytes"}
     return Counts(parameters, state, of, moments, {phase: lines(phase, names) for phase in phases})
 
 
-def _unit(key: Key) -> int:
-    return key.prompt + key.answer + 64
-
-
-@cache
-def _grid(key: Key) -> list[list[dict[str, dict[str, float]]]]:
-    """Returns what `measure` found in each phase of the whole model, for two depths and three lengths of one sequence."""
-    phases = ["log-probs", *(["importance"] if key.importance else []), "update"]
-    return [[measure(key, n, {p: (1, _unit(key) * i) for p in phases})[0] for i in (1, 2, 3)] for n in DEPTHS]
+def _line(depths: tuple[int, int], low: float, high: float) -> Linear:
+    slope = (high - low) / (depths[1] - depths[0])
+    return Linear(low - depths[0] * slope, slope)
 
 
 def _powers(unit: int, one: float, two: float, three: float) -> tuple[float, float, float]:

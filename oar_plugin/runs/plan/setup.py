@@ -1,7 +1,7 @@
 """The work and the parallel layout that a composed verl configuration asks for, and checks that it can run."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -126,32 +126,30 @@ class Setup:
             raise PlanError("\n".join(faults))
 
     @cached_property
-    def counts(self) -> Counts:
-        """What a rank's passes cost. With more ranks than `COUNTED_RANKS`, only the states of a rank shrink (`shrunk`)."""
+    def key(self) -> Key:
+        """What the counts of a rank depend on. With more ranks than `COUNTED_RANKS`, only its states shrink (`shrunk`)."""
         oar = self.oar if self.oar is not None and self.oar.importance_object.forwards(1) else None
-        return counts(
-            Key(
-                dimensions(vars(self.model.config)),
-                math.ceil(self.max_length / self.sequence_ranks),
-                int(self.micro_batch(False)),
-                int(self.micro_batch(True)),
-                "megatron" if self.megatron else "fsdp2",
-                "fp32" if self.weight_bytes == 4 else "bf16",
-                "fp32" if self.element == 4 else "bf16",
-                self.recompute,
-                self.fused,
-                int(self.actor.entropy_from_logits_with_chunking) * self.actor.entropy_from_logits_chunk_size,
-                self.lora_rank,
-                oar.importance if oar else None,
-                oar.probe if oar else "answer_mean",
-                oar.num_draws if oar else 1,
-                ANSWER,
-                round(self.mean_prompt),
-                min(self.shards, COUNTED_RANKS),
-                self.tp,
-                self.outer,
-                self.ep * self.etp,
-            )
+        return Key(
+            dimensions(vars(self.model.config)),
+            math.ceil(self.max_length / self.sequence_ranks),
+            int(self.micro_batch(False)),
+            int(self.micro_batch(True)),
+            "megatron" if self.megatron else "fsdp2",
+            "fp32" if self.weight_bytes == 4 else "bf16",
+            "fp32" if self.element == 4 else "bf16",
+            self.recompute,
+            self.fused,
+            int(self.actor.entropy_from_logits_with_chunking) * self.actor.entropy_from_logits_chunk_size,
+            self.lora_rank,
+            oar.importance if oar else None,
+            oar.probe if oar else "answer_mean",
+            oar.num_draws if oar else 1,
+            ANSWER,
+            round(self.mean_prompt),
+            min(self.shards, COUNTED_RANKS),
+            self.tp,
+            self.outer,
+            self.ep * self.etp,
         )
 
     @property
@@ -159,13 +157,19 @@ class Setup:
         """A rank's share of the states, relative to the counted ranks."""
         return min(self.shards, COUNTED_RANKS) / self.shards
 
-    def whole(self, name: str) -> float:
-        """Return the number of parameters ("all", "experts", "trained") of all ranks together."""
-        experts = (
-            self.counts.parameters["experts"].at(self.model.layers) if name != "trained" or not self.lora_rank else 0
-        )
-        other = self.counts.parameters[name].at(self.model.layers) - experts
-        return other * self.tp + experts * self.ep * self.etp
+    @property
+    def counts(self) -> Counts:
+        """What the passes cost one rank. Raise PlanError if it must be counted and cannot be."""
+        return counts(self.key)
+
+    @property
+    def whole(self) -> Counts:
+        """The counts of a rank that has the whole model: its parameters and FLOPs are those of all ranks together."""
+        return counts(replace(self.key, tp=1, sequence_split=1, ep=1))
+
+    def parameters(self, name: str = "all") -> float:
+        """Return the number of parameters ("all", "experts", "trained") of the model."""
+        return self.whole.parameters[name].at(self.model.layers)
 
     def micro_batch(self, update: bool) -> float:
         """Return the maximum number of tokens in a micro-batch on one GPU, for the update or for the log-prob pass."""

@@ -34,25 +34,25 @@ def totals(made):
 
 def test_states_are_sixteen_bytes_per_weight_and_megatrons_twelve_over_the_data_parallel_ranks(fsdp, megatron):
     one, many = Setup(fsdp), Setup(changed(fsdp, "trainer.nnodes=8"))
-    assert sum(states(one)) == pytest.approx(16 * one.whole("all") / 8, rel=1e-6)
+    assert sum(states(one)) == pytest.approx(16 * one.parameters() / 8, rel=1e-6)
     assert states(many) == pytest.approx([size / 8 for size in states(one)]), "counted on 8 ranks"
     whole = Setup(changed(megatron, "actor.megatron.pipeline_model_parallel_size=1"))
-    local = whole.whole("all") / 8
+    local = whole.parameters() / 8
     assert states(whole) == pytest.approx((2 * local, 4 * local, 12 * local / 4), rel=1e-3)
 
 
 def test_adapters_have_gradients_and_moments_and_the_model_has_not():
     lora = Setup(compose_recipe(find_recipe("qwen2_5_7b_lora")))
     weights, gradients, optimizer = states(lora)
-    adapters = lora.whole("trained")
+    adapters = lora.parameters("trained")
     assert gradients == pytest.approx(optimizer / 2, rel=0.01)
     assert gradients == pytest.approx(lora.weight_bytes * adapters / 8, rel=0.01)
-    assert weights == pytest.approx(lora.weight_bytes * lora.whole("all") / 8, rel=0.01)
+    assert weights == pytest.approx(lora.weight_bytes * lora.parameters() / 8, rel=0.01)
 
 
 def test_experts_are_split_over_ranks_of_their_own(experts):
     whole = Setup(experts)  # tensor parallel 4, expert parallel 8, on 32 GPUs
-    dense, mixed = (whole.whole("all") - whole.whole("experts")) / 4, whole.whole("experts") / 8
+    dense, mixed = (whole.parameters() - whole.parameters("experts")) / 4, whole.parameters("experts") / 8
     optimizer = 12 * (dense / 8 + mixed / 4)  # over the ranks that hold the same parameters
     assert states(whole) == pytest.approx((2 * (dense + mixed), 4 * (dense + mixed), optimizer), rel=1e-3)
     # To record routes, `fisher` runs one more forward.
@@ -84,9 +84,9 @@ def test_what_starts_from_the_reasoning_projects_it_and_a_second_backward_takes_
     two = "python:benchmarks.candidates.learning:Onward"  # from the answer, and from the reasoning
     one, both = (step_flops(Setup(changed(fsdp, f"oar.importance={name}")))[IMPORTANCE] for name in ("decision", two))
     fisher, scored = step_flops(s)[IMPORTANCE], s.sequences * s.scored_share
-    row = s.counts.flops["head"].at(s.model.layers, 1.0)
+    row = s.whole.flops["head"].at(s.model.layers, 1.0)
     assert one == pytest.approx(fisher + scored * 2 * row * (s.mean_response - ANSWER), rel=0.02)
-    forward = s.counts.flops["layers"].at(s.model.layers, s.mean_length)
+    forward = s.whole.flops["layers"].at(s.model.layers, s.mean_length)
     assert both == pytest.approx(2 * fisher + scored * (forward + 2 * row * s.mean_response), rel=0.03)
 
 
@@ -112,7 +112,7 @@ def test_copies_cost_more_than_a_gradient_and_by_budget(fsdp):
     every, some = (Plan(changed(fsdp, f"oar.importance={name}")).seconds for name in ("oar_p", "hybrid"))
     assert every[COPIES] > some[COPIES] > Plan(fsdp).seconds[IMPORTANCE] == pytest.approx(some[IMPORTANCE])
     s = Setup(fsdp)
-    forward = s.counts.flops["layers"].at(s.model.layers, s.mean_length)
+    forward = s.whole.flops["layers"].at(s.model.layers, s.mean_length)
     own_forward = s.sequences * s.scored_share * forward / (8 * 989e12 * 0.5)
     assert (some[COPIES] - own_forward) / (every[COPIES] - own_forward) == pytest.approx(0.3)
 
@@ -229,7 +229,7 @@ def test_known_models_have_the_published_sizes():
     assert {name: load_model(name).config.max_position_embeddings for name in MODELS} == MODELS
     published = {"7b_math": 7_615_616_512, "1_5b_math": 1_543_714_304, "0_5b_gsm8k": 494_032_768}
     published |= {"14b_deepmath": 14_770_033_664}
-    counted = {name: Setup(compose_recipe(find_recipe(f"qwen2_5_{name}"))).whole("all") for name in published}
+    counted = {name: Setup(compose_recipe(find_recipe(f"qwen2_5_{name}"))).parameters() for name in published}
     assert counted == pytest.approx(published, abs=1)
 
 
