@@ -66,7 +66,7 @@ SCORED = 0.5  # share of the responses whose advantage is not zero; only those g
 ANSWER = 8  # tokens per answer
 # Per response token, with padding, on one core (AMD EPYC; benchmarks/results/driver.md): the gate on each actor rank's CPU, and
 # the multiplication by verl's driver.
-GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 1.2e-7, 2.3e-9
+GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 7.8e-8, 1.5e-9
 
 CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers
 TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and library workspaces in the trainer's phases
