@@ -152,7 +152,7 @@ def _rows(files: Any) -> int | None:
 
 
 def _faults(s: Setup) -> list[str]:
-    """Return one line per fault: key, value, rule, allowed values. verl itself reports others before it starts workers."""
+    """Return one line per fault: key, value, rule, allowed values."""
     faults: list[str] = []
     model, mini, n = s.model, s.actor.ppo_mini_batch_size, s.rollout.n
 
@@ -208,9 +208,21 @@ def _faults(s: Setup) -> list[str]:
     sizes = list(filter(splits, divisors(s.rollout_gpus)))
     check(f"{ROLLOUT}.tensor_model_parallel_size", rule, sizes, s.rollout_gpus > 0 and uneven)
     if not s.actor.use_dynamic_bsz:
-        for key in (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
-            unset = not OmegaConf.select(s.config, key)
-            check(key, f"must be set if {ACTOR}.use_dynamic_bsz=False", "at least 1", unset)
+        for old in (f"{ACTOR}.ppo_micro_batch_size", f"{ROLLOUT}.log_prob_micro_batch_size"):
+            sizes = [OmegaConf.select(s.config, key) for key in (f"{old}_per_gpu", old)]
+            rule = f"must be set, and {old} must not be, if {ACTOR}.use_dynamic_bsz=False"
+            check(f"{old}_per_gpu", rule, "at least 1", not sizes[0] or sizes[1] is not None)
+        least = s.dp * (s.actor.ppo_micro_batch_size_per_gpu or 1) if s.megatron else s.gpus
+        rule = f"times {ROLLOUT}.n={n} must be divisible by {least} if {ACTOR}.use_dynamic_bsz=False"
+        multiples = f"multiples of {least // math.gcd(least, n)}"
+        check("data.train_batch_size", rule, multiples, s.sequences % least > 0)
+    modes = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    check(f"{ACTOR}.loss_agg_mode", "unknown", modes)
+    padded = s.ulysses > 1 and not s.config.actor_rollout_ref.model.use_remove_padding
+    check("actor_rollout_ref.model.use_remove_padding", "sequence parallelism needs packed sequences", True, padded)
+    greedy = s.rollout.val_kwargs.do_sample and s.rollout.temperature <= 0
+    check(f"{ROLLOUT}.temperature", "validation samples", "above 0", greedy)
+    check("actor_rollout_ref.model.lora_rank", "vLLM cannot run it", "at most 512", s.lora_rank > 512)
     check(f"{ROLLOUT}.dtype", "unknown dtype", list(BYTES))
     rule = "must be at least data.max_prompt_length + data.max_response_length"
     short = (s.rollout.max_model_len or s.max_length) < s.max_length
