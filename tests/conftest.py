@@ -17,7 +17,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ["verl_run", "smoke", "engine", "offload_run", "engine_scoring", "ray_trainer_run", "openrlhf"]
+LONGEST = ["verl_run", "smoke", "engine", "offload_run", "engine_scoring", "megatron_run", "openrlhf"]
 
 
 def pytest_collection_modifyitems(config, items):

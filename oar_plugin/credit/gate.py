@@ -102,8 +102,7 @@ def z_score(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
     off_BL = log_BL.sub_(row_sums(log_BL) / count_B1).masked_fill_(outside_BL, 0.0)
     deviation_B1 = (row_sums(off_BL.square()) / count_B1 + 1e-8).sqrt()
     weight_BL = (1 + off_BL / deviation_B1 / 2).clamp_(0.5, 5.0)
-    mean_B1 = row_sums(weight_BL.masked_fill(outside_BL, 0.0)) / count_B1
-    return torch.where(reasoning_BL, weight_BL / mean_B1, 1.0).float()
+    return torch.where(reasoning_BL, relative(weight_BL, reasoning_BL), 1.0).float()
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def kept_total(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
 
 
 def relative(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
-    """Importance divided by its mean over the response's reasoning tokens; unchanged if the mean is 0."""
+    """Importance, or weights, divided by the mean over the response's reasoning tokens; unchanged if the mean is 0."""
     total_B1 = row_sums(importance_BL.double().masked_fill(~reasoning_BL, 0.0))
     mean_B1 = total_B1 / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
     return importance_BL / torch.where(mean_B1 > 0, mean_B1, 1.0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.candidates.learning.onward import Onward, decision
-from oar_plugin.credit.gate import row_sums, two_level
+from oar_plugin.credit.gate import relative, two_level
 from oar_plugin.credit.importance import Importance, Parts
 from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.noise import uniform
@@ -49,9 +49,7 @@ def inverted(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, bet
     If an importance says something, learning with this gate should be worse than GRPO (arXiv 2602.09331 inverts its own so).
     """
     inverse_BL = 1 / two_level(importance_BL, reasoning_BL, tau, beta).double()
-    count_B1 = reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
-    mean_B1 = row_sums(inverse_BL.masked_fill(~reasoning_BL, 0.0)) / count_B1
-    return torch.where(reasoning_BL, inverse_BL / mean_B1, 1.0).float()
+    return torch.where(reasoning_BL, relative(inverse_BL, reasoning_BL), 1.0).float()
 
 
 def spare(

@@ -4,8 +4,8 @@
 
 with the setting `probe=answer_joint`, which makes it the drop per answer token; with the other probes it is the KL of `oar_p`.
 At most ten copies per response: ten spans of equal length, if it has more than 81 reasoning tokens. A shorter one has spans of
-eight tokens, and what is left of the ten copies goes to single tokens of the spans with the largest drop. For spans of one
-length: `perturbation.span=20 perturbation.budget=1`.
+eight tokens (of one token, if it has at most ten), and what is left of the ten copies goes to single tokens of the spans with
+the largest drop. For spans of one length: `perturbation.span=20 perturbation.budget=1`.
 
 What differs from the paper:
 
