@@ -16,7 +16,9 @@ FUSED = "actor_rollout_ref.model.use_fused_kernels"
 
 if __name__ == "__main__":
     keys, changes = [], [*(f"algorithm.oar.importance={name}" for name in IMPORTANCES), f"{FUSED}=True"]
-    runs = [(name, []) for name in recipe_names()] + [("qwen2_5_7b_math", [change]) for change in changes]
+    runs: list[tuple[str, list[str]]] = [(name, []) for name in recipe_names()] + [
+        ("qwen2_5_7b_math", [change]) for change in changes
+    ]
     for name, overrides in runs:
         try:
             setup = Setup(compose_recipe(find_recipe(name), "oar", overrides))

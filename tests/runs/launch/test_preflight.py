@@ -98,7 +98,7 @@ def test_a_run_that_does_not_fit_is_told_the_margin_and_what_to_try(ready):
     here, elsewhere = (examined(ready, choose_gpu(memory_gib=20), local=local)["memory"] for local in (True, False))
     assert here.level == "missing"
     assert "for GPUs of 20 GiB: does not fit, " in here.text
-    assert "GiB missing in " in here.text
+    assert "of 20 GiB in update" in here.text
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in here.advice
     assert elsewhere.advice.startswith(f"{here.advice}, or --gpu NAME")
 
