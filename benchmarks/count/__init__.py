@@ -1,6 +1,6 @@
 """What a training step costs, counted on fake tensors: no GPU, no weights. Nothing is timed.
 
-It runs `oar_plugin.runs.plan.count`: the product's own gradient pass, and the host's forward and update.
+It runs `oar_plugin.runs.plan.count`: the package's own gradient pass, and the host's forward and update.
 
 Reported:
   FLOPs      of one response in log-probs, importance and update, and what each importance adds

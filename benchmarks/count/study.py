@@ -5,19 +5,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from benchmarks.count import real
 from benchmarks.report import Progress, Report, Table
-from oar_plugin.runs.plan.count import ANSWER, PROMPT, Counts, Key, dimensions
+from oar_plugin.credit.importance import Importance, importance_of
+from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
 from oar_plugin.runs.plan.models import KNOWN, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
 MORE = ("Qwen2.5-7B",)
 JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
-MEGATRON = {"Qwen2.5-32B": (8, 2, 1), "Yi-1.5-34B": (8, 2, 1), "Qwen3-30B-A3B": (4, 1, 8)}  # tp, pp, ep of the recipes
-RESPONSES, TOKENS, RANKS = (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
+PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
 PHASES = "log-probs", "importance", "update"
+CHECKPOINTING, WHOLE, LORA = "checkpointing", "whole activations", "LoRA 32"
 IMPORTANCES, SHARES = ("fisher", "oar_g", "decision"), (0.3, 0.6, 1.0)
 COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0.3": (0.3, 1)}
 """Budget (share of units with a copy) and span."""
@@ -38,25 +38,28 @@ class Settings:
             raise ValueError(f"--models {' '.join(unknown)}: unknown; allowed: {', '.join(KNOWN['models'])}")
 
 
-def key_of(name: str, **changes: Any) -> Key:
-    model = dimensions(vars(load_model(name).config))
-    return replace(Key(model, TOKENS, shards=64), **changes)
-
-
 def count_model(name: str) -> dict[str, Counts]:
-    """Return all counts of a model, by layout or importance."""
+    """Return the counts of a model: FLOPs by kind, bytes by layout."""
     from oar_plugin.runs.plan.fake_step import count
 
-    keys = {"64 ranks": key_of(name), "64 ranks, whole activations": key_of(name, recompute=False)}
+    model = dimensions(vars(load_model(name).config))
+    memory = Memory(model, TOKENS, shards=64)
+    keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
+    keys |= {"64 ranks": memory, f"64 ranks, {WHOLE}": replace(memory, recompute=False)}
     if name in MORE:
-        keys |= {f"{ranks} ranks": key_of(name, shards=ranks) for ranks in RANKS}
-        keys["64 ranks, fused"] = key_of(name, fused=True)
-        keys["64 ranks, LoRA 32"] = key_of(name, lora_rank=32)
-    if name in MEGATRON:
-        tp, pp, ep = MEGATRON[name]
-        keys[f"Megatron TP {tp} PP {pp} EP {ep}"] = key_of(name, strategy="megatron", tp=tp, sequence_split=tp, ep=ep)
-    keys |= {importance: key_of(name, importance=importance) for importance in IMPORTANCES[1:] if name in JUDGED}
+        keys |= {f"{ranks} ranks": replace(memory, shards=ranks) for ranks in RANKS}
+        keys |= {"64 ranks, fused": replace(memory, fused=True), "64 ranks, LoRA 32": replace(memory, lora_rank=32)}
+        keys[LORA] = Work(model, lora_rank=32)
     return {layout: count(key) for layout, key in keys.items()}
+
+
+def added_flops(counts: Counts, layers: int, length: int, importance: Importance) -> float:
+    """Return what an importance adds to the FLOPs of log-probs: forwards, backwards, and the rows that these start from."""
+    of = counts["flops"]
+    backward = of["importance"].at(layers, length) - of["log-probs"].at(layers, length)
+    forwards = (len(importance.forwards(1)) - 1) * of["layers"].at(layers, length)
+    rows = sum(length - PROMPT - ANSWER for each in importance.backwards if each.of_reasoning)
+    return len(importance.backwards) * backward + forwards + 2 * of["head"].at(layers, rows)
 
 
 def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: int, prefix: bool) -> float:
@@ -96,8 +99,8 @@ def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
         for response in RESPONSES:
             values = [
                 value / 1e12
-                for layout in ("64 ranks", "64 ranks, whole activations")
-                for value in _phases(counts[layout], _layers(name), PROMPT + response)
+                for kind in (CHECKPOINTING, WHOLE)
+                for value in _phases(counts[kind], _layers(name), PROMPT + response)
             ]
             rows.append([name, f"{response:,}", *(f"{value:,.1f}" for value in values)])
     columns = [
@@ -121,11 +124,12 @@ def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for importance in IMPORTANCES:
-            if (one := counts.get("64 ranks" if importance == "fisher" else importance)) is None:
+            if importance != "fisher" and name not in JUDGED:
                 continue
             for response in (4096, 16384):
-                _, added, _ = _phases(one, _layers(name), PROMPT + response)
-                rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), PROMPT + response, added)])
+                one, length = counts[CHECKPOINTING], PROMPT + response
+                added = added_flops(one, _layers(name), length, importance_of(importance))
+                rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), length, added)])
     title = "What OAR adds to the FLOPs of log-probs and update, by the share of rows that are scored"
     return Table(title, ["model", "importance", "response", *(f"{share:.0%}" for share in SHARES)], rows)
 
@@ -133,7 +137,7 @@ def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
 def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name in (name for name in all_counts if name in JUDGED):
-        counts = all_counts[name]["64 ranks"]
+        counts = all_counts[name][CHECKPOINTING]
         for label, (budget, span) in COPIES.items():
             gradient = _phases(counts, _layers(name), PROMPT + 4096)[1] if label.startswith("hybrid") else 0.0
             for prefix in (True, False):
@@ -148,19 +152,12 @@ def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for layout, one in counts.items():
-            if layout in IMPORTANCES:
+            if "update" not in one:
                 continue
-            pp = MEGATRON[name][1] if layout.startswith("Megatron") else 1
-            peaks = [
-                max((of.at(_layers(name) // pp) / 2**30, moment) for moment, of in one[phase].items())
-                for phase in PHASES
-            ]
-            state = sum(of.at(_layers(name) // pp) for of in one["states"].values()) / 2**30
-            kept = one["update"]["kept"].layer[0] / 2**20
-            cells = (f"{peak:,.1f} ({moment})" for peak, moment in peaks)
-            rows.append([name, layout, f"{state:,.1f}", *cells, f"{kept:,.0f}"])
-    columns = ["model", "layout", "states, GiB", "log-probs", "importance", "update", "kept by a layer, MiB"]
-    return Table(f"Peak GiB of a phase above the states, {TOKENS:,} tokens in a micro-batch", columns, rows)
+            peaks = [max((of.at(_layers(name)) / 2**30, part) for part, of in one[phase].items()) for phase in PHASES]
+            rows.append([name, layout, *(f"{peak:,.1f} ({part})" for peak, part in peaks)])
+    title = f"Peak GiB of a phase above weights, gradients and optimizer, {TOKENS:,} tokens in a micro-batch"
+    return Table(title, ["model", "layout", *PHASES], rows)
 
 
 def _traffic(all_counts: dict[str, dict[str, Counts]]) -> Table:
@@ -179,26 +176,24 @@ def check() -> Table:
 
     rows, keys = [], [replace(real.SMALL, element="fp32"), replace(real.SMALL, recompute=False)]
     for key, peaks in zip(keys, real.measured(keys), strict=True):
-        how = f"{key.element}, {'checkpointing' if key.recompute else 'whole activations'}"
-        for what, value in real.counted(measure(key, real.LAYERS, real.LENGTH)).items():
-            scale = 1 if what.startswith("collectives") else 2**20
+        how = f"{key.element}, {CHECKPOINTING if key.recompute else WHOLE}"
+        for what, value in real.counted(measure(key, real.LAYERS, key.tokens)).items():
             difference = f"{value / peaks[what] - 1:+.1%}"
-            rows.append([what, how, f"{value / scale:.2f}", f"{peaks[what] / scale:.2f}", difference])
-    columns = ["peak MiB, or number", "model", "counted", "measured", "difference"]
-    return Table("Counts beside real tensors: FSDP2 on one CPU rank (PyTorch's profiler and tracer)", columns, rows)
+            rows.append([what, how, f"{value / 2**20:.2f}", f"{peaks[what] / 2**20:.2f}", difference])
+    columns = ["peak MiB", "model", "counted", "measured", "difference"]
+    return Table("Counts beside real tensors: FSDP2 on one CPU rank (PyTorch's profiler)", columns, rows)
 
 
 NOTES = [
     f"FLOPs are matrix products and attention, with half of the products of causal attention. Prompts have {PROMPT} tokens, "
     f"answers {ANSWER}; a response's length is without the prompt.",
-    "Checkpointing is by layer, in the update and in the importance pass. The importance pass shares the forward of "
-    "log-probs, except `oar_g`, which runs one more forward with noise.",
-    "Bytes are peaks above the states: weights, gradients and Adam's moments of one rank. FSDP2 has float32 weights, bf16 "
-    "arithmetic and float32 reductions. Megatron's states are without its float32 gradients and its optimizer.",
-    "Attention keeps what flash-attn keeps, cross entropy overwrites its logits like flash-attn's kernel, and Megatron's "
-    "norms, SwiGLU and cross entropy are stand-ins that keep what its fused kernels keep.",
-    "Derived, not run: masked copies; Megatron's division of tensors with sequence parallelism. Not counted: Megatron's "
-    "collectives, its gathered inputs of a layer, kernels' workspace, fragmentation, NCCL's buffers, and the rollout engine: "
+    "Checkpointing is by layer, in the update and in the importance pass. `oar_g` runs one more forward, with noise; "
+    "`decision` projects the reasoning.",
+    "Bytes are peaks of one rank of FSDP2 above weights, gradients and Adam's moments, with float32 weights, bf16 arithmetic "
+    "and float32 reductions. Attention and cross entropy are those of flash-attn: its cross entropy overwrites the logits.",
+    "Megatron: the FLOPs of all ranks together are these, with the whole of each layer computed again under checkpointing. Its "
+    "bytes and collectives are not counted; `oar plan` computes them.",
+    "Derived, not run: masked copies. Not counted: kernels' workspace, fragmentation, NCCL's buffers, and the rollout engine: "
     "vLLM's kernels do not run on tensors without data.",
     "A mixture's experts run as grouped products of transformers with all tokens, so routing does not change shapes or FLOPs.",
 ]

@@ -63,10 +63,11 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
         progress(f"{name}: {title}", done, len(pieces))
         if name == "warm-up":
             with Meter() as meter:
+                meter.begin(letter)
                 work(1)
             # The published procedure takes one response at a time, the others a micro-batch.
             taken = 1 if letter in timed_on else min(settings.micro_batch, settings.scored)
-            flops[letter] = meter.found["flops"]["build"] / taken
+            flops[letter] = meter.numbers["flops"][letter] / taken
             if letter in timed_on:
                 one, _ = timed(partial(work, 1), device)
                 timed_on[letter] = min(max(2, int(PUBLISHED_SECONDS / one)), settings.scored)

@@ -106,8 +106,8 @@ def _print(made: Plan) -> None:
         f"{s.mean_prompt:.0f}; {filtered}and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to an untuned one.",
-        "Counted on tensors without data: FLOPs, and the bytes of the trainer's passes. The larger of two sizes adds "
-        f"{WORKSPACES / GIB:g} GiB for libraries, and {FRAGMENTATION:.0%} of what comes and goes for fragmentation. "
+        "Counted on tensors without data: FLOPs, and the memory of FSDP's passes. The upper bound of a range adds "
+        f"{WORKSPACES / GIB:g} GiB for workspaces of libraries and {FRAGMENTATION:.0%} of temporary tensors for fragmentation. "
         f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on a rank's core). No run on GPUs was measured.",
     ):
         out.print(line, soft_wrap=True)

@@ -1,19 +1,17 @@
-"""What a training step costs one rank: parameters, FLOPs, bytes and collectives, counted on tensors without data.
+"""What a training step costs, counted on tensors without data: FLOPs of a model, bytes and collectives of an FSDP rank.
 
-`counts(key)` runs the host's forward and update and the product's own gradient pass (`oar_plugin.passes`) on HuggingFace's
+`counts(key)` runs the host's forward and update and the package's own gradient pass (`oar_plugin.passes`) on HuggingFace's
 model class with fake tensors: no GPU, no weights (`fake_step.py`). Every number is linear in the number of layers, so two small
 numbers of layers give all. FLOPs are a polynomial of degree 2 of a sequence's length, so three lengths give all. Counts in
-`counts.json` come with the package; others are counted once and kept in the user's cache.
+`counts.json` come with the package; others are counted once and kept in the user's cache folder.
 
 * FLOPs are those of PyTorch's `torch.utils.flop_counter`, matrix products and attention only. Attention counts half of the
   products, because flash attention skips what the causal mask hides.
-* Bytes are the peak of each moment above what lies there before the phase: weights, gradients and optimizer states ("states").
-  Gradients of an earlier micro-batch are there: from the second micro-batch on, a new gradient is added to them.
-* FSDP1 counts like FSDP2. Under Megatron the model is one rank's: heads, MLP, vocabulary and experts divided. Its fused kernels
-  (norms, SwiGLU, cross entropy) are stand-ins that allocate and keep the same tensors. Collectives and optimizer are left out.
-* Tokens are routed evenly over experts. An expert-parallel rank computes with its experts as many tokens as it sends away.
-* Not counted: kernels' workspace, the allocator's fragmentation, NCCL's buffers, masked copies (the FLOPs of "layers" give
-  them).
+* Bytes are the peak of each part of a phase above the bytes that are allocated when the phase starts. Gradients of an earlier
+  micro-batch are among those: from the second micro-batch on, a new gradient is added to them. FSDP1 counts like FSDP2.
+* The importance pass is that of `fisher`, which needs as much memory as the others or more. It has one pooled row per response.
+* Not counted: Megatron's bytes (`costs.py` has formulas), kernels' workspace, the allocator's fragmentation, NCCL's buffers,
+  masked copies (the FLOPs of "layers" give them), and rollout engines.
 """
 
 import contextlib
@@ -21,20 +19,26 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from oar_plugin.output import say
+from oar_plugin.runs.plan.models import PlanError
+
+PACKAGE = Path(__file__).parents[2]
 SHIPPED = Path(__file__).parent / "counts.json"
-PROMPT, ANSWER = 128, 16
-"""Tokens of the prompt and of the answer in the counted sequences. Peaks do not depend on them, FLOPs by less than 1 %."""
 DIMENSIONS = (  # noqa: SIM905
     "model_type hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
     "tie_word_embeddings attention_bias mlp_bias num_experts num_experts_per_tok moe_intermediate_size"
 ).split()
+
+
+class NotCountedError(PlanError):
+    """The shape is not among the shipped counts, and cannot be counted here. The message says why."""
 
 
 def dimensions(config: Mapping[str, Any]) -> str:
@@ -44,25 +48,30 @@ def dimensions(config: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Key:
-    """What a count depends on, besides the number of layers."""
+class Work:
+    """What FLOPs depend on, besides layers and length."""
 
-    model: str  # `dimensions` of the whole model
-    tokens: int  # of one rank's micro-batch, in one sequence
-    strategy: Literal["fsdp2", "megatron"] = "fsdp2"
-    weights: Literal["fp32", "bf16"] = "fp32"  # stored weights, their gradients and moments
-    element: Literal["fp32", "bf16"] = "bf16"  # arithmetic and activations
+    model: str  # `dimensions`
     recompute: bool = True  # activation checkpointing, layer by layer
-    fused: bool = False  # verl's fused kernels, which make no logits
-    entropy_rows: int = 2048  # rows of logits per chunk of the entropy; 0: all at once
+    whole_layers: bool = (
+        False  # a recomputation runs to the layer's end (Megatron); torch's stops at the last kept tensor
+    )
     lora_rank: int = 0
-    importance: str = "fisher"
-    probe: Literal["last", "answer_mean", "answer_joint"] = "answer_mean"
-    draws: int = 1
-    shards: int = 8  # ranks that share one copy of the weights (FSDP)
-    tp: int = 1  # tensor-parallel ranks (Megatron)
-    sequence_split: int = 1  # ranks that divide the residual stream: `tp` with sequence parallelism
-    ep: int = 1  # expert-parallel ranks
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the bytes and collectives of an FSDP rank depend on, besides layers."""
+
+    model: str  # `dimensions`
+    tokens: int  # of one rank's micro-batch
+    weights: Literal["fp32", "bf16"] = "fp32"  # stored weights and their gradients
+    element: Literal["fp32", "bf16"] = "bf16"  # arithmetic and activations
+    recompute: bool = True
+    fused: bool = False  # verl's fused kernels, which make no logits
+    entropy_rows: int = 2048  # rows of logits per chunk of the entropy; 0: all at once, compiled
+    lora_rank: int = 0
+    shards: int = 8  # ranks that share one copy of the weights
 
 
 class Polynomial(NamedTuple):
@@ -76,40 +85,44 @@ class Polynomial(NamedTuple):
 
 
 Counts = dict[str, dict[str, Polynomial]]
-"""One rank's numbers: section -> name -> polynomial.
+"""Section -> name -> polynomial. Phases are "log-probs", "importance" (instead of "log-probs", for rows that are scored) and
+"update".
 
-Phases are "log-probs", "importance" (instead of "log-probs", for rows that are scored; missing where the importance needs no
-pass) and "update". Sections:
-* "parameters": "all", "experts", "embedding", "trained", on this rank before sharding.
-* "states": bytes of "weights", "gradients" and "optimizer".
+Of `Work`, for the whole model:
+* "parameters": "all", "experts", "embedding", "trained".
 * "flops": by phase, of one sequence of that length; and the forwards of "layers" and "head" (the projection).
+Of `Memory`:
 * "collectives" and "sent": by phase, their number and the bytes of the whole tensors, of one micro-batch.
-* A phase: bytes at its moments: "first layer" (forward or backward; FSDP has gathered the
-  embedding), "forward" and "backward" (of other layers), "logits" (from the projection to the end of its backward),
-  "noise-free" (the same, of a forward without a backward before a noisy one), "optimizer", and "kept": what the forward keeps
-  for the backward. The peak is their maximum.
+* A phase: bytes in its parts: "first layer" (forward or backward; FSDP has gathered the embedding), "forward" and "backward"
+  (of other layers), "logits" (from the projection to the end of its backward), "optimizer" (its step, after the update). The
+  peak is their maximum.
 """
 
 
 @cache
-def counts(key: Key) -> Counts:
-    """Return the counts of `key`: shipped, from the cache, or counted now.
+def counts(key: Work | Memory) -> Counts:
+    """Return the counts of `key`: shipped, from the cache, or counted now, which takes some seconds.
 
     Raises:
-        PlanError: they must be counted, and torch, transformers or a process group that exists prevents it.
+        NotCountedError: they must be counted, and cannot be here.
     """
-    if (name := _name(key)) in (shipped := _shipped()):
-        return _parsed(shipped[name])
-    source = b"".join(Path(__file__).with_name(file).read_bytes() for file in ("count.py", "fake_step.py"))
-    made_by = hashlib.sha256(f"{name} {version('torch')} {version('transformers')}".encode() + source).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / "counts"
-    file = folder / f"{made_by}.json"
+    if (name := name_of(key)) in (shipped := _shipped()):
+        return parsed(shipped[name])
+    # A change of the passes or of a library can change the counts.
+    source = (file.read_bytes() for part in ("passes", "runs/plan") for file in sorted((PACKAGE / part).glob("*.py")))
+    made_by = hashlib.sha256(b"".join([name.encode(), *(_version(one).encode() for one in LIBRARIES), *source]))
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "oar_plugin" / "counts"
+    file = folder / f"{made_by.hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # no cache, or a broken one
-        return _parsed(json.loads(file.read_text(encoding="utf-8")))
-    print("counting the step on fake tensors, once for this shape: up to 30 s", file=sys.stderr)
-    from oar_plugin.runs.plan.fake_step import count
+        return parsed(json.loads(file.read_text(encoding="utf-8")))
+    say("counting a step of this model on tensors without data, once: some seconds", sys.stderr)
+    try:
+        from oar_plugin.runs.plan.fake_step import count
 
-    counted = count(key)
+        counted = count(key)
+    except Exception as error:
+        needs = "it takes torch, transformers, and peft for LoRA, and no process group may exist"
+        raise NotCountedError(f"this model's step cannot be counted here ({needs}): {error}") from error
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
@@ -118,20 +131,22 @@ def counts(key: Key) -> Counts:
     return counted
 
 
-def ship(keys: Iterable[Key]) -> None:
-    """Count these keys and write them to the package, in place of what it had."""
-    from oar_plugin.runs.plan.fake_step import count
-
-    lines = (f"{json.dumps(_name(key))}:\n{json.dumps(count(key))}" for key in dict.fromkeys(keys))
-    SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    _shipped.cache_clear()
+LIBRARIES = "torch", "transformers", "peft", "verl"
 
 
-def _name(key: Key) -> str:
-    return json.dumps(asdict(key), sort_keys=True)
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
 
 
-def _parsed(values: Mapping[str, Mapping[str, Any]]) -> Counts:
+def name_of(key: Work | Memory) -> str:
+    """Return the name of a count in files."""
+    return hashlib.sha256(f"{type(key).__name__} {json.dumps(asdict(key), sort_keys=True)}".encode()).hexdigest()[:16]
+
+
+def parsed(values: Mapping[str, Mapping[str, Any]]) -> Counts:
     return {
         section: {name: Polynomial(*map(tuple, parts)) for name, parts in of.items()} for section, of in values.items()
     }

@@ -1,4 +1,4 @@
-"""One rank's training step on fake tensors, with a meter for FLOPs, bytes and collectives (`count.py` says what it counts)."""
+"""A training step of one FSDP rank on fake tensors, under a meter (`count.py` says what is counted)."""
 
 import json
 import warnings
@@ -14,22 +14,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Forward, importance_of
+from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.gradient import MicroBatchPass, SetTap, run_forwards
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
-from oar_plugin.runs.plan.count import ANSWER, PROMPT, Counts, Key, Polynomial
+from oar_plugin.runs.plan.count import Counts, Memory, Polynomial, Work
 from oar_plugin.runs.plan.meter import Meter, Numbers
-from oar_plugin.runs.plan.models import PlanError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEPTHS = 3, 4  # numbers of layers; from three on, FSDP's prefetches have their final form
-LONGER = 0, 1024, 2048  # tokens beyond those of the key: FLOPs are a polynomial of degree 2
+LENGTHS = 1024, 2048, 3072
+PROMPT, ANSWER = 128, 16  # tokens; neither peaks nor FLOPs of the pass with a pooled row depend on them
 
 
 def _attend(
@@ -44,55 +45,39 @@ AttentionInterface.register("counted", _attend)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Log-probs. Like flash-attn's kernel, the backward overwrites the logits; Megatron's keeps a float32 softmax (`wide`)."""
+    """Log-probs. Like flash-attn's kernel, the backward overwrites the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, wide: bool) -> Tensor:
-        ctx.dtype, ctx.kept_TV = logits_TV.dtype, logits_TV.float() if wide else logits_TV
+    def forward(ctx: Any, logits_TV: Tensor) -> Tensor:
+        ctx.logits_TV = logits_TV
         return logits_TV.new_zeros(len(logits_TV), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None]:
-        kept_TV, ctx.kept_TV = ctx.kept_TV, None
-        gradient_T1 = gradient_T[:, None].to(kept_TV.dtype)  # a CPU would copy for mixed types
-        return kept_TV.mul_(gradient_T1).to(ctx.dtype), None
-
-
-class _Kernel(torch.autograd.Function):
-    """A fused kernel of Megatron: keeps its inputs and nothing else. The output is like the first of them."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return torch.zeros_like(inputs[0], memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return tuple(torch.zeros_like(one) for one in ctx.saved_tensors)
+    def backward(ctx: Any, gradient_T: Tensor) -> Tensor:
+        logits_TV, ctx.logits_TV = ctx.logits_TV, None
+        return logits_TV.mul_(gradient_T[:, None].to(logits_TV.dtype))
 
 
 def _entropy(logits_TV: Tensor, rows: int) -> None:
-    """verl's entropy: per chunk a float32 copy, the softmax, and one more tensor at a time. Whole, autocast does the same."""
-    for chunk_NV in logits_TV.split(rows or len(logits_TV)):
+    """verl's entropy: per chunk a float32 copy, the softmax, and one more tensor at a time. Compiled, whole: one copy."""
+    if not rows:
+        logits_TV.clone()
+        return
+    for chunk_NV in logits_TV.split(rows):
         wide_NV = chunk_NV.float()
         softmax_NV = wide_NV.softmax(-1)
         wide_NV.logsumexp(-1) - (softmax_NV * wide_NV).sum(-1)
 
 
-def _vocabulary_parallel_entropy(logits_TV: Tensor) -> None:
-    """Megatron's: the softmax and its product with the logits take the logits' type."""
-    softmax_TV = (logits_TV - logits_TV.amax(-1, keepdim=True)).exp_()
-    (softmax_TV.div_(softmax_TV.sum(-1, keepdim=True)) * logits_TV).sum(-1)
-
-
 class Step:
     """One rank's model and the phases of its step, each for one sequence of `length` tokens."""
 
-    def __init__(self, key: Key, layers: int, meter: Meter) -> None:
-        self.key, self.meter, self.noise_free = key, meter, False
+    def __init__(self, key: Memory, layers: int, meter: Meter) -> None:
+        self.key, self.meter = key, meter
+        values = json.loads(key.model)
         self.model: Any = AutoModelForCausalLM.from_config(
-            _config(key, layers),
-            dtype=DTYPES[key.weights if key.strategy == "fsdp2" else key.element],
+            AutoConfig.for_model(values.pop("model_type"), num_hidden_layers=layers, use_cache=False, **values),
+            dtype=DTYPES[key.weights],
             attn_implementation="counted",
             **({"experts_implementation": "grouped_mm"} if "num_experts_per_tok" in key.model else {}),
         )
@@ -113,22 +98,9 @@ class Step:
         decoder.register_forward_pre_hook(self._begin_forward)
         decoder.layers[0].register_forward_hook(self._after_first_layer)
         decoder.register_forward_hook(self._decoded)
-        if key.strategy == "megatron":
-            self._use_kernels()
-
-    def _use_kernels(self) -> None:
-        for module in self.model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = lambda x, m=module: _Kernel.apply(x, m.weight.expand_as(x[..., :1, :]))
-            elif hasattr(module, "_apply_gate"):
-                module._apply_gate = lambda x: _Kernel.apply(*x.chunk(2, -1))
-            elif hasattr(module, "gate_proj"):
-                module.forward = lambda x, m=module: m.down_proj(_Kernel.apply(m.gate_proj(x), m.up_proj(x)))
-        for one in self.trained():  # added to Megatron's buffer at once
-            one.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """As verl's `apply_fsdp2`: layers, and the embedding and the projection unless they are tied, then the root."""
+        """Shard layers, embedding and projection unless they are tied, then the root, like verl's `apply_fsdp2`."""
         policy = MixedPrecisionPolicy(DTYPES[self.key.element], torch.float32, cast_forward_inputs=True)
         tied = self.model.config.tie_word_embeddings
         ends = () if tied else ("embed_tokens",) if self.key.fused else ("embed_tokens", "lm_head")
@@ -141,7 +113,7 @@ class Step:
         return [one for one in self.model.parameters() if one.requires_grad]
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of parameters, before they are sharded."""
+        """Return the numbers of parameters; call it before `shard`."""
         named, embedding = dict(self.model.named_parameters()), self.model.get_input_embeddings().weight
         experts = [one for name, one in named.items() if ".experts." in name]
         lists = {"all": list(named.values()), "trained": self.trained(), "experts": experts, "embedding": [embedding]}
@@ -158,11 +130,10 @@ class Step:
 
     def _decoded(self, _: nn.Module, __: Any, output: Any) -> None:
         self.in_forward = False
-        flops = self.meter.found["flops"]
-        flops["layers"] = flops[self.meter.phase]
-        if output.last_hidden_state.requires_grad:
-            self.meter.note("kept")
-        self.meter.at("noise-free" if self.noise_free else "logits")
+        if self.meter.phase == "log-probs":
+            flops = self.meter.numbers["flops"]
+            flops["layers"] = flops["log-probs"]
+        self.meter.at("logits")
         self._on_gradient(output.last_hidden_state, "backward")
 
     def _on_gradient(self, tensor: Tensor, moment: str) -> None:
@@ -178,12 +149,9 @@ class Step:
         return self._log_probs(self.model(input_ids=token_BL, use_cache=False).logits[0], entropy)
 
     def _log_probs(self, logits_TV: Tensor, entropy: bool) -> Tensor:
-        megatron = self.key.strategy == "megatron"
-        if entropy and megatron:  # of a copy, because the cross entropy may overwrite the logits
-            _vocabulary_parallel_entropy(logits_TV.clone())
-        elif entropy:
+        if entropy:
             _entropy(logits_TV, self.key.entropy_rows)
-        return _CrossEntropy.apply(logits_TV, megatron)
+        return _CrossEntropy.apply(logits_TV)
 
     def log_probs(self, length: int) -> None:
         self.model.eval()
@@ -197,15 +165,13 @@ class Step:
 
         def model_forward(forward: Forward, set_tap: SetTap) -> None:
             set_tap(tables)
-            self.noise_free = forward.backward is None
             token_BL = torch.zeros(1, length, dtype=torch.long)
             output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
             if forward.log_probs and not self.key.fused:
                 self._log_probs(output.logits.detach()[0], entropy=True)
 
         with ModelTaps(self.model, self.key.recompute, self.key.fused) as taps:
-            run_forwards(taps, tables.importance.forwards(tables.request.num_draws), model_forward)
-        self.noise_free = False
+            run_forwards(taps, tables.importance.forwards(1), model_forward)
         self._reshard()
 
     def update(self, length: int) -> None:
@@ -228,37 +194,18 @@ class Step:
             self.model.reshard()
 
 
-def _config(key: Key, layers: int) -> Any:
-    """Return the config of one rank's model."""
-    values: dict[str, Any] = {"num_experts": 0, **json.loads(key.model)}
-    heads = values["num_attention_heads"]
-    values = {"head_dim": values["hidden_size"] // heads, "num_key_value_heads": heads} | values
-    ranks = {"num_attention_heads": key.tp, "intermediate_size": key.tp, "vocab_size": key.tp, "num_experts": key.ep}
-    ranks["num_key_value_heads"] = min(key.tp, values["num_key_value_heads"])
-    values |= {name: values[name] // number for name, number in ranks.items()}
-    if values["num_experts"] < values.get("num_experts_per_tok", 0):
-        raise PlanError(f"{key.ep} expert-parallel ranks: one has fewer experts than a token visits; not counted")
-    # An expert-parallel rank has fewer experts, and gets as many visits of tokens as its own tokens make.
-    return AutoConfig.for_model(values.pop("model_type"), num_hidden_layers=layers, use_cache=False, **values)
-
-
-def tables_of(key: Key, length: int) -> MicroBatchPass | None:
-    """Return the product's pass over a sequence of prompt, reasoning and answer; None if the importance needs no forward.
-
-    It indexes tensors, so it is made outside of the fake mode.
-    """
-    if not importance_of(key.importance).forwards(key.draws):
-        return None
+def gradient_pass(length: int) -> MicroBatchPass:
+    """Return the package's pass over a sequence of prompt, reasoning and answer. It indexes tensors: not in the fake mode."""
     segments_BL = torch.full((1, length), int(Segment.REASONING))
     segments_BL[:, :PROMPT], segments_BL[:, -ANSWER:] = int(Segment.OUTSIDE), int(Segment.ANSWER)
     packed, layout = packed_rows(torch.zeros(1, length, dtype=torch.long), segments_BL, None)
-    return MicroBatchPass(Request(key.importance, key.probe, num_draws=key.draws), packed, layout)
+    return MicroBatchPass(Request("fisher"), packed, layout)
 
 
 @contextmanager
 def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
     if distributed.is_initialized():
-        raise PlanError("a process group exists: count in a process of its own, for example with `oar plan`")
+        raise RuntimeError("a process group exists")
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield distributed.init_device_mesh("cpu", (ranks,))
@@ -266,69 +213,67 @@ def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
         distributed.destroy_process_group()
 
 
-def measure(key: Key, layers: int, length: int) -> Numbers:
-    """Run a step for one sequence of `length` tokens on fake tensors; return the sections of `count.Counts`, as numbers."""
-    tables, fsdp = tables_of(key, length), key.strategy == "fsdp2"
-    meter = Meter(json.loads(key.model)["hidden_size"], key.sequence_split)
+def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numbers:
+    """Run a step for one sequence of `length` tokens; return the sections of `count.Counts`, as numbers.
+
+    Without `sharded` there is no FSDP and no optimizer, and bytes mean nothing.
+    """
+    tables, meter = gradient_pass(length), Meter()
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
-        mesh = stack.enter_context(_one_rank_of(key.shards)) if fsdp else None
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        mesh = stack.enter_context(_one_rank_of(key.shards)) if sharded else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
-        step, states = Step(key, layers, meter), meter.found["states"]
-        meter.found["parameters"].update(step.numbers())
+        step = Step(key, layers, meter)
+        meter.numbers["parameters"].update(step.numbers())
         if mesh is not None:
             step.shard(mesh)
-        states["weights"] = meter.live
-        meter.begin("warm-up")
-        step.log_probs(8)  # FSDP's first forward prepares its buffers
-        meter.begin("log-probs", length)
+            step.log_probs(8)  # FSDP's first forward prepares its buffers
+        meter.begin("log-probs")
         step.log_probs(length)
-        meter.found["flops"]["head"] = meter.found["flops"]["log-probs"] - meter.found["flops"]["layers"]
-        layers_flops = meter.found["flops"]["layers"]
-        if tables is not None:
-            meter.begin("importance", length)
-            step.importance(length, tables)
-        meter.begin("warm-up")
-        step.update(8)
-        states["gradients"] = meter.live - meter.start
-        meter.begin("update", length)
+        meter.begin("importance")
+        step.importance(length, tables)
+        if mesh is not None:
+            meter.begin(None)
+            step.update(8)
+        meter.begin("update")
         step.update(length)
-        meter.found["flops"]["layers"] = layers_flops
-        if fsdp:
+        if mesh is not None:
+            meter.begin(None)
             stepped = step.optimizer()
-            meter.begin("warm-up")
             stepped()
-            states["optimizer"] = meter.live - meter.start
-            meter.begin("update")
-            meter.at("optimizer")
+            meter.begin("update", "optimizer")
             stepped()
-    for extra in ("build", "warm-up"):
-        meter.found.pop(extra, None)
-        for section in meter.found.values():
-            section.pop(extra, None)
-    return meter.found
+    flops = meter.numbers["flops"]
+    flops["head"] = flops["log-probs"] - flops["layers"]
+    return meter.numbers
 
 
-def count(key: Key) -> Counts:
-    """Count a step. Raises PlanError; see `count.counts`."""
-    grid = [[measure(key, layers, key.tokens + longer) for longer in LONGER] for layers in DEPTHS]
+def count(key: Work | Memory) -> Counts:
+    """Count a step; see `count.counts`."""
+    if isinstance(key, Memory):
+        low, high = (measure(key, layers, key.tokens) for layers in DEPTHS)
+        kept = [section for section in low if section not in ("flops", "parameters")]
+        return {one: {name: _line([low[one][name]], [high[one][name]]) for name in low[one]} for one in kept}
+    own = Memory(key.model, 0, weights="bf16", recompute=key.recompute, lora_rank=key.lora_rank)
+    with set_checkpoint_early_stop(not key.whole_layers):
+        grid = [[measure(own, layers, length, sharded=False) for length in LENGTHS] for layers in DEPTHS]
+    low, high = (row[0] for row in grid)
+    flops = {name: _line(*(_powers([one["flops"][name] for one in row]) for row in grid)) for name in low["flops"]}
+    parameters = {name: _line([number], [high["parameters"][name]]) for name, number in low["parameters"].items()}
+    return {"parameters": parameters, "flops": flops}
 
-    def polynomial(section: str, name: str) -> Polynomial:
-        low, high = ([found[section][name] for found in row] for row in grid)
-        if section == "flops":
-            low, high = (_powers(key.tokens, *values) for values in (low, high))
-        slopes = [(b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(low, high, strict=True)]
-        base = [a - DEPTHS[0] * slope for a, slope in zip(low, slopes, strict=True)]
-        degrees = 3 if section == "flops" else 1  # other numbers are those of `key.tokens`
-        return Polynomial(tuple(base[:degrees]), tuple(slopes[:degrees]))
 
-    return {section: {name: polynomial(section, name) for name in numbers} for section, numbers in grid[0][0].items()}
+def _line(low: list[float], high: list[float]) -> Polynomial:
+    """Return the coefficients without layers and of each layer, from those at `DEPTHS`."""
+    slopes = [(b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(low, high, strict=True)]
+    return Polynomial(tuple(a - DEPTHS[0] * slope for a, slope in zip(low, slopes, strict=True)), tuple(slopes))
 
 
-def _powers(start: int, one: float, two: float, three: float) -> list[float]:
-    """Return c0, c1, c2 of the polynomial with these values at `start + LONGER`."""
-    unit = LONGER[1]
-    second = (three - 2 * two + one) / (2 * unit**2)
-    first = (two - one) / unit - second * (2 * start + unit)
-    return [one - first * start - second * start**2, first, second]
+def _powers(values: list[float]) -> list[float]:
+    """Return c0, c1, c2 of the polynomial with these values at `LENGTHS`, which are multiples of the first."""
+    one, two, three = values
+    unit, second = LENGTHS[0], (three - 2 * two + one) / 2
+    first = two - one - 3 * second
+    return [one - first - second, first / unit, second / unit**2]

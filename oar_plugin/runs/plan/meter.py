@@ -35,36 +35,34 @@ _aten = torch.ops.aten
 FORMULAS = flop_registry | {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention(2, 0),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(5, 1),
-    _aten._grouped_mm: _grouped,
 }
+if hasattr(_aten, "_grouped_mm"):
+    FORMULAS[_aten._grouped_mm] = _grouped
 
 
 class Meter(TorchDispatchMode):
-    """Counts FLOPs, live bytes and collectives of the operations inside of `with`.
+    """Counts FLOPs, live bytes and collectives of the operations inside of `with`; `numbers` has sections as `count.Counts`."""
 
-    `found` has sections as `count.Counts`. With `split`, tensors of the residual stream, whose last dimension is `hidden`,
-    count 1 / split.
-    """
-
-    def __init__(self, hidden: int = 0, split: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.split = hidden, split
         self.live = 0.0
         self.seen = WeakIdKeyDictionary()  # storage -> [bytes]
-        self.found: Numbers = defaultdict(lambda: defaultdict(float))
-        self.begin("build")
+        self.numbers: Numbers = defaultdict(lambda: defaultdict(float))
+        self.begin(None)
 
-    def begin(self, phase: str, tokens: int = 0) -> None:
-        self.phase, self.tokens, self.start = phase, tokens, self.live
-        self.at("first layer")
+    def begin(self, phase: str | None, part: str = "first layer") -> None:
+        """Start a phase; what runs in None is not noted."""
+        self.phase, self.start = phase, self.live
+        self.at(part)
 
-    def at(self, moment: str) -> None:
-        self.moment = moment
-        self.note(moment)
+    def at(self, part: str) -> None:
+        self.part = part
+        self._note_peak()
 
-    def note(self, moment: str) -> None:
-        moments = self.found[self.phase]
-        moments[moment] = max(moments[moment], self.live - self.start)
+    def _note_peak(self) -> None:
+        if self.phase is not None:
+            parts = self.numbers[self.phase]
+            parts[self.part] = max(parts[self.part], self.live - self.start)
 
     def __enter__(self) -> "Meter":
         self._resize = torch.UntypedStorage.resize_
@@ -86,7 +84,7 @@ class Meter(TorchDispatchMode):
     def _set(self, held: list[float], size: float) -> None:
         self.live += size - held[0]
         held[0] = size
-        self.note(self.moment)
+        self._note_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -95,18 +93,16 @@ class Meter(TorchDispatchMode):
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(leaf.is_meta and not isinstance(leaf, FakeTensor) for leaf in leaves):
             return result  # DTensor runs operations on tensors of the whole shape, to learn the shape of their result
-        if (formula := FORMULAS.get(func._overloadpacket)) is not None:
-            self.found["flops"][self.phase] += formula(*args, **(kwargs or {}), out_val=result)
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+        if self.phase is not None and (formula := FORMULAS.get(func._overloadpacket)) is not None:
+            self.numbers["flops"][self.phase] += formula(*args, **(kwargs or {}), out_val=result)
+        if self.phase is not None and func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-            self.found["collectives"][self.phase] += 1
-            self.found["sent"][self.phase] += max((one.nbytes for one in tensors), default=0)
+            self.numbers["collectives"][self.phase] += 1
+            self.numbers["sent"][self.phase] += max((one.nbytes for one in tensors), default=0)
         for tensor in leaves:
             storage = tensor.untyped_storage()
             if storage not in self.seen:
                 self.seen[storage] = held = [0.0]
-                stream = tensor.dim() > 1 and tuple(tensor.shape[-1:]) == (self.hidden,)
-                split = self.split if stream and tensor.numel() == self.tokens * self.hidden else 1
                 weakref.finalize(storage, self._set, held, 0.0)
-                self._set(held, storage.nbytes() / split)
+                self._set(held, float(storage.nbytes()))
         return result

@@ -17,14 +17,16 @@ class Plan:
         self.setup = s = Setup(config, expected)
         self.gpu = card = gpu or choose_gpu()
         self.memory = costs.step_memory(s, card)  # phase -> part -> bytes on one GPU
-        # Phase -> bytes: (counted, with what fragmentation and libraries may add).
+        # Phase -> bytes: (projected, with what fragmentation and libraries may add).
         self.range = {phase: _range(parts) for phase, parts in self.memory.items()}
-        self.peak = max(self.range, key=lambda phase: self.range[phase][1])
-        # Free bytes in the peak phase, (least, most); negative if it does not fit.
-        self.headroom = card.memory - self.range[self.peak][1], card.memory - self.range[self.peak][0]
+        # Free bytes, (least, most); negative if it does not fit.
+        least, most = (max(sizes) for sizes in zip(*self.range.values(), strict=True))
+        self.headroom = card.memory - most, card.memory - least
         # Sequences of maximum length that one engine's cache holds.
         self.cached = costs.cached_tokens(s, card) / (s.rollout.max_model_len or s.max_length)
-        self.fits = max(least for least, _ in self.range.values()) <= card.memory and self.cached >= 1
+        # The phase that does not fit, or comes closest to it.
+        self.peak = max(self.range, key=lambda phase: self.range[phase][self.headroom[1] >= 0])
+        self.fits = self.headroom[1] >= 0 and self.cached >= 1
         tight = self.headroom[0] < 0
         self.verdict = "does not fit" if not self.fits else "fits tightly" if tight else "fits"
 
@@ -90,8 +92,8 @@ class Plan:
 
 def _range(parts: costs.Parts) -> tuple[float, float]:
     counted = sum(parts.values())
-    passing = parts.get(costs.PASSING)
-    return counted, counted if passing is None else counted + WORKSPACES + FRAGMENTATION * passing
+    temporary = parts.get(costs.TEMPORARY)
+    return counted, counted if temporary is None else counted + WORKSPACES + FRAGMENTATION * temporary
 
 
 def _step(s: Setup, seconds: dict[str, float]) -> float:
