@@ -47,7 +47,7 @@ def count_model(name: str) -> dict[str, Counts]:
     keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
     keys |= {"64 ranks": memory, f"64 ranks, {WHOLE}": replace(memory, recompute=False)}
     if name in MORE:
-        keys |= {f"{ranks} ranks": replace(memory, shards=ranks) for ranks in RANKS}
+        keys |= {f"{ranks} rank{'s' * (ranks > 1)}": replace(memory, shards=ranks) for ranks in RANKS}
         keys |= {"64 ranks, fused": replace(memory, fused=True), "64 ranks, LoRA 32": replace(memory, lora_rank=32)}
         keys[LORA] = Work(model, lora_rank=32)
     return {layout: count(key) for layout, key in keys.items()}
@@ -117,7 +117,7 @@ def _phases(counts: Counts, layers: int, length: int) -> tuple[float, float, flo
 
 def _ratio(counts: Counts, layers: int, length: int, added: float) -> list[str]:
     plain, _, update = _phases(counts, layers, length)
-    return [f"{share * added / (plain + update):.1%}" for share in SHARES]
+    return [f"{share * added / (plain + update):.3g}" for share in SHARES]
 
 
 def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
@@ -130,7 +130,7 @@ def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
                 one, length = counts[CHECKPOINTING], PROMPT + response
                 added = added_flops(one, _layers(name), length, importance_of(importance))
                 rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), length, added)])
-    title = "What OAR adds to the FLOPs of log-probs and update, by the share of rows that are scored"
+    title = "What OAR adds, in units of the FLOPs of log-probs and update, by the share of rows that are scored"
     return Table(title, ["model", "importance", "response", *(f"{share:.0%}" for share in SHARES)], rows)
 
 
