@@ -152,6 +152,7 @@ def fixed(settings=None, cpu=None, timed_on=None, **changed):
     seconds = {letter: 2 * rounds for letter, rounds in (once | changed).items()}
     peaks = {"b": 30, "e": 60, "b*": 45, "e*": 36, "gradients": 20}
     runs = {"seconds": seconds, "cpu_seconds": cpu or seconds, "peak_bytes": peaks, "timed_on": timed_on or {}}
+    runs["flops"] = {letter: 0.0 if letter == "f" else 2.0 for letter in seconds}
     report = report_of(settings or Settings(), {**runs, "parameters": 5}, "cpu")
     return report, {row[0].strip("`"): row[2:] for row in report.tables[1].rows}
 

@@ -8,7 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
-from oar_plugin.runs.plan.count import Counts, Memory, Work, counts, dimensions
+from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
+from oar_plugin.runs.plan.counted import counts
 from oar_plugin.runs.plan.hardware import ANSWER, MEAN_PROMPT, MEAN_RESPONSE, SCORED
 from oar_plugin.runs.plan.models import KNOWN, PlanError, load_model
 
