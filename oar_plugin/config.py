@@ -75,7 +75,33 @@ class DumpConfig(_Settings):
     """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""
 
 
-GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "dump": DumpConfig}
+class ContextConfig(_Settings):
+    """The settings of `algorithm.oar.context`: the other prompts of importances that have `contexts`."""
+
+    template: str = "The right answer is {answer}.\n\n{prompt}"
+    """The prompt that shows an answer: {prompt} is the user's last message, or the prompt if it is a text. It never reaches the
+    update."""
+    truth: str | None = None
+    """TRL: the column of the data that holds the right answer. null: the first of ground_truth, solution, answer. verl:
+    reward_model.ground_truth."""
+
+    @field_validator("template")
+    @classmethod
+    def _fits(cls, template: str) -> str:
+        try:
+            shown = template.format(prompt="\0", answer="\1")
+        except (LookupError, ValueError) as error:
+            raise ValueError(f"not a template ({error!r}); allowed: a text with {{prompt}} and {{answer}}") from None
+        if not {"\0", "\1"} <= {*shown}:
+            raise ValueError("prompt or answer is missing; allowed: a text with {prompt} and {answer}")
+        return template
+
+
+GROUPS: dict[str, type[BaseModel]] = {
+    "perturbation": PerturbationConfig,
+    "context": ContextConfig,
+    "dump": DumpConfig,
+}
 """The keys of `algorithm.oar` that hold other keys."""
 
 
@@ -150,6 +176,8 @@ class OarConfig(_Settings):
     no such warning after the first step."""
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
+    context: ContextConfig = Field(default_factory=ContextConfig)
+    """The prompts that show an answer, of contrast and contrast_own."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
     """Groups of responses with their weights, for people to look at."""
 

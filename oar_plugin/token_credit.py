@@ -23,7 +23,8 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.estimator import weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
-from oar_plugin.passes.plain import batch_importance, in_eval_mode
+from oar_plugin.passes.contexts import Asked, ContextPrompts, Contexts, shown_by
+from oar_plugin.passes.plain import batch_importance, in_eval_mode, read_contexts
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
@@ -129,10 +130,22 @@ class TokenCredit:
         longest = max_response_length or sys.maxsize
         return Request.from_config(self.config, step, longest, importance_only, self._replacement, temperature)
 
-    def segments(self, batch: PaddedBatch, needed_B: Tensor, request: Request) -> tuple[Tensor, Tensor]:
+    def context_prompts(self, rows: Iterable[Asked], template: Mapping[str, Any] | None = None) -> dict[str, list[Tensor]]:
+        """Returns the tokens of prompts that show an answer, int64, one per response, by what they show.
+
+        It is empty if the importance has no `contexts`. `template`: keyword arguments of the host's `apply_chat_template`.
+        """
+        if not shown_by(self.config):
+            return {}
+        return ContextPrompts(self.config, self.tokenizer, template or {}).prompts(rows)
+
+    def segments(
+        self, batch: PaddedBatch, needed_B: Tensor, request: Request, contexts: Contexts | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Finds the answer of each response. The model's own tokens before the answer are its reasoning.
 
-        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored.
+        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored, and neither are
+        responses without `contexts`, which an importance with contexts needs.
 
         Returns:
             A `Segment` per token, int8 `[B, L]`, and a `Status` per response, int64 `[B]`, on the batch's device. In a response
@@ -145,6 +158,8 @@ class TokenCredit:
             for (_, token_L, own_L), needed in zip(batch.responses, needed_B.tolist(), strict=True)
         )
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
+        if contexts is not None:
+            contexts.check(parts, status_B)
         segments_BL = torch.full(batch.response_BL.shape, int(Segment.OUTSIDE), dtype=torch.int8)
         for segments_L, (span, *_), part in zip(segments_BL, batch.responses, parts, strict=True):
             segments_L[span] = part
@@ -161,6 +176,7 @@ class TokenCredit:
         max_tokens: int,
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
+        contexts: Contexts | None = None,
     ) -> Tensor:
         """Returns the importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
 
@@ -172,6 +188,7 @@ class TokenCredit:
             max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
             max_over_ranks: takes a count, returns the maximum of this count over all ranks.
             checkpoint_activations: recompute activations in the backward, to save memory.
+            contexts: those that `segments` got.
 
         Raises:
             UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
@@ -180,15 +197,18 @@ class TokenCredit:
         before = batch.prompt_columns
         segments_BT = pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE))
         with in_eval_mode(model), torch.enable_grad():
+            known, rows = None, (batch.token_BT, segments_BT, batch.mask_BT)
+            if contexts is not None:
+                lengths = batch.response_BL.sum(-1).tolist()
+                known = read_contexts(model, request, *rows, contexts, lengths, max_tokens, max_over_ranks)
             importance_BT = batch_importance(
                 model,
                 request,
-                batch.token_BT,
-                segments_BT,
-                batch.mask_BT,
+                *rows,
                 max_tokens,
                 checkpoint_activations=checkpoint_activations,
                 max_over_ranks=max_over_ranks,
+                known=known,
             )
         return importance_BT[:, before:]
 

@@ -1,7 +1,8 @@
 """Importance of a padded batch from a HuggingFace model, for hosts with padded batches, notebooks and benchmarks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
+from oar_plugin.credit.importance.contrast import SURPRISAL
+from oar_plugin.passes.contexts import Contexts
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
@@ -26,6 +29,7 @@ def gradient_importance(
     mask_BL: Tensor | None = None,
     on_logits: Callable[[Tensor], None] | None = None,
     checkpoint_activations: bool = False,
+    known: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Importance of one micro-batch from the gradient pass alone, float32 `[B, L]`; 0 outside the reasoning.
 
@@ -38,12 +42,15 @@ def gradient_importance(
         on_logits: called with the model's logits, without a graph, `[B, L, V]`; with a mask, each row begins with its first
             token, and L is the length of the longest row. None: the model computes only the logits that the importance needs.
         checkpoint_activations: recompute activations in the backward, to save memory.
+        known: from `read_contexts`, for an importance with contexts.
 
     Raises:
         UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
     device = next(model.parameters()).device
     packed, given = packed_rows(token_BL, segments_BL, mask_BL, device)
+    known = {name: values_BL.cpu().flatten()[given.local_T] for name, values_BL in (known or {}).items()}
+    packed = replace(packed, known=known)
     input_BL, layout = token_BL.cpu(), given
     if mask_BL is not None:
         # Padding behind each row needs no mask and no positions: models count these in different ways.
@@ -81,6 +88,7 @@ def batch_importance(
     *,
     checkpoint_activations: bool = False,
     max_over_ranks: Callable[[int], int] = lambda count: count,
+    known: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
@@ -102,10 +110,12 @@ def batch_importance(
         check_by_trial(model, request, sequence, partial(_trial, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
-        importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
+        of_part = {name: values_BL[group] for name, values_BL in (known or {}).items()}
+        importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations, of_part)
     for _ in range(most - len(groups)):
         nothing_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, `Segment.OUTSIDE`
-        gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
+        nothing = {name: torch.zeros(1, 1) for name in known or ()}
+        gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations, nothing)
     if request.importance_object.copies is not None:
         importance_BL = copies_importance(
             model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
@@ -115,6 +125,47 @@ def batch_importance(
         if isinstance(module, FSDPModule):
             module.reshard()
     return importance_BL.to(token_BL.device)
+
+
+def read_contexts(
+    model: nn.Module,
+    request: Request,
+    token_BL: Tensor,
+    segments_BL: Tensor,
+    mask_BL: Tensor,
+    contexts: Contexts,
+    response_B: Sequence[int],
+    max_tokens: int,
+    max_over_ranks: Callable[[int], int],
+) -> dict[str, Tensor]:
+    """What `batch_importance` is to know of an importance with contexts, float32 `[B, L]` each, on the CPU.
+
+    Args:
+        response_B: number of tokens of each response; they are the last tokens of its row.
+
+    For the other arguments see `batch_importance`.
+    """
+    token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
+    known = {"sign": contexts.sign_B.cpu()[:, None].expand(token.shape).float()}
+    reader = replace(request, importance=SURPRISAL, importance_only=True)
+    scored = (segments == Segment.REASONING).any(-1).tolist()
+    for shown, prompts in contexts.prompts.items():
+        rows = []
+        for row, (prompt, length) in enumerate(zip(prompts, response_B, strict=True)):
+            own = (values[row][mask[row]][-length:] if scored[row] else values[row][:0] for values in (token, segments))
+            before = prompt, torch.full_like(prompt, int(Segment.OUTSIDE))
+            rows.append([torch.cat(pair) for pair in zip(before, own, strict=True)])
+        token_BC, segments_BC = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
+        mask_BC = torch.arange(token_BC.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
+        read_BC = batch_importance(
+            model, reader, token_BC, segments_BC, mask_BC, max_tokens, max_over_ranks=max_over_ranks
+        )
+        known[shown] = torch.zeros(token.shape)
+        for row, length in enumerate(response_B):
+            if scored[row]:
+                place = mask[row].nonzero()[-length:, 0]
+                known[shown][row, place] = -read_BC[row][mask_BC[row]][-length:].cpu()
+    return known
 
 
 def copies_importance(

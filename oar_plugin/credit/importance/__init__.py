@@ -7,8 +7,9 @@ To add one: its file, its class in the table, a test. To bring one of your own, 
 import functools
 
 from oar_plugin.credit import imported
-from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
+from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows, Shown
 from oar_plugin.credit.importance.check import problems
+from oar_plugin.credit.importance.contrast import Contrast, OwnContrast
 from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.importance.entropy import Entropy
 from oar_plugin.credit.importance.fisher import Fisher
@@ -19,10 +20,11 @@ from oar_plugin.credit.importance.oar_p import OarP
 from oar_plugin.credit.importance.random import Random
 from oar_plugin.credit.importance.span_masking import SpanMasking
 
-__all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
+__all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "Shown", "importance_of"]
 
 IMPORTANCES: dict[str, Importance] = {
-    kind.name: kind() for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Entropy, Random)
+    kind.name: kind()
+    for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Contrast, OwnContrast, Entropy, Random)
 }
 
 

@@ -19,6 +19,8 @@ from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 Reading = Literal["entropy", "log_prob"]
+Shown = Literal["truth", "own"]
+"""An answer that another prompt of a response shows: the right one, or the response's own one, which is wrong."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Parts:
     score_KBL: Tensor  # float32, scores of each backward, averaged over draws
     reasoning_BL: Tensor  # bool, the tokens to score
     seed_BL: Tensor  # int64, seed of each token's random numbers
-    readings: Mapping[str, Tensor]  # what `Importance.reads` names; see the properties
+    readings: Mapping[str, Tensor]  # what `Importance.reads` and `contexts` name; see `in_context` and the properties
     sigma: float = 1e-3  # `algorithm.oar.sigma`
 
     @property
@@ -99,6 +101,18 @@ class Parts:
     def log_prob_BL(self) -> Tensor:
         """Log-probability of the same tokens, float32. AttributeError: `reads` lacks "log_prob"."""
         return self._reading("log_prob")
+
+    @property
+    def sign_BL(self) -> Tensor:
+        """The sign of the response's advantage, -1 or 1, float32 at all of its tokens. KeyError: there are no `contexts`."""
+        return self.readings["sign"]
+
+    def in_context(self, shown: Shown) -> Tensor:
+        """Log-probability of each reasoning token behind the prompt that shows this answer, at the sampling temperature.
+
+        float32 `[B, L]`. KeyError: `contexts` lacks it.
+        """
+        return self.readings[shown]
 
     def _reading(self, name: str) -> Tensor:
         if name not in self.readings:
@@ -120,6 +134,8 @@ class Importance:
     copies: ClassVar[Copies | None] = None
     # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
+    # Contexts: prompts behind which the response is read in a forward of its own, by what they show (`Parts.in_context`).
+    contexts: ClassVar[tuple[Shown, ...]] = ()
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
     # response's mean. False: the scores have a unit, such as nats.
     arbitrary_scale: ClassVar[bool] = True
@@ -149,8 +165,8 @@ class Importance:
 
     @property
     def runs_model(self) -> bool:
-        """Whether the importance needs the model: a gradient pass or copies."""
-        return bool(self.backwards or self.reads or self.copies)
+        """Whether the importance needs the model: a gradient pass, copies or contexts."""
+        return bool(self.backwards or self.reads or self.copies or self.contexts)
 
     @property
     def noisy(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows
+from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows, Shown
 from oar_plugin.credit.noise import position_seeds
 from oar_plugin.credit.vocabulary import VocabularyShard
 
@@ -53,6 +53,10 @@ def _missing(kind: type[Importance]) -> Iterator[str]:
             yield f"a backward starts from {backward.rows!r}; allowed: {', '.join(starts)}"
     if not (isinstance(kind.reads, set | frozenset) and kind.reads <= {*readings}):
         yield f"reads={kind.reads!r}; allowed: a set of {', '.join(readings)}"
+    if not (isinstance(kind.contexts, tuple) and {*kind.contexts} <= {*get_args(Shown)}):
+        yield f"contexts={kind.contexts!r}; allowed: a tuple of {', '.join(get_args(Shown))}"
+    elif kind.contexts and kind.copies is not None:
+        yield "it has copies and contexts; allowed: one of the two"
     if count and not _has(kind, "coefficients"):
         yield "it has backwards and no method coefficients (the factor of each logit)"
     if count and not _has(kind, "score"):
@@ -159,7 +163,9 @@ def _try_combine(importance: Importance) -> None:
     def combine(*cut: slice) -> Tensor:
         """The importance of some responses, without padding at their ends. A pass makes new tensors for each call, too."""
         some, keep = some_BL[cut], reasoning_BL[cut].clone()
-        readings: dict[str, Tensor] = {name: -some if name == "log_prob" else some.clone() for name in importance.reads}
+        readings: dict[str, Tensor] = {name: some.clone() if name == "entropy" else -some for name in importance.reads}
+        if importance.contexts:
+            readings |= {name: -some.square() for name in importance.contexts} | {"sign": torch.ones_like(some)}
         scores = some.repeat(len(importance.backwards), 1, 1)
         parts = Parts(scores, keep, seed_BL[cut].clone(), readings)
         return _result("combine", lambda: importance.combine(parts), tuple(some.shape), False, reasoning_BL[cut])
