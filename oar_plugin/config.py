@@ -16,7 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.credit.gate import GATES, Gate, gate_of
-from oar_plugin.credit.importance import IMPORTANCES, Copies, Importance, importance_of, of_engines, without_copies
+from oar_plugin.credit.importance import (
+    IMPORTANCES,
+    Copies,
+    Importance,
+    Shown,
+    importance_of,
+    of_engines,
+    without_copies,
+)
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
@@ -78,7 +86,7 @@ class DumpConfig(_Settings):
 class ContextConfig(_Settings):
     """The settings of `algorithm.oar.context`: the other prompts of importances that have `contexts`."""
 
-    template: str = "The right answer is {answer}.\n\n{prompt}"
+    template: str = "The right answer is {answer}. {prompt}"
     """The prompt that shows an answer: {prompt} is the user's last message, or the prompt if it is a text. It never reaches the
     update."""
     truth: str | None = None
@@ -264,6 +272,11 @@ class OarConfig(_Settings):
         if not self.offloads:
             return self.importance
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
+
+    @property
+    def contexts(self) -> tuple[Shown, ...]:
+        """What the prompts show of the contexts that the actor's importance reads."""
+        return () if self.actor_importance is None else importance_of(self.actor_importance).contexts
 
     def _check_conflicts(self, importance: Importance) -> None:
         settings = self.model_dump() | {"tau": self.quantile}

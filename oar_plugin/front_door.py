@@ -18,7 +18,7 @@ from oar_plugin import estimator
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.contexts import Asked, Contexts, longest_of
+from oar_plugin.passes.contexts import Asked, ContextPrompts, Contexts, longest_of
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
@@ -133,7 +133,7 @@ def importance(
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
     padding = model.config if tokenizer is None else None
-    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding)
+    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
     request = credit.request(step, temperature=temperature, importance_only=True)
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
@@ -272,14 +272,16 @@ def _contexts(
             f"{', '.join(given)}, and no segments; missing: {', '.join(lacking) or 'nothing'}"
         )
     sign_B = torch.as_tensor(advantages, dtype=torch.float32).cpu().sign().long()
-    assert prompts is not None and truths is not None
+    assert prompts is not None
+    assert truths is not None
     _check(sign_B.shape == (len(rows),), _shape("advantages", sign_B), f"must be {(len(rows),)}")
     _check(len(truths) == len(rows), f"{len(truths)} truths", f"must be {len(rows)}")
     asked = [
         Asked(prompt, ids[~own].tolist(), ids[own].tolist(), truth, sign)
         for (ids, own), prompt, truth, sign in zip(rows, prompts, truths, sign_B.tolist(), strict=True)
     ]
-    return Contexts(credit.context_prompts(asked), sign_B, longest_of(model))
+    prompts_of = ContextPrompts(credit.config, credit.tokenizer).prompts(asked)
+    return Contexts(prompts_of, sign_B, longest_of(model.config))
 
 
 def _check(holds: bool, what: str, wanted: str) -> None:

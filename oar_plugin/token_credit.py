@@ -19,11 +19,12 @@ from torch.nn.functional import pad
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.credit.importance import without_contexts
 from oar_plugin.credit.watch import Watch
 from oar_plugin.estimator import weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
-from oar_plugin.passes.contexts import Asked, ContextPrompts, Contexts, shown_by
+from oar_plugin.passes.contexts import Contexts
 from oar_plugin.passes.plain import batch_importance, in_eval_mode, read_contexts
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
@@ -86,6 +87,7 @@ class TokenCredit:
         padding: an object with the `pad_token_id` that replaces masked tokens. None: the tokenizer.
         home: the parent folder of a relative `dump.dir`. None: this process writes no files.
         offloads: true if the host's rollout engines can score masked copies.
+        contexts: true if the host makes `Contexts` for importances that read them.
 
     Raises:
         OarConfigError: a setting cannot work. The message names the key, its value and the allowed values.
@@ -101,11 +103,15 @@ class TokenCredit:
         padding: Any = None,
         home: str | Path | None = None,
         offloads: bool = False,
+        contexts: bool = False,
     ) -> None:
         self.config = settings if isinstance(settings, OarConfig) else OarConfig.parse(settings, prefix)
         if self.config.offloads and not offloads:
             fault = "there are no rollout engines here; allowed: actor"
             raise OarConfigError(f"{prefix}.perturbation.backend=rollout: {fault}")
+        if self.config.contexts and not contexts:
+            fault = f"prompts that show an answer are not made here; allowed: {without_contexts()}"
+            raise OarConfigError(f"{prefix}.importance={self.config.importance}: {fault}")
         self.tokenizer = tokenizer
         self._token_bytes, self._eos_token_ids = None, set[int]()
         if tokenizer is not None:
@@ -129,15 +135,6 @@ class TokenCredit:
         """
         longest = max_response_length or sys.maxsize
         return Request.from_config(self.config, step, longest, importance_only, self._replacement, temperature)
-
-    def context_prompts(self, rows: Iterable[Asked], template: Mapping[str, Any] | None = None) -> dict[str, list[Tensor]]:
-        """Returns the tokens of prompts that show an answer, int64, one per response, by what they show.
-
-        It is empty if the importance has no `contexts`. `template`: keyword arguments of the host's `apply_chat_template`.
-        """
-        if not shown_by(self.config):
-            return {}
-        return ContextPrompts(self.config, self.tokenizer, template or {}).prompts(rows)
 
     def segments(
         self, batch: PaddedBatch, needed_B: Tensor, request: Request, contexts: Contexts | None = None

@@ -1,9 +1,9 @@
 """Contexts: the same responses behind prompts that show an answer, the right one or a wrong one (`Importance.contexts`).
 
-The trainer makes the prompts, because it has the tokenizer; whoever runs the model gets tokens only. A prompt is the host's own,
-with `algorithm.oar.context.template` in place of the last user message. The host's chat template makes tokens of it, as it did
-without the answer: if it does not return the response's own prompt then, too, the two prompts would differ in more than the
-answer, and the response falls back to GRPO.
+The trainer makes the prompts, because it has the tokenizer; whoever runs the model gets tokens only. A prompt is the host's,
+with `algorithm.oar.context.template` in place of the last user message. The host's chat template makes tokens of it. If this
+template does not return the response's own prompt without the answer, the two prompts would differ in more than the answer, and
+the response falls back to GRPO.
 """
 
 import sys
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import SearchFailed, Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance import Shown, importance_of
 
 NO_PROMPT = -1
 """The only token of a prompt that could not be made. (A row without tokens does not travel well.)"""
@@ -59,27 +58,21 @@ class Asked(NamedTuple):
     sign: int  # of the advantage, or `UNSIGNED`; 0: the response is not scored
 
 
-def shown_by(config: OarConfig) -> tuple[Shown, ...]:
-    """What the prompts of the importance show that the actor computes."""
-    return () if config.actor_importance is None else importance_of(config.actor_importance).contexts
-
-
-def longest_of(model: nn.Module) -> int:
-    """Most tokens of a sequence that the model has positions for."""
-    config: Any = model.config
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+def longest_of(config: Any) -> int:
+    """Most tokens of a sequence that a model with this configuration has positions for."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 class ContextPrompts:
     """Makes the prompts of contexts. `template`: keyword arguments with which the host calls `apply_chat_template`."""
 
-    def __init__(self, config: OarConfig, tokenizer: Any, template: Mapping[str, Any]) -> None:
-        self._config, self._tokenizer, self._template = config, tokenizer, template
+    def __init__(self, config: OarConfig, tokenizer: Any, template: Mapping[str, Any] | None = None) -> None:
+        self._config, self._tokenizer, self._template = config, tokenizer, template or {}
         self._find = make_finder(config.answer_patterns)
 
     def prompts(self, rows: Iterable[Asked]) -> dict[str, list[Tensor]]:
         """By what is shown: the tokens of each response's prompt, int64; `NO_PROMPT` if there is none."""
-        made: dict[str, list[Tensor]] = {shown: [] for shown in shown_by(self._config)}
+        made: dict[str, list[Tensor]] = {shown: [] for shown in self._config.contexts}
         known = dict[tuple[tuple[int, ...], str], list[int]]()  # siblings share a prompt and its right answer
         for row in rows:
             truth = str(row.truth).strip() if isinstance(row.truth, str | int | float) else ""
@@ -92,7 +85,7 @@ class ContextPrompts:
         return made
 
     def _wrong_answer(self, row: Asked, truth: str) -> str:
-        """The response's own answer; empty if there is none, if it is the right one, or if the reward does not call it wrong."""
+        """The response's own answer; empty if there is none, or if it is not wrong by the reward and by its text."""
         if row.sign != -1:
             return ""
         text = self._tokenizer.decode(row.own_ids, skip_special_tokens=True)
@@ -107,7 +100,8 @@ class ContextPrompts:
         """The tokens of the prompt that shows the answer; none if it cannot be made."""
         if (showing := self._showing(row.prompt, answer)) is None:
             return []
-        ways = (True, False) if isinstance(row.prompt, str) else (False,)  # hosts tokenize texts with special tokens or without
+        # Hosts tokenize texts with special tokens or without; a chat template writes its own.
+        ways = (True, False) if isinstance(row.prompt, str) else (False,)
         special = next((way for way in ways if self._ids(row.prompt, way) == row.prompt_ids), None)
         return [] if special is None else self._ids(showing, special)
 
@@ -115,8 +109,8 @@ class ContextPrompts:
         """The prompt with the answer; None if it is neither a text nor a chat with a user's text."""
         if isinstance(prompt, str):
             return self._config.context.template.format(prompt=prompt, answer=answer)
-        messages = [dict(message) for message in prompt if isinstance(message, Mapping)]
-        last = next((message for message in reversed(messages) if message.get("role") == "user"), {})
+        messages = [dict(message) for message in prompt or () if isinstance(message, Mapping)]
+        last: dict[str, Any] = next((message for message in reversed(messages) if message.get("role") == "user"), {})
         if not isinstance(last.get("content"), str):
             return None
         last["content"] = self._showing(last["content"], answer)

@@ -353,11 +353,12 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
         return full
 
     seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
+    readings = dict(zip(scores.readings, all_NT[count:], strict=True)) | packed.known
     parts = Parts(
         padded(all_NT[:count] / request.num_draws),
         padded(reasoning_T),
         padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
-        {name: padded(values_T) for name, values_T in [*zip(scores.readings, all_NT[count:]), *packed.known.items()]},
+        {name: padded(values_T) for name, values_T in readings.items()},
         request.sigma,
     )
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

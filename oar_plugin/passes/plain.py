@@ -49,8 +49,8 @@ def gradient_importance(
     """
     device = next(model.parameters()).device
     packed, given = packed_rows(token_BL, segments_BL, mask_BL, device)
-    known = {name: values_BL.cpu().flatten()[given.local_T] for name, values_BL in (known or {}).items()}
-    packed = replace(packed, known=known)
+    of_tokens = {name: values_BL.cpu().flatten()[given.local_T] for name, values_BL in (known or {}).items()}
+    packed = replace(packed, known=of_tokens)
     input_BL, layout = token_BL.cpu(), given
     if mask_BL is not None:
         # Padding behind each row needs no mask and no positions: models count these in different ways.
@@ -153,7 +153,7 @@ def read_contexts(
         rows = []
         for row, (prompt, length) in enumerate(zip(prompts, response_B, strict=True)):
             own = (values[row][mask[row]][-length:] if scored[row] else values[row][:0] for values in (token, segments))
-            before = prompt, torch.full_like(prompt, int(Segment.OUTSIDE))
+            before = prompt.clamp_min(0), torch.full_like(prompt, int(Segment.OUTSIDE))
             rows.append([torch.cat(pair) for pair in zip(before, own, strict=True)])
         token_BC, segments_BC = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
         mask_BC = torch.arange(token_BC.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]

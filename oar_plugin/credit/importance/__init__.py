@@ -53,6 +53,11 @@ def without_copies() -> str:
     return ", ".join(name for name, importance in IMPORTANCES.items() if importance.copies is None)
 
 
+def without_contexts() -> str:
+    """Names of the importances that read no contexts, for messages."""
+    return ", ".join(name for name, importance in IMPORTANCES.items() if not importance.contexts)
+
+
 def of_engines() -> str:
     """Names of the importances whose copies rollout engines can run, for messages."""
     return ", ".join(n for n, i in IMPORTANCES.items() if i.copies is not None and not i.copies.by_gradient)

@@ -169,6 +169,11 @@ class Importance:
         return bool(self.backwards or self.reads or self.copies or self.contexts)
 
     @property
+    def responses_only(self) -> bool:
+        """Whether the model gets no sequences but the responses behind their own prompts: no copies, no contexts."""
+        return self.copies is None and not self.contexts
+
+    @property
     def noisy(self) -> bool:
         """Whether a backward starts from a perturbed forward."""
         return any(backward.noise for backward in self.backwards)

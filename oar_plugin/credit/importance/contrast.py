@@ -13,8 +13,8 @@ A plain hint also changes style. Of the two prompts only the answer differs, so 
 
 What differs from the papers:
 
-* RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`, and a response's total changes. Here a token
-  that the answer does not speak for has importance 0, the gate makes the weights, and they average 1.
+* RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`, which changes a response's total. Here a
+  token that the answer does not speak for has importance 0, and the gate makes weights that average 1.
 * The papers show a worked solution. Here the prompt shows the final answer, the `ground_truth` of a rule-based reward
   (`algorithm.oar.context.template`).
 * RLCSD's wrong answer may be another response's. Here it is the response's own, so only responses with a negative advantage

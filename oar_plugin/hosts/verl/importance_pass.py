@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,17 +25,20 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.importance.contrast import SURPRISAL
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
+from oar_plugin.passes.contexts import Contexts, longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
+KNOWN = "oar_known_"  # begins the names of fields: `Packed.known`, float32, one per token of prompt and response
 
 
 Mark = Any
@@ -143,10 +147,18 @@ class ImportancePass:
         )
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
+        prompts: dict[str, Any] = {
+            shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts
+        }
+        contexts = Contexts(prompts, torch.cat(columns[-1]), self._longest_row(data)) if prompts else None
+        if contexts is not None:
+            contexts.check(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
         seconds = [0.0] * len(segments)
+        if contexts is not None:
+            seconds = self._read_contexts(data, request, contexts, segments, status_B)
         order, num_ahead = torch.arange(len(status_B)), 0
         if request.importance_object.forwards(request.num_draws):
             order, num_ahead = self._scored_first(data, status_B)
@@ -163,7 +175,7 @@ class ImportancePass:
                 costs = zip(*(scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS)), strict=True)
                 for index, (row, cost) in zip(order[:num_ahead].tolist(), costs, strict=True):
                     importance[index] = row[len(row) - len(segments[index]) :]
-                    seconds[index] = float(cost)
+                    seconds[index] += float(cost)
         if not request.importance_only:
             outputs += [
                 self._infer_unscored(tu.index_select_tensor_dict(data, rows))
@@ -201,6 +213,41 @@ class ImportancePass:
         for row in self._sum_over_sharing_ranks(failed_B).nonzero()[:, 0].tolist():
             segments[row].fill_(int(Segment.OUTSIDE))
             status_B[row] = Status.SEARCH_FAILED
+
+    def _read_contexts(
+        self, data: TensorDict, request: Request, contexts: Contexts, segments: Sequence[Tensor], status_B: Tensor
+    ) -> list[float]:
+        """Reads the log-probs of scored responses behind other prompts, and adds them to `data`, in fields of `KNOWN`.
+
+        A reading is a scoring pass of the rows that the importance's own pass has too, with other sequences. If memory runs
+        out, no row stays SCORED. Returns the seconds spent on each row.
+        """
+        reader = replace(request, importance=SURPRISAL, importance_only=True)
+        ids, seconds = data["input_ids"].unbind(), [0.0] * len(segments)
+        known = {"sign": [torch.full((len(row),), float(s)) for row, s in zip(ids, contexts.sign_B, strict=True)]}
+        known |= {shown: [torch.zeros(len(row)) for row in ids] for shown in contexts.prompts}
+        order, num_ahead = self._scored_first(data, status_B)
+        rows, scored_B = order[:num_ahead].tolist(), status_B == Status.SCORED
+        for shown, prompts in contexts.prompts.items() if rows else ():
+            sequences = [
+                torch.cat([prompts[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
+                for row in rows
+            ]
+            behind = tu.index_select_tensor_dict(data, order[:num_ahead])
+            behind["input_ids"] = nested(sequences)
+            behind["position_ids"] = nested([torch.arange(len(one), device=one.device) for one in sequences])
+            behind[SEQUENCE_SEGMENTS] = sequence_segments([segments[row] for row in rows], behind["input_ids"])
+            read = self._score_or_run_out_of_memory(behind, reader)
+            if read is None:
+                status_B[scored_B] = Status.OUT_OF_MEMORY
+                break
+            costs = zip(*(read["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS)), strict=True)
+            for row, (surprisal, cost) in zip(rows, costs, strict=True):
+                seconds[row] += float(cost)
+                if scored_B[row]:
+                    known[shown][row][-len(segments[row]) :] = -surprisal[-len(segments[row]) :]
+        data.update({f"{KNOWN}{name}": nested(of_rows) for name, of_rows in known.items()})
+        return seconds
 
     def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
         """Returns (indices of all rows, sorted so that rows to score are first; number of rows in the scoring pass).
@@ -253,11 +300,20 @@ class ImportancePass:
         sizes = data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu
         return min(size for size in sizes if size)
 
+    def _most_tokens_at_once(self, data: TensorDict) -> int:
+        """Maximum number of tokens per micro-batch and rank of the scoring pass, if batches are dynamic."""
+        return min(most for most in (data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu) if most)
+
+    def _longest_row(self, data: TensorDict) -> int:
+        """Tokens that a row of a scoring pass may have: those of a micro-batch, or of the batch's longest row."""
+        longest = longest_of(self.model_config.hf_config)
+        batch_longest = int(data["input_ids"].offsets().diff().max())
+        return min(longest, max(self._most_tokens_at_once(data), batch_longest)) if self._is_dynamic(data) else longest
+
     def _limit_micro_batches(self, data: TensorDict) -> None:
         """Limit the scoring pass to micro-batches of the actor update's size: both keep activations for a backward."""
         if self._is_dynamic(data):
-            budgets = [data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu]
-            tu.assign_non_tensor(data, max_token_len_per_gpu=min(b for b in budgets if b))
+            tu.assign_non_tensor(data, max_token_len_per_gpu=self._most_tokens_at_once(data))
         else:
             rows, most = len(data) // self._micro_batch_multiple(), self._most_scored_at_once(data)
             tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(rows, most))
@@ -316,7 +372,10 @@ def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
 def packed_of(data: TensorDict) -> Packed:
     """Returns the sequences of a batch and their segments, on the CPU, where verl's batches are until `forward_step`."""
     input_ids, segments = data["input_ids"], data[SEQUENCE_SEGMENTS]
-    return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
+    known = {name.removeprefix(KNOWN): data[name].values().cpu() for name in [*data.keys()] if name.startswith(KNOWN)}
+    return Packed(
+        *(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())), known=known
+    )
 
 
 def score_fields(

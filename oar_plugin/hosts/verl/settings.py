@@ -65,6 +65,14 @@ MEGATRON_REFUSED = (
     Refused(f"{_MODEL}.lora.rank", (0, None), "adapters under Megatron were not tested"),
 )  # fmt: skip
 
+CONTEXTS_REFUSED = (
+    Refused("algorithm.use_kl_in_reward", (False, None),
+            "it needs the sign of the advantage, which is not known before the log-probs"),
+    Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
+            "routes are recorded behind the response's own prompt, and it reads the response behind another one"),
+)  # fmt: skip
+"""Refused for an importance with contexts."""
+
 
 def copies_under_megatron(importance: str) -> str:
     """Why an importance with masked copies is refused in a Megatron actor."""
@@ -178,6 +186,10 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         yield from _virtual_pipeline_faults(config)
         if oar.copies is not None and not oar.offloads:
             yield copies_under_megatron(oar.importance)
+    if oar.contexts:
+        for refused in CONTEXTS_REFUSED:
+            if (value := OmegaConf.select(config, refused.key)) not in refused.allowed:
+                yield f"algorithm.oar.importance={oar.importance} with {refused.fault(value)}"
     if OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") == "geo_mean":
         yield (
             f"{_ACTOR}.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which weights do not "

@@ -27,9 +27,10 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance
+from oar_plugin.hosts.verl.trainer_credit import ASKED, TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch
-from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
+from oar_plugin.passes.contexts import NO_PROMPT, UNSIGNED
+from oar_plugin.passes.request import CONTEXT, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
@@ -85,7 +86,7 @@ class OarTrainerMixin(TrainerCredit):
         if self._warms_up():
             return batch
         with marked_timer("oar", self.timing_raw):
-            needed = self._mark_needed_rows(batch, metrics).tolist()
+            needed = self._mark_needed_rows(batch, metrics).bool().tolist()
             places = [sampled_at.get(key, len(batch)) for key in batch.keys]  # rows that verl added come last
             lengths = [tag["seq_len"] for tag in batch.tags]
             if (order := self._even_order(places, lengths, needed, metrics, logging_prefix)) is not None:
@@ -124,27 +125,32 @@ class OarTrainerMixin(TrainerCredit):
         finally:
             # The reference pass of a LoRA actor goes through the same call; it must not score again.
             batch.extra_info.pop(REQUEST, None)
+            # The update reads every field of the queue: it must not see an answer.
+            for shown in self.oar.contexts:
+                _write(batch, f"{CONTEXT}{shown}", _nested([torch.tensor([NO_PROMPT])] * len(batch)))
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
-        """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
+        """Writes `oar_needed`, the rows that the actor is to score, and returns it, int64 `[B]`: the sign of their advantages.
 
         If a row's advantage is exactly zero, weights cannot change its update. The host's own estimator computes the
         advantage from rewards alone, before log-probs exist. With KL in the reward, it is not known yet: every row is
-        scored. Rows that the rollout engines have scored are not scored again.
+        scored. Rows that the rollout engines have scored are not scored again. Also writes the prompts of contexts.
         """
-        needed_B = self._rows_with_an_advantage(batch)
+        sign_B = self._advantage_signs(batch)
         if self.oar.offloads:
             own_B, records = ~_padding_rows(batch), _read(batch, OFFLOAD)[OFFLOAD].unbind()
             status_B = torch.stack([record[0] for record in records]).long()  # before the gate, which the actor has too
-            needed_B &= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
+            sign_B *= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
-            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
-        _write(batch, NEEDED, torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged))
-        return needed_B
+            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
+        _write(batch, NEEDED, _nested(list(sign_B[:, None])))
+        for name, prompts in self._context_fields(sign_B, partial(_asked, batch)).items():
+            _write(batch, name, prompts)
+        return sign_B
 
-    def _rows_with_an_advantage(self, batch: Any) -> torch.Tensor:
+    def _advantage_signs(self, batch: Any) -> torch.Tensor:
         if self.config.algorithm.use_kl_in_reward:
-            return ~_padding_rows(batch)
+            return UNSIGNED * ~_padding_rows(batch)
         fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()
         fields["token_level_rewards"] = fields["token_level_scores"] = fields["rm_scores"]
         uid = np.array(fields.pop("uid").tolist(), dtype=object)
@@ -159,7 +165,7 @@ class OarTrainerMixin(TrainerCredit):
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
             config=algorithm,
         )
-        return (data.batch["advantages"] != 0).any(-1)
+        return signs(data.batch["advantages"])
 
     # ---- the host's advantage, times the weights
 
@@ -171,7 +177,7 @@ class OarTrainerMixin(TrainerCredit):
         with marked_timer("oar", self.timing_raw):
             of_engines = [ENGINE_FIELDS[name] for name in USED if name in ENGINE_FIELDS] if self.oar.offloads else []
             data = _read(batch, "advantages", NEEDED, *USED, *of_engines)
-            asked_B = by_actor_B = data[NEEDED].values() > 0
+            asked_B = by_actor_B = data[NEEDED].values() != 0
             if WEIGHTS not in data and (asked_B.any() or not self.oar.offloads):
                 raise RuntimeError(no_importance(self.global_steps))
             if self.oar.offloads:
@@ -233,6 +239,18 @@ def lost_responses(keys: Sequence[str], each: int) -> float:
 
 def _read(batch: tq.KVBatchMeta, *fields: str) -> TensorDict:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+
+
+def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def _asked(batch: tq.KVBatchMeta, rows: list[int]) -> dict[str, list[Any]]:
+    """What the prompts of contexts are made of, of some rows. verl's queues return non-tensor fields in several forms."""
+    keys = [batch.keys[row] for row in rows]
+    fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(ASKED))
+    columns = {name: fields[name] if name in fields else [None] * len(rows) for name in ASKED}
+    return {name: list(column.unbind() if torch.is_tensor(column) else column) for name, column in columns.items()}
 
 
 def _write(batch: Any, name: str, field: torch.Tensor) -> None:

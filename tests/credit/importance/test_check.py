@@ -149,6 +149,13 @@ NO_SCORE = "it has backwards and no method score (one number per token from its 
         own("*entropies*allowed: a set of entropy, log_prob", reads=frozenset({"entropies"})),
         own("reads='entropy'*allowed: a set of entropy, log_prob", reads="entropy"),
         own("copies must be None or Copies(...)", copies=1.0),
+        own("contexts=('trth',); allowed: a tuple of truth, own", contexts=("trth",)),
+        own("contexts='truth'; allowed: a tuple of truth, own", contexts="truth"),
+        own("it has copies and contexts; allowed: one of the two", contexts=("truth",), copies=Copies()),
+        own(
+            "combine failed: KeyError('own')*", contexts=("truth",), combine=lambda self, parts: parts.in_context("own")
+        ),
+        own("combine returned negative*", contexts=("truth",), combine=lambda self, parts: parts.in_context("truth")),
         own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
         # Pooled rows have no tokens.
         own("coefficients failed*NoneType*", backwards=(Backward("probe"),)),
