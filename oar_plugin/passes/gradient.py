@@ -353,7 +353,7 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
         return full
 
     seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
-    readings = dict(zip(scores.readings, all_NT[count:], strict=True)) | packed.known
+    readings = {**dict(zip(scores.readings, all_NT[count:], strict=True)), **packed.known}
     parts = Parts(
         padded(all_NT[:count] / request.num_draws),
         padded(reasoning_T),

@@ -373,9 +373,7 @@ def packed_of(data: TensorDict) -> Packed:
     """Returns the sequences of a batch and their segments, on the CPU, where verl's batches are until `forward_step`."""
     input_ids, segments = data["input_ids"], data[SEQUENCE_SEGMENTS]
     known = {name.removeprefix(KNOWN): data[name].values().cpu() for name in [*data.keys()] if name.startswith(KNOWN)}
-    return Packed(
-        *(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())), known=known
-    )
+    return Packed(input_ids.values().cpu(), segments.values().cpu(), input_ids.offsets().cpu(), known)
 
 
 def score_fields(
