@@ -16,15 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.credit.gate import GATES, Gate, gate_of
-from oar_plugin.credit.importance import (
-    IMPORTANCES,
-    Copies,
-    Importance,
-    Shown,
-    importance_of,
-    of_engines,
-    without_copies,
-)
+from oar_plugin.credit.importance import IMPORTANCES, Copies, Importance, importance_of, of_engines, without_copies
+from oar_plugin.credit.importance.base import Shown
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
@@ -105,11 +98,7 @@ class ContextConfig(_Settings):
         return template
 
 
-GROUPS: dict[str, type[BaseModel]] = {
-    "perturbation": PerturbationConfig,
-    "context": ContextConfig,
-    "dump": DumpConfig,
-}
+GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "context": ContextConfig, "dump": DumpConfig}
 """The keys of `algorithm.oar` that hold other keys."""
 
 

@@ -264,18 +264,14 @@ def _contexts(
     """What the importance reads behind other prompts; None if it reads nothing there. `rows`: see `_tokenized`."""
     if not credit.config.importance_object.contexts:
         return None
-    given = {"prompts": prompts, "truths": truths, "advantages": advantages, "tokenizer": credit.tokenizer}
-    lacking = [name for name, value in given.items() if value is None]
-    if lacking or segments is not None:
+    given = {"prompts": prompts, "truths": truths, "advantages": advantages}
+    wrong = [name for name, value in given.items() if value is None or len(value) != len(rows)]
+    if prompts is None or truths is None or wrong or credit.tokenizer is None or segments is not None:
         raise OarConfigError(
-            f"oar_plugin.importance.importance={credit.config.importance}: it shows answers in other prompts; needed: "
-            f"{', '.join(given)}, and no segments; missing: {', '.join(lacking) or 'nothing'}"
+            f"oar_plugin.importance.importance={credit.config.importance}: it shows answers in other prompts; give {len(rows)} "
+            f"prompts, truths and advantages, the tokenizer, and no segments; missing, or not {len(rows)}: {', '.join(wrong)}"
         )
     sign_B = torch.as_tensor(advantages, dtype=torch.float32).cpu().sign().long()
-    assert prompts is not None
-    assert truths is not None
-    _check(sign_B.shape == (len(rows),), _shape("advantages", sign_B), f"must be {(len(rows),)}")
-    _check(len(truths) == len(rows), f"{len(truths)} truths", f"must be {len(rows)}")
     asked = [
         Asked(prompt, ids[~own].tolist(), ids[own].tolist(), truth, sign)
         for (ids, own), prompt, truth, sign in zip(rows, prompts, truths, sign_B.tolist(), strict=True)

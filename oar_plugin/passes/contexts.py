@@ -17,6 +17,7 @@ from torch import Tensor
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import SearchFailed, Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.importance.base import Shown
 
 NO_PROMPT = -1
 """The only token of a prompt that could not be made. (A row without tokens does not travel well.)"""
@@ -28,7 +29,7 @@ UNSIGNED = 2
 class Contexts:
     """The contexts of B responses."""
 
-    prompts: Mapping[str, Sequence[Tensor]]  # by what is shown: the tokens of each response's prompt, int64
+    prompts: Mapping[Shown, Sequence[Tensor]]  # by what is shown: the tokens of each response's prompt, int64
     sign_B: Tensor  # int64, the sign of each response's advantage, or `UNSIGNED`
     longest: int  # most tokens of a prompt and response
 
@@ -70,9 +71,9 @@ class ContextPrompts:
         self._config, self._tokenizer, self._template = config, tokenizer, template or {}
         self._find = make_finder(config.answer_patterns)
 
-    def prompts(self, rows: Iterable[Asked]) -> dict[str, list[Tensor]]:
+    def prompts(self, rows: Iterable[Asked]) -> dict[Shown, list[Tensor]]:
         """By what is shown: the tokens of each response's prompt, int64; `NO_PROMPT` if there is none."""
-        made: dict[str, list[Tensor]] = {shown: [] for shown in self._config.contexts}
+        made: dict[Shown, list[Tensor]] = {shown: [] for shown in self._config.contexts}
         known = dict[tuple[tuple[int, ...], str], list[int]]()  # siblings share a prompt and its right answer
         for row in rows:
             truth = str(row.truth).strip() if isinstance(row.truth, str | int | float) else ""

@@ -7,7 +7,7 @@ To add one: its file, its class in the table, a test. To bring one of your own, 
 import functools
 
 from oar_plugin.credit import imported
-from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows, Shown
+from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
 from oar_plugin.credit.importance.check import problems
 from oar_plugin.credit.importance.contrast import Contrast, OwnContrast
 from oar_plugin.credit.importance.decision import Decision
@@ -20,7 +20,7 @@ from oar_plugin.credit.importance.oar_p import OarP
 from oar_plugin.credit.importance.random import Random
 from oar_plugin.credit.importance.span_masking import SpanMasking
 
-__all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "Shown", "importance_of"]
+__all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 
 IMPORTANCES: dict[str, Importance] = {
     kind.name: kind()

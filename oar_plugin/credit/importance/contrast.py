@@ -32,10 +32,7 @@ CLIP = 5.0
 
 class Contrast(Importance):
     name = "contrast"
-    help = (
-        "Privileged contrast (RLSD): how much more likely a token is behind a prompt that shows the right answer, less "
-        "likely where the advantage is negative; one forward more."
-    )
+    help = "RLSD's privileged contrast: what showing the right answer does to each token; one forward more."
     reads = frozenset({"log_prob"})
     contexts = ("truth",)
     arbitrary_scale = False
@@ -46,7 +43,7 @@ class Contrast(Importance):
 
 class OwnContrast(Importance):
     name = "contrast_own"
-    help = "The same against a prompt that shows the response's own wrong answer (RLCSD); two forwards more."
+    help = "RLCSD's: the right answer shown against the response's own wrong answer shown; two forwards more."
     contexts = ("truth", "own")
     arbitrary_scale = False
 

@@ -147,18 +147,10 @@ class ImportancePass:
         )
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
-        prompts: dict[str, Any] = {
-            shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts
-        }
-        contexts = Contexts(prompts, torch.cat(columns[-1]), self._longest_row(data)) if prompts else None
-        if contexts is not None:
-            contexts.check(segments, status_B)
+        seconds = self._read_contexts(data, request, segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
-        seconds = [0.0] * len(segments)
-        if contexts is not None:
-            seconds = self._read_contexts(data, request, contexts, segments, status_B)
         order, num_ahead = torch.arange(len(status_B)), 0
         if request.importance_object.forwards(request.num_draws):
             order, num_ahead = self._scored_first(data, status_B)
@@ -215,22 +207,30 @@ class ImportancePass:
             status_B[row] = Status.SEARCH_FAILED
 
     def _read_contexts(
-        self, data: TensorDict, request: Request, contexts: Contexts, segments: Sequence[Tensor], status_B: Tensor
+        self, data: TensorDict, request: Request, segments: Sequence[Tensor], status_B: Tensor
     ) -> list[float]:
-        """Reads the log-probs of scored responses behind other prompts, and adds them to `data`, in fields of `KNOWN`.
+        """Reads the log-probs of scored responses behind the prompts of contexts, if the importance needs any.
 
-        A reading is a scoring pass of the rows that the importance's own pass has too, with other sequences. If memory runs
-        out, no row stays SCORED. Returns the seconds spent on each row.
+        A reading is a scoring pass with other sequences, of the rows that the importance's own pass has too. In `data`,
+        log-probs (fields of `KNOWN`) replace the prompts. Rows without contexts, or without memory, get a status that says so.
+        Returns the seconds spent on each row.
         """
-        reader = replace(request, importance=SURPRISAL, importance_only=True)
+        prompts = {shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts}
         ids, seconds = data["input_ids"].unbind(), [0.0] * len(segments)
-        known = {"sign": [torch.full((len(row),), float(s)) for row, s in zip(ids, contexts.sign_B, strict=True)]}
-        known |= {shown: [torch.zeros(len(row)) for row in ids] for shown in contexts.prompts}
+        if not prompts:
+            return seconds
+        contexts = Contexts(prompts, torch.cat(data[NEEDED].cpu().unbind()), self._longest_row(data))
+        contexts.check(segments, status_B)
+        reader = replace(request, importance=SURPRISAL, importance_only=True)
+        known: dict[str, list[Tensor]] = {
+            "sign": [torch.full((len(row),), float(s)) for row, s in zip(ids, contexts.sign_B, strict=True)]
+        }
+        known |= {shown: [torch.zeros(len(row)) for row in ids] for shown in prompts}
         order, num_ahead = self._scored_first(data, status_B)
         rows, scored_B = order[:num_ahead].tolist(), status_B == Status.SCORED
-        for shown, prompts in contexts.prompts.items() if rows else ():
+        for shown, prompt in prompts.items() if rows else ():
             sequences = [
-                torch.cat([prompts[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
+                torch.cat([prompt[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
                 for row in rows
             ]
             behind = tu.index_select_tensor_dict(data, order[:num_ahead])

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import ASKED, TrainerCredit, credit_metrics, no_importance, signs
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import padded_batch
 from oar_plugin.passes.contexts import UNSIGNED
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SHOWN, STATUS, USED, WEIGHTS
@@ -130,7 +129,8 @@ class OarRayTrainer(TrainerCredit):
         self._start(self.oar)
         workers, sign_B = self.actor_rollout_wg, self._advantage_signs(batch)
         fields = USED if self._credit.dumps.folder is None else FIELDS
-        more = {NEEDED: sign_B[:, None], **self._context_fields(sign_B, partial(_asked, batch))}
+        held = padded_batch(self.global_steps, batch, sign_B, {})
+        more = {NEEDED: sign_B[:, None], **self._context_fields(sign_B, held.keys, held.read)}
         asking = _Asking(workers, more, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
@@ -214,15 +214,6 @@ class _Asking:
             missing = width - field.shape[1]
             self.answer[name] = pad(field, (0, missing), value=fill) if missing > 0 else field  # `pad` by 0 copies
         return output
-
-
-def _asked(batch: DataProto, rows: list[int]) -> dict[str, Any]:
-    """What the prompts of contexts are made of, of some rows, without padding."""
-    real_BT, before = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
-    real = {"prompts": real_BT[:, :before], "responses": real_BT[:, before:], "response_mask": real_BT[:, before:]}
-    more = {name: batch.non_tensor_batch.get(name, [None] * len(batch)) for name in ASKED if name not in real}
-    fields = {name: [batch.batch[name][row][keep_BL[row]] for row in rows] for name, keep_BL in real.items()}
-    return fields | {name: [values[row] for row in rows] for name, values in more.items()}
 
 
 def advantage_to_weight(**given: Any) -> Any:

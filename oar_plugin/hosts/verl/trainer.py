@@ -27,7 +27,7 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import ASKED, TrainerCredit, credit_metrics, no_importance, signs
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch
 from oar_plugin.passes.contexts import NO_PROMPT, UNSIGNED
 from oar_plugin.passes.request import CONTEXT, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
@@ -144,7 +144,8 @@ class OarTrainerMixin(TrainerCredit):
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
         _write(batch, NEEDED, _nested(list(sign_B[:, None])))
-        for name, prompts in self._context_fields(sign_B, partial(_asked, batch)).items():
+        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        for name, prompts in self._context_fields(sign_B, batch.keys, read).items():
             _write(batch, name, prompts)
         return sign_B
 
@@ -243,14 +244,6 @@ def _read(batch: tq.KVBatchMeta, *fields: str) -> TensorDict:
 
 def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def _asked(batch: tq.KVBatchMeta, rows: list[int]) -> dict[str, list[Any]]:
-    """What the prompts of contexts are made of, of some rows. verl's queues return non-tensor fields in several forms."""
-    keys = [batch.keys[row] for row in rows]
-    fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(ASKED))
-    columns = {name: fields[name] if name in fields else [None] * len(rows) for name in ASKED}
-    return {name: list(column.unbind() if torch.is_tensor(column) else column) for name, column in columns.items()}
 
 
 def _write(batch: Any, name: str, field: torch.Tensor) -> None:

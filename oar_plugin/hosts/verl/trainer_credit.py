@@ -67,24 +67,24 @@ class TrainerCredit:
         metrics.update(log_seqlen_unbalance(list(lengths), partitions, prefix))
         return [row for partition in partitions for row in partition]
 
-    def _context_fields(
-        self, sign_B: Tensor, read: Callable[[list[int]], Mapping[str, Sequence[Any]]]
-    ) -> dict[str, Tensor]:
+    def _context_fields(self, sign_B: Tensor, keys: Sequence[str], read: Callable[..., Any]) -> dict[str, Tensor]:
         """Returns the prompts of contexts as nested fields of the batch; none if the actor reads no contexts.
 
-        `sign_B` has the marks of `NEEDED`. `read` takes rows; returns verl's fields `ASKED` of each, on the CPU.
+        `sign_B` has the marks of `NEEDED`. For `keys` and `read` see `QueuedBatch`.
         """
-        rows, made = sign_B.nonzero()[:, 0].tolist(), dict[str, Tensor]()
-        if not self._credit.config.contexts:
-            return made
-        asked, fields = list[Asked](), read(rows) if rows else dict.fromkeys(ASKED, ())
-        for row, prompt, response, own, messages, data in zip(rows, *(fields[name] for name in ASKED), strict=True):
-            truth = data.get("ground_truth") if isinstance(data, Mapping) else None
-            asked.append(Asked(messages, prompt.tolist(), response[own.bool()].tolist(), truth, int(sign_B[row])))
-        template = OmegaConf.select(self.config, "data.apply_chat_template_kwargs") or {}
-        for shown, prompts in ContextPrompts(self._credit.config, self.tokenizer, template).prompts(asked).items():
+        rows, oar, asked = sign_B.nonzero()[:, 0].tolist(), self._credit.config, list[Asked]()
+        if rows and oar.contexts:
+            fields = read(keys=[keys[row] for row in rows], select_fields=list(ASKED))
+            found = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
+            columns = (found.get(name, [None] * len(rows)) for name in ASKED)
+            for sign, prompt, response, own, messages, data in zip(sign_B[rows].tolist(), *columns, strict=True):
+                truth = data.get("ground_truth") if isinstance(data, Mapping) else None
+                asked.append(Asked(messages, prompt.tolist(), response[own.bool()].tolist(), truth, sign))
+        template = OmegaConf.select(self.config, "data.apply_chat_template_kwargs")
+        made = dict[str, Tensor]()
+        for shown, prompts in ContextPrompts(oar, self.tokenizer, template).prompts(asked).items():
             of_row = dict(zip(rows, prompts, strict=True))
-            every = [of_row.get(row, torch.tensor([NO_PROMPT])) for row in range(len(sign_B))]
+            every = [of_row.get(row, torch.tensor([NO_PROMPT])) for row in range(len(keys))]
             made[f"{CONTEXT}{shown}"] = torch.nested.as_nested_tensor(every, layout=torch.jagged)
         return made
 

@@ -124,7 +124,7 @@ FOUR = {
     "ep2 tp2 sp etp1 pp2 r2": ["fisher", "oar_g loud"],
     "ep2 tp2 sp etp1 pp2 r3 full": ["fisher", "oar_g"],
 }
-EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS]}
+EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS, *CONTRASTS]}
 TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "mixture": MIXTURE, "four": FOUR, "eight": EIGHT}
 
 
