@@ -25,7 +25,7 @@ from oar_plugin.estimator import weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.contexts import Contexts
-from oar_plugin.passes.plain import batch_importance, in_eval_mode, read_contexts
+from oar_plugin.passes.plain import batch_importance, contrasted, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
@@ -194,19 +194,20 @@ class TokenCredit:
         before = batch.prompt_columns
         segments_BT = pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE))
         with in_eval_mode(model), torch.enable_grad():
-            known, rows = None, (batch.token_BT, segments_BT, batch.mask_BT)
-            if contexts is not None:
-                lengths = batch.response_BL.sum(-1).tolist()
-                known = read_contexts(model, request, *rows, contexts, lengths, max_tokens, max_over_ranks)
-            importance_BT = batch_importance(
+            rows = batch.token_BT, segments_BT, batch.mask_BT
+            run = partial(
+                batch_importance,
                 model,
                 request,
-                *rows,
-                max_tokens,
+                max_tokens=max_tokens,
                 checkpoint_activations=checkpoint_activations,
                 max_over_ranks=max_over_ranks,
-                known=known,
             )
+            if contexts is None:
+                importance_BT = run(*rows)
+            else:
+                lengths = batch.response_BL.sum(-1).tolist()
+                importance_BT = contrasted(run, request.importance_object.contrast, rows, contexts, lengths)
         return importance_BT[:, before:]
 
     def reshape(

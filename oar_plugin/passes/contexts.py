@@ -1,9 +1,8 @@
 """Contexts: the same responses behind prompts that show an answer, the right one or a wrong one (`Importance.contexts`).
 
 The trainer makes the prompts, because it has the tokenizer; whoever runs the model gets tokens only. A prompt is the host's,
-with `algorithm.oar.context.template` in place of the last user message. The host's chat template makes tokens of it. If this
-template does not return the response's own prompt without the answer, the two prompts would differ in more than the answer, and
-the response falls back to GRPO.
+with `algorithm.oar.context.template` in place of the last user message. If the host's chat template does not return the
+response's own prompt without the answer, the two would differ in more than the answer, and the response falls back to GRPO.
 """
 
 import sys
@@ -38,7 +37,7 @@ class Contexts:
 
         `segments` has a `Segment` per token of each response.
         """
-        for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist():
+        for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist() if self.prompts else ():
             prompts = [of_shown[row] for of_shown in self.prompts.values()]
             if abs(int(self.sign_B[row])) != 1 or any(int(prompt[0]) == NO_PROMPT for prompt in prompts):
                 status_B[row] = Status.NO_CONTEXT

@@ -13,7 +13,7 @@ forward for all micro-batches before they start the next forward.
 back in one copy after the last backward. In between, nothing here makes the CPU wait for the device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -43,8 +43,6 @@ class Packed:
     token_T: Tensor  # int64
     segments_T: Tensor  # int64, a `Segment` per token; OUTSIDE in prompts and in responses that are not scored
     offsets: Tensor  # int64 `[B + 1]`, position of each sequence's first token, then T
-    # Readings that were made before, float32 `[T]` each: log-probs in each of `Importance.contexts`, and "sign"
-    known: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def response_T(self) -> Tensor:
@@ -353,12 +351,11 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
         return full
 
     seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
-    readings = {**dict(zip(scores.readings, all_NT[count:], strict=True)), **packed.known}
     parts = Parts(
         padded(all_NT[:count] / request.num_draws),
         padded(reasoning_T),
         padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
-        {name: padded(values_T) for name, values_T in readings.items()},
+        {name: padded(values_T) for name, values_T in zip(scores.readings, all_NT[count:], strict=True)},
         request.sigma,
     )
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
-from oar_plugin.credit.importance.contrast import SURPRISAL
+from oar_plugin.credit.importance.base import Shown
 from oar_plugin.passes.contexts import Contexts
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
@@ -29,7 +28,6 @@ def gradient_importance(
     mask_BL: Tensor | None = None,
     on_logits: Callable[[Tensor], None] | None = None,
     checkpoint_activations: bool = False,
-    known: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Importance of one micro-batch from the gradient pass alone, float32 `[B, L]`; 0 outside the reasoning.
 
@@ -42,15 +40,12 @@ def gradient_importance(
         on_logits: called with the model's logits, without a graph, `[B, L, V]`; with a mask, each row begins with its first
             token, and L is the length of the longest row. None: the model computes only the logits that the importance needs.
         checkpoint_activations: recompute activations in the backward, to save memory.
-        known: from `read_contexts`, for an importance with contexts.
 
     Raises:
         UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
     device = next(model.parameters()).device
     packed, given = packed_rows(token_BL, segments_BL, mask_BL, device)
-    of_tokens = {name: values_BL.cpu().flatten()[given.local_T] for name, values_BL in (known or {}).items()}
-    packed = replace(packed, known=of_tokens)
     input_BL, layout = token_BL.cpu(), given
     if mask_BL is not None:
         # Padding behind each row needs no mask and no positions: models count these in different ways.
@@ -88,7 +83,6 @@ def batch_importance(
     *,
     checkpoint_activations: bool = False,
     max_over_ranks: Callable[[int], int] = lambda count: count,
-    known: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
@@ -110,12 +104,10 @@ def batch_importance(
         check_by_trial(model, request, sequence, partial(_trial, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
-        of_part = {name: values_BL[group] for name, values_BL in (known or {}).items()}
-        importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations, of_part)
+        importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
     for _ in range(most - len(groups)):
         nothing_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, `Segment.OUTSIDE`
-        nothing = {name: torch.zeros(1, 1) for name in known or ()}
-        gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations, nothing)
+        gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
     if request.importance_object.copies is not None:
         importance_BL = copies_importance(
             model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
@@ -127,45 +119,36 @@ def batch_importance(
     return importance_BL.to(token_BL.device)
 
 
-def read_contexts(
-    model: nn.Module,
-    request: Request,
-    token_BL: Tensor,
-    segments_BL: Tensor,
-    mask_BL: Tensor,
+def contrasted(
+    run: Callable[..., Tensor],
+    contrast: Callable[[Tensor, Mapping[Shown, Tensor], int], Tensor],
+    batch: tuple[Tensor, Tensor, Tensor],
     contexts: Contexts,
     response_B: Sequence[int],
-    max_tokens: int,
-    max_over_ranks: Callable[[int], int],
-) -> dict[str, Tensor]:
-    """What `batch_importance` is to know of an importance with contexts, float32 `[B, L]` each, on the CPU.
+) -> Tensor:
+    """`Importance.contrast` of a batch's results behind its own prompts and behind those of `contexts`, float32 `[B, L]`.
 
-    Args:
-        response_B: number of tokens of each response; they are the last tokens of its row.
-
-    For the other arguments see `batch_importance`.
+    `run` is `batch_importance` of tokens, segments and mask, such as `batch`. `response_B` has the number of tokens of each
+    response, which are the last ones of its row.
     """
-    token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
-    known = {"sign": contexts.sign_B.cpu()[:, None].expand(token.shape).float()}
-    reader = replace(request, importance=SURPRISAL, importance_only=True)
-    scored = (segments == Segment.REASONING).any(-1).tolist()
+    columns, own_BL = [one.cpu() for one in batch], run(*batch)
+    result_BL = own_BL.cpu()
+    rows = (columns[1] == Segment.REASONING).any(-1).nonzero()[:, 0].tolist()
+    places = [columns[2][row].nonzero()[-response_B[row] :, 0] for row in rows]  # of the responses' tokens
+    found: list[dict[Shown, Tensor]] = [{} for _ in rows]
     for shown, prompts in contexts.prompts.items():
-        rows = []
-        for row, (prompt, length) in enumerate(zip(prompts, response_B, strict=True)):
-            own = (values[row][mask[row]][-length:] if scored[row] else values[row][:0] for values in (token, segments))
-            before = prompt.clamp_min(0), torch.full_like(prompt, int(Segment.OUTSIDE))
-            rows.append([torch.cat(pair) for pair in zip(before, own, strict=True)])
-        token_BC, segments_BC = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
-        mask_BC = torch.arange(token_BC.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
-        read_BC = batch_importance(
-            model, reader, token_BC, segments_BC, mask_BC, max_tokens, max_over_ranks=max_over_ranks
-        )
-        known[shown] = torch.zeros(token.shape)
-        for row, length in enumerate(response_B):
-            if scored[row]:
-                place = mask[row].nonzero()[-length:, 0]
-                known[shown][row, place] = -read_BC[row][mask_BC[row]][-length:].cpu()
-    return known
+        sequences = [torch.tensor([[0, int(Segment.OUTSIDE), 1]])]  # for ranks without a row
+        for row, place in zip(rows, places, strict=True):
+            before = torch.nn.functional.pad(prompts[row][:, None], (0, 2), value=1)
+            before[:, 1] = Segment.OUTSIDE
+            sequences.append(torch.cat([before, torch.stack([one[row, place] for one in columns], -1)]))
+        token_BC, segments_BC, mask_BC = pad_sequence(sequences, True).unbind(-1)
+        read_BC = run(token_BC, segments_BC, mask_BC)
+        for place, sequence, read_C, of_row in zip(places, sequences[1:], read_BC[1:], found, strict=True):
+            of_row[shown] = read_C[len(sequence) - len(place) : len(sequence)]
+    for row, place, of_row in zip(rows, places, found, strict=True):
+        result_BL[row, place] = contrast(result_BL[row, place], of_row, int(contexts.sign_B[row]))
+    return result_BL.to(own_BL.device)
 
 
 def copies_importance(

@@ -86,7 +86,7 @@ class Parts:
     score_KBL: Tensor  # float32, scores of each backward, averaged over draws
     reasoning_BL: Tensor  # bool, the tokens to score
     seed_BL: Tensor  # int64, seed of each token's random numbers
-    readings: Mapping[str, Tensor]  # what `Importance.reads` and `contexts` name; see `in_context` and the properties
+    readings: Mapping[str, Tensor]  # what `Importance.reads` names; see the properties
     sigma: float = 1e-3  # `algorithm.oar.sigma`
 
     @property
@@ -101,18 +101,6 @@ class Parts:
     def log_prob_BL(self) -> Tensor:
         """Log-probability of the same tokens, float32. AttributeError: `reads` lacks "log_prob"."""
         return self._reading("log_prob")
-
-    @property
-    def sign_BL(self) -> Tensor:
-        """The sign of the response's advantage, -1 or 1, float32 at all of its tokens. KeyError: there are no `contexts`."""
-        return self.readings["sign"]
-
-    def in_context(self, shown: Shown) -> Tensor:
-        """Log-probability of each reasoning token behind the prompt that shows this answer, at the sampling temperature.
-
-        float32 `[B, L]`. KeyError: `contexts` lacks it.
-        """
-        return self.readings[shown]
 
     def _reading(self, name: str) -> Tensor:
         if name not in self.readings:
@@ -134,7 +122,7 @@ class Importance:
     copies: ClassVar[Copies | None] = None
     # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
-    # Contexts: prompts behind which the response is read in a forward of its own, by what they show (`Parts.in_context`).
+    # Contexts: other prompts, by what they show. The pass runs again with the response behind each, for `contrast`.
     contexts: ClassVar[tuple[Shown, ...]] = ()
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
     # response's mean. False: the scores have a unit, such as nats.
@@ -152,6 +140,13 @@ class Importance:
         """The importance, `[B, L]`: finite and not negative where `reasoning_BL` is true, anything elsewhere."""
         return parts.score_KBL[0]
 
+    def contrast(self, own_L: Tensor, shown: Mapping[Shown, Tensor], sign: int) -> Tensor:
+        """The importance of a response from results of `combine` behind its own prompt and behind those of `contexts`, `[L]`.
+
+        `sign` is that of the advantage, -1 or 1. The importance is finite and not negative, and 0 where the results are 0.
+        """
+        raise NotImplementedError
+
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Yields a message per fault of the settings of `algorithm.oar`: key, value, reason and what is allowed."""
         yield from ()
@@ -165,13 +160,8 @@ class Importance:
 
     @property
     def runs_model(self) -> bool:
-        """Whether the importance needs the model: a gradient pass, copies or contexts."""
-        return bool(self.backwards or self.reads or self.copies or self.contexts)
-
-    @property
-    def responses_only(self) -> bool:
-        """Whether the model gets no sequences but the responses behind their own prompts: no copies, no contexts."""
-        return self.copies is None and not self.contexts
+        """Whether the importance needs the model: a gradient pass or copies."""
+        return bool(self.backwards or self.reads or self.copies)
 
     @property
     def noisy(self) -> bool:

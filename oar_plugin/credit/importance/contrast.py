@@ -13,8 +13,8 @@ A plain hint also changes style. Of the two prompts only the answer differs, so 
 
 What differs from the papers:
 
-* RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`, which changes a response's total. Here a
-  token that the answer does not speak for has importance 0, and the gate makes weights that average 1.
+* RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`. Here a token that the answer does not speak
+  for has importance 0, and the gate makes weights, which average 1.
 * The papers show a worked solution. Here the prompt shows the final answer, the `ground_truth` of a rule-based reward
   (`algorithm.oar.context.template`).
 * RLCSD's wrong answer may be another response's. Here it is the response's own, so only responses with a negative advantage
@@ -22,9 +22,12 @@ What differs from the papers:
 * The answer itself has weight 1, as under every importance.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import Tensor
 
-from oar_plugin.credit.importance.base import Importance, Parts
+from oar_plugin.credit.importance.base import Importance, Parts, Shown
 
 CLIP = 5.0
 """Nats. Under a gate that uses values, a single token would otherwise decide the weights of all others."""
@@ -34,38 +37,17 @@ class Contrast(Importance):
     name = "contrast"
     help = "RLSD's privileged contrast: what showing the right answer does to each token; one forward more."
     reads = frozenset({"log_prob"})
-    contexts = ("truth",)
-    arbitrary_scale = False
-
-    def combine(self, parts: Parts) -> Tensor:
-        return signed(parts.in_context("truth") - parts.log_prob_BL, parts)
-
-
-class OwnContrast(Importance):
-    name = "contrast_own"
-    help = "RLCSD's: the right answer shown against the response's own wrong answer shown; two forwards more."
-    contexts = ("truth", "own")
-    arbitrary_scale = False
-
-    def combine(self, parts: Parts) -> Tensor:
-        return signed(parts.in_context("truth") - parts.in_context("own"), parts)
-
-
-def signed(contrast_BL: Tensor, parts: Parts) -> Tensor:
-    """`min(max(0, sign(A) c), CLIP)`, `[B, L]`."""
-    return (parts.sign_BL * contrast_BL).clamp(0.0, CLIP)
-
-
-class Surprisal(Importance):
-    """`-log p(y_t | prompt)` in nats: the reading of a context is this importance of the response behind another prompt."""
-
-    name = "surprisal"
-    help = "Minus the log-probability of each token."
-    reads = frozenset({"log_prob"})
+    contexts: ClassVar[tuple[Shown, ...]] = ("truth",)
     arbitrary_scale = False
 
     def combine(self, parts: Parts) -> Tensor:
         return -parts.log_prob_BL
 
+    def contrast(self, own_L: Tensor, shown: Mapping[Shown, Tensor], sign: int) -> Tensor:
+        return (sign * (shown.get("own", own_L) - shown["truth"])).clamp(0.0, CLIP)
 
-SURPRISAL = f"python:{__name__}:{Surprisal.__name__}"
+
+class OwnContrast(Contrast):
+    name = "contrast_own"
+    help = "RLCSD's: the right answer shown against the response's own wrong answer shown; two forwards more."
+    contexts = ("truth", "own")

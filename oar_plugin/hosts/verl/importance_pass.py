@@ -25,7 +25,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance.contrast import SURPRISAL
+from oar_plugin.credit.importance.base import Shown
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
@@ -38,7 +38,6 @@ from oar_plugin.passes.tokens import TokenBytes
 logger = logging.getLogger(__name__)
 
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
-KNOWN = "oar_known_"  # begins the names of fields: `Packed.known`, float32, one per token of prompt and response
 
 
 Mark = Any
@@ -147,10 +146,13 @@ class ImportancePass:
         )
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
-        seconds = self._read_contexts(data, request, segments, status_B)
+        prompts = {shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts}
+        contexts = Contexts(prompts, torch.cat(columns[-1]), self._longest_row(data))
+        contexts.check(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
+        seconds = [0.0] * len(segments)
         order, num_ahead = torch.arange(len(status_B)), 0
         if request.importance_object.forwards(request.num_draws):
             order, num_ahead = self._scored_first(data, status_B)
@@ -167,7 +169,7 @@ class ImportancePass:
                 costs = zip(*(scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS)), strict=True)
                 for index, (row, cost) in zip(order[:num_ahead].tolist(), costs, strict=True):
                     importance[index] = row[len(row) - len(segments[index]) :]
-                    seconds[index] += float(cost)
+                    seconds[index] = float(cost)
         if not request.importance_only:
             outputs += [
                 self._infer_unscored(tu.index_select_tensor_dict(data, rows))
@@ -188,6 +190,8 @@ class ImportancePass:
             importance = self._copies_importance(data, request, segments, status_B, importance)
             share = seconds_between(copies_from, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
+        if prompts:
+            self._contrast(data, request, contexts, segments, status_B, importance, seconds)
         zero_non_finite(importance, status_B)
         weighs_from = time.perf_counter()
         answer = weigh_rows(importance, segments, status_B, request)
@@ -206,48 +210,40 @@ class ImportancePass:
             segments[row].fill_(int(Segment.OUTSIDE))
             status_B[row] = Status.SEARCH_FAILED
 
-    def _read_contexts(
-        self, data: TensorDict, request: Request, segments: Sequence[Tensor], status_B: Tensor
-    ) -> list[float]:
-        """Reads the log-probs of scored responses behind the prompts of contexts, if the importance needs any.
-
-        A reading is a scoring pass with other sequences, of the rows that the importance's own pass has too. In `data`,
-        log-probs (fields of `KNOWN`) replace the prompts. Rows without contexts, or without memory, get a status that says so.
-        Returns the seconds spent on each row.
-        """
-        prompts = {shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts}
-        ids, seconds = data["input_ids"].unbind(), [0.0] * len(segments)
-        if not prompts:
-            return seconds
-        contexts = Contexts(prompts, torch.cat(data[NEEDED].cpu().unbind()), self._longest_row(data))
-        contexts.check(segments, status_B)
-        reader = replace(request, importance=SURPRISAL, importance_only=True)
-        known: dict[str, list[Tensor]] = {
-            "sign": [torch.full((len(row),), float(s)) for row, s in zip(ids, contexts.sign_B, strict=True)]
-        }
-        known |= {shown: [torch.zeros(len(row)) for row in ids] for shown in prompts}
+    def _contrast(
+        self,
+        data: TensorDict,
+        request: Request,
+        contexts: Contexts,
+        segments: Sequence[Tensor],
+        status_B: Tensor,
+        importance: list[Tensor],
+        seconds: list[float],
+    ) -> None:
+        """Runs the scoring pass behind the prompts of contexts, and makes importance of the results. In place."""
+        request, ids = replace(request, importance_only=True), data["input_ids"].unbind()
         order, num_ahead = self._scored_first(data, status_B)
-        rows, scored_B = order[:num_ahead].tolist(), status_B == Status.SCORED
-        for shown, prompt in prompts.items() if rows else ():
+        rows, scored_B, found = order[:num_ahead].tolist(), status_B == Status.SCORED, dict[Shown, dict[int, Tensor]]()
+        for shown, prompts in contexts.prompts.items() if rows else ():
             sequences = [
-                torch.cat([prompt[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
+                torch.cat([prompts[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
                 for row in rows
             ]
             behind = tu.index_select_tensor_dict(data, order[:num_ahead])
             behind["input_ids"] = nested(sequences)
             behind["position_ids"] = nested([torch.arange(len(one), device=one.device) for one in sequences])
             behind[SEQUENCE_SEGMENTS] = sequence_segments([segments[row] for row in rows], behind["input_ids"])
-            read = self._score_or_run_out_of_memory(behind, reader)
-            if read is None:
+            scored = self._score_or_run_out_of_memory(behind, request)
+            if scored is None:
                 status_B[scored_B] = Status.OUT_OF_MEMORY
-                break
-            costs = zip(*(read["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS)), strict=True)
-            for row, (surprisal, cost) in zip(rows, costs, strict=True):
+                return
+            results, costs = (scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS))
+            found[shown] = {row: r[len(r) - len(segments[row]) :] for row, r in zip(rows, results, strict=True)}
+            for row, cost in zip(rows, costs, strict=True):
                 seconds[row] += float(cost)
-                if scored_B[row]:
-                    known[shown][row][-len(segments[row]) :] = -surprisal[-len(segments[row]) :]
-        data.update({f"{KNOWN}{name}": nested(of_rows) for name, of_rows in known.items()})
-        return seconds
+        for row in scored_B.nonzero()[:, 0].tolist():
+            of_shown = {shown: results[row] for shown, results in found.items()}
+            importance[row] = request.importance_object.contrast(importance[row], of_shown, int(contexts.sign_B[row]))
 
     def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
         """Returns (indices of all rows, sorted so that rows to score are first; number of rows in the scoring pass).
@@ -300,15 +296,17 @@ class ImportancePass:
         sizes = data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu
         return min(size for size in sizes if size)
 
-    def _most_tokens_at_once(self, data: TensorDict) -> int:
-        """Maximum number of tokens per micro-batch and rank of the scoring pass, if batches are dynamic."""
-        return min(most for most in (data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu) if most)
-
     def _longest_row(self, data: TensorDict) -> int:
         """Tokens that a row of a scoring pass may have: those of a micro-batch, or of the batch's longest row."""
         longest = longest_of(self.model_config.hf_config)
-        batch_longest = int(data["input_ids"].offsets().diff().max())
-        return min(longest, max(self._most_tokens_at_once(data), batch_longest)) if self._is_dynamic(data) else longest
+        if self._is_dynamic(data):
+            batch_longest = int(data["input_ids"].offsets().diff().max())
+            longest = min(longest, max(batch_longest, self._most_tokens_at_once(data)))
+        return longest
+
+    def _most_tokens_at_once(self, data: TensorDict) -> int:
+        """Maximum number of tokens per micro-batch of the scoring pass and rank, if batches are dynamic."""
+        return min(most for most in (data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu) if most)
 
     def _limit_micro_batches(self, data: TensorDict) -> None:
         """Limit the scoring pass to micro-batches of the actor update's size: both keep activations for a backward."""
@@ -372,8 +370,7 @@ def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
 def packed_of(data: TensorDict) -> Packed:
     """Returns the sequences of a batch and their segments, on the CPU, where verl's batches are until `forward_step`."""
     input_ids, segments = data["input_ids"], data[SEQUENCE_SEGMENTS]
-    known = {name.removeprefix(KNOWN): data[name].values().cpu() for name in [*data.keys()] if name.startswith(KNOWN)}
-    return Packed(input_ids.values().cpu(), segments.values().cpu(), input_ids.offsets().cpu(), known)
+    return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
 
 
 def score_fields(

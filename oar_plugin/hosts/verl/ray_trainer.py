@@ -181,10 +181,7 @@ class OarRayTrainer(TrainerCredit):
 
 
 class _Asking:
-    """A worker group whose `compute_log_prob` also asks for importance, with `more` fields.
-
-    `answer`: `fields` of the last call's answer, padded.
-    """
+    """A worker group whose `compute_log_prob` asks for importance too, with `more` fields. `answer`: `fields`, padded."""
 
     answer: dict[str, Tensor]
 

@@ -67,11 +67,10 @@ MEGATRON_REFUSED = (
 
 CONTEXTS_REFUSED = (
     Refused("algorithm.use_kl_in_reward", (False, None),
-            "it needs the sign of the advantage, which is not known before the log-probs"),
+            "a contrast needs the sign of the advantage, which is not known before the log-probs"),
     Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
-            "routes are recorded behind the response's own prompt, and it reads the response behind another one"),
+            "a contrast reads responses behind other prompts, and routes are recorded behind their own"),
 )  # fmt: skip
-"""Refused for an importance with contexts."""
 
 
 def copies_under_megatron(importance: str) -> str:
@@ -172,7 +171,8 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             f"algorithm.oar.perturbation.backend=rollout with RayPPOTrainer{of_trainer}: its agent loops score no copies; "
             f"allowed: actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
         )
-    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + (MEGATRON_REFUSED if megatron else ()):
+    more = (MEGATRON_REFUSED if megatron else ()) + (CONTEXTS_REFUSED if oar.contexts else ())
+    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + more:
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)
@@ -186,10 +186,6 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         yield from _virtual_pipeline_faults(config)
         if oar.copies is not None and not oar.offloads:
             yield copies_under_megatron(oar.importance)
-    if oar.contexts:
-        for refused in CONTEXTS_REFUSED:
-            if (value := OmegaConf.select(config, refused.key)) not in refused.allowed:
-                yield f"algorithm.oar.importance={oar.importance} with {refused.fault(value)}"
     if OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") == "geo_mean":
         yield (
             f"{_ACTOR}.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which weights do not "

@@ -127,7 +127,7 @@ class OarTrainerMixin(TrainerCredit):
             batch.extra_info.pop(REQUEST, None)
             # The update reads every field of the queue: it must not see an answer.
             for shown in self.oar.contexts:
-                _write(batch, f"{CONTEXT}{shown}", _nested([torch.tensor([NO_PROMPT])] * len(batch)))
+                _write(batch, f"{CONTEXT}{shown}", torch.full((len(batch), 1), NO_PROMPT))
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Writes `oar_needed`, the rows that the actor is to score, and returns it, int64 `[B]`: the sign of their advantages.
@@ -143,7 +143,7 @@ class OarTrainerMixin(TrainerCredit):
             sign_B *= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
-        _write(batch, NEEDED, _nested(list(sign_B[:, None])))
+        _write(batch, NEEDED, torch.nested.as_nested_tensor(list(sign_B[:, None]), layout=torch.jagged))
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
         for name, prompts in self._context_fields(sign_B, batch.keys, read).items():
             _write(batch, name, prompts)
@@ -240,10 +240,6 @@ def lost_responses(keys: Sequence[str], each: int) -> float:
 
 def _read(batch: tq.KVBatchMeta, *fields: str) -> TensorDict:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
-
-
-def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def _write(batch: Any, name: str, field: torch.Tensor) -> None:

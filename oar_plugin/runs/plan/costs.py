@@ -221,9 +221,8 @@ def step_flops(s: Setup) -> dict[str, float]:
     rows = [of.get(backward.rows, s.answer_rows) for backward in importance.backwards]
     added = s.extra_forwards * model.layers_flops(length) + s.oar.backwards * (model.backward_flops(length) + again)
     added += s.oar.num_draws * 2 * model.head_flops(sum(rows))
-    added += len(importance.contexts) * model.head_flops(reasoning)
     if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
-        added += model.head_flops(reasoning)
+        added += (1 + len(importance.contexts)) * model.head_flops(reasoning)
     scored = s.sequences * s.scored_share
     copies = 0.0
     if s.oar.copies is not None:  # masked copies, and one forward of the unmasked response

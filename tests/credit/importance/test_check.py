@@ -151,11 +151,14 @@ NO_SCORE = "it has backwards and no method score (one number per token from its 
         own("copies must be None or Copies(...)", copies=1.0),
         own("contexts=('trth',); allowed: a tuple of truth, own", contexts=("trth",)),
         own("contexts='truth'; allowed: a tuple of truth, own", contexts="truth"),
-        own("it has copies and contexts; allowed: one of the two", contexts=("truth",), copies=Copies()),
+        own("it has contexts: it must have a method contrast, and no copies", contexts=("truth",)),
+        own("it has contexts*", contexts=("truth",), copies=Copies(), contrast=lambda self, own, shown, sign: own),
         own(
-            "combine failed: KeyError('own')*", contexts=("truth",), combine=lambda self, parts: parts.in_context("own")
+            "contrast failed: KeyError('own')*",
+            contexts=("truth",),
+            contrast=lambda self, own, shown, sign: shown["own"],
         ),
-        own("combine returned negative*", contexts=("truth",), combine=lambda self, parts: parts.in_context("truth")),
+        own("contrast returned negative*", contexts=("truth",), contrast=lambda self, own, shown, sign: sign * own),
         own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
         # Pooled rows have no tokens.
         own("coefficients failed*NoneType*", backwards=(Backward("probe"),)),

@@ -21,7 +21,7 @@ PLANS = {
     "grail": ([(0, 0)], [(0, 1)], set()),
     "span_masking": ([], [], set()),
     "contrast": ([(None, 0)], [], {"reasoning_rows"}),
-    "contrast_own": ([], [], set()),
+    "contrast_own": ([(None, 0)], [], {"reasoning_rows"}),
     "entropy": ([(None, 0)], [], {"reasoning_rows"}),
     "random": ([], [], set()),
 }
