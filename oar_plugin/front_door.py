@@ -266,10 +266,11 @@ def _contexts(
         return None
     given = {"prompts": prompts, "truths": truths, "advantages": advantages}
     wrong = [name for name, value in given.items() if value is None or len(value) != len(rows)]
-    if prompts is None or truths is None or wrong or credit.tokenizer is None or segments is not None:
+    wrong += ["tokenizer"] * (credit.tokenizer is None) + ["segments"] * (segments is not None)
+    if prompts is None or truths is None or wrong:
         raise OarConfigError(
-            f"oar_plugin.importance.importance={credit.config.importance}: it shows answers in other prompts; give {len(rows)} "
-            f"prompts, truths and advantages, the tokenizer, and no segments; missing, or not {len(rows)}: {', '.join(wrong)}"
+            f"oar_plugin.importance.importance={credit.config.importance}: it shows answers in prompts, and needs {len(rows)} "
+            f"prompts, truths and advantages, the tokenizer, and no segments; at fault: {', '.join(wrong)}"
         )
     sign_B = torch.as_tensor(advantages, dtype=torch.float32).cpu().sign().long()
     asked = [

@@ -37,7 +37,7 @@ class Contexts:
 
         `segments` has a `Segment` per token of each response.
         """
-        for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist() if self.prompts else ():
+        for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist():
             prompts = [of_shown[row] for of_shown in self.prompts.values()]
             if abs(int(self.sign_B[row])) != 1 or any(int(prompt[0]) == NO_PROMPT for prompt in prompts):
                 status_B[row] = Status.NO_CONTEXT

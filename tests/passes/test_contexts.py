@@ -140,7 +140,7 @@ def test_the_own_wrong_answer_takes_the_place_of_the_plain_prompt(model, folder)
 
 @pytest.mark.parametrize("importance", BY_SIGN)
 def test_what_it_needs_is_said(model, importance):
-    with pytest.raises(OarConfigError, match="missing, or not 4: truths, advantages"):
+    with pytest.raises(OarConfigError, match=r"needs 4 .* at fault: truths, advantages$"):
         of_front_door(model, importance, truths=None, advantages=[1, 1, 1])
     with pytest.raises(OarConfigError, match=f"credit.importance={importance}: .*not made here; allowed: fisher"):
         TokenCredit({"importance": importance}, world.make_tokenizer(), "credit")

@@ -14,7 +14,7 @@ A plain hint also changes style. Of the two prompts only the answer differs, so 
 What differs from the papers:
 
 * RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`. Here a token that the answer does not speak
-  for has importance 0, and the gate makes weights, which average 1.
+  for has importance 0, and the gate makes weights that average 1.
 * The papers show a worked solution. Here the prompt shows the final answer, the `ground_truth` of a rule-based reward
   (`algorithm.oar.context.template`).
 * RLCSD's wrong answer may be another response's. Here it is the response's own, so only responses with a negative advantage

@@ -147,8 +147,9 @@ class ImportancePass:
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
         prompts = {shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts}
-        contexts = Contexts(prompts, torch.cat(columns[-1]), self._longest_row(data))
-        contexts.check(segments, status_B)
+        contexts = Contexts(prompts, torch.cat(columns[-1]), self._longest_row(data)) if prompts else None
+        if contexts is not None:
+            contexts.check(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
@@ -190,7 +191,7 @@ class ImportancePass:
             importance = self._copies_importance(data, request, segments, status_B, importance)
             share = seconds_between(copies_from, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
-        if prompts:
+        if contexts is not None:
             self._contrast(data, request, contexts, segments, status_B, importance, seconds)
         zero_non_finite(importance, status_B)
         weighs_from = time.perf_counter()
