@@ -19,7 +19,9 @@ from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import packed_rows
 
-WITHOUT_COPIES = [name for name, importance in IMPORTANCES.items() if importance.copies is None]
+WITHOUT_COPIES = [
+    name for name, importance in IMPORTANCES.items() if importance.copies is None and not importance.contexts
+]
 WITHOUT_COPIES.append("python:tests.own_importance:Saliency")
 
 

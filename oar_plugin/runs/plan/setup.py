@@ -78,7 +78,9 @@ class Setup:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
             self.rounds.append(self.sequences * (1 / self.scored_share - 1))
             self.scored_share = 1.0
-        self.extra_forwards = 0 if self.oar is None else self.oar.extra_forwards
+        self.extra_forwards = 0
+        if self.oar is not None:
+            self.extra_forwards = self.oar.extra_forwards + len(self.oar.importance_object.contexts)
         if self.oar is not None and OmegaConf.select(config, f"{self.group}.router_replay.mode") == "R2":
             plan = self.oar.importance_object.forwards(1)
             self.extra_forwards += bool(plan) and plan[0].backward is not None  # verl records routes without a backward
