@@ -48,7 +48,7 @@ def by_run(records: Named) -> pd.DataFrame:
         there = reward.index[reward >= THRESHOLD]
         run = record.run
         rows.append(
-            {"task": run.task, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed, "start": record.start}
+            {"task": run.setting, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed, "start": record.start}
             | {"held_out": record.held_out, "steps": there[0] + 1 if len(there) else math.inf}
             | means(record)
         )
@@ -60,7 +60,7 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 
     A rate counts where all of its pairs are finished; without any it is the plan's first.
     """
-    found = {(task, name): plan.rates[0] for task in plan.tasks for name in plan.methods}
+    found = {(task, name): plan.rates[0] for task in plan.settings for name in plan.methods}
     if records:
         rates = by_run(records).groupby(["task", "method", "lr"])["reward"].agg(["size", "mean"])
         whole = rates[rates["size"] == len(plan.choose.all())]["mean"]
@@ -73,13 +73,13 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 def tables(plan: Plan, chosen_from: Named, judged: Named) -> list[Table]:
     """All that a page shows, task by task."""
     runs, grid = by_run(judged), by_run(chosen_from)
-    gains = {(task, name): _gain(runs, task, name) for task in plan.tasks for name in plan.methods}
-    tested = [(task, name) for task in plan.tasks for name in plan.named if name != BASELINE]
+    gains = {(task, name): _gain(runs, task, name) for task in plan.settings for name in plan.methods}
+    tested = [(task, name) for task in plan.settings for name in plan.named if name != BASELINE]
     corrected = dict(zip(tested, holm([gains[key][1] for key in tested]), strict=True))
     found = []
-    for task in plan.tasks:
+    for task in plan.settings:
         found += [_compared(plan, task, runs, gains, corrected), _paid(task, plan, runs)]
-    found += [_grid(task, plan, grid) for task in plan.tasks]
+    found += [_grid(task, plan, grid) for task in plan.settings]
     return [table for table in found if table.rows]
 
 
@@ -176,7 +176,7 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     """What one has to know to read the figures."""
     some = (judged or chosen_from)[0][1].run
     trainings = Counter((one.run.warm, one.run.seed) for _, one in judged)
-    finished = sum(count == len(plan.tasks) * len(plan.methods) for count in trainings.values())
+    finished = sum(count == len(plan.settings) * len(plan.methods) for count in trainings.values())
     trainer = (
         "Real verl, Ray and vLLM on a CPU. Runs of one pair see the same problems in the same order; sampling noise is vLLM's."
         if plan.through_verl
@@ -191,7 +191,7 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
             f"{_list(plan.judge.warm)} and seeds {_list(plan.judge.seeds)}: {ready}"
         )
     runs = by_run(judged)
-    compared = sum(len(_paired(runs, task, name)) for task in plan.tasks for name in plan.methods if name != BASELINE)
+    compared = sum(len(_paired(runs, task, name)) for task in plan.settings for name in plan.methods if name != BASELINE)
     alone = int((runs["method"] != BASELINE).sum()) - compared
     left_out = f"{alone} trainings stand beside none of GRPO that began with the same weights: not compared."
     return [
@@ -214,8 +214,8 @@ def _list(values: Sequence[object]) -> str:
 
 def draw(plan: Plan, rates: Mapping[tuple[str, str], float], records: Named) -> Figure:
     """Reward against steps, and each pair's gain, at the rate of each task and method."""
-    records = [(name, one) for name, one in records if one.run.lr == rates[one.run.task, name]]
-    tasks = [task for task in plan.tasks if any(one.run.task == task for _, one in records)]
+    records = [(name, one) for name, one in records if one.run.lr == rates[one.run.setting, name]]
+    tasks = [task for task in plan.settings if any(one.run.setting == task for _, one in records)]
     figure, panels = subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), squeeze=False)
     runs = by_run(records)
     for row, task in zip(panels, tasks, strict=True):
@@ -223,7 +223,7 @@ def draw(plan: Plan, rates: Mapping[tuple[str, str], float], records: Named) -> 
             of = [
                 [step["reward"] for step in one.steps]
                 for method, one in records
-                if method == name and one.run.task == task
+                if method == name and one.run.setting == task
             ]
             if not of:
                 continue
