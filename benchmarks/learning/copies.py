@@ -1,6 +1,6 @@
-"""Importance from masked copies for the small trainer: the package's units and scores, on a forward for many responses at once.
+"""Importance from masked copies for the small trainer: the package's units and scores, for many responses in one forward.
 
-The package runs the copies of one response at a time, behind a cached prefix; for models this small calls cost more than tokens.
+The package runs one response's copies at a time, behind a cached prefix. In models this small, calls cost more than tokens.
 """
 
 import itertools
@@ -56,13 +56,13 @@ def _outcomes(model: PreTrainedModel, probe: Probe, token_KL: Tensor, segments_K
     if probe == "last":
         answer_KL = answer_KL & (answer_KL.cumsum(-1) == 1)
     end_K = (answer_KL * torch.arange(1, answer_KL.shape[1] + 1)).amax(-1)
-    found = torch.zeros(len(token_KL), *(() if probe == "answer_joint" else (model.config.vocab_size,)), dtype=torch.float64)
-    head_VH = head_of(model)
+    joint, head_VH = probe == "answer_joint", head_of(model)
+    found_KV = torch.zeros(len(token_KL), 1 if joint else len(head_VH), dtype=torch.float64)
     for rows, longest in micro_batches(end_K, ROWS):
         token_kL, predicts_kl = token_KL[rows, :longest], answer_KL[rows, 1:longest]
         hidden_NH = rows_of(model, model.get_input_embeddings()(token_kL))[:, :-1][predicts_kl]
         logits_NV, row_N = F.linear(hidden_NH, head_VH), predicts_kl.nonzero()[:, 0]
-        if probe == "answer_joint":
-            logits_NV = logits_NV.log_softmax(-1).gather(-1, token_kL[:, 1:][predicts_kl][:, None])[:, 0]
-        found.index_add_(0, rows[row_N], logits_NV.double() / predicts_kl.sum(-1)[row_N].view(-1, *[1] * (found.dim() - 1)))
-    return found if probe == "answer_joint" else log_distribution(found)
+        if joint:
+            logits_NV = logits_NV.log_softmax(-1).gather(-1, token_kL[:, 1:][predicts_kl][:, None])
+        found_KV.index_add_(0, rows[row_N], logits_NV.double() / predicts_kl.sum(-1)[row_N, None])
+    return found_KV[:, 0] if joint else log_distribution(found_KV)

@@ -157,5 +157,7 @@ def _plan(name: str, values: Any) -> Plan:
         if plan.through_verl and (credit.importance in ORACLES or credit.gate == SPARE or credit.only):
             raise ValueError(f"methods.{method}: verl serves no oracle, no gate {SPARE} and no `only`")
         if copies and copies.by_gradient and not plan.through_verl:
-            raise ValueError(f"methods.{method}: importance={credit.importance}: copies that a gradient chooses need through_verl")
+            raise ValueError(
+                f"methods.{method}: importance={credit.importance}: copies that a gradient chooses need through_verl"
+            )
     return plan
