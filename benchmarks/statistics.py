@@ -84,6 +84,8 @@ def mean_over_clusters(clusters: Sequence[Sequence[float]], trim: float = 0.0) -
         return mean_difference(means, [0.0] * len(means))
     trimmed = TrimmedMean(means, trim)
     value, error = float(trimmed.mean_trimmed), float(trimmed.std_mean_trimmed)
+    if error == 0:
+        return Estimate(value, count=len(means)), np.nan
     _, p, freedom = trimmed.ttest_mean()
     reach = error * stats.t.ppf(0.975, freedom)
     return Estimate(value, value - reach, value + reach, len(means)), float(p)

@@ -28,6 +28,7 @@ def masked_importance(model: PreTrainedModel, request: Request, token_BL: Tensor
     Blocks choose the copies of a budget: an importance whose gradient chooses them gets others here.
     """
     reasoning_BL = segments_BL == Segment.REASONING
+    assert request.replacement_token is not None
     searches = {
         row: Search(units(reasoning_BL[row].tolist(), request.span), token_BL.shape[1], request.budget)
         for row in reasoning_BL.any(-1).nonzero()[:, 0].tolist()

@@ -46,8 +46,8 @@ class Setting:
     earlier: str | None = None
 
     def run(self, credit: Credit, lr: float, warm: int, seed: int, steps: int) -> Run:
-        more = {"prompts": self.prompts, "copies": self.copies, "flips": self.flips}
-        return Run(task=self.task, credit=credit, lr=lr, warm=warm, seed=seed, steps=steps, **more)
+        settings = {name: getattr(self, name) for name in ("task", "prompts", "copies", "flips")}
+        return Run(**settings, credit=credit, lr=lr, warm=warm, seed=seed, steps=steps)
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Plan:
     """What a file of `plans` says.
 
     Attributes:
-        factors: in place of `tasks`: what is varied, and the setting of each level. A level may be that of several factors.
+        factors: beside `tasks` or in their place: what is varied, and the setting of each level.
         trim: share of the models that is left out at each end of the mean over models: what falls apart decides nothing.
         named: methods that are held against GRPO and corrected for together; the others are controls, or explored.
         rates: the learning rates that every method has to choose from.
@@ -72,11 +72,11 @@ class Plan:
 
     name: str
     title: str
+    tasks: tuple[str, ...]
     methods: Mapping[str, Credit]
     rates: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
     choose: Pairs
     judge: Pairs
-    tasks: tuple[str, ...] = ()
     factors: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     named: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ def _plan(name: str, values: Any) -> Plan:
         raise ValueError(f"{values!r} is no plan; allowed: title, tasks, methods, rates, choose, judge and so on")
     plan = TypeAdapter(Plan).validate_python({**values, "name": name})
     if not plan.settings:
-        raise ValueError("tasks: none, and no factors; allowed: either")
+        raise ValueError("tasks: none, and no factors; allowed: either, or both")
     tasks = [setting.task for setting in plan.settings.values()]
     if unknown := set(tasks) - set(TASKS):
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")

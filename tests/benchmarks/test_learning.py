@@ -381,7 +381,7 @@ REFUSED = {
         "methods": METHODS | {"x": {"importance": "blame", "gate": "spare"}}
     },
     "methods.x: importance=hybrid: copies that a gradient": {"methods": METHODS | {"x": {"importance": "hybrid"}}},
-    "tasks: none, and no factors": {"tasks": None},
+    "tasks: none, and no factors": {"tasks": []},
     "methods: no grpo": {"methods": {"fisher": {}}},
     "named: random; allowed: grpo, fisher, blame": {"named": ["random"]},
     "tasks: sums; allowed: parallel, chain, lookup": {"tasks": ["sums"]},

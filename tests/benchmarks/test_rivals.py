@@ -62,8 +62,8 @@ def test_levels_are_named_by_what_is_not_as_usual(tmp_path):
     levels = {"8": {"task": "parallel_2"}, "4": {"task": "parallel_2", "prompts": 32, "copies": 4}}
     levels |= {"noise": {"task": "parallel_2", "flips": 0.1}, "old": {"task": "chain", "earlier": "learning_judged"}}
     pairs = {"choose": {"warm": [], "seeds": []}, "judge": {"warm": [0], "seeds": [0]}}
-    values = {"title": "x", "rates": [1e-3], "methods": {"grpo": {}}, "factors": {"all": levels}, **pairs}
-    (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    values = {"title": "x", "tasks": [], "rates": [1e-3], "methods": {"grpo": {}}, "factors": {"all": levels}, **pairs}
+    (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     plan = read_plan(file)
     shown = {"parallel_2": (16, 8, 0.0), "parallel_2, 32 x 4": (32, 4, 0.0), "parallel_2, 10% flipped": (16, 8, 0.1)}
     assert list(plan.settings) == list(shown), "an earlier study's trainings are not made again"
@@ -105,7 +105,7 @@ def test_what_falls_apart_is_counted_beside_the_gain():
     runs = comparison.by_run([record(rewards, held_out) for rewards, held_out, _ in cases])
     assert list(comparison.fell_apart(runs)) == [wanted for *_, wanted in cases]
     pairs = Pairs(tuple(range(4)), (0,))
-    plan = Plan("x", "x", METHODS, (1e-3,), Pairs((), ()), pairs, ("chain",), trim=0.25, steps=6)
+    plan = Plan("x", "x", ("chain",), METHODS, (1e-3,), Pairs((), ()), pairs, trim=0.25, steps=6)
     judged = [record(rises, 0.8, name, warm) for warm in range(4) for name in METHODS]
     judged[-1] = record(falls, 0.3, "fisher", 3)
     first, *_ = comparison.tables(plan, [], judged)
@@ -152,7 +152,7 @@ def test_flops_are_counted_and_change_nothing(model, rollout):
 
 
 def test_gains_at_equal_cost_are_on_the_page():
-    plan = Plan("x", "x", METHODS, (1e-3,), Pairs((), ()), Pairs((0, 1), (0,)), ("chain",), steps=6)
+    plan = Plan("x", "x", ("chain",), METHODS, (1e-3,), Pairs((), ()), Pairs((0, 1), (0,)), steps=6)
     rises = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     judged = [record(rises, 0.9, name, warm) for warm in range(2) for name in METHODS]
     (table,) = (table for table in comparison.tables(plan, [], judged) if table.title == "chain: gain at equal cost")
@@ -196,7 +196,7 @@ def test_a_factor_shows_each_level_with_its_interval(tmp_path, monkeypatch):
         "4": Setting("chain", prompts=32, copies=4),
         "old": Setting("parallel", earlier="x"),
     }
-    plan = Plan("x", "x", METHODS, (1e-3,), Pairs((), ()), Pairs((0, 1), (0,)), factors={"group size": levels})
+    plan = Plan("x", "x", (), METHODS, (1e-3,), Pairs((), ()), Pairs((0, 1), (0,)), factors={"group size": levels})
     judged = [
         record([0.5, 0.5 + (name == "fisher") * (0.1 + warm / 50)], 0.5, name, warm)
         for warm in (0, 1)
