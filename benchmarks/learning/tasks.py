@@ -12,8 +12,7 @@ has as well, and sums are small ones.
 | `chain_quiet`    | as `chain`                            |                   | likewise                                     |
 | `chain_32k`      | as `chain`                            |                   | as there; the model knows 32,000 words       |
 
-`parallel_1`, `chain_2` and so on have other numbers of steps than four; `parallel_2_wordy` has two steps in as many tokens as
-four, `parallel_2_sure` two steps that are wrong as rarely as in `parallel`.
+`parallel_1`, `parallel_2` and `chain_2` have one step or two in place of four; `parallel_2_terse` has hardly any filler.
 
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, where the task
 is quiet, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
@@ -153,14 +152,11 @@ TASKS: dict[str, Task] = {
         WideChain("chain_32k", steps=4, filler=(5, 8), error_rate=0.2),
         NamedParallel("parallel_1", steps=1, filler=(5, 8), error_rate=0.6),
         NamedParallel("parallel_2", steps=2, filler=(5, 8), error_rate=0.36),
-        NamedParallel("parallel_3", steps=3, filler=(5, 8), error_rate=0.26),
+        NamedParallel("parallel_2_terse", steps=2, filler=(0, 2), error_rate=0.36),
         NamedChain("chain_2", steps=2, filler=(5, 8), error_rate=0.36),
-        NamedChain("chain_3", steps=3, filler=(5, 8), error_rate=0.26),
-        NamedParallel("parallel_2_wordy", steps=2, filler=(17, 22), error_rate=0.36),
-        NamedParallel("parallel_2_sure", steps=2, filler=(5, 8), error_rate=0.2),
     )
 }
-"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts; where it is `sure`, in 64 %."""
+"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts."""
 
 
 def lessons(task: Task, rng: random.Random, filler: tuple[int, int]) -> Iterator[Task]:
