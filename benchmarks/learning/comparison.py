@@ -241,12 +241,16 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     compared = sum(len(paired(runs, task, name)) for task in plan.settings for name in plan.methods if name != BASELINE)
     alone = int((runs["method"] != BASELINE).sum()) - compared
     left_out = f"{alone} trainings stand beside none of GRPO that began with the same weights: not compared."
-    trimmed = ""
+    trimmed, files = (
+        "",
+        {level.earlier for factor in plan.factors.values() for level in factor.values() if level.earlier},
+    )
     if plan.trim:
         cut = int(plan.trim * len(plan.judge.warm))
-        trimmed = f", {cut} models left out at each end of the mean and Yuen's t-test for what is left"
+        trimmed = f", with {cut} of {len(plan.judge.warm)} models left out at each end, and of Yuen's t-test for trimmed means"
     return [
         *([left_out] if alone else []),
+        *(f"Levels that have no table of their own are trainings of `{file}`, of other models." for file in files),
         f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
         f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. {trainer}",
         rates,

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.learning.comparison import by_run, gain, signed
+from benchmarks.learning.comparison import HEADROOM, by_run, gain, signed
 from benchmarks.learning.plan import BASELINE, Plan, Setting
 from benchmarks.learning.training import Record
 from benchmarks.report import COLOURS, Table, subplots
@@ -60,12 +60,12 @@ def draw(plan: Plan, judged: list[tuple[str, Record]]) -> Figure:
             at_N = np.array([at for at, _ in shown]) + 0.09 * (number - (len(names) - 1) / 2)
             value_N = np.array([one.value for _, one in shown])
             reach_2N = np.abs(np.array([(one.low, one.high) for _, one in shown]).T - value_N)
-            panel.errorbar(
-                at_N, value_N, reach_2N, fmt="o-", ms=4, lw=1.3, capsize=2, color=COLOURS[number], label=name
-            )
+            style = {"ms": 4, "lw": 1.3, "capsize": 2, "color": COLOURS[number]}
+            label = f"{name} (an oracle)" if name == HEADROOM else name
+            panel.errorbar(at_N, value_N, reach_2N, fmt="o-", label=label, **style)
         panel.axhline(0, color="black", lw=0.8)
         panel.set_xticks(range(len(levels)), list(levels))
-        panel.set(xlabel=factor, xlim=(-0.5, len(levels) - 0.5))
+        panel.set(xlabel=factor.replace("`", ""), xlim=(-0.5, len(levels) - 0.5))
     panels[0][0].set_ylabel("mean reward over training, minus GRPO's")
     panels[0][-1].legend(frameon=False, fontsize=8)
     return figure
