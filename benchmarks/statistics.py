@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.robust_compare import TrimmedMean
 
 from benchmarks.report import Table
 
@@ -70,13 +71,24 @@ def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[Est
     return Estimate(value, float(interval.low), float(interval.high), count), float(test.pvalue)
 
 
-def mean_over_clusters(clusters: Sequence[Sequence[float]]) -> tuple[Estimate, float]:
+def mean_over_clusters(clusters: Sequence[Sequence[float]], trim: float = 0.0) -> tuple[Estimate, float]:
     """The mean of the clusters' means with the interval of a t-test over clusters, and its p-value (NaN below two clusters).
 
     What differs between clusters (models that pairs started from) is in the interval; how many values a cluster has is not.
+
+    `trim`: share of the clusters, rounded down, that the mean leaves out at each end; interval and p are then those of Yuen's
+    t-test for trimmed means (Biometrika 61, 1974), which uses the winsorized variance.
     """
     means = [float(np.mean(values)) for values in clusters]
-    return mean_difference(means, [0.0] * len(means))
+    if int(trim * len(means)) == 0:
+        return mean_difference(means, [0.0] * len(means))
+    trimmed = TrimmedMean(means, trim)
+    value, error = float(trimmed.mean_trimmed), float(trimmed.std_mean_trimmed)
+    if error == 0:
+        return Estimate(value, count=len(means)), np.nan
+    _, p, freedom = trimmed.ttest_mean()
+    reach = error * stats.t.ppf(0.975, freedom)
+    return Estimate(value, value - reach, value + reach, len(means)), float(p)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

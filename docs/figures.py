@@ -239,6 +239,49 @@ def vocabulary() -> str:
     return f"Two models with one seed each, minus GRPO: `fisher` {fisher} and `decision` {decision}.\n"
 
 
+RIVALS = {
+    "oracle: the wrong results are known": "blame",
+    "`fisher`, `two_level` (default)": "fisher",
+    "`decision`, `two_level`": "decision",
+    "`grail`, `z_score` (GRAIL)": "grail",
+    "`span_masking`, `two_level` (span masking)": "span_masking",
+    "`entropy`, `top_only` (the 80/20 rule)": "top_only",
+    "control: `fisher`, the gate turned round": "inverted",
+    "control: random": "random",
+}
+
+
+def rivals() -> str:
+    stem, tasks = "learning_rivals", ("parallel_2", "chain_2")
+
+    def cells(name: str, task: str) -> list[str]:
+        row = against_grpo(stem, task)[name]
+        (cost,) = (row for row in load(stem)["tables"][f"{task}: gain at equal cost"] if row["method"] == name)
+        gained = f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN]
+        return [gained, cost["at equal FLOPs"].split()[0], row["fell apart"]]
+
+    rows = [[label, *(cell for task in tasks for cell in cells(name, task))] for label, name in RIVALS.items()]
+    head = " credit | `parallel`, two steps | equal FLOPs | fell apart | `chain`, two steps | equal FLOPs | fell apart "
+    grpo = (f"{against_grpo(stem, task)['grpo'][key]}" for key in ("mean reward", "fell apart") for task in tasks)
+    return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
+
+
+def levels() -> str:
+    """A row for each level of each factor of the two plans, less the doubles."""
+    found = {}
+    names = ("blame", "fisher", "decision", "random")
+    for stem in ("learning_where", "learning_factors"):
+        for title, rows in load(stem)["tables"].items():
+            factor, _, rest = title.partition(": mean reward minus")
+            for row in rows if rest else ():
+                found[f"{factor}: {row['level']}"] = [
+                    row.get(name, "").split()[0] if row.get(name) else "" for name in names
+                ]
+    return table(
+        " factor: level | oracle | `fisher` | `decision` | random ", ([level, *row] for level, row in found.items())
+    )
+
+
 # ---- cost
 
 
@@ -413,7 +456,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity, candidates, marks, helps, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
-        run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
+        rivals, levels, run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
         architectures,
         one_gpu,
     )

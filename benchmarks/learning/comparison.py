@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from benchmarks.learning.cost import flops_of, gain_at_equal, tokens_of
 from benchmarks.learning.plan import BASELINE, Plan
 from benchmarks.learning.training import MAX_GRADIENT_NORM, Record
 from benchmarks.report import COLOURS, Table, subplots
@@ -16,6 +17,9 @@ from benchmarks.statistics import Estimate, holm, mean_over_clusters
 THRESHOLD, WINDOW = 0.7, 5
 """Steps are counted to this share of right responses, the mean of so many steps."""
 SIGNIFICANT = 0.05
+FALLEN = 0.1
+"""A training fell apart if the share of right answers to held-out problems at its end is so far below that of its best `WINDOW`
+steps in a row."""
 HEADROOM = "blame"
 """The oracle whose gain the others' are given as a share of."""
 KINDS = {
@@ -48,11 +52,26 @@ def by_run(records: Named) -> pd.DataFrame:
         there = reward.index[reward >= THRESHOLD]
         run = record.run
         rows.append(
-            {"task": run.task, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed, "start": record.start}
+            {
+                "task": run.setting,
+                "method": name,
+                "lr": run.lr,
+                "warm": run.warm,
+                "seed": run.seed,
+                "start": record.start,
+            }
             | {"held_out": record.held_out, "steps": there[0] + 1 if len(there) else math.inf}
+            | {"rewards": [step["reward"] for step in record.steps]}
+            | {"tokens": tokens_of(record.steps), "flops": flops_of(record.steps)}
             | means(record)
         )
-    return pd.DataFrame(rows, columns=[*NAMED, "held_out", "steps", "reward", *MEANS])
+    return pd.DataFrame(rows, columns=[*NAMED, "held_out", "steps", "rewards", "tokens", "flops", "reward", *MEANS])
+
+
+def fell_apart(runs: pd.DataFrame) -> pd.Series:
+    """Whether each training did; false where it is shorter than `WINDOW` steps."""
+    best = [pd.Series(rewards).rolling(WINDOW).mean().max() for rewards in runs["rewards"]]
+    return np.array(best) - runs["held_out"] >= FALLEN
 
 
 def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
@@ -60,7 +79,7 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 
     A rate counts where all of its pairs are finished; without any it is the plan's first.
     """
-    found = {(task, name): plan.rates[0] for task in plan.tasks for name in plan.methods}
+    found = {(task, name): plan.rates[0] for task in plan.settings for name in plan.methods}
     if records:
         rates = by_run(records).groupby(["task", "method", "lr"])["reward"].agg(["size", "mean"])
         whole = rates[rates["size"] == len(plan.choose.all())]["mean"]
@@ -73,27 +92,38 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 def tables(plan: Plan, chosen_from: Named, judged: Named) -> list[Table]:
     """All that a page shows, task by task."""
     runs, grid = by_run(judged), by_run(chosen_from)
-    gains = {(task, name): _gain(runs, task, name) for task in plan.tasks for name in plan.methods}
-    tested = [(task, name) for task in plan.tasks for name in plan.named if name != BASELINE]
+    gains = {(task, name): gain(plan, runs, task, name) for task in plan.settings for name in plan.methods}
+    tested = [(task, name) for task in plan.settings for name in plan.named if name != BASELINE]
     corrected = dict(zip(tested, holm([gains[key][1] for key in tested]), strict=True))
     found = []
-    for task in plan.tasks:
-        found += [_compared(plan, task, runs, gains, corrected), _paid(task, plan, runs)]
-    found += [_grid(task, plan, grid) for task in plan.tasks]
+    for task in plan.settings:
+        found += [
+            _compared(plan, task, runs, gains, corrected),
+            _at_equal_cost(plan, task, runs),
+            _paid(task, plan, runs),
+        ]
+    found += [_grid(task, plan, grid) for task in plan.settings]
     return [table for table in found if table.rows]
 
 
-def _paired(runs: pd.DataFrame, task: str, method: str) -> pd.DataFrame:
+def paired(runs: pd.DataFrame, task: str, method: str) -> pd.DataFrame:
     """A method's trainings of a task and GRPO's of the same pairs from the same weights, side by side."""
     of_task = runs[runs["task"] == task].set_index(["warm", "seed", "start"])
     ours, theirs = (of_task[of_task["method"] == name] for name in (method, BASELINE))
     return ours.join(theirs.add_suffix("_grpo"), how="inner")
 
 
-def _gain(runs: pd.DataFrame, task: str, method: str, what: str = "reward") -> tuple[Estimate, float]:
-    pairs = _paired(runs, task, method)
-    difference = pairs[what] - pairs[f"{what}_grpo"]
-    return mean_over_clusters([list(of) for _, of in difference.groupby("warm")])
+def gain(plan: Plan, runs: pd.DataFrame, task: str, method: str, what: str = "reward") -> tuple[Estimate, float]:
+    """Of `what` over GRPO's, and its p; `tokens` and `flops` stand for the mean reward at equal numbers of them."""
+    pairs = paired(runs, task, method)
+    if what in ("tokens", "flops"):
+        columns = pairs[["rewards", what, "rewards_grpo", f"{what}_grpo"]]
+        difference = pd.Series(
+            [gain_at_equal(*row) for row in columns.itertuples(index=False)], pairs.index, dtype=float
+        )
+    else:
+        difference = pairs[what] - pairs[f"{what}_grpo"]
+    return mean_over_clusters([list(of) for _, of in difference.groupby("warm")], plan.trim)
 
 
 def _compared(
@@ -106,27 +136,44 @@ def _compared(
     rows = []
     headroom = gains[task, HEADROOM][0].value if HEADROOM in plan.methods else math.nan
     for name in plan.methods:
-        of, pairs = runs[(runs["task"] == task) & (runs["method"] == name)], _paired(runs, task, name)
+        of, pairs = runs[(runs["task"] == task) & (runs["method"] == name)], paired(runs, task, name)
         if of.empty:
             continue
         line = [name, f"{of['lr'].iloc[0]:g}", f"{of['reward'].mean():.3f}"]
         if name == BASELINE:
             line += [""] * 5
         else:
-            gain, p = gains[task, name]
+            estimate, p = gains[task, name]
             ahead = f"{(pairs['reward'] > pairs['reward_grpo']).sum()} of {len(pairs)}"
             holm_p = corrected.get((task, name), math.nan)
             verdict = "control or explored" if name not in plan.named else "not told apart from GRPO"
             if holm_p < SIGNIFICANT:
-                verdict = "**faster**" if gain.value > 0 else "**slower**"
-            share = _number(gain.value / headroom, ".2f") if headroom > 0 else "-"
-            line += [_signed(gain), ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
-        held_out = _gain(runs, task, name, "held_out")[0]
-        late = "" if name == BASELINE else _signed(held_out)
-        rows.append([*line, f"{of['held_out'].mean():.3f}", late, _number(of["steps"].median(), "g")])
+                verdict = "**faster**" if estimate.value > 0 else "**slower**"
+            share = _number(estimate.value / headroom, ".2f") if headroom > 0 else "-"
+            line += [signed(estimate), ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
+        held_out = gain(plan, runs, task, name, "held_out")[0]
+        late = "" if name == BASELINE else signed(held_out)
+        fallen = f"{fell_apart(of).sum()} of {len(of)}"
+        rows.append([*line, fallen, f"{of['held_out'].mean():.3f}", late, _number(of["steps"].median(), "g")])
     columns = ["method", "lr", "mean reward", "minus GRPO's (95 %)", "ahead in", f"of {HEADROOM}'s gain"]
-    columns += ["p", "verdict", "held-out at the end", "minus GRPO's", f"steps to {THRESHOLD:.0%}"]
+    columns += ["p", "verdict", "fell apart", "held-out at the end", "minus GRPO's", f"steps to {THRESHOLD:.0%}"]
     return Table(f"{task}: mean reward over the run, against GRPO", columns, rows)
+
+
+def _at_equal_cost(plan: Plan, task: str, runs: pd.DataFrame) -> Table:
+    rows = []
+    for name in plan.methods:
+        of = runs[(runs["task"] == task) & (runs["method"] == name)]
+        if of.empty or np.isnan(np.concatenate(list(of["flops"]))).any():
+            continue
+        tokens, flops = (np.mean([spent.sum() for spent in of[what]]) for what in ("tokens", "flops"))
+        line = [name, f"{tokens / 1e3:.1f}", f"{flops / 1e9:.1f}", f"{flops / tokens / 1e6:.2f}"]
+        equal = ("reward", "tokens", "flops")
+        rows.append(
+            line + [("" if name == BASELINE else signed(gain(plan, runs, task, name, what)[0])) for what in equal]
+        )
+    columns = ["method", "thousand tokens sampled", "GFLOP", "MFLOP a token", "gain at equal steps (95 %)"]
+    return Table(f"{task}: gain at equal cost", [*columns, "at equal tokens sampled", "at equal FLOPs"], rows)
 
 
 def _paid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:
@@ -163,7 +210,7 @@ def _grid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:
     return Table(f"{task}: mean reward at each learning rate, on the pairs that it is chosen on", columns, rows)
 
 
-def _signed(of: Estimate) -> str:
+def signed(of: Estimate) -> str:
     interval = f" ({of.low:+.3f} to {of.high:+.3f})" if math.isfinite(of.low) else ""  # none of a single cluster
     return f"{of.value:+.3f}{interval}"
 
@@ -176,7 +223,7 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     """What one has to know to read the figures."""
     some = (judged or chosen_from)[0][1].run
     trainings = Counter((one.run.warm, one.run.seed) for _, one in judged)
-    finished = sum(count == len(plan.tasks) * len(plan.methods) for count in trainings.values())
+    finished = sum(count == len(plan.settings) * len(plan.methods) for count in trainings.values())
     trainer = (
         "Real verl, Ray and vLLM on a CPU. Runs of one pair see the same problems in the same order; sampling noise is vLLM's."
         if plan.through_verl
@@ -191,19 +238,30 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
             f"{_list(plan.judge.warm)} and seeds {_list(plan.judge.seeds)}: {ready}"
         )
     runs = by_run(judged)
-    compared = sum(len(_paired(runs, task, name)) for task in plan.tasks for name in plan.methods if name != BASELINE)
+    compared = sum(len(paired(runs, task, name)) for task in plan.settings for name in plan.methods if name != BASELINE)
     alone = int((runs["method"] != BASELINE).sum()) - compared
     left_out = f"{alone} trainings stand beside none of GRPO that began with the same weights: not compared."
+    trimmed, files = (
+        "",
+        {level.earlier for factor in plan.factors.values() for level in factor.values() if level.earlier},
+    )
+    if plan.trim:
+        cut = int(plan.trim * len(plan.judge.warm))
+        trimmed = f", with {cut} of {len(plan.judge.warm)} models left out at each end, and of Yuen's t-test for trimmed means"
     return [
         *([left_out] if alone else []),
+        *(f"Levels that have no table of their own are trainings of `{file}`, of other models." for file in files),
         f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
         f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. {trainer}",
         rates,
-        "Intervals and p are those of a t-test over warm models, of the mean difference of each. p of "
+        f"Intervals and p are those of a t-test over warm models, of the mean difference of each{trimmed}. p of "
         f"{_list(plan.named) or 'none'} is corrected (Holm) for their number on all tasks of the page; the others are controls "
         "or explored, and uncorrected.",
         "Weights: means over the steps of a run, of the tokens that can be reshaped. Recall: share of the results among as "
         "many of the highest scores. A response without differences falls back to GRPO.",
+        f"Fell apart: the share of right answers to held-out problems at the end is {FALLEN:g} or more below that of the best "
+        f"{WINDOW} steps in a row. At equal cost: mean reward of both trainings of a pair over what the cheaper one spends. "
+        "Sampling a token is taken to cost its forward, importance costs what it adds to the update's own.",
         "Small models on made-up tasks: what holds here need not hold for yours.",
     ]
 
@@ -214,8 +272,8 @@ def _list(values: Sequence[object]) -> str:
 
 def draw(plan: Plan, rates: Mapping[tuple[str, str], float], records: Named) -> Figure:
     """Reward against steps, and each pair's gain, at the rate of each task and method."""
-    records = [(name, one) for name, one in records if one.run.lr == rates[one.run.task, name]]
-    tasks = [task for task in plan.tasks if any(one.run.task == task for _, one in records)]
+    records = [(name, one) for name, one in records if one.run.lr == rates[one.run.setting, name]]
+    tasks = [task for task in plan.settings if any(one.run.setting == task for _, one in records)]
     figure, panels = subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), squeeze=False)
     runs = by_run(records)
     for row, task in zip(panels, tasks, strict=True):
@@ -223,18 +281,18 @@ def draw(plan: Plan, rates: Mapping[tuple[str, str], float], records: Named) -> 
             of = [
                 [step["reward"] for step in one.steps]
                 for method, one in records
-                if method == name and one.run.task == task
+                if method == name and one.run.setting == task
             ]
             if not of:
                 continue
             smooth = pd.DataFrame(of).T.rolling(WINDOW, min_periods=1).mean()
             colour, dashes = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else "--"
             row[0].plot(smooth.index + 1, smooth.mean(axis=1), label=name, color=colour, ls=dashes, lw=1.3)
-            pairs = _paired(runs, task, name)
+            pairs = paired(runs, task, name)
             if name != BASELINE:
                 gains = (pairs["reward"] - pairs["reward_grpo"]).groupby("warm").mean()
                 row[1].plot(gains, np.full(len(gains), -number), "o", color=colour, ms=4, alpha=0.6)
-                row[1].plot(gains.mean(), -number, "|", color="black", ms=14)
+                row[1].plot(gain(plan, runs, task, name)[0].value, -number, "|", color="black", ms=14)
         row[0].set(xlabel="step", ylabel=f"{task}: reward, mean of {WINDOW} steps")
         row[0].legend(frameon=False, fontsize=7)
         others = [number for number, name in enumerate(plan.methods) if name != BASELINE]

@@ -15,14 +15,15 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from benchmarks.learning import comparison, training
+from benchmarks.learning import comparison, factors, training
+from benchmarks.learning.cost import flops_of, tokens_of
 from benchmarks.learning.plan import PLANS, Plan, read_plan
 from benchmarks.learning.training import Credit, Record, Run
 from benchmarks.learning.warm_start import StuckError, warm_model
 from benchmarks.report import Progress, Report
 from oar_plugin.output import write_whole
 
-FORMAT = 5
+FORMAT = 6
 """Raised when training changes, so that runs of an older version are not taken for new ones."""
 _SHIPPED = ", ".join(sorted(file.stem for file in PLANS.glob("*.yaml")))
 
@@ -68,10 +69,12 @@ def measure(settings: Settings, progress: Progress) -> Report:
     return Report(
         plan.title,
         f"learning_{plan.name}",
-        comparison.tables(plan, chosen_from, judged),
+        factors.tables(plan, judged) + comparison.tables(plan, chosen_from, judged),
         comparison.notes(plan, chosen_from, judged),
         {"chosen_on": [_plain(*one) for one in chosen_from], "judged_on": [_plain(*one) for one in judged]},
-        figure=lambda: comparison.draw(plan, rates, judged or chosen_from),
+        figure=lambda: (
+            factors.draw(plan, judged) if plan.factors else comparison.draw(plan, rates, judged or chosen_from)
+        ),
     )
 
 
@@ -164,9 +167,12 @@ def _plain(name: str, record: Record) -> dict[str, Any]:
     means = comparison.means(record)
     return {
         "method": name,
-        **{key: getattr(run, key) for key in ("task", "lr", "warm", "seed")},
+        "task": run.setting,
+        **{key: getattr(run, key) for key in ("lr", "warm", "seed")},
         "start": record.start,
         "held_out": round(record.held_out, 4),
         **{key: round(value, 4) for key, value in means.items()},
         "rewards": [round(step["reward"], 4) for step in record.steps],
+        "tokens": float(tokens_of(record.steps).sum()),
+        "flops": float(flops_of(record.steps).sum()),
     }

@@ -12,6 +12,8 @@ has as well, and sums are small ones.
 | `chain_quiet`    | as `chain`                            |                   | likewise                                     |
 | `chain_32k`      | as `chain`                            |                   | as there; the model knows 32,000 words       |
 
+`parallel_1`, `parallel_2` and `chain_2` have one step or two in place of four; `parallel_2_terse` has hardly any filler.
+
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, where the task
 is quiet, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
 """
@@ -148,6 +150,10 @@ TASKS: dict[str, Task] = {
         QuietParallel("parallel_quiet", steps=4, filler=(5, 8), error_rate=0.2),
         QuietChain("chain_quiet", steps=4, filler=(5, 8), error_rate=0.2),
         WideChain("chain_32k", steps=4, filler=(5, 8), error_rate=0.2),
+        NamedParallel("parallel_1", steps=1, filler=(5, 8), error_rate=0.6),
+        NamedParallel("parallel_2", steps=2, filler=(5, 8), error_rate=0.36),
+        NamedParallel("parallel_2_terse", steps=2, filler=(0, 2), error_rate=0.36),
+        NamedChain("chain_2", steps=2, filler=(5, 8), error_rate=0.36),
     )
 }
 """By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts."""

@@ -4,6 +4,7 @@ One process, one update for each batch of rollouts, no KL term. Everything about
 here is a trainer small enough to run hundreds of times.
 """
 
+import copy
 import hashlib
 import random
 import time
@@ -12,19 +13,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import ConfigDict, with_config
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
 from benchmarks.candidates.learning import spare
 from benchmarks.fidelity.scores import causal_recall
+from benchmarks.learning.copies import masked_importance
 from benchmarks.learning.tasks import TASKS, wrong_results
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import sample
 from benchmarks.tiny.tasks import Task
 from benchmarks.tiny.warm_start import accuracy
+from benchmarks.tiny.words import PAD
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
@@ -45,6 +50,14 @@ SPARE = "spare"
 With the oracle `decides` it knows which tokens decide, and has the policy's doubt for which of them are wrong."""
 CERTAIN = 1e3
 """Nats, for `SPARE`: a result, where the results are known."""
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+ATTENTION = {
+    getattr(torch.ops.aten, _CPU_ATTENTION): lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
+    getattr(torch.ops.aten, f"{_CPU_ATTENTION}_backward"): lambda gradient, query, key, value, *_, **__: (
+        sdpa_backward_flop_count(gradient, query, key, value)
+    ),
+}
+"""torch's counter knows no attention on a CPU."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -84,6 +97,13 @@ class Run:
     steps: int = 40
     prompts: int = 16
     copies: int = 8
+    flips: float = 0.0  # share of the responses whose reward is turned round before advantages are made of it
+
+    @property
+    def setting(self) -> str:
+        """The task, and what is not as usual about its batches and rewards."""
+        batch = f", {self.prompts} x {self.copies}" if (self.prompts, self.copies) != (Run.prompts, Run.copies) else ""
+        return self.task + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
 
     @property
     def draw(self) -> int:
@@ -158,7 +178,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
     for step in range(run.steps):
         begun = time.perf_counter()
         noise.manual_seed(1000 * run.draw + step)
-        rollout = roll_out(model, task, problems, noise, run.prompts, run.copies)
+        rollout = roll_out(model, task, problems, noise, run.prompts, run.copies, run.flips)
         sampled = time.perf_counter()
         entry = {**rollout.graded, "used": len(rollout.token_BL), "sample_seconds": sampled - begun}
         if len(rollout.token_BL):
@@ -170,9 +190,28 @@ def train(run: Run, model: PreTrainedModel) -> Record:
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
+            if not any("update_flops" in earlier for earlier in record.steps):
+                entry |= counted(run, model, rollout, step)
         record.steps.append(entry)
     record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
     return record
+
+
+def counted(run: Run, model: PreTrainedModel, rollout: Rollout, step: int) -> dict[str, float]:
+    """FLOPs of a step's forward, importance and update, on a copy of the model. Sampling is not among them.
+
+    Attention is counted as if no half of it were masked, as torch does.
+    """
+    model = copy.deepcopy(model)
+    marks = []
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+        passes = forward(model, rollout)
+        marks.append(counter.get_total_flops())
+        importance(run, rollout, passes, step)
+        marks.append(counter.get_total_flops())
+        update(model, torch.optim.Adam(model.parameters()), rollout, passes, torch.ones(rollout.token_BL.shape))
+    names = "forward_flops", "importance_flops", "update_flops"
+    return dict(zip(names, np.diff([0, *marks, counter.get_total_flops()]).astype(float).tolist(), strict=True))
 
 
 def digest_of(model: PreTrainedModel) -> str:
@@ -184,11 +223,18 @@ def digest_of(model: PreTrainedModel) -> str:
 
 
 def roll_out(
-    model: PreTrainedModel, task: Task, rng: random.Random, noise: torch.Generator, prompts: int, copies: int
+    model: PreTrainedModel,
+    task: Task,
+    rng: random.Random,
+    noise: torch.Generator,
+    prompts: int,
+    copies: int,
+    flips: float = 0.0,
 ) -> Rollout:
     """Sample `copies` responses to each of `prompts` new problems; `rng` draws the problems, `noise` the tokens.
 
-    The advantage is `(r - mean) / (std + 1e-6)` over the responses to a problem, as verl's GRPO has it.
+    The advantage is `(r - mean) / (std + 1e-6)` over the responses to a problem, as verl's GRPO has it. A share `flips` of the
+    rewards, drawn by `rng` as well, is turned round in it.
     """
     problems = [task.problem(rng) for _ in range(prompts)]
     prompt_BP = torch.tensor([problem.prompt for problem in problems])
@@ -196,7 +242,9 @@ def roll_out(
     rows = response_BR.tolist()
     readings = [task.read(problems[row // copies], ids) for row, ids in enumerate(rows)]
     reward_PG = torch.tensor([float(reading.right) for reading in readings]).view(prompts, copies)
-    advantage_B = ((reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)).flatten()
+    flipped_B = torch.tensor([rng.random() < flips for _ in rows]) if flips else torch.zeros(len(rows)).bool()
+    seen_PG = (reward_PG - flipped_B.view(prompts, copies).float()).abs()
+    advantage_B = ((seen_PG - seen_PG.mean(1, keepdim=True)) / (seen_PG.std(1, keepdim=True) + 1e-6)).flatten()
     lengths = [reading.length for reading in readings]
     graded = {
         "reward": reward_PG.mean().item(),
@@ -263,7 +311,10 @@ def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int)
     if name in ORACLES:
         return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, ORACLES[name])
     if name is not None:
-        request = Request.from_config(run.credit.config(run.seed), step + 1, rollout.token_BL.shape[1])
+        config = run.credit.config(run.seed)
+        request = Request.from_config(config, step + 1, rollout.token_BL.shape[1], replacement_token=PAD)
+        if request.importance_object.copies is not None:
+            return masked_importance(passes[0].model, request, rollout.token_BL, rollout.segments_BL)
         for one in passes:
             length = one.token_bL.shape[1]
             segments_bL, mask_bL = rollout.segments_BL[one.rows, :length], rollout.mask_BL[one.rows, :length]

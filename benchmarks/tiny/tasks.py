@@ -119,7 +119,7 @@ class Task(ABC):
         segments = segment_tokens(pieces(ids), _FINDER)
         right = False
         if ended and segments is not None:
-            right = tuple(t for t, s in zip(ids, segments, strict=True) if s == Segment.ANSWER) == problem.answer
+            right = tuple(np.array(ids)[segments == Segment.ANSWER].tolist()) == problem.answer
         (equals,) = encode([self.EQUALS])
         causal: list[int] = []
         in_results = False

@@ -380,7 +380,8 @@ REFUSED = {
     "methods.x: gate=spare with importance=blame; allowed: importance in nats, or decides": {
         "methods": METHODS | {"x": {"importance": "blame", "gate": "spare"}}
     },
-    "methods.x: importance=oar_p: masked copies": {"methods": METHODS | {"x": {"importance": "oar_p"}}},
+    "methods.x: importance=hybrid: copies that a gradient": {"methods": METHODS | {"x": {"importance": "hybrid"}}},
+    "tasks: none, and no factors": {"tasks": []},
     "methods: no grpo": {"methods": {"fisher": {}}},
     "named: random; allowed: grpo, fisher, blame": {"named": ["random"]},
     "tasks: sums; allowed: parallel, chain, lookup": {"tasks": ["sums"]},
@@ -522,7 +523,7 @@ def test_a_model_that_is_stuck_ends_the_study_with_its_words(bench, monkeypatch,
 
 
 def test_a_record_is_found_by_all_that_it_depends_on(tmp_path):
-    other = {"task": "chain", "lr": 1.0, "warm": 1, "seed": 1, "steps": 3, "prompts": 5, "copies": 3}
+    other = {"task": "chain", "lr": 1.0, "warm": 1, "seed": 1, "steps": 3, "prompts": 5, "copies": 3, "flips": 0.1}
     changed = [replace(RUN, **{key: value}) for key, value in other.items()]
     credits = {"importance": "fisher", "gate": "spare", "tau": 0.5, "beta": 1.0, "floor": 0.2, "probe": "last"}
     credits |= {"warmup_steps": 1, "only": "boost"}
@@ -562,7 +563,7 @@ def test_what_began_with_other_weights_is_no_pair():
     fisher, steps = replace(run, credit=Credit(importance="fisher")), [{"reward": 0.5}]
     for start, pairs in (("a", 1), ("b", 0)):
         records = [("grpo", Record(run, "a", steps, 0.0)), ("fisher", Record(fisher, start, steps, 0.0))]
-        assert len(comparison._paired(comparison.by_run(records), "chain", "fisher")) == pairs
+        assert len(comparison.paired(comparison.by_run(records), "chain", "fisher")) == pairs
         plan = replace(TWO_RATES, methods={"grpo": Credit(), "fisher": fisher.credit})
         assert [note for note in comparison.notes(plan, [], records) if "not compared" in note] == [
             "1 trainings stand beside none of GRPO that began with the same weights: not compared."

@@ -1,0 +1,69 @@
+"""Importance from masked copies for the small trainer: the package's units and scores, for many responses in one forward.
+
+The package runs one response's copies at a time, behind a cached prefix. In models this small, calls cost more than tokens.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.tiny.fast import head_of, micro_batches, rows_of
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.importance.oar_p import divergence, log_distribution
+from oar_plugin.credit.perturbation import Search, units
+from oar_plugin.credit.probe import Probe
+from oar_plugin.passes.request import Request
+
+ROWS = 256
+"""Copies in one forward."""
+
+
+@torch.no_grad()
+def masked_importance(model: PreTrainedModel, request: Request, token_BL: Tensor, segments_BL: Tensor) -> Tensor:
+    """Importance `[B, L]`, 0 outside the reasoning. `request.replacement_token` stands where a copy masks.
+
+    Blocks choose the copies of a budget: an importance whose gradient chooses them gets others here.
+    """
+    reasoning_BL = segments_BL == Segment.REASONING
+    assert request.replacement_token is not None
+    searches = {
+        row: Search(units(reasoning_BL[row].tolist(), request.span), token_BL.shape[1], request.budget)
+        for row in reasoning_BL.any(-1).nonzero()[:, 0].tolist()
+    }
+    reference = _outcomes(model, request.probe, token_BL, segments_BL)
+    while under_way := {row: search for row, search in searches.items() if search.wanted}:
+        wanted = [(row, unit) for row, search in under_way.items() for unit in search.wanted]
+        row_K = torch.tensor([row for row, _ in wanted])
+        copy_KL = token_BL[row_K]
+        for place, (_, unit) in enumerate(wanted):
+            copy_KL[place, list(unit)] = request.replacement_token
+        outcome = _outcomes(model, request.probe, copy_KL, segments_BL[row_K])
+        scores = iter(divergence(reference[row_K], outcome, request.probe).tolist())
+        for search in under_way.values():
+            search.send(list(itertools.islice(scores, len(search.wanted))))
+    importance_BL = torch.zeros(token_BL.shape)
+    for row, search in searches.items():
+        assert search.importance is not None
+        importance_BL[row] = search.importance.float()
+    return importance_BL
+
+
+def _outcomes(model: PreTrainedModel, probe: Probe, token_KL: Tensor, segments_KL: Tensor) -> Tensor:
+    """Log-distribution of each row's answer, `[K, V]`; for `answer_joint` the answer's mean log-probability, `[K]`."""
+    answer_KL = segments_KL == Segment.ANSWER
+    if probe == "last":
+        answer_KL = answer_KL & (answer_KL.cumsum(-1) == 1)
+    end_K = (answer_KL * torch.arange(1, answer_KL.shape[1] + 1)).amax(-1)
+    joint, head_VH = probe == "answer_joint", head_of(model)
+    found_KV = torch.zeros(len(token_KL), 1 if joint else len(head_VH), dtype=torch.float64)
+    for rows, longest in micro_batches(end_K, ROWS):
+        token_kL, predicts_kl = token_KL[rows, :longest], answer_KL[rows, 1:longest]
+        hidden_NH = rows_of(model, model.get_input_embeddings()(token_kL))[:, :-1][predicts_kl]
+        logits_NV, row_N = F.linear(hidden_NH, head_VH), predicts_kl.nonzero()[:, 0]
+        if joint:
+            logits_NV = logits_NV.log_softmax(-1).gather(-1, token_kL[:, 1:][predicts_kl][:, None])
+        found_KV.index_add_(0, rows[row_N], logits_NV.double() / predicts_kl.sum(-1)[row_N, None])
+    return found_KV[:, 0] if joint else log_distribution(found_KV)

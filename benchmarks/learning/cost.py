@@ -1,0 +1,43 @@
+"""What a training spends, in sampled tokens and in FLOPs, and what it gains over another one for the same."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+Steps = Sequence[Mapping[str, float]]
+
+
+def tokens_of(steps: Steps) -> np.ndarray:
+    """Sampled tokens of each step; NaN where that is not known."""
+    return np.array([step.get("tokens", np.nan) for step in steps])
+
+
+def flops_of(steps: Steps) -> np.ndarray:
+    """FLOPs of each step: sampling, the forward that importance and update share, importance, and update. NaN if not counted.
+
+    They are counted on one step (`training.counted`). Those of another step are taken to be in proportion to the tokens of the
+    responses that have an advantage. A sampled token is taken to cost what a token of the forward does, as in an engine with a
+    cache; prompts are left out there.
+    """
+    counted = next((step for step in steps if "update_flops" in step), None)
+    if counted is None:
+        return np.full(len(steps), np.nan)
+    trained = np.array([step["used"] * step["length"] for step in steps])
+    per_token = np.array([counted[f"{part}_flops"] for part in ("forward", "importance", "update")])
+    per_token /= counted["used"] * counted["length"]
+    found: np.ndarray = per_token[0] * tokens_of(steps) + per_token.sum() * trained
+    return found
+
+
+def reward_until(rewards: Sequence[float], spent: np.ndarray, budget: float) -> float:
+    """Mean reward over what is spent up to `budget`, each step weighted by what it takes of it."""
+    taken = np.clip(budget - (spent.cumsum() - spent), 0.0, spent)
+    return float((taken * rewards).sum() / taken.sum())
+
+
+def gain_at_equal(
+    ours: Sequence[float], our_spent: np.ndarray, theirs: Sequence[float], their_spent: np.ndarray
+) -> float:
+    """Difference of the two mean rewards over what the cheaper training spends in all."""
+    budget = min(our_spent.sum(), their_spent.sum())
+    return reward_until(ours, our_spent, budget) - reward_until(theirs, their_spent, budget)
