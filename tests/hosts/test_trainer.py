@@ -29,6 +29,7 @@ from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
+from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.answer import answer_of
@@ -88,6 +89,7 @@ class World:
         self.trainer.use_critic = False
         self.trainer.tokenizer = TOKENIZER
         self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True, contexts=True)
+        self.trainer._context_prompts = ContextPrompts(self.trainer.oar, self.trainer.tokenizer)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):

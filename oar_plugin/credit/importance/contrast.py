@@ -2,11 +2,10 @@
 
     c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt)        I_t = min(max(0, sign(A) c_t), CLIP)
 
-in nats, at the sampling temperature. The reward decides which tokens score. In a response that is better than its group
-(advantage `A > 0`) these are tokens that the right answer makes more likely, in a worse one those that it makes less likely. A
-weight changes the size of a token's advantage and never its sign. Sources: RLSD (arXiv
-2604.03128), whose teacher is the same policy, shown the right answer; SDPO (arXiv 2601.20802), where this log-ratio is the
-advantage. `contrast_own` is the idea of RLCSD (arXiv 2606.11709):
+in nats, at the sampling temperature. In a response that is better than its group (advantage `A > 0`) tokens score that the
+right answer makes more likely, in a worse one tokens that it makes less likely. Weights change the size of advantages and never
+their sign. Sources: RLSD (arXiv 2604.03128), whose teacher is the same policy, shown the right answer; SDPO (arXiv 2601.20802),
+where this log-ratio is the advantage. `contrast_own` is the idea of RLCSD (arXiv 2606.11709):
 
     c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt with the response's own answer)
 

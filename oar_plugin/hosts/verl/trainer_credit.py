@@ -1,7 +1,6 @@
 """What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +38,10 @@ class TrainerCredit:
         home = self.config.trainer.default_local_dir
         self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True, contexts=True)
         self._viewer = Viewer(self._credit)
+        # verl's agent loops give it to their own tokenizers.
+        template = {"chat_template": OmegaConf.select(self.config, "actor_rollout_ref.model.custom_chat_template")}
+        template |= OmegaConf.select(self.config, "data.apply_chat_template_kwargs") or {}
+        self._context_prompts = ContextPrompts(oar, self.tokenizer, template)
 
     def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
         strategy = self.config.actor_rollout_ref.actor.strategy
@@ -88,13 +91,6 @@ class TrainerCredit:
             every = [of_row.get(row, torch.tensor([NO_PROMPT])) for row in range(len(keys))]
             made[f"{CONTEXT}{shown}"] = torch.nested.as_nested_tensor(every, layout=torch.jagged)
         return made
-
-    @cached_property
-    def _context_prompts(self) -> ContextPrompts:
-        # verl's agent loops give it to their own tokenizers.
-        template = {"chat_template": OmegaConf.select(self.config, "actor_rollout_ref.model.custom_chat_template")}
-        template |= OmegaConf.select(self.config, "data.apply_chat_template_kwargs") or {}
-        return ContextPrompts(self._credit.config, self.tokenizer, template)
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
