@@ -77,7 +77,7 @@ class DumpConfig(_Settings):
 
 
 class ContextConfig(_Settings):
-    """The settings of `algorithm.oar.context`: the other prompts of importances that have `contexts`."""
+    """The settings of `algorithm.oar.context`: prompts that show an answer, for importances that have `contexts`."""
 
     template: str = Field(
         "The right answer is {answer}. {prompt}",
@@ -85,8 +85,8 @@ class ContextConfig(_Settings):
         description="The prompt that shows an answer: {prompt} is the user's last message, or the prompt if it is a text.",
     )
     truth: str | None = None
-    """TRL: the column of the data that holds the right answer. null: the first of ground_truth, solution, answer. verl:
-    reward_model.ground_truth."""
+    """TRL only: the column of the data that holds the right answer, the final one without its solution. null: the first of
+    ground_truth, solution, answer. verl reads reward_model.ground_truth."""
 
 
 GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "context": ContextConfig, "dump": DumpConfig}
@@ -165,7 +165,7 @@ class OarConfig(_Settings):
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
     context: ContextConfig = Field(default_factory=ContextConfig)
-    """The prompts that show an answer, of contrast and contrast_own."""
+    """The prompts that show an answer; only contrast and contrast_own use them."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
     """Groups of responses with their weights, for people to look at."""
 

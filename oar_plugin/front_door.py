@@ -18,7 +18,7 @@ from oar_plugin import estimator
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.contexts import Asked, ContextPrompts, Contexts, longest_of
+from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
@@ -261,23 +261,25 @@ def _contexts(
     rows: Sequence[tuple[Tensor, Tensor]],
     segments: Any,
 ) -> Contexts | None:
-    """What the importance reads behind other prompts; None if it reads nothing there. `rows`: see `_tokenized`."""
+    """What the importance reads after other prompts; None if it reads nothing there. `rows`: see `_tokenized`."""
     if not credit.config.importance_object.contexts:
         return None
-    given = {"prompts": prompts, "truths": truths, "advantages": advantages}
-    wrong = [name for name, value in given.items() if value is None or len(value) != len(rows)]
+    sign_B = torch.as_tensor(() if advantages is None else advantages, dtype=torch.float32).cpu().sign().long()
+    flat = {"prompts": prompts, "truths": truths, _shape("advantages", sign_B): sign_B if sign_B.dim() == 1 else None}
+    wrong = [name for name, value in flat.items() if value is None or len(value) != len(rows)]
+    kinds = (one if isinstance(one, str) else next(iter(one), None) for one in (() if prompts is None else prompts))
+    wrong += ["token ids as prompts"] * (not all(isinstance(kind, str | Mapping) for kind in kinds))
     wrong += ["tokenizer"] * (credit.tokenizer is None) + ["segments"] * (segments is not None)
     if prompts is None or truths is None or wrong:
         raise OarConfigError(
             f"oar_plugin.importance.importance={credit.config.importance}: it shows answers in prompts, and needs {len(rows)} "
-            f"prompts, truths and advantages, the tokenizer, and no segments; at fault: {', '.join(wrong)}"
+            f"prompts (texts or chats), truths and advantages, the tokenizer, and no segments; at fault: {', '.join(wrong)}"
         )
-    sign_B = torch.as_tensor(advantages, dtype=torch.float32).cpu().sign().long()
-    asked = [
-        Asked(prompt, ids[~own].tolist(), ids[own].tolist(), truth, sign)
+    sources = [
+        PromptSource(prompt, ids[~own].tolist(), ids[own].tolist(), truth, sign)
         for (ids, own), prompt, truth, sign in zip(rows, prompts, truths, sign_B.tolist(), strict=True)
     ]
-    prompts_of = ContextPrompts(credit.config, credit.tokenizer).prompts(asked)
+    prompts_of = ContextPrompts(credit.config, credit.tokenizer).prompts(sources)
     return Contexts(prompts_of, sign_B, longest_of(model.config))
 
 

@@ -207,7 +207,7 @@ class TokenCredit:
                 importance_BT = run(*rows)
             else:
                 lengths = batch.response_BL.sum(-1).tolist()
-                importance_BT = contrasted(run, request.importance_object.contrast, rows, contexts, lengths)
+                importance_BT = contrasted(run, request.importance_object, rows, contexts, lengths)
         return importance_BT[:, before:]
 
     def reshape(

@@ -4,6 +4,8 @@ for each copy.
 The engines' workers name the stand-ins for GPUs. Errors are relative to the response's largest score.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import Gemma2Config, Qwen3MoeConfig
@@ -97,6 +99,21 @@ def test_an_answer_crosses_a_context_parallel_border():
     assert len(prompt) + len(response) == 32
     answer = (world.segments_of(world.ROWS[3][1]) == Segment.ANSWER).nonzero()[:, 0] + len(prompt) - 1
     assert len({int(at) // (32 // 4) for at in answer}) == 2
+
+
+@pytest.mark.parametrize("ranks", ["context_parallel_size", "ulysses_sequence_parallel_size"])
+def test_ranks_that_share_sequences_have_room_for_longer_ones(ranks):
+    """Whatever the length of the batch's own rows."""
+    import verl.workers.engine  # noqa: F401 - it loads the plugin, which imports the module below
+
+    from oar_plugin.hosts.verl.importance_pass import ImportancePass
+
+    engine, most = ImportancePass(), {"max_token_len_per_gpu": 30}
+    engine.engine_config = SimpleNamespace(**most, **{ranks: 2})
+    engine.model_config = SimpleNamespace(hf_config=Qwen3MoeConfig(max_position_embeddings=50))
+    assert engine._longest_row({**most, "use_dynamic_bsz": False}) == 50
+    assert engine._longest_row({**most, "use_dynamic_bsz": True}) == 50
+    assert engine._longest_row({"max_token_len_per_gpu": 20, "use_dynamic_bsz": True}) == 40
 
 
 def test_a_model_with_other_logits_than_its_configuration_or_its_kernels_say_is_refused_on_every_rank(double):

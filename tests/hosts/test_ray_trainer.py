@@ -25,7 +25,7 @@ from oar_plugin.hosts.verl import ray_trainer as ours
 from oar_plugin.hosts.verl import trainer_credit
 from oar_plugin.hosts.verl.importance_pass import response_rows
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.passes.contexts import UNSIGNED, ContextPrompts
+from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import CONTEXT, NEEDED, REQUEST, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
@@ -183,6 +183,22 @@ def test_answers_are_shown_to_the_log_prob_pass_alone(bypass):
     assert first == second
 
 
+@pytest.mark.parametrize("importance", ["contrast", "fisher"])
+def test_a_response_scored_for_the_other_sign_keeps_its_advantage_and_is_counted(importance):
+    """A trainer of one's own may change rewards after the pass: here all three advantages turn."""
+    one = trainer_of(importance=importance)
+    batch = before_update(one, batch_of())
+    batch.batch["advantages"] = turned_BL = -batch.batch["advantages"]
+    metrics = one._update_actor(batch).meta_info["metrics"]
+    kept = importance == "contrast"
+    assert one.actor_rollout_wg.updated[0]["advantages"].equal(turned_BL) == kept
+    assert metrics["oar/fallback/not_scored"] == [float(kept)]
+    alone = trainer_of(importance=importance)
+    batch = before_update(alone, batch_of(), bypass=True)
+    batch.batch["advantages"] = -batch.batch["advantages"]
+    assert alone._update_actor(batch).meta_info["metrics"]["oar/fallback/not_scored"] == [0.0]
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
 def test_a_batch_that_fell_back_has_exactly_the_hosts_advantage(estimator):
     """Also of a base estimator that verl calls by name, beside a trainer with another; rows are in the order of sampling."""
@@ -210,11 +226,11 @@ def test_another_estimator_runs_only_verls_methods(monkeypatch):
 def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_scores():
     one, batch = trainer_of(), batch_of()
     one.config.algorithm.use_kl_in_reward = True
-    assert one._advantage_signs(batch).eq(UNSIGNED).all()
+    assert one._advantage_signs(batch).eq(1).all()
     one.config.algorithm.use_kl_in_reward = False
     assert one._advantage_signs(batch).tolist() == [1, -1, -1, 0, 0, 0]
     del batch.batch["rm_scores"]
-    assert one._advantage_signs(batch).eq(UNSIGNED).all()
+    assert one._advantage_signs(batch).eq(1).all()
 
 
 def test_ranks_get_equal_numbers_of_rows_to_score():

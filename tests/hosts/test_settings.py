@@ -81,6 +81,11 @@ def assert_refused(changes, parts):
             ["algorithm.use_kl_in_reward=True", "sign", "allowed: False"],
         ),
         (
+            {"algorithm__oar": {"importance": "contrast"}, "async_training": {"staleness_threshold": 0.1}},
+            ["importance=contrast with fully_async_policy", "allowed: fisher"],
+        ),
+        ({"algorithm__oar": {"context": {"truth": "answer"}}}, ["context.truth=answer", "reward_model.ground_truth"]),
+        (
             {"algorithm__oar": {"importance": "contrast_own"}, MEGATRON + REPLAY: "R2", ACTOR + "strategy": "megatron"},
             ["router_replay.mode=R2", "allowed: disabled"],
         ),

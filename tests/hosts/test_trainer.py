@@ -29,7 +29,7 @@ from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.contexts import UNSIGNED
+from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.answer import answer_of
@@ -89,6 +89,7 @@ class World:
         self.trainer.use_critic = False
         self.trainer.tokenizer = TOKENIZER
         self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True, contexts=True)
+        self.trainer._context_prompts = ContextPrompts(self.trainer.oar, self.trainer.tokenizer)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
@@ -158,7 +159,7 @@ def world(monkeypatch):
     return build
 
 
-@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, -1, -1, 0, 0, 0]), (True, [UNSIGNED] * 6)])
+@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, -1, -1, 0, 0, 0]), (True, [1] * 6)])
 def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_reward(world, kl_in_reward, marked):
     one = world()
     one.trainer.config.algorithm.use_kl_in_reward = kl_in_reward

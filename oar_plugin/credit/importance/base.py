@@ -122,7 +122,7 @@ class Importance:
     copies: ClassVar[Copies | None] = None
     # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
-    # Contexts: other prompts, by what they show. The pass runs again with the response behind each, for `contrast`.
+    # Contexts: other prompts, by what they show. The pass runs again with the response after each, for `contrast`.
     contexts: ClassVar[tuple[Shown, ...]] = ()
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
     # response's mean. False: the scores have a unit, such as nats.
@@ -141,9 +141,9 @@ class Importance:
         return parts.score_KBL[0]
 
     def contrast(self, own_L: Tensor, shown: Mapping[Shown, Tensor], sign: int) -> Tensor:
-        """The importance of a response from results of `combine` behind its own prompt and behind those of `contexts`, `[L]`.
+        """The importance of a response from results of `combine` after its own prompt and after those of `contexts`, `[L]`.
 
-        `sign` is that of the advantage, -1 or 1. The importance is finite and not negative, and 0 where the results are 0.
+        `sign` is that of the advantage, -1 or 1. The importance is finite and not negative at reasoning tokens.
         """
         raise NotImplementedError
 

@@ -57,6 +57,8 @@ def _missing(kind: type[Importance]) -> Iterator[str]:
         yield f"contexts={kind.contexts!r}; allowed: a tuple of {', '.join(get_args(Shown))}"
     elif kind.contexts and (kind.copies is not None or not _has(kind, "contrast")):
         yield "it has contexts: it must have a method contrast, and no copies"
+    elif kind.contexts and not (kind.reads or count):
+        yield "it has contexts, and no reads or backwards: nothing differs after another prompt"
     if count and not _has(kind, "coefficients"):
         yield "it has backwards and no method coefficients (the factor of each logit)"
     if count and not _has(kind, "score"):

@@ -1,15 +1,15 @@
-"""Privileged contrast: how much more likely a token is behind a prompt that shows the right answer. One forward more.
+"""Privileged contrast: how much more likely a token is after a prompt that shows the right answer. One extra forward.
 
     c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt)        I_t = min(max(0, sign(A) c_t), CLIP)
 
-in nats, at the sampling temperature. The reward keeps the sign: in a response that is better than its group (advantage `A > 0`)
-tokens score that the right answer makes more likely, in a worse one tokens that it makes less likely. Sources: RLSD (arXiv
-2604.03128), whose teacher is the same policy, shown the right answer; SDPO (arXiv 2601.20802), where this log-ratio is the
-advantage. `contrast_own` is the idea of RLCSD (arXiv 2606.11709):
+in nats, at the sampling temperature. In a response that is better than its group (advantage `A > 0`) tokens score that the
+right answer makes more likely, in a worse one tokens that it makes less likely. Weights change the size of advantages and never
+their sign. Sources: RLSD (arXiv 2604.03128), whose teacher is the same policy, shown the right answer; SDPO (arXiv 2601.20802),
+where this log-ratio is the advantage. `contrast_own` is the idea of RLCSD (arXiv 2606.11709):
 
     c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt with the response's own answer)
 
-A plain hint also changes style. Of the two prompts only the answer differs, so this cancels. Two forwards more.
+A prompt with an answer also changes the style of what follows. Here both prompts have one, so this cancels. Two extra forwards.
 
 What differs from the papers:
 
@@ -22,8 +22,8 @@ What differs from the papers:
 * The answer itself has weight 1, as under every importance.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ CLIP = 5.0
 
 class Contrast(Importance):
     name = "contrast"
-    help = "RLSD's privileged contrast: what showing the right answer does to each token; one forward more."
+    help = "RLSD's privileged contrast: what showing the right answer does to each token; one extra forward."
     reads = frozenset({"log_prob"})
     contexts: ClassVar[tuple[Shown, ...]] = ("truth",)
     arbitrary_scale = False
@@ -49,5 +49,10 @@ class Contrast(Importance):
 
 class OwnContrast(Contrast):
     name = "contrast_own"
-    help = "RLCSD's: the right answer shown against the response's own wrong answer shown; two forwards more."
+    help = "RLCSD's: the right answer shown against the response's own wrong answer shown; two extra forwards."
     contexts = ("truth", "own")
+
+    def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
+        patterns = settings["answer_patterns"]
+        if not patterns or any(":" in pattern for pattern in patterns):
+            yield f"answer_patterns={list(patterns)}: contrast_own has no time limit for your own; allowed: one or more names"

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import summarize
-from oar_plugin.passes.contexts import Asked, ContextPrompts, Contexts, longest_of
+from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
@@ -54,12 +54,15 @@ class OarGRPOTrainer(GRPOTrainer):
         if not isinstance(oar, Mapping | OarConfig | None):
             raise OarConfigError(f'{PREFIX}={oar!r}: must be a mapping of settings, such as {{"importance": "fisher"}}')
         self.oar = oar if isinstance(oar, OarConfig) else OarConfig.parse(oar, PREFIX)
+        self._truths = TRUTH if self.oar.context.truth is None else (self.oar.context.truth,)
         super().__init__(*arguments, **named)
         if faults := self._faults():
             raise OarConfigError("\n".join(faults))
         check_model(self.model)
         home, ends = self.args.output_dir if self.accelerator.is_main_process else None, self.model.generation_config
         self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home, contexts=True)
+        template = {**self.chat_template_kwargs, "chat_template": self.chat_template, "tools": self.tools or None}
+        self._context_prompts = ContextPrompts(self.oar, self._tokenizer, template)
 
     def _faults(self) -> list[str]:
         """What cannot work of OAR's and TRL's settings: key, value and what is allowed."""
@@ -69,6 +72,7 @@ class OarGRPOTrainer(GRPOTrainer):
         offload = getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
         every, accumulated = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
         level, loss = args.importance_sampling_level, args.loss_type
+        columns = getattr(self.train_dataset, "column_names", None)  # None: a stream's are not known
         refused = [
             (f"{PREFIX}.perturbation.backend=rollout", oar.offloads, "TRL's engines score no copies; allowed: actor"),
             (f"{PREFIX}.base_estimator={oar.base_estimator}", oar.base_estimator != "grpo",
@@ -80,6 +84,8 @@ class OarGRPOTrainer(GRPOTrainer):
             *((f"{name}={value} in the model's config", name in UNCAPPED,
                "TRL's loss does not cap the logits: scores would be those of another model; allowed: models without this cap")
               for name, value in logit_changes(self.model.config).items()),
+            (f"{PREFIX}.context.truth={oar.context.truth}", columns is not None and not {*columns} & {*self._truths}
+             and (oar.contexts or oar.context.truth), f"no such column; allowed: {', '.join(columns or ())}"),
             (f"model={type(self.model).__name__}", self._is_vlm, "models with images are refused; allowed: text models"),
             (f"importance_sampling_level=sequence with loss_type={loss}", level == "sequence" and loss not in PAY_TOKENS,
              "its gradient is the same for all tokens of a response, so their weights cancel; allowed: token, or "
@@ -135,17 +141,14 @@ class OarGRPOTrainer(GRPOTrainer):
         """Prompts that show answers to this process's responses, and the signs of their advantages."""
         sign_B = output["advantages"].sign().long().cpu()
         columns = inputs, output["prompt_ids"], output["prompt_mask"].bool(), batch.responses, sign_B.tolist()
-        asked = [
-            Asked(row["prompt"], ids[keep].tolist(), response_L[own_L].tolist(), self._truth(row), sign)
+        sources = [
+            PromptSource(row["prompt"], ids[keep].tolist(), response_L[own_L].tolist(), self._truth(row), sign)
             for row, ids, keep, (_, response_L, own_L), sign in zip(*columns, strict=True)
         ]
-        template = {**self.chat_template_kwargs, "chat_template": self.chat_template, "tools": self.tools or None}
-        prompts = ContextPrompts(self.oar, self._tokenizer, template).prompts(asked)
-        return Contexts(prompts, sign_B, longest_of(self.model.config))
+        return Contexts(self._context_prompts.prompts(sources), sign_B, longest_of(self.model.config))
 
     def _truth(self, row: dict[str, Any]) -> Any:
-        names = TRUTH if self.oar.context.truth is None else (self.oar.context.truth,)
-        return next((row[name] for name in names if row.get(name) is not None), None)
+        return next((row[name] for name in self._truths if row.get(name) is not None), None)
 
     def _importance(
         self, batch: PaddedBatch, segments_BL: Tensor, request: Request, contexts: Contexts | None

@@ -29,7 +29,7 @@ from oar_plugin.credit.importance.base import Shown
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
-from oar_plugin.passes.contexts import Contexts, longest_of
+from oar_plugin.passes.contexts import Contexts, contrast_of, longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
@@ -221,7 +221,7 @@ class ImportancePass:
         importance: list[Tensor],
         seconds: list[float],
     ) -> None:
-        """Runs the scoring pass behind the prompts of contexts, and makes importance of the results. In place."""
+        """Runs the scoring pass after the prompts of contexts, and makes importance of the results. In place."""
         request, ids = replace(request, importance_only=True), data["input_ids"].unbind()
         order, num_ahead = self._scored_first(data, status_B)
         rows, scored_B, found = order[:num_ahead].tolist(), status_B == Status.SCORED, dict[Shown, dict[int, Tensor]]()
@@ -230,11 +230,11 @@ class ImportancePass:
                 torch.cat([prompts[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
                 for row in rows
             ]
-            behind = tu.index_select_tensor_dict(data, order[:num_ahead])
-            behind["input_ids"] = nested(sequences)
-            behind["position_ids"] = nested([torch.arange(len(one), device=one.device) for one in sequences])
-            behind[SEQUENCE_SEGMENTS] = sequence_segments([segments[row] for row in rows], behind["input_ids"])
-            scored = self._score_or_run_out_of_memory(behind, request)
+            shows = tu.index_select_tensor_dict(data, order[:num_ahead])
+            shows["input_ids"] = nested(sequences)
+            shows["position_ids"] = nested([torch.arange(len(one), device=one.device) for one in sequences])
+            shows[SEQUENCE_SEGMENTS] = sequence_segments([segments[row] for row in rows], shows["input_ids"])
+            scored = self._score_or_run_out_of_memory(shows, request)
             if scored is None:
                 status_B[scored_B] = Status.OUT_OF_MEMORY
                 return
@@ -243,8 +243,8 @@ class ImportancePass:
             for row, cost in zip(rows, costs, strict=True):
                 seconds[row] += float(cost)
         for row in scored_B.nonzero()[:, 0].tolist():
-            of_shown = {shown: results[row] for shown, results in found.items()}
-            importance[row] = request.importance_object.contrast(importance[row], of_shown, int(contexts.sign_B[row]))
+            of_shown, sign = {shown: results[row] for shown, results in found.items()}, int(contexts.sign_B[row])
+            importance[row] = contrast_of(request.importance_object, importance[row], of_shown, sign, segments[row])
 
     def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
         """Returns (indices of all rows, sorted so that rows to score are first; number of rows in the scoring pass).
@@ -298,11 +298,11 @@ class ImportancePass:
         return min(size for size in sizes if size)
 
     def _longest_row(self, data: TensorDict) -> int:
-        """Tokens that a row of a scoring pass may have: those of a micro-batch, or of the batch's longest row."""
-        longest = longest_of(self.model_config.hf_config)
+        """Tokens that a row of a scoring pass may have: those of a micro-batch, which all ranks of a sequence share."""
+        config, longest = self.engine_config, longest_of(self.model_config.hf_config)
         if self._is_dynamic(data):
-            batch_longest = int(data["input_ids"].offsets().diff().max())
-            longest = min(longest, max(batch_longest, self._most_tokens_at_once(data)))
+            ranks = getattr(config, "context_parallel_size", 0) or config.ulysses_sequence_parallel_size
+            longest = min(longest, ranks * self._most_tokens_at_once(data))
         return longest
 
     def _most_tokens_at_once(self, data: TensorDict) -> int:

@@ -29,7 +29,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch
-from oar_plugin.passes.contexts import NO_PROMPT, UNSIGNED
+from oar_plugin.passes.contexts import NO_PROMPT
 from oar_plugin.passes.request import CONTEXT, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class OarTrainerMixin(TrainerCredit):
 
     def _advantage_signs(self, batch: Any) -> torch.Tensor:
         if self.config.algorithm.use_kl_in_reward:
-            return UNSIGNED * ~_padding_rows(batch)
+            return (~_padding_rows(batch)).long()
         fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()
         fields["token_level_rewards"] = fields["token_level_scores"] = fields["rm_scores"]
         uid = np.array(fields.pop("uid").tolist(), dtype=object)

@@ -14,7 +14,7 @@ from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.settings import STRATEGIES
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.contexts import NO_PROMPT, Asked, ContextPrompts
+from oar_plugin.passes.contexts import NO_PROMPT, ContextPrompts, PromptSource
 from oar_plugin.passes.request import CONTEXT
 from oar_plugin.token_credit import TokenCredit
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verl.single_controller.ray.base import RayWorkerGroup
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-ASKED = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
+SOURCES = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
 """Fields of verl's rows that the prompts of contexts are made of."""
 
 
@@ -38,6 +38,10 @@ class TrainerCredit:
         home = self.config.trainer.default_local_dir
         self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True, contexts=True)
         self._viewer = Viewer(self._credit)
+        # verl's agent loops give it to their own tokenizers.
+        template = {"chat_template": OmegaConf.select(self.config, "actor_rollout_ref.model.custom_chat_template")}
+        template |= OmegaConf.select(self.config, "data.apply_chat_template_kwargs") or {}
+        self._context_prompts = ContextPrompts(oar, self.tokenizer, template)
 
     def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
         strategy = self.config.actor_rollout_ref.actor.strategy
@@ -72,17 +76,17 @@ class TrainerCredit:
 
         `sign_B` has the marks of `NEEDED`. For `keys` and `read` see `QueuedBatch`.
         """
-        rows, oar, asked = sign_B.nonzero()[:, 0].tolist(), self._credit.config, list[Asked]()
-        if rows and oar.contexts:
-            fields = read(keys=[keys[row] for row in rows], select_fields=list(ASKED))
-            found = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
-            columns = (found.get(name, [None] * len(rows)) for name in ASKED)
-            for sign, prompt, response, own, messages, data in zip(sign_B[rows].tolist(), *columns, strict=True):
-                truth = data.get("ground_truth") if isinstance(data, Mapping) else None
-                asked.append(Asked(messages, prompt.tolist(), response[own.bool()].tolist(), truth, sign))
-        template = OmegaConf.select(self.config, "data.apply_chat_template_kwargs")
+        if not self._credit.config.contexts:
+            return {}
+        rows, sources = sign_B.nonzero()[:, 0].tolist(), list[PromptSource]()
+        fields = read(keys=[keys[row] for row in rows], select_fields=list(SOURCES)) if rows else {}
+        found = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
+        columns = (found.get(name, [None] * len(rows)) for name in SOURCES)
+        for sign, prompt, response, own, messages, data in zip(sign_B[rows].tolist(), *columns, strict=True):
+            truth = data.get("ground_truth") if isinstance(data, Mapping) else None
+            sources.append(PromptSource(messages, prompt.tolist(), response[own.bool()].tolist(), truth, sign))
         made = dict[str, Tensor]()
-        for shown, prompts in ContextPrompts(oar, self.tokenizer, template).prompts(asked).items():
+        for shown, prompts in self._context_prompts.prompts(sources).items():
             of_row = dict(zip(rows, prompts, strict=True))
             every = [of_row.get(row, torch.tensor([NO_PROMPT])) for row in range(len(keys))]
             made[f"{CONTEXT}{shown}"] = torch.nested.as_nested_tensor(every, layout=torch.jagged)

@@ -152,6 +152,13 @@ NO_SCORE = "it has backwards and no method score (one number per token from its 
         own("contexts=('trth',); allowed: a tuple of truth, own", contexts=("trth",)),
         own("contexts='truth'; allowed: a tuple of truth, own", contexts="truth"),
         own("it has contexts: it must have a method contrast, and no copies", contexts=("truth",)),
+        own(
+            "it has contexts, and no reads or backwards*",
+            base=Empty,
+            contexts=("truth",),
+            combine=lambda self, parts: parts.reasoning_BL.float(),
+            contrast=lambda self, own, shown, sign: own,
+        ),
         own("it has contexts*", contexts=("truth",), copies=Copies(), contrast=lambda self, own, shown, sign: own),
         own(
             "contrast failed: KeyError('own')*",
