@@ -106,15 +106,14 @@ def marks() -> str:
 
 
 JUDGED = {
-    "oracle: the wrong results are known": ("blame", None),
-    "`fisher`, `two_level` (default)": ("fisher", "fisher 1"),
-    "`decision`, `two_level`": ("decision", None),
-    "`decision` x doubt, `two_level` (candidate)": ("doubted", None),
-    "`decision`, doubt in worse responses (candidate)": ("spare", None),
-    "control: entropy factor alone": ("entropy_factor", None),
-    "control: random": ("random", "random"),
+    "oracle: the wrong results are known": "blame",
+    "`fisher`, `two_level` (default)": "fisher",
+    "`decision`, `two_level`": "decision",
+    "`decision` x doubt, `two_level` (candidate)": "doubted",
+    "`decision`, doubt in worse responses (candidate)": "spare",
+    "control: entropy factor alone": "entropy_factor",
+    "control: random": "random",
 }
-"""Label -> name in the study `learning`, name in the study `fidelity`."""
 TASKS = ("chain", "parallel", "chain_quiet")
 
 
@@ -139,23 +138,10 @@ def judged(task: str, method: str, cell: str) -> str:
     return f"**{cell}**" if verdict in ("**faster**", "**slower**") else cell
 
 
-def helps() -> str:
-    shown = {label: pair for label, pair in JUDGED.items() if pair[1] or pair[0] in ("blame", "decision")}
-    rows = (
-        [
-            label,
-            f"{overlap(score):.2f}" if score else "",
-            *(judged(task, method, gain("learning_judged", task, method)) for task in TASKS),
-        ]
-        for label, (method, score) in shown.items()
-    )
-    return table(" credit | agreement | `chain` | `parallel` | `chain_quiet` ", rows)
-
-
 def learning() -> str:
     stem = "learning_judged"
     rows = [["GRPO's own mean reward", *(against_grpo(stem, task)["grpo"]["mean reward"] for task in TASKS), ""]]
-    for label, (method, _) in JUDGED.items():
+    for label, method in JUDGED.items():
         cells = [against_grpo(stem, task)[method] for task in TASKS]
         shown = [judged(task, method, cell[GAIN]) for task, cell in zip(TASKS, cells, strict=True)]
         rows.append([label, *shown, ahead(stem, TASKS, method)])
@@ -455,7 +441,7 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity, candidates, marks, helps, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
+        fidelity, candidates, marks, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
         rivals, levels, run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
         architectures,
         one_gpu,
