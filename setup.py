@@ -81,6 +81,7 @@ setup(
             "runs/report/*.js",
             "runs/report/*.css",
             "runs/report/uplot/*",
+            "runs/plan/*.json",
             "runs/plan/*.yaml",
         ],
         "oar_plugin.patches": ["*.patch"],

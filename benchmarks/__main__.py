@@ -15,6 +15,7 @@ from benchmarks.machine import choose_device, describe_machine, load_average
 
 STUDIES = {
     "step": "what importance costs in a training step, beside the log-prob pass, the published code and the update",
+    "count": "FLOPs, memory and collectives of a step of models that do not fit here, on tensors without data",
     "run": "what OAR costs in whole runs of verl, GRPO's steps and OAR's in turn",
     "offload": "what masked copies (OAR-P) cost in the actor and on a vLLM engine",
     "scaling": "GRPO's and OAR's step over data, tensor, pipeline, sequence and context parallel sizes",

@@ -275,8 +275,12 @@ def levels() -> str:
             factor, _, rest = title.partition(": mean reward minus")
             there = [row for row in rows if rest and "(" in row["blame"]]
             for row in there if len(there) > 1 else ():
-                found[f"{factor}: {row['level']}"] = [row.get(name, "").split()[0] if row.get(name) else "" for name in names]
-    return table(" factor: level | oracle | `fisher` | `decision` | random ", ([level, *row] for level, row in found.items()))
+                found[f"{factor}: {row['level']}"] = [
+                    row.get(name, "").split()[0] if row.get(name) else "" for name in names
+                ]
+    return table(
+        " factor: level | oracle | `fisher` | `decision` | random ", ([level, *row] for level, row in found.items())
+    )
 
 
 # ---- cost
@@ -442,7 +446,8 @@ def one_gpu() -> str:
         for key in ("L4-24", "4090-24", "A100-80"):
             made = Plan(config, choose_gpu(key))
             hours, least, most = made.hours or (math.nan,) * 3
-            left = f"{made.headroom / GIB:.0f} of {made.gpu.memory_gib:.0f}"
+            left = " to ".join(dict.fromkeys(f"{size / GIB:.0f}" for size in made.headroom))
+            left += f" of {made.gpu.memory_gib:.0f}"
             time = f"{hours:.1f} ({least:.1f} to {most:.1f})"
             rows.append([f"`{name}`", made.gpu.name, left, f"{made.step:.0f}", time, f"{made.to_grpo:.2f}"])
     return table(" recipe | GPU | GiB left | seconds per step | hours | OAR / GRPO ", rows)

@@ -20,6 +20,7 @@ from benchmarks.step.passes import CHUNK, Passes
 from benchmarks.workload import ScoredWorkload, model_line
 from oar_plugin.config import OarConfig
 from oar_plugin.passes.request import Request
+from oar_plugin.runs.plan.meter import Meter
 
 CANDIDATES: dict[str, tuple[str, Callable[..., object]]] = {
     "a": ("log-prob forward", Passes.log_prob),
@@ -53,7 +54,7 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     device = choose_device(settings.device)
     passes = build_passes(settings, device)
     seconds, cpu_seconds = ({letter: list[float]() for letter in CANDIDATES} for _ in range(2))
-    timed_on, peaks = dict.fromkeys(("d", "d'"), settings.scored), dict[str, int]()
+    timed_on, peaks, flops = dict.fromkeys(("d", "d'"), settings.scored), dict[str, int](), dict[str, float]()
     pieces = [(number, letter) for number in range(settings.rounds + 2) for letter in CANDIDATES]
     for done, (number, letter) in enumerate(pieces):
         title, candidate = CANDIDATES[letter]
@@ -61,7 +62,12 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
         name = {0: "warm-up", settings.rounds + 1: "memory"}.get(number, f"round {number} of {settings.rounds}")
         progress(f"{name}: {title}", done, len(pieces))
         if name == "warm-up":
-            work(1)
+            with Meter() as meter:
+                meter.begin(letter)
+                work(1)
+            # The published procedure takes one response at a time, the others a micro-batch.
+            taken = 1 if letter in timed_on else min(settings.micro_batch, settings.scored)
+            flops[letter] = meter.numbers["flops"][letter] / taken
             if letter in timed_on:
                 one, _ = timed(partial(work, 1), device)
                 timed_on[letter] = min(max(2, int(PUBLISHED_SECONDS / one)), settings.scored)
@@ -81,6 +87,7 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
         "cpu_seconds": cpu_seconds,
         "peak_bytes": {**peaks, "gradients": sum(p.numel() * p.element_size() for p in weights)},
         "timed_on": timed_on,
+        "flops": flops,
     }
     return report_of(settings, runs, device.type)
 
@@ -123,6 +130,7 @@ def ratios(settings: Settings) -> list[Ratio]:
 def report_of(settings: Settings, runs: Mapping[str, Any], device: str) -> Report:
     """The page of what `measure` found: a row a round, and peaks on top of what is always there."""
     seconds, cpu_seconds, peaks = pd.DataFrame(runs["seconds"]), pd.DataFrame(runs["cpu_seconds"]), runs["peak_bytes"]
+    flops = runs["flops"]
     scaled = {letter: count for letter, count in runs["timed_on"].items() if count < settings.scored}
     rows = [
         [
@@ -131,11 +139,12 @@ def report_of(settings: Settings, runs: Mapping[str, Any], device: str) -> Repor
             f"{wall.min():.4g} .. {wall.max():.4g}",
             f"{cpu_seconds[letter].median():.4g}",
             f"{(wall / seconds['a']).median():.3g}",
+            f"{flops[letter] / flops['a']:.3g}" if flops[letter] else "",
             f"{peaks[letter] / 2**20:.0f}" if letter in peaks else "",
         ]
         for letter, wall in seconds.items()
     ]
-    columns = ("candidate", "seconds", "fastest .. slowest", "CPU seconds", "of a", "peak MiB")
+    columns = ("candidate", "seconds", "fastest .. slowest", "CPU seconds", "of a", "FLOPs of a", "peak MiB")
     told = cpu_seconds if device == "cpu" else None
     judged = ratio_table("Ratios", ratios(settings), seconds, told, pd.DataFrame([peaks]))
     batch = f"{settings.responses} x {settings.response_length}"
@@ -148,6 +157,8 @@ def report_of(settings: Settings, runs: Mapping[str, Any], device: str) -> Repor
         f"{settings.rounds} rounds, each candidate once a round. Ratios are medians of the ratios of single rounds, with the "
         "interval of the sign test, which needs six. On a CPU the same ratio of processor seconds stands beside: it moves "
         "less when the machine is shared.",
+        "FLOPs of a are those of one response that is scored, counted while it ran: matrix products and attention, half of it "
+        "where it is causal. What takes more seconds than FLOPs waits for memory or for many small operations.",
         "Memory is the peak on top of weights and optimizer state, over two micro-batches (two responses in d), "
         f"{on_cpu if device == 'cpu' else 'by the allocator of CUDA'}.",
         f"Importance for {settings.scored} of {settings.responses} responses (--scored-share): {settings.importance} in b and "

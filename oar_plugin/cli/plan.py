@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 from oar_plugin.cli.arguments import missing_package, number, share
 from oar_plugin.output import say
-from oar_plugin.runs.plan.hardware import EXPECTED, GATE_SECONDS_PER_TOKEN, GIB, GPUS, SCORED, choose_gpu
+from oar_plugin.runs.plan.hardware import (
+    EXPECTED,
+    FRAGMENTATION,
+    GATE_SECONDS_PER_TOKEN,
+    GIB,
+    GPUS,
+    SCORED,
+    WORKSPACES,
+    choose_gpu,
+)
 
 if TYPE_CHECKING:
     from oar_plugin.runs.plan.planning import Plan
@@ -74,7 +83,8 @@ def _print(made: Plan) -> None:
     for phase, parts in made.memory.items():
         shown = sorted(((size / GIB, part) for part, size in parts.items() if size > GIB / 20), reverse=True)
         listed = ", ".join(f"{part} {size:.1f}" for size, part in shown)
-        memory.add_row(phase, f"{sum(parts.values()) / GIB:.1f}", listed)
+        least, most = (f"{size / GIB:.1f}" for size in made.range[phase])
+        memory.add_row(phase, least if least == most else f"{least} to {most}", listed)
     step = table(f"a step on {made.setup.gpus} GPU{'s' * (made.setup.gpus > 1)}", "PFLOPs in all", "seconds", "share")
     for phase, seconds in {**made.seconds, "step": made.step}.items():
         flops = made.flops.get(phase, 0.0) / 1e15
@@ -88,7 +98,7 @@ def _print(made: Plan) -> None:
     filtered = f"algorithm.filter_groups generates {more:.1f} x a batch (--scored-share); " if more > 1 else ""
     for line in (
         f"{made.gpu.name} ({made.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
-        f"{s.model.parameters / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
+        f"{s.parameters() / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds "
         f"{made.cached:.0f} sequences of maximum length.",
         oar,
         made.summary,
@@ -96,8 +106,9 @@ def _print(made: Plan) -> None:
         f"{s.mean_prompt:.0f}; {filtered}and shares of the datasheet: {EXPECTED.training:.0%} of the arithmetic in training, "
         f"{EXPECTED.inference:.0%} in inference, {EXPECTED.decoding:.0%} of the memory's bandwidth, {EXPECTED.link:.0%} of "
         "the links. The range is from a very good run to an untuned one.",
-        f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on a rank's core), the formulas for memory and "
-        "FLOPs against small models on a CPU. No run on GPUs was measured.",
+        "Counted on tensors without data: FLOPs, and the memory of FSDP's passes. The upper bound of a range adds "
+        f"{WORKSPACES / GIB:g} GiB for workspaces of libraries and {FRAGMENTATION:.0%} of temporary tensors for fragmentation. "
+        f"Measured: the gate ({GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns per token on a rank's core). No run on GPUs was measured.",
     ):
         out.print(line, soft_wrap=True)
     colour = {"fits": "green", "fits tightly": "yellow"}.get(made.verdict, "red")

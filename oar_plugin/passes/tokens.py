@@ -47,8 +47,8 @@ class TokenBytes:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._table: dict[int, bytes] = {}
-        self._special = set(tokenizer.all_special_ids)
-        self._special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special = set(tokenizer.all_special_ids)
+        self.special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = getattr(backend, "decoder", None)
         steps = _flat_steps(json.loads(decoder.__getstate__())) if decoder is not None else []
@@ -88,7 +88,7 @@ class TokenBytes:
 
     def _token(self, token_id: int) -> str | None:
         """The vocabulary entry of a token that has text; None for other tokens."""
-        if token_id in self._special or token_id < 0:
+        if token_id in self.special or token_id < 0:
             return None
         try:
             return self._tokenizer.convert_ids_to_tokens(token_id)

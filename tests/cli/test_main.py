@@ -83,7 +83,11 @@ BIG = ["Verdict: fits", "50% of the responses", "200 steps", "11 validations", "
     ("words", "status", "said"),
     [
         (["qwen2_5_32b_megatron"], 0, BIG),
-        ([RECIPE, "--gpu-memory", "27"], 1, ["Verdict: does not fit", "GiB missing", "fsdp_config.optimizer_offload"]),
+        (
+            [RECIPE, "--gpu-memory", "27"],
+            1,
+            ["Verdict: does not fit", "of 27 GiB in update", "fsdp_config.optimizer_offload"],
+        ),
     ],
 )
 def test_whether_a_recipe_fits_is_said_and_what_to_change(words, status, said, capsys):

@@ -74,14 +74,14 @@ def test_verl_and_oar_accept_it_and_it_fits_the_gpus_that_it_names(recipe, varia
     assert variant == "grpo" or resolve(config).base_estimator == "grpo"
     for gpu in {"A100-80", *(SMALLEST[size] for size in re.findall(r"\d+ GB", summary(recipe)[1]))}:
         made = Plan(config, choose_gpu(gpu))
-        assert made.fits, made.verdict
-        assert made.headroom >= 0
+        assert made.verdict == "fits", made.margin
 
 
 @every_recipe
 def test_the_table_has_what_is_planned_for_it(recipe):
     made = Plan(composed(recipe))
-    shown = f"| {made.headroom / 2**30:.0f} | {float(f'{made.step:.2g}'):.0f} | {made.to_grpo:.2f} |"
+    left = " to ".join(dict.fromkeys(f"{size / 2**30:.0f}" for size in made.headroom))
+    shown = f"| {left} | {float(f'{made.step:.2g}'):.0f} | {made.to_grpo:.2f} |"
     (row,) = re.findall(rf"^\| {recipe.name}(?: \(.*?\))? (\| \d.*)", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert row == shown
 

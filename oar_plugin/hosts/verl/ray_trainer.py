@@ -28,7 +28,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import padded_batch
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SHOWN, STATUS, USED, WEIGHTS
 
@@ -36,6 +36,7 @@ SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl 
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
 LATE = 0.05  # of the largest advantage: what a row that was not scored may have without being counted as a fallback
 UNUSED = 8  # advantages before the first update; with `trainer.critic_warmup`, one more for each of its steps
+OURS = (*FIELDS, NEEDED, ENTROPY)
 RESHAPED = "oar_reshaped"  # in a batch's `meta_info`: its advantages have the weights already
 
 
@@ -73,25 +74,25 @@ class OarRayTrainer(TrainerCredit):
         batch.batch[SAMPLED_AT] = torch.arange(len(batch))
         super()._balance_batch(batch, metrics, logging_prefix)  # type: ignore[misc]
         sampled_at = batch.batch.pop(SAMPLED_AT).tolist()
-        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._needed_rows(batch).tolist()
+        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._advantage_signs(batch).bool().tolist()
         if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
             batch.reorder(torch.tensor(order))
 
-    def _needed_rows(self, batch: DataProto) -> Tensor:
-        """Rows whose advantage is not zero, bool `[B]`: only there can weights change the update.
+    def _advantage_signs(self, batch: DataProto) -> Tensor:
+        """The sign of each row's advantage, int64 `[B]`: only where it is not 0 weights can change the update.
 
         The base estimator computes the advantage from rewards alone. It is not known yet with KL in the reward, or before a
-        reward model's scores: then every row counts.
+        reward model's scores: then every row counts, with sign 1.
         """
         if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
-            return torch.ones(len(batch), dtype=torch.bool)
+            return torch.ones(len(batch), dtype=torch.long)
         advantage_BL, _ = base_advantage(
             token_level_rewards=batch.batch["rm_scores"],
             response_mask=batch.batch["response_mask"],
             index=batch.non_tensor_batch["uid"],
             config=self.config.algorithm,
         )
-        return (advantage_BL != 0).any(-1)
+        return signs(advantage_BL)
 
     def _start(self, oar: OarConfig) -> None:
         """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""
@@ -107,28 +108,30 @@ class OarRayTrainer(TrainerCredit):
             self._start(self.oar)
         if self.oar is None or self._warms_up():
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
-        for name in (*FIELDS, ENTROPY):  # of an earlier pass over this batch: verl unites only equal fields
+        for name in OURS:  # of an earlier pass over this batch: verl unites only equal fields
             batch.batch.pop(name, None)
-        with self._asking(batch) as asking:
+        with self._asking(batch, self._advantage_signs(batch)) as asking:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
 
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """verl's pass, which sends the whole batch to its workers: without our fields, which they do not read."""
-        ours = {name: batch.batch.pop(name) for name in (*FIELDS, ENTROPY) if name in batch.batch}
+        ours = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         result: DataProto = super()._compute_ref_log_prob(batch)  # type: ignore[misc]
         batch.batch.update(ours)
         return result
 
     @contextmanager
-    def _asking(self, batch: DataProto, importance_only: bool = False) -> Iterator["_Asking"]:
-        """The actor's workers, which also score the rows of the next log-prob pass."""
+    def _asking(self, batch: DataProto, sign_B: Tensor, importance_only: bool = False) -> Iterator["_Asking"]:
+        """The actor's workers, which also score the rows of the next log-prob pass. `sign_B`: see `_advantage_signs`."""
         assert self.oar is not None
         self._start(self.oar)
-        workers, needed_B = self.actor_rollout_wg, self._needed_rows(batch)
+        workers = self.actor_rollout_wg
         fields = USED if self._credit.dumps.folder is None else FIELDS
-        asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps, fields)
+        held = padded_batch(self.global_steps, batch, sign_B, {})
+        more = {NEEDED: sign_B[:, None], **self._context_fields(sign_B, held.keys, held.read)}
+        asking = _Asking(workers, more, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
             yield asking
@@ -137,7 +140,7 @@ class OarRayTrainer(TrainerCredit):
 
     def _score_alone(self, batch: DataProto) -> None:
         """In bypass mode the log-probs come from the rollout. No pass computes them, so importance needs its own."""
-        with self._asking(batch, importance_only=True) as asking:
+        with self._asking(batch, signs(batch.batch["advantages"]), importance_only=True) as asking:
             data = left_right_2_no_padding(batch.to_tensordict())
             temperature = self.config.actor_rollout_ref.rollout.temperature
             tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
@@ -152,11 +155,14 @@ class OarRayTrainer(TrainerCredit):
         started, metrics = time.perf_counter(), dict[str, float]()
         if alone := WEIGHTS not in batch.batch:
             self._score_alone(batch)
-        fields = {name: batch.batch.pop(name) for name in FIELDS if name in batch.batch}
-        entropy_BL, advantage_BL = batch.batch.pop(ENTROPY, None), batch.batch["advantages"]
+        fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
+        entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
         # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
         largest_B1 = torch.maximum(advantage_BL.amax(-1, keepdim=True), -advantage_BL.amin(-1, keepdim=True))
         late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
+        if self.oar.contexts:  # with the other sign, other tokens would have scored
+            turned_B1 = (fields[STATUS] == Status.SCORED) & (fields[NEEDED] * signs(advantage_BL)[:, None] < 0)
+            fields[WEIGHTS], late_B1 = fields[WEIGHTS].masked_fill(turned_B1, 1.0), late_B1 | turned_B1
         fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)
         status_B = fields[STATUS][:, 0]
         metrics.update(credit_metrics(fields[MEASURES], status_B))
@@ -178,14 +184,14 @@ class OarRayTrainer(TrainerCredit):
 
 
 class _Asking:
-    """A worker group whose `compute_log_prob` also asks for importance. `answer`: `fields` of the last call, padded."""
+    """A worker group whose `compute_log_prob` asks for importance too, with `more` fields. `answer`: `fields`, padded."""
 
     answer: dict[str, Tensor]
 
     def __init__(
-        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]
+        self, workers: Any, more: dict[str, Tensor], request: dict[str, Any], step: int, fields: Sequence[str]
     ) -> None:
-        self._workers, self._needed_B, self._request, self._step = workers, needed_B, request, step
+        self._workers, self._more, self._request, self._step = workers, more, request, step
         self._fields, self.answer = fields, {}
 
     def __getattr__(self, name: str) -> Any:
@@ -193,12 +199,13 @@ class _Asking:
 
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
         asked, width = data.clone(recurse=False), data["responses"].shape[1]
-        asked[NEEDED] = self._needed_B.long()[:, None]
+        asked.update(self._more)
         tu.assign_non_tensor(asked, **{REQUEST: self._request})
         output: TensorDict = self._workers.compute_log_prob(asked)
         if WEIGHTS not in output:
             raise RuntimeError(no_importance(self._step))
         answer = {name: output.pop(name) for name in FIELDS}
+        self.answer[NEEDED] = self._more[NEEDED]
         for name in self._fields:
             if name not in (*SHOWN, WEIGHTS):  # rows of one length
                 self.answer[name] = answer[name].values().view(len(data), -1)

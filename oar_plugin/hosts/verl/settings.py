@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.importance import of_engines, without_copies
+from oar_plugin.credit.importance import of_engines, without_contexts, without_copies
 from oar_plugin.hosts.verl import capabilities
 
 ESTIMATOR = "oar"
@@ -38,6 +38,7 @@ REFUSED = (
     Refused("trainer.data_plane", ("classic", None), "its workers return only fields that verl lists, and no importance"),
     Refused("trainer.use_neoproto", (False, None), "its workers return only fields that verl lists, and no importance"),
     Refused("actor_rollout_ref.model.override_config.return_dict", (None, True), "verl and OAR read outputs by name"),
+    Refused("algorithm.oar.context.truth", (None, "null"), "verl has right answers in reward_model.ground_truth only"),
 )  # fmt: skip
 FUSED_BACKENDS = ("torch", "triton", "liger")
 V1_REFUSED = (Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),)
@@ -63,6 +64,13 @@ MEGATRON_REFUSED = (
             "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
             in_model="mtp_num_layers"),
     Refused(f"{_MODEL}.lora.rank", (0, None), "adapters under Megatron were not tested"),
+)  # fmt: skip
+
+CONTEXTS_REFUSED = (
+    Refused("algorithm.use_kl_in_reward", (False, None),
+            "a contrast needs the sign of the advantage, which is not known before the log-probs"),
+    Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
+            "a contrast reads responses after other prompts, and routes are recorded after their own"),
 )  # fmt: skip
 
 
@@ -164,7 +172,13 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             f"algorithm.oar.perturbation.backend=rollout with RayPPOTrainer{of_trainer}: its agent loops score no copies; "
             f"allowed: actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
         )
-    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + (MEGATRON_REFUSED if megatron else ()):
+    if oar.contexts and OmegaConf.select(config, "async_training") is not None:
+        yield (
+            f"algorithm.oar.importance={oar.importance} with fully_async_policy (async_training): its trainer gets no right "
+            f"answers; allowed: {without_contexts()}"
+        )
+    more = (MEGATRON_REFUSED if megatron else ()) + (CONTEXTS_REFUSED if oar.contexts else ())
+    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + more:
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)

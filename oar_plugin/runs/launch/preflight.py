@@ -89,6 +89,7 @@ def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None
 
     If the run's GPUs are unknown (not `seen`), the finding is "not checked".
     """
+    from oar_plugin.runs.plan.counted import NotCountedError
     from oar_plugin.runs.plan.models import PlanError, load_model
     from oar_plugin.runs.plan.planning import Plan
 
@@ -100,6 +101,8 @@ def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None
         return None, Finding("memory", "not checked", f"not planned: {error}", "oar plan RECIPE --model DIR")
     try:
         made = Plan(config, gpu)
+    except NotCountedError as error:
+        return None, Finding("memory", "not checked", f"not planned: {error}")
     except PlanError as error:
         faults = "; ".join(str(error).splitlines())
         return None, Finding("layout", "missing", faults)

@@ -69,6 +69,7 @@ ANSWER = 8  # tokens per answer
 GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 7.8e-8, 1.5e-9
 
 CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers
-TRAINER_OVERHEAD = 1.0 * GIB  # fragmentation and library workspaces in the trainer's phases
 ENGINE_OVERHEAD = 1.0 * GIB  # CUDA graphs and workspaces inside vLLM's share
-TIGHT = 0.10  # below this share of free memory a plan "fits tightly": fragmentation may cause an out-of-memory error
+# What a trainer's phase may need beside the counted bytes: workspaces of libraries, and the allocator's fragmentation, as a
+# share of the tensors that come and go.
+WORKSPACES, FRAGMENTATION = 1.0 * GIB, 0.15

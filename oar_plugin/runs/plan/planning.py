@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from oar_plugin.runs.plan import costs
-from oar_plugin.runs.plan.hardware import EXPECTED, GIB, GOOD, POOR, TIGHT, Gpu, choose_gpu
+from oar_plugin.runs.plan.hardware import EXPECTED, FRAGMENTATION, GIB, GOOD, POOR, WORKSPACES, Gpu, choose_gpu
 from oar_plugin.runs.plan.setup import ACTOR, ROLLOUT, Expected, Setup
 
 
@@ -17,13 +17,17 @@ class Plan:
         self.setup = s = Setup(config, expected)
         self.gpu = card = gpu or choose_gpu()
         self.memory = costs.step_memory(s, card)  # phase -> part -> bytes on one GPU
-        self.peak = max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
-        # Free bytes in the peak phase; negative if it does not fit.
-        self.headroom = card.memory - sum(self.memory[self.peak].values())
+        # Phase -> bytes: (projected, with what fragmentation and libraries may add).
+        self.range = {phase: _range(parts) for phase, parts in self.memory.items()}
+        # Free bytes, (least, most); negative if it does not fit.
+        least, most = (max(sizes) for sizes in zip(*self.range.values(), strict=True))
+        self.headroom = card.memory - most, card.memory - least
         # Sequences of maximum length that one engine's cache holds.
         self.cached = costs.cached_tokens(s, card) / (s.rollout.max_model_len or s.max_length)
-        self.fits = self.headroom >= 0 and self.cached >= 1
-        tight = self.headroom < TIGHT * card.memory
+        # The phase that does not fit, or comes closest to it.
+        self.peak = max(self.range, key=lambda phase: self.range[phase][self.headroom[1] >= 0])
+        self.fits = self.headroom[1] >= 0 and self.cached >= 1
+        tight = self.headroom[0] < 0
         self.verdict = "does not fit" if not self.fits else "fits tightly" if tight else "fits"
 
         self.flops = costs.step_flops(s)  # phase -> FLOPs of one step, over all GPUs
@@ -44,10 +48,11 @@ class Plan:
 
     @property
     def margin(self) -> str:
-        """How much memory is left or missing, and in which phase."""
+        """How much memory the largest phase needs."""
         cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
-        left = "left" if self.headroom >= 0 else "missing"
-        return f"{abs(self.headroom) / GIB:.1f} GiB {left} in {self.peak}{cache}"
+        least, most = (round(size / GIB, 1) for size in self.range[self.peak])
+        needed = f"{most}" if least == most else f"{least} to {most}"
+        return f"{needed} of {self.gpu.memory_gib:g} GiB in {self.peak}{cache}"
 
     @property
     def advice(self) -> str:
@@ -83,6 +88,12 @@ class Plan:
         s, plain = self.setup, {key: value for key, value in vars(self).items() if key not in ("setup", "gpu")}
         work = {"hours": self.hours, "steps": s.steps, "mean_prompt": s.mean_prompt, "mean_response": s.mean_response}
         return {"projection": True, **plain, **work, "gpus": s.gpus, "gpu": asdict(self.gpu)}
+
+
+def _range(parts: costs.Parts) -> tuple[float, float]:
+    counted = sum(parts.values())
+    temporary = parts.get(costs.TEMPORARY)
+    return counted, counted if temporary is None else counted + WORKSPACES + FRAGMENTATION * temporary
 
 
 def _step(s: Setup, seconds: dict[str, float]) -> float:

@@ -8,10 +8,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
+from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
+from oar_plugin.runs.plan.counted import counts
 from oar_plugin.runs.plan.hardware import ANSWER, MEAN_PROMPT, MEAN_RESPONSE, SCORED
 from oar_plugin.runs.plan.models import KNOWN, PlanError, load_model
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+COUNTED_RANKS = 8  # most FSDP ranks that are counted: with more, only a rank's share of the states is smaller
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 
 
@@ -75,7 +78,9 @@ class Setup:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
             self.rounds.append(self.sequences * (1 / self.scored_share - 1))
             self.scored_share = 1.0
-        self.extra_forwards = 0 if self.oar is None else self.oar.extra_forwards
+        self.extra_forwards = 0
+        if self.oar is not None:
+            self.extra_forwards = self.oar.extra_forwards + len(self.oar.importance_object.contexts)
         if self.oar is not None and OmegaConf.select(config, f"{self.group}.router_replay.mode") == "R2":
             plan = self.oar.importance_object.forwards(1)
             self.extra_forwards += bool(plan) and plan[0].backward is not None  # verl records routes without a backward
@@ -121,6 +126,48 @@ class Setup:
         self.replica = math.prod(self.rollout[size] for size in sizes)  # GPUs of one engine
         if faults := _faults(self):
             raise PlanError("\n".join(faults))
+
+    @property
+    def work_key(self) -> Work:
+        return Work(
+            dimensions(vars(self.model.config)), self.recompute, self.recompute and self.megatron, self.lora_rank
+        )
+
+    def memory_key(self, update: bool) -> Memory:
+        """Return what a rank's bytes depend on under FSDP, in micro-batches of the update or of the log-prob pass."""
+        chunked = self.actor.entropy_from_logits_with_chunking and not self.fused
+        return Memory(
+            dimensions(vars(self.model.config)),
+            int(self.micro_batch(update)),
+            "fp32" if self.weight_bytes == 4 else "bf16",
+            "fp32" if self.element == 4 else "bf16",
+            self.recompute,
+            self.fused,
+            self.actor.entropy_from_logits_chunk_size if chunked else 0,
+            self.lora_rank,
+            min(self.shards, COUNTED_RANKS),
+        )
+
+    def memory(self, update: bool) -> Counts:
+        """Return the counts of `memory_key`. Raise NotCountedError if there are none."""
+        return counts(self.memory_key(update))
+
+    def flops(self, name: str, length: float) -> float:
+        """Return the counted FLOPs of one sequence: of a phase, or of the forward of "layers" or "head"."""
+        return counts(self.work_key)["flops"][name].at(self.model.layers, length)
+
+    def layers_flops(self, length: float, start: float = 0.0) -> float:
+        """Return the FLOPs of the layers' forward on tokens `start` to `length` of one sequence; earlier tokens are cached."""
+        return self.flops("layers", length) - (self.flops("layers", start) if start else 0.0)
+
+    def head_flops(self, rows: float) -> float:
+        """Return the FLOPs of the vocabulary projection of `rows` tokens, forward only."""
+        return self.flops("head", rows)
+
+    def parameters(self, name: str = "all") -> float:
+        """Return the number of parameters: "all", "experts", "embedding" or "trained". Adapters are in the last one only."""
+        of = {one: numbers.at(self.model.layers) for one, numbers in counts(self.work_key)["parameters"].items()}
+        return of["all"] - of["trained"] if self.lora_rank and name == "all" else of[name]
 
     def micro_batch(self, update: bool) -> float:
         """Return the maximum number of tokens in a micro-batch on one GPU, for the update or for the log-prob pass."""

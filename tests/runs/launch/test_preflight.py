@@ -13,6 +13,8 @@ from pyarrow import parquet
 
 from oar_plugin.runs.hub import HubUnreachable, NotOnHub
 from oar_plugin.runs.launch import preflight
+from oar_plugin.runs.plan import setup
+from oar_plugin.runs.plan.counted import NotCountedError
 from oar_plugin.runs.plan.hardware import choose_gpu
 from oar_plugin.runs.recipe import find_recipe
 from tests.recipes.test_recipes import composed
@@ -98,9 +100,18 @@ def test_a_run_that_does_not_fit_is_told_the_margin_and_what_to_try(ready):
     here, elsewhere = (examined(ready, choose_gpu(memory_gib=20), local=local)["memory"] for local in (True, False))
     assert here.level == "missing"
     assert "for GPUs of 20 GiB: does not fit, " in here.text
-    assert "GiB missing in " in here.text
+    assert "of 20 GiB in update" in here.text
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in here.advice
     assert elsewhere.advice.startswith(f"{here.advice}, or --gpu NAME")
+
+
+def test_a_step_that_cannot_be_counted_here_is_not_planned_and_stops_no_launch(ready, monkeypatch):
+    def refused(key):
+        raise NotCountedError("no transformers")
+
+    monkeypatch.setattr(setup, "counts", refused)
+    finding = examined(ready)["memory"]
+    assert (finding.level, finding.text) == ("not checked", "not planned: no transformers")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,200 @@
+"""Counts of whole models, as a page. Each model is counted in a process of its own, because a process group is made for it."""
+
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.count import real
+from benchmarks.report import Progress, Report, Table
+from oar_plugin.credit.importance import IMPORTANCES, Importance
+from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
+from oar_plugin.runs.plan.models import KNOWN, load_model
+
+MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
+MORE = ("Qwen2.5-7B",)
+JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
+PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
+PHASES = "log-probs", "importance", "update"
+CHECKPOINTING, WHOLE, LORA = "checkpointing", "whole activations", "LoRA 32"
+SHARES = (0.3, 0.6, 1.0)
+ALIKE = {one.backwards: name for name, one in reversed(IMPORTANCES.items()) if one.backwards}
+KINDS = [name for name in IMPORTANCES if name in ALIKE.values()]
+"""The first importance with each kind of backward; the others cost the same."""
+COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0.3": (0.3, 1)}
+"""Budget (share of units with a copy) and span."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    models: tuple[str, ...] = MODELS
+    """Names that `oar plan` knows."""
+    processes: int = 2
+    """Models counted at once."""
+    out: Path | None = None
+    """Folder for the page and the JSON; without it only the terminal."""
+
+    def check(self) -> None:
+        """Raises: ValueError with the argument at fault."""
+        if unknown := [name for name in self.models if name not in KNOWN["models"]]:
+            raise ValueError(f"--models {' '.join(unknown)}: unknown; allowed: {', '.join(KNOWN['models'])}")
+
+
+def count_model(name: str) -> dict[str, Counts]:
+    """Return the counts of a model: FLOPs by kind, bytes by layout."""
+    from oar_plugin.runs.plan.fake_step import count
+
+    model = dimensions(vars(load_model(name).config))
+    memory = Memory(model, TOKENS, shards=64)
+    keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
+    keys |= {"64 ranks": memory, f"64 ranks, {WHOLE}": replace(memory, recompute=False)}
+    if name in MORE:
+        keys |= {f"{ranks} rank{'s' * (ranks > 1)}": replace(memory, shards=ranks) for ranks in RANKS}
+        keys |= {"64 ranks, fused": replace(memory, fused=True), "64 ranks, LoRA 32": replace(memory, lora_rank=32)}
+        keys[LORA] = Work(model, lora_rank=32)
+    return {layout: count(key) for layout, key in keys.items()}
+
+
+def added_flops(counts: Counts, layers: int, length: int, importance: Importance) -> float:
+    """Return what an importance adds to the FLOPs of log-probs: forwards, backwards, and the rows that these start from."""
+    of = counts["flops"]
+    backward = of["importance"].at(layers, length) - of["log-probs"].at(layers, length)
+    forwards = (len(importance.forwards(1)) - 1) * of["layers"].at(layers, length)
+    rows = sum(length - PROMPT - ANSWER if each.of_reasoning else ANSWER for each in importance.backwards)
+    return len(importance.backwards) * backward + forwards + 2 * of["head"].at(layers, rows)
+
+
+def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: int, prefix: bool) -> float:
+    """FLOPs of masked copies of one response and its unmasked forward, from the layers' polynomial.
+
+    With a shared prefix, a copy computes from its first masked token on; these tokens are spread evenly over the reasoning.
+    """
+    whole, head, reasoning = (
+        counts["flops"]["layers"],
+        ANSWER * counts["flops"]["head"].base[1],
+        length - PROMPT - ANSWER,
+    )
+    starts = [PROMPT + reasoning * (i + 0.5) / 64 for i in range(64)]
+    cached = statistics.fmean(whole.at(layers, start) for start in starts) if prefix else 0.0
+    forward = whole.at(layers, length) + head
+    return forward + max(1.0, budget * reasoning / span) * (forward - cached)
+
+
+def measure(settings: Settings, progress: Progress) -> Report:
+    with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
+        futures = {name: pool.submit(count_model, name) for name in settings.models}
+        counts: dict[str, dict[str, Counts]] = {}
+        for number, (name, future) in enumerate(futures.items()):
+            progress(f"counting {name}", number, len(futures))
+            counts[name] = future.result()
+    tables = [_flops(counts), _ratios(counts), _copies(counts), _bytes(counts), _traffic(counts), check()]
+    return Report("What a training step costs, counted", "count", tables, NOTES, dict(counts))
+
+
+def _layers(name: str) -> int:
+    return load_model(name).layers
+
+
+def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
+    rows = []
+    for name, counts in all_counts.items():
+        for response in RESPONSES:
+            values = [
+                value / 1e12
+                for kind in (CHECKPOINTING, WHOLE)
+                for value in _phases(counts[kind], _layers(name), PROMPT + response)
+            ]
+            rows.append([name, f"{response:,}", *(f"{value:,.1f}" for value in values)])
+    columns = [
+        f"{phase}{end}" for end in (", checkpointing", ", whole") for phase in ("log-probs", "fisher adds", "update")
+    ]
+    return Table("TFLOP of one response", ["model", "response", *columns], rows)
+
+
+def _phases(counts: Counts, layers: int, length: int) -> tuple[float, float, float]:
+    """FLOPs of log-probs, of what importance adds to them, and of the update."""
+    plain, scored, update = (counts["flops"][phase].at(layers, length) for phase in PHASES)
+    return plain, scored - plain, update
+
+
+def _ratio(counts: Counts, layers: int, length: int, added: float) -> list[str]:
+    plain, _, update = _phases(counts, layers, length)
+    return [f"{share * added / (plain + update):.3g}" for share in SHARES]
+
+
+def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
+    rows = []
+    for name, counts in all_counts.items():
+        for importance in KINDS if name in JUDGED else KINDS[:1]:
+            for response in (4096, 16384):
+                one, length = counts[CHECKPOINTING], PROMPT + response
+                added = added_flops(one, _layers(name), length, IMPORTANCES[importance])
+                rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), length, added)])
+    title = "What OAR adds, in units of the FLOPs of log-probs and update, by the share of rows that are scored"
+    return Table(title, ["model", "importance", "response", *(f"{share:.0%}" for share in SHARES)], rows)
+
+
+def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
+    rows = []
+    for name in (name for name in all_counts if name in JUDGED):
+        counts = all_counts[name][CHECKPOINTING]
+        for label, (budget, span) in COPIES.items():
+            gradient = _phases(counts, _layers(name), PROMPT + 4096)[1] if label.startswith("hybrid") else 0.0
+            for prefix in (True, False):
+                added = gradient + copies_flops(counts, _layers(name), PROMPT + 4096, budget, span, prefix)
+                how = "cached" if prefix else "computed again"
+                rows.append([name, label, how, *_ratio(counts, _layers(name), PROMPT + 4096, added)])
+    columns = ["model", "importance, budget", "prefix", *(f"{share:.0%}" for share in SHARES)]
+    return Table("The same for masked copies of 4,096 tokens (derived from the forward's polynomial)", columns, rows)
+
+
+def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
+    rows = []
+    for name, counts in all_counts.items():
+        for layout, one in counts.items():
+            if "update" not in one:
+                continue
+            peaks = [max((of.at(_layers(name)) / 2**30, part) for part, of in one[phase].items()) for phase in PHASES]
+            rows.append([name, layout, *(f"{peak:,.1f} ({part})" for peak, part in peaks)])
+    title = f"Peak GiB of a phase above weights, gradients and optimizer, {TOKENS:,} tokens in a micro-batch"
+    return Table(title, ["model", "layout", *PHASES], rows)
+
+
+def _traffic(all_counts: dict[str, dict[str, Counts]]) -> Table:
+    rows = []
+    for name, counts in all_counts.items():
+        one = counts["64 ranks"]
+        for phase in PHASES:
+            number, size = (one[what][phase].at(_layers(name)) for what in ("collectives", "sent"))
+            rows.append([name, phase, f"{number:,.0f}", f"{size / 2**30:,.1f}"])
+    return Table("FSDP2's collectives of one micro-batch", ["model", "phase", "number", "GiB of whole tensors"], rows)
+
+
+def check() -> Table:
+    """A small model on real tensors, beside its counts."""
+    from oar_plugin.runs.plan.fake_step import measure
+
+    rows, keys = [], [replace(real.SMALL, element="fp32"), replace(real.SMALL, recompute=False)]
+    for key, peaks in zip(keys, real.measured(keys), strict=True):
+        how = f"{key.element}, {CHECKPOINTING if key.recompute else WHOLE}"
+        for what, value in real.counted(measure(key, real.LAYERS, key.tokens)).items():
+            difference = f"{value / peaks[what] - 1:+.1%}"
+            rows.append([what, how, f"{value / 2**20:.2f}", f"{peaks[what] / 2**20:.2f}", difference])
+    columns = ["peak MiB", "model", "counted", "measured", "difference"]
+    return Table("Counts beside real tensors: FSDP2 on one CPU rank (PyTorch's profiler)", columns, rows)
+
+
+NOTES = [
+    f"FLOPs are matrix products and attention, with half of the products of causal attention. Prompts have {PROMPT} tokens, "
+    f"answers {ANSWER}; a response's length is without the prompt.",
+    "Checkpointing is by layer, in the update and in the importance pass. `oar_g` runs one more forward, with noise; "
+    "`decision` projects the reasoning.",
+    "Bytes are peaks of one rank of FSDP2 above weights, gradients and Adam's moments, with float32 weights, bf16 arithmetic "
+    "and float32 reductions. Attention and cross entropy are those of flash-attn: its cross entropy overwrites the logits.",
+    "Megatron: the FLOPs of all ranks together are these, with the whole of each layer computed again under checkpointing. Its "
+    "bytes and collectives are not counted; `oar plan` computes them.",
+    "Derived, not run: masked copies. Not counted: kernels' workspace, fragmentation, NCCL's buffers, and the rollout engine: "
+    "vLLM's kernels do not run on tensors without data.",
+    "A mixture's experts run as grouped products of transformers with all tokens, so routing does not change shapes or FLOPs.",
+]
