@@ -253,13 +253,14 @@ def rivals() -> str:
 
 
 def levels() -> str:
-    """A row for each level of each factor of the two plans, less the doubles."""
+    """A row for each level of each factor of the two plans that has trainings of several models."""
     found = {}
     names = ("blame", "fisher", "decision", "random")
     for stem in ("learning_where", "learning_factors"):
         for title, rows in load(stem)["tables"].items():
             factor, _, rest = title.partition(": mean reward minus")
-            for row in rows if rest else ():
+            there = [row for row in rows if rest and "(" in row["blame"]]
+            for row in there if len(there) > 1 else ():
                 found[f"{factor}: {row['level']}"] = [
                     row.get(name, "").split()[0] if row.get(name) else "" for name in names
                 ]
