@@ -1,10 +1,10 @@
 """Every credit on responses of warm models, and how it treats each kind of token."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -49,6 +49,20 @@ class Settings:
     """Warm models a task, trained once and kept on disk."""
     batches: int = 4
     """A model, each of 16 problems and 8 responses to each."""
+    by: Literal["known", "continuation"] = "known"
+    """Against what is known of tokens, or against values of continuations; the options below are for these."""
+    importances: tuple[str, ...] = tuple(SHIPPED)
+    """Built-in ones, or `python:<module>:<class>`."""
+    spans: int = 64
+    """Into at most so many a response is cut; one with fewer reasoning tokens, into tokens."""
+    model: str | None = None
+    """Folder or name of a HuggingFace model, in place of the tasks; needs vLLM."""
+    data: Path | None = None
+    """Problems for the model: a parquet file in verl's columns, as `oar data` writes them."""
+    problems: int = 32
+    """How many of them, with 8 responses to each."""
+    max_tokens: int = 1024
+    """Of the model's responses."""
     seed: int = 0
     """Of problems, sampling and signs."""
     out: Path | None = None
@@ -56,35 +70,46 @@ class Settings:
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        check_at_least_one(self, "models", "batches")
+        check_at_least_one(self, "models", "batches", "spans", "problems", "max_tokens")
         if unknown := [name for name in self.tasks if name not in TASKS]:
             raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
+        if self.model and (self.by == "known" or self.data is None or not self.data.is_file()):
+            raise ValueError(
+                f"--model {self.model}: needs --by continuation and --data FILE.parquet, a file that exists"
+            )
+        for name in self.importances:
+            importance_of(name)
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
-    """Raises: RuntimeError for a model that does not learn its task."""
+    """Raises: RuntimeError for a model that does not learn its task, or gives nothing to compare."""
+    if settings.by == "continuation":
+        from benchmarks.marks import continuation  # which builds on this module
+
+        return continuation.measure(settings, progress)
     rows: list[dict[str, Any]] = []
+    for task, number, model, rollout in rollouts(settings, progress):
+        for name, score_BL in scores(model, rollout, settings.seed).items():
+            rows += [{"task": task, "model": number, "credit": name, **row} for row in judged(score_BL, rollout)]
+    found = pd.DataFrame(rows)
+    return report(settings, found, "What does credit mark?", tables(found), notes(found))
+
+
+def report(settings: Settings, found: pd.DataFrame, title: str, tables: list[Table], notes: list[str]) -> Report:
+    means = found.groupby(["task", "model", "credit"], sort=False).mean().round(4).reset_index()
+    runs = {"settings": asdict(settings), "means": means.astype(object).where(means.notna(), None).to_dict("records")}
+    return Report(title, "marks_cpu", tables, notes, runs)
+
+
+def rollouts(settings: Settings, progress: Progress) -> Iterator[tuple[str, int, PreTrainedModel, Rollout]]:
+    """Task, number of the warm model, model, and its responses batch by batch."""
     pairs = [(task, number) for task in settings.tasks for number in range(settings.models)]
     for done, (task, number) in enumerate(pairs):
         progress(f"{task}, model {number}", done, len(pairs))
         model, problems, noise = warm_model(task, number, progress), random.Random(settings.seed), torch.Generator()
         for batch in range(settings.batches):
             noise.manual_seed(settings.seed * settings.batches + batch)
-            rollout = roll_out(model, TASKS[task], problems, noise, PROMPTS, COPIES)
-            for name, score_BL in scores(model, rollout, settings.seed).items():
-                rows += [{"task": task, "model": number, "credit": name, **row} for row in judged(score_BL, rollout)]
-    found = pd.DataFrame(rows)
-    means = found.groupby(["task", "model", "credit"], sort=False).mean().round(4).reset_index()
-    return Report(
-        title="What does credit mark?",
-        stem="marks_cpu",
-        tables=tables(found),
-        notes=notes(found),
-        runs={
-            "settings": asdict(settings),
-            "means": means.astype(object).where(means.notna(), None).to_dict("records"),
-        },
-    )
+            yield task, number, model, roll_out(model, TASKS[task], problems, noise, PROMPTS, COPIES)
 
 
 def scores(model: PreTrainedModel, rollout: Rollout, seed: int) -> dict[str, Tensor]:
@@ -148,19 +173,25 @@ def first_hit(score_R: np.ndarray, result_R: np.ndarray, wrong_R: np.ndarray) ->
 
 def tables(found: pd.DataFrame) -> list[Table]:
     """The most important first."""
-    tasks = list(found["task"].unique())
-    credits = list(found.groupby("credit", sort=False))
-    parts = ({"all tasks": tasks} if len(tasks) > 1 else {}) | {task: [task] for task in tasks}
-    made = []
-    for metric, title in JUDGED.items():
-        rows = [[name, *(_shown(of[of["task"].isin(part)], metric) for part in parts.values())] for name, of in credits]
-        made.append(Table(title, ("credit", *parts), rows))
-    for task in tasks:
+    made, credits = overview(found, JUDGED), list(found.groupby("credit", sort=False))
+    for task in found["task"].unique():
         for what, title in (("weight", "mean weight"), ("rank", "mean rank in the response, 0 lowest, 1 highest")):
             rows = [
                 [name, *(_shown(of[of["task"] == task], f"{kind}, {what}") for kind in KINDS)] for name, of in credits
             ]
             made.append(Table(f"{task}: {title}", ("credit", *KINDS), rows))
+    return made
+
+
+def overview(found: pd.DataFrame, titles: Mapping[str, str]) -> list[Table]:
+    """A table for each metric, with its title: credits, and means of all tasks and of each."""
+    tasks = list(found["task"].unique())
+    parts = ({"all tasks": tasks} if len(tasks) > 1 else {}) | {task: [task] for task in tasks}
+    made = []
+    for metric, title in titles.items():
+        credits = found.groupby("credit", sort=False)
+        rows = [[name, *(_shown(of[of["task"].isin(part)], metric) for part in parts.values())] for name, of in credits]
+        made.append(Table(title, ("credit", *parts), rows))
     return made
 
 

@@ -1,0 +1,83 @@
+"""Continuations of any HuggingFace model, by vLLM; the recipes' reward judges."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from benchmarks.marks.continuation import CONTINUATIONS, Continued, places_of
+from benchmarks.marks.study import COPIES, Settings
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
+from oar_plugin.passes.tokens import TokenBytes
+
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+_ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def continued(settings: Settings) -> list[Continued]:
+    """In a child process, whose end frees the accelerator. Responses without an end or an answer only count in their group."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_continued, settings).result()
+
+
+def _continued(settings: Settings) -> list[Continued]:
+    os.environ.update(_ENVIRONMENT | os.environ)  # the user's own come first
+    from tqdm import tqdm
+    from transformers import AutoConfig, AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    from oar_plugin.runs.math.answer import final_answer
+    from oar_plugin.runs.reward import compute_score
+
+    assert settings.model is not None
+    data = pd.read_parquet(settings.data, columns=["prompt", "reward_model"])[: settings.problems]
+    tokenizer, judged = AutoTokenizer.from_pretrained(settings.model), dict[Any, bool]()
+    prompts: list[list[int]] = tokenizer.apply_chat_template(
+        [list(chat) for chat in data["prompt"]], add_generation_prompt=True, return_dict=False
+    )
+    engine = LLM(
+        settings.model,
+        # The model's own, as the importances have it: vLLM would halve float32.
+        dtype=str(AutoConfig.from_pretrained(settings.model).dtype or "auto").removeprefix("torch."),
+        max_model_len=max(map(len, prompts)) + settings.max_tokens,
+        seed=settings.seed,
+        enable_prefix_caching=True,
+        block_size=16,  # of the cache; with the 128 of a CPU, neighbouring places would share less
+        enforce_eager=not torch.cuda.is_available(),  # compiling for a CPU takes longer than it saves
+    )
+
+    def sampled(prompt: list[int], count: int, starts: list[list[int]]) -> list[list[list[int]]]:
+        left = (settings.max_tokens - len(ids) for ids in starts)
+        asked = [SamplingParams(n=count, temperature=1.0, max_tokens=most, detokenize=False) for most in left]
+        outputs = engine.generate([{"prompt_token_ids": prompt + ids} for ids in starts], asked, use_tqdm=False)
+        return [[[*ids, *one.token_ids] for one in made.outputs] for ids, made in zip(starts, outputs, strict=True)]
+
+    def right(ids: list[int], truth: str) -> bool:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        key = final_answer(text), truth  # few answers differ, and a comparison takes milliseconds
+        if key not in judged:
+            judged[key] = compute_score("", text, truth)["score"] == 1.0
+        return judged[key]
+
+    def responses() -> Iterator[Continued]:
+        pieces, finder = TokenBytes(tokenizer).pieces, make_finder(OarConfig().answer_patterns)
+        truths = [str(known["ground_truth"]) for known in data["reward_model"]]
+        for prompt, truth in zip(tqdm(prompts, "problems"), truths, strict=True):
+            (group,) = sampled(prompt, COPIES, [[]])
+            rewards = [right(ids, truth) for ids in group]
+            for ids, reward in zip(group, rewards, strict=True):
+                segments = segment_tokens(pieces(ids), finder)
+                reasoning = 0 if segments is None else int((segments == Segment.REASONING).sum())
+                if len({*rewards}) == 2 and reasoning and len(ids) < settings.max_tokens:
+                    places = places_of(reasoning, settings.spans)
+                    written = sampled(prompt, CONTINUATIONS, [ids[:place] for place in places])
+                    right_PN = np.array([[right(one, truth) for one in of_place] for of_place in written])
+                    yield Continued(prompt, ids, reward, places, right_PN)
+
+    return list(responses())
