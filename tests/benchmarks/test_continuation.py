@@ -1,96 +1,127 @@
-"""The marks study by continuation: values where it is known what they are, correlations by hand, its page, and vLLM."""
+"""The marks study by continuation: values that are known beforehand, correlations by hand, vLLM's part, and its page."""
 
 import json
 import random
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.learning.tasks import TASKS, wrong_results
 from benchmarks.learning.training import roll_out
 from benchmarks.learning.warm_start import HEADS
-from benchmarks.marks import continuation, study
+from benchmarks.marks import continuation, engine, study
 from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.tasks import Problem
-from benchmarks.tiny.words import PAD, make_tokenizer
+from benchmarks.tiny.words import EOS, MARK, PAD, encode, make_tokenizer
 from oar_plugin.credit.importance import IMPORTANCES
 from tests.benchmarks.test_marks import TASK, written
 
-PAGE = "continuation_cpu"
-
 
 @pytest.fixture
-def model(monkeypatch):
+def rollout(monkeypatch):
     monkeypatch.setattr("benchmarks.learning.training.sample", written)
-    model = build_model(0, heads=HEADS)
-    monkeypatch.setattr(study, "PROMPTS", 4)
-    monkeypatch.setattr(study, "warm_model", lambda task, number, progress: model)
-    return model
+    return roll_out(build_model(0, heads=HEADS), TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
 
 
-def finished(rollout):
-    """In place of sampling: the rest of a demonstration that goes on from the prefix. In a wrong response an end is right
-    as long as the prefix holds no wrong result; every fourth end of any other prefix is wrong."""
-    start = rollout.prompt_length
-    rows = rollout.token_BL.tolist()
+def test_the_value_falls_at_the_first_wrong_result(rollout, monkeypatch):
+    """Continuations give the right answer in three of four cases, unless a wrong result stands before them."""
+    rows, start = rollout.token_BL.tolist(), rollout.prompt_length
 
     def sample(model, prefix_BL, copies, longest, noise):
-        ends = []
-        for prefix in prefix_BL.tolist():
-            row = next(row for row, ids in enumerate(rows) if ids[: len(prefix)] == prefix)
-            gold, own = rollout.gold_Bm[row].tolist(), rows[row][len(prefix) : int(rollout.length_B[row])]
-            broken = bool(rollout.wrong_BL[row, start : len(prefix)].any())
-            right = [*own[:-1 - len(gold)], *gold, own[-1]]
-            wrong = [*own[:-1 - len(gold)], *[(gold[0] + 1) % 10] * len(gold), own[-1]]
-            ends += [torch.tensor(wrong if broken or copy % 4 == 3 else right) for copy in range(copies)]
-        assert max(map(len, ends)) <= longest
-        return torch.nn.utils.rnn.pad_sequence(ends, True, PAD)
+        of = [next(row for row, ids in enumerate(rows) if ids[: len(p)] == p) for p in prefix_BL.tolist()]
+        gold = [[MARK, *rollout.gold_Bm[row].tolist(), EOS] for row in of]
+        lost = rollout.wrong_BL[of, : prefix_BL.shape[1]].any(-1).tolist()
+        ends = [
+            [MARK, EOS] if out or n % 4 == 3 else end
+            for out, end in zip(lost, gold, strict=True)
+            for n in range(copies)
+        ]
+        return torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, ends)], True, PAD)
 
-    return sample
-
-
-def test_the_value_falls_at_the_first_wrong_result(model, monkeypatch):
-    rollout = roll_out(model, TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
-    monkeypatch.setattr(continuation, "sample", finished(rollout))
-    for spans, k in ((64, 1), (10, None)):
-        found = list(continuation.continued(model, TASK, rollout, spans, seed=0))
-        assert len(found) == len(rollout.token_BL)
-        for row, response in enumerate(found):
-            assert response.right == bool(rollout.advantage_B[row] > 0)
-            assert response.prompt + response.ids == rollout.token_BL[row, : int(rollout.length_B[row])].tolist()
-            fell = np.flatnonzero(response.advantage_S())
-            wrong = np.flatnonzero(rollout.wrong_BL[row, rollout.prompt_length :].numpy())
-            assert len(response.places) - 1 <= spans
-            assert k is None or response.places == [*range(int(rollout.reasoning_BL[row].sum()) + 1)]
-            if not len(wrong):
-                assert not len(fell)
-                assert response.right_PN.mean() == 0.75
-                continue
-            assert response.places[fell[0]] <= wrong[0] < response.places[fell[0] + 1], "the span with the wrong result"
-            assert response.advantage_S()[fell].tolist() == [-0.75]
-
-
-def response(right, values, **given):
-    """16 continuations: of each half as many are right as `values` say."""
-    right_PN = np.array([[n < 8 * value for n in range(8)] * 2 for value in values])
-    return continuation.Continued([0], [0] * 9, right, given.get("places", [*range(len(values))]), right_PN)
+    monkeypatch.setattr(continuation, "sample", sample)
+    fine, coarse = ([*continuation.continued(None, TASK, rollout, spans, seed=0)] for spans in (64, 10))
+    for row, (one, other) in enumerate(zip(fine, coarse, strict=True)):
+        assert one.prompt + one.ids == rows[row][: int(rollout.length_B[row])]
+        assert one.right == bool(rollout.advantage_B[row] > 0)
+        wrong = rollout.wrong_BL[row, start:].nonzero()[:1, 0].tolist()  # the first, if there is one
+        assert one.places == [*range(int(rollout.reasoning_BL[row].sum()) + 1)]
+        assert one.advantage_S().nonzero()[0].tolist() == wrong
+        assert one.advantage_S()[wrong].tolist() == [-0.75] * len(wrong)
+        assert len(other.places) <= 11
+        for span, at in zip(other.advantage_S().nonzero()[0], wrong, strict=True):
+            assert other.places[span] <= at < other.places[span + 1]
 
 
 def test_correlations_by_hand():
-    score, weight = torch.tensor([1.0, 4.0, 2.0]), torch.tensor([0.5, 0.5, 2.0])
-    values = [0.5, 0.625, 0.125, 0.5]  # advantages 0.125, -0.5, 0.375: drops rank 1, 3, 2
-    good = continuation.agreement("x", response(True, values), score, weight)
-    bad = continuation.agreement("x", response(False, values), score, weight)
-    assert good["drop, right"] == bad["drop, wrong"] == pytest.approx(1)
-    assert good["advantage, right"] == pytest.approx(np.sqrt(0.75) / 3 * 0 + np.corrcoef([1.5, 1.5, 3], [2, 1, 3])[0, 1])
-    assert bad["advantage, wrong"] == pytest.approx(np.corrcoef([1.5, 1.5, 3], [2, 3, 1])[0, 1])
-    assert "drop, wrong" not in good
-    # Spans of two tokens and one: means 2.5 and 2, drops 0.125 and 0.5.
-    two = continuation.agreement("x", response(True, values[:3], places=[0, 2, 3]), score, weight)
-    assert two["drop, right"] == pytest.approx(-1)
-    assert two["k"] == 2
-    still = continuation.agreement("x", response(True, [0.5] * 4), score, weight)
-    assert np.isnan(still["drop, right"])
+    """Values 0.5, 0.625, 0.125, 0.5: advantages 0.125, -0.5, 0.375, drops of rank 1, 3, 2."""
+    right_PN = np.array([[n < 16 * value for n in range(16)] for value in (0.5, 0.625, 0.125, 0.5)])
+    good = continuation.Continued([0], [0] * 5, True, [0, 1, 2, 3], right_PN)
+    scores = torch.tensor([1.0, 4.0, 2.0]), torch.tensor([0.5, 0.5, 2.0])
+    found = continuation.agreement("x", good, *scores) | continuation.agreement(
+        "x", replace(good, right=False), *scores
+    )
+    assert found["drop, right"] == found["drop, wrong"] == pytest.approx(1)
+    assert found["advantage, right"] == pytest.approx(np.corrcoef([1.5, 1.5, 3], [2, 1, 3])[0, 1])
+    assert found["advantage, wrong"] == pytest.approx(np.corrcoef([1.5, 1.5, 3], [2, 3, 1])[0, 1])
+    spans = replace(good, places=[0, 2, 3], right_PN=right_PN[:3])  # mean scores 2.5 and 2, drops 0.125 and 0.5
+    assert continuation.agreement("x", spans, *scores)["drop, right"] == pytest.approx(-1)
+    assert np.isnan(continuation.agreement("x", replace(good, right_PN=right_PN[[0] * 4]), *scores)["drop, right"])
+
+
+def test_what_vllm_is_asked_for_and_how_its_answers_are_judged(tmp_path, monkeypatch):
+    """Half of the responses to the first problem are right, none to the second. What is after `so` decides."""
+    good, bad, asked = encode(["so", "3", "####", "3"]), encode(["so", "4", "####", "4"]), []
+
+    def LLM(model, **given):
+        assert (given["dtype"], given["max_model_len"]) == ("float32", 6 + 20)
+        return SimpleNamespace(generate=generate)
+
+    def generate(prompts, settings, use_tqdm):
+        for prompt, one in zip(prompts, settings, strict=True):
+            ids = prompt["prompt_token_ids"]
+            asked.append((one.n, one.max_tokens, len(ids)))
+            sure = [good, bad][ids[-1] == bad[1]] if len(ids) == 8 else None
+            ends = [sure or (good, bad)[n % 2 or ids[:1] == encode("B")] for n in range(one.n)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*end[len(ids) - 6 :], EOS]) for end in ends])
+
+    build_model(0, heads=HEADS).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    problems = [Problem(tuple(encode([name, "3", "+", "0", "=", "?"])), tuple(encode("3")), None) for name in "AB"]
+    write_problems(tmp_path / "two.parquet", problems)
+    monkeypatch.setattr(engine, "_ENVIRONMENT", {})
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace))
+    given = {"model": str(tmp_path), "data": tmp_path / "two.parquet", "max_tokens": 20, "by": "continuation"}
+    settings = study.Settings(**given)
+    settings.check()
+    found = engine._continued(settings)
+    assert [one.right for one in found] == [True, False] * 4, "the second group has no right one"
+    assert [one.ids for one in found[:2]] == [[*good, EOS], [*bad, EOS]]
+    assert [one.right_PN.mean(1).tolist() for one in found[:2]] == [[0.5, 0.5, 1], [0.5, 0.5, 0]]
+    assert asked[:4] == [(8, 20, 6), (16, 20, 6), (16, 19, 7), (16, 18, 8)]
+    with pytest.raises(ValueError, match="--by continuation"):
+        replace(settings, by="known").check()
+
+
+def test_the_command_writes_a_page(tmp_path, monkeypatch):
+    """On responses whose continuations end by chance."""
+    monkeypatch.setattr("benchmarks.learning.training.sample", written)
+    monkeypatch.setattr(study, "PROMPTS", 2)
+    monkeypatch.setattr(study, "warm_model", lambda *_: build_model(0, heads=HEADS))
+    monkeypatch.setattr(continuation, "sample", lambda _, prefix_BL, n, *__: torch.full((len(prefix_BL) * n, 1), EOS))
+    coin, none_right = np.random.default_rng(0), continuation.continued
+
+    def tossed(*given):
+        return [replace(one, right_PN=coin.random(one.right_PN.shape) < 0.5) for one in none_right(*given)]
+
+    monkeypatch.setattr(continuation, "continued", tossed)
+    words = "marks --by continuation --tasks parallel --models 1 --batches 1 --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    tables = json.loads((tmp_path / "continuation_cpu.json").read_text())["tables"]
+    names = {*IMPORTANCES, "oracle: results", "oracle: blame", continuation.CEILING, continuation.OPEN}
+    assert [{row["credit"] for row in rows} for rows in tables.values()] == [names] * 4
+    assert all(f"## {title}" in (tmp_path / "continuation_cpu.md").read_text() for title in tables)
