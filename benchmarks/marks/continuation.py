@@ -92,7 +92,7 @@ def continued(model: PreTrainedModel, task: Task, rollout: Rollout, spans: int, 
 def judged(model: Any, tokenizer: Any, responses: Sequence[Continued], settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each credit and response: correlations by the keys of `TITLES`, NaN where the value never changes."""
     given: dict[str, Any] = {"prompts": [r.prompt for r in responses], "responses": [r.ids for r in responses]}
-    for name in settings.importances:
+    for name in settings.importances if responses else ():
         credit = oar_plugin.importance(model, tokenizer=tokenizer, importance=name, seed=settings.seed, **given)
         for row, response in enumerate(responses):
             keep_L = credit.segments[row] == Segment.REASONING
@@ -127,33 +127,28 @@ def correlations(credit: str, response: Continued, **pairs: tuple[np.ndarray, np
 def measure(settings: Settings, progress: Progress) -> Report:
     """Raises: RuntimeError, where no problem has right and wrong responses in which an answer is found."""
     rows: list[dict[str, Any]] = []
-    for name, number, model, tokenizer, responses in sources(settings, progress):
-        progress(f"{name}, model {number}: importance of {len(responses)} responses")
-        judgements = judged(model, tokenizer, responses, settings) if responses else ()
-        rows += [{"task": name, "model": number, **row} for row in judgements]
+    if settings.model is None:
+        for batch, (task, number, model, rollout) in enumerate(rollouts(settings, progress)):
+            responses = [*continued(model, TASKS[task], rollout, settings.spans, settings.seed + batch)]
+            judgements = judged(model, make_tokenizer(), responses, settings)
+            rows += [{"task": task, "model": number, **row} for row in judgements]
+    else:
+        from benchmarks.marks import engine  # which builds on this module
+
+        progress("vLLM samples and continues responses")
+        responses, name = engine.continued(settings), Path(settings.model).name
+        progress(f"importance of {len(responses)} responses")
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto").to(choose_device("auto")).eval()
+        judgements = judged(model, AutoTokenizer.from_pretrained(settings.model), responses, settings)
+        rows += [{"task": name, "model": 0, **row} for row in judgements]
     if not rows:
         raise RuntimeError("no problem has right and wrong responses in which an answer is found: nothing to compare")
     found = pd.DataFrame(rows, columns=["task", "model", "credit", "right", "k", *TITLES])
     made = report(settings, found, "Does credit find where the value changes?", overview(found, TITLES), notes(found))
     made.stem = "continuation_cpu"
     if settings.model is not None:
-        made.stem, made.machine = f"continuation_{Path(settings.model).name}", describe_machine(choose_device("auto"))
+        made.stem, made.machine = f"continuation_{name}", describe_machine(choose_device("auto"))
     return made
-
-
-def sources(settings: Settings, progress: Progress) -> Iterator[tuple[str, int, Any, Any, list[Continued]]]:
-    """Task or model, number of the warm model, model, tokenizer, responses."""
-    if settings.model is None:
-        for number, (task, warm, model, rollout) in enumerate(rollouts(settings, progress)):
-            responses = list(continued(model, TASKS[task], rollout, settings.spans, settings.seed + number))
-            yield task, warm, model, make_tokenizer(), responses
-    else:
-        from benchmarks.marks import engine  # which builds on this module
-
-        progress("vLLM samples and continues responses")
-        responses = engine.continued(settings)
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto").to(choose_device("auto")).eval()
-        yield Path(settings.model).name, 0, model, AutoTokenizer.from_pretrained(settings.model), responses
 
 
 def notes(found: pd.DataFrame) -> list[str]:

@@ -2,19 +2,23 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.marks.continuation import CONTINUATIONS, Continued, places_of
 from benchmarks.marks.study import COPIES, Settings
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.passes.tokens import TokenBytes
+from oar_plugin.runs.math.answer import final_answer
+from oar_plugin.runs.reward import compute_score, start_pool
 
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -23,17 +27,17 @@ _ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "no
 def continued(settings: Settings) -> list[Continued]:
     """In a child process, whose end frees the accelerator. Responses without an end or an answer only count in their group."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_continued, settings).result()
+        return pool.submit(_in_child, settings).result()
 
 
-def _continued(settings: Settings) -> list[Continued]:
+def _in_child(settings: Settings) -> list[Continued]:
     os.environ.update(_ENVIRONMENT | os.environ)  # the user's own come first
-    from tqdm import tqdm
-    from transformers import AutoConfig, AutoTokenizer
-    from vllm import LLM, SamplingParams
+    with closing(start_pool(2, 10.0)):  # a process waits at its end for its children
+        return by_vllm(settings)
 
-    from oar_plugin.runs.math.answer import final_answer
-    from oar_plugin.runs.reward import compute_score
+
+def by_vllm(settings: Settings) -> list[Continued]:
+    from vllm import LLM, SamplingParams
 
     assert settings.model is not None
     data = pd.read_parquet(settings.data, columns=["prompt", "reward_model"])[: settings.problems]
@@ -65,19 +69,17 @@ def _continued(settings: Settings) -> list[Continued]:
             judged[key] = compute_score("", text, truth)["score"] == 1.0
         return judged[key]
 
-    def responses() -> Iterator[Continued]:
-        pieces, finder = TokenBytes(tokenizer).pieces, make_finder(OarConfig().answer_patterns)
-        truths = [str(known["ground_truth"]) for known in data["reward_model"]]
-        for prompt, truth in zip(tqdm(prompts, "problems"), truths, strict=True):
-            (group,) = sampled(prompt, COPIES, [[]])
-            rewards = [right(ids, truth) for ids in group]
-            for ids, reward in zip(group, rewards, strict=True):
-                segments = segment_tokens(pieces(ids), finder)
-                reasoning = 0 if segments is None else int((segments == Segment.REASONING).sum())
-                if len({*rewards}) == 2 and reasoning and len(ids) < settings.max_tokens:
-                    places = places_of(reasoning, settings.spans)
-                    written = sampled(prompt, CONTINUATIONS, [ids[:place] for place in places])
-                    right_PN = np.array([[right(one, truth) for one in of_place] for of_place in written])
-                    yield Continued(prompt, ids, reward, places, right_PN)
-
-    return list(responses())
+    found, pieces, finder = list[Continued](), TokenBytes(tokenizer).pieces, make_finder(OarConfig().answer_patterns)
+    truths = [str(known["ground_truth"]) for known in data["reward_model"]]
+    for prompt, truth in zip(tqdm(prompts, "problems"), truths, strict=True):
+        (group,) = sampled(prompt, COPIES, [[]])
+        rewards = [right(ids, truth) for ids in group]
+        for ids, reward in zip(group, rewards, strict=True):
+            segments = segment_tokens(pieces(ids), finder)
+            reasoning = 0 if segments is None else int((segments == Segment.REASONING).sum())
+            if len({*rewards}) == 2 and reasoning and len(ids) < settings.max_tokens:
+                places = places_of(reasoning, settings.spans)
+                written = sampled(prompt, CONTINUATIONS, [ids[:place] for place in places])
+                right_PN = np.array([[right(one, truth) for one in of_place] for of_place in written])
+                found.append(Continued(prompt, ids, reward, places, right_PN))
+    return found

@@ -18,18 +18,13 @@ from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.tasks import Problem
 from benchmarks.tiny.words import EOS, MARK, PAD, encode, make_tokenizer
-from oar_plugin.credit.importance import IMPORTANCES
 from tests.benchmarks.test_marks import TASK, written
 
 
-@pytest.fixture
-def rollout(monkeypatch):
-    monkeypatch.setattr("benchmarks.learning.training.sample", written)
-    return roll_out(build_model(0, heads=HEADS), TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
-
-
-def test_the_value_falls_at_the_first_wrong_result(rollout, monkeypatch):
+def test_the_value_falls_at_the_first_wrong_result(monkeypatch):
     """Continuations give the right answer in three of four cases, unless a wrong result stands before them."""
+    monkeypatch.setattr("benchmarks.learning.training.sample", written)
+    rollout = roll_out(build_model(0, heads=HEADS), TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
     rows, start = rollout.token_BL.tolist(), rollout.prompt_length
 
     def sample(model, prefix_BL, copies, longest, noise):
@@ -93,12 +88,11 @@ def test_what_vllm_is_asked_for_and_how_its_answers_are_judged(tmp_path, monkeyp
     make_tokenizer().save_pretrained(tmp_path)
     problems = [Problem(tuple(encode([name, "3", "+", "0", "=", "?"])), tuple(encode("3")), None) for name in "AB"]
     write_problems(tmp_path / "two.parquet", problems)
-    monkeypatch.setattr(engine, "_ENVIRONMENT", {})
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace))
     given = {"model": str(tmp_path), "data": tmp_path / "two.parquet", "max_tokens": 20, "by": "continuation"}
     settings = study.Settings(**given)
     settings.check()
-    found = engine._continued(settings)
+    found = engine.by_vllm(settings)
     assert [one.right for one in found] == [True, False] * 4, "the second group has no right one"
     assert [one.ids for one in found[:2]] == [[*good, EOS], [*bad, EOS]]
     assert [one.right_PN.mean(1).tolist() for one in found[:2]] == [[0.5, 0.5, 1], [0.5, 0.5, 0]]
@@ -108,20 +102,20 @@ def test_what_vllm_is_asked_for_and_how_its_answers_are_judged(tmp_path, monkeyp
 
 
 def test_the_command_writes_a_page(tmp_path, monkeypatch):
-    """On responses whose continuations end by chance."""
+    """On a right and a wrong response whose continuations end by chance."""
+    rng, coin, made = random.Random(0), np.random.default_rng(0), []
+    for right in (True, False):
+        ids = TASK.demonstration(problem := TASK.problem(rng), rng, 0.0)
+        places = [*range(ids.index(MARK) + 1)]
+        outcome, known = coin.random((len(places), 16)) < 0.5, {"oracle": torch.rand(places[-1])}
+        made.append(continuation.Continued([*problem.prompt], ids, right, places, outcome, known))
+    monkeypatch.setattr(continuation, "continued", lambda *_: made)
+    monkeypatch.setattr(study, "PROMPTS", 1)
     monkeypatch.setattr("benchmarks.learning.training.sample", written)
-    monkeypatch.setattr(study, "PROMPTS", 2)
     monkeypatch.setattr(study, "warm_model", lambda *_: build_model(0, heads=HEADS))
-    monkeypatch.setattr(continuation, "sample", lambda _, prefix_BL, n, *__: torch.full((len(prefix_BL) * n, 1), EOS))
-    coin, none_right = np.random.default_rng(0), continuation.continued
-
-    def tossed(*given):
-        return [replace(one, right_PN=coin.random(one.right_PN.shape) < 0.5) for one in none_right(*given)]
-
-    monkeypatch.setattr(continuation, "continued", tossed)
     words = "marks --by continuation --tasks parallel --models 1 --batches 1 --out"
     assert main([*words.split(), str(tmp_path)]) == 0
     tables = json.loads((tmp_path / "continuation_cpu.json").read_text())["tables"]
-    names = {*IMPORTANCES, "oracle: results", "oracle: blame", continuation.CEILING, continuation.OPEN}
+    names = {*study.Settings.importances, "oracle", continuation.CEILING, continuation.OPEN}
     assert [{row["credit"] for row in rows} for rows in tables.values()] == [names] * 4
     assert all(f"## {title}" in (tmp_path / "continuation_cpu.md").read_text() for title in tables)
