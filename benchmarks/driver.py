@@ -130,7 +130,7 @@ def of_ray_trainer(responses: int) -> tuple[float, float]:
     rewarded = rows | {"token_level_rewards": reward_BL, "token_level_scores": reward_BL}
     ids = np.array([str(row // GROUP) for row in range(responses)], dtype=object)
     workers = SimpleNamespace(compute_log_prob=lambda data: TensorDict(dict(fields), responses))
-    asking = ray_trainer._Asking(workers, mask_BL[:, 0], {}, 1, USED)
+    asking = ray_trainer._Asking(workers, {NEEDED: mask_BL[:, :1]}, {}, 1, USED)
     verls, ours = [], []
     for _ in range(REPEATS):
         batch, config = DataProto.from_dict(dict(rewarded), {"uid": ids}), one.config.algorithm

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from benchmarks.tiny.model import CPU, SHAPES, model_of
 from benchmarks.tiny.words import WORDS, make_tokenizer
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.importance import importance_of, without_copies
+from oar_plugin.credit.importance import importance_of, without_contexts, without_copies
 from oar_plugin.passes.tokens import TokenBytes
 
 DEFAULT: str = OarConfig.model_fields["importance"].default
@@ -137,6 +137,10 @@ def check_importance(name: str, copies: bool = False) -> None:
         importance = importance_of(name)
     except ValueError as error:
         raise ValueError(f"--importance {name}: {error}") from None
+    if importance.contexts:
+        raise ValueError(
+            f"--importance {name}: it shows right answers, which this study lacks; allowed: {without_contexts()}"
+        )
     if importance.copies is not None and not copies:
         raise ValueError(f"--importance {name}: it runs masked copies, not measured here; allowed: {without_copies()}")
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.credit.gate import GATES, Gate, gate_of
 from oar_plugin.credit.importance import IMPORTANCES, Copies, Importance, importance_of, of_engines, without_copies
+from oar_plugin.credit.importance.base import Shown
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
@@ -75,7 +76,20 @@ class DumpConfig(_Settings):
     """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""
 
 
-GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "dump": DumpConfig}
+class ContextConfig(_Settings):
+    """The settings of `algorithm.oar.context`: the other prompts of importances that have `contexts`."""
+
+    template: str = Field(
+        "The right answer is {answer}. {prompt}",
+        pattern=r"^[^{}]*(\{prompt\}[^{}]*\{answer\}|\{answer\}[^{}]*\{prompt\})[^{}]*$",
+        description="The prompt that shows an answer: {prompt} is the user's last message, or the prompt if it is a text.",
+    )
+    truth: str | None = None
+    """TRL: the column of the data that holds the right answer. null: the first of ground_truth, solution, answer. verl:
+    reward_model.ground_truth."""
+
+
+GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "context": ContextConfig, "dump": DumpConfig}
 """The keys of `algorithm.oar` that hold other keys."""
 
 
@@ -150,6 +164,8 @@ class OarConfig(_Settings):
     no such warning after the first step."""
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
+    context: ContextConfig = Field(default_factory=ContextConfig)
+    """The prompts that show an answer, of contrast and contrast_own."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
     """Groups of responses with their weights, for people to look at."""
 
@@ -236,6 +252,11 @@ class OarConfig(_Settings):
         if not self.offloads:
             return self.importance
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
+
+    @property
+    def contexts(self) -> tuple[Shown, ...]:
+        """What the prompts show of the contexts that the actor's importance reads."""
+        return () if self.actor_importance is None else importance_of(self.actor_importance).contexts
 
     def _check_conflicts(self, importance: Importance) -> None:
         settings = self.model_dump() | {"tau": self.quantile}

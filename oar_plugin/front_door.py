@@ -18,6 +18,7 @@ from oar_plugin import estimator
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.passes.contexts import Asked, ContextPrompts, Contexts, longest_of
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
@@ -78,6 +79,8 @@ def importance(
     segments: Tensor | None = None,
     prompts: Sequence[Any] | None = None,
     responses: Sequence[Any] | None = None,
+    truths: Sequence[Any] | None = None,
+    advantages: Tensor | Sequence[float] | None = None,
     tokenizer: Any = None,
     temperature: float = 1.0,
     step: int = 1,
@@ -96,6 +99,8 @@ def importance(
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
         prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
         responses: B texts or sequences of token ids.
+        truths: B right answers, and `advantages` `[B]`, of which only the sign counts: for an importance that shows the right
+            answer in another prompt (`contrast`). It needs `prompts` and responses without `segments`.
         tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
         temperature: the sampling temperature of the responses.
         step: training step, on which signs, noise and the probe's warm-up depend.
@@ -128,7 +133,7 @@ def importance(
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
     padding = model.config if tokenizer is None else None
-    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding)
+    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
     request = credit.request(step, temperature=temperature, importance_only=True)
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
@@ -161,11 +166,12 @@ def importance(
             raise ValueError(
                 f"response {row}: there is no token before it, from which its first token could be predicted"
             )
+    contexts = _contexts(credit, model, prompts, truths, advantages, rows, segments)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
     batch = PaddedBatch(token_BL, mask_BL, mask_BL & (own_BL.cumsum(-1) > 0), own_BL)
     if segments_BL is None:
-        segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request)
+        segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request, contexts)
     else:
         _check(segments_BL.shape == token_BL.shape, _shape("segments", segments_BL), f"must be {tuple(token_BL.shape)}")
         known = ", ".join(f"{segment.name} {int(segment)}" for segment in Segment)
@@ -173,7 +179,7 @@ def importance(
         _check(not wrong, f"segments hold {wrong[:1]}", f"allowed: {known}")
         segments_BL, status_B = _checked_segments(segments_BL)
     segments_BL = segments_BL.to(torch.int8)
-    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
+    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens, contexts=contexts)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
     return Credit(
@@ -244,6 +250,35 @@ def _tokenized(
 
     pairs = [(ids(prompt, True), ids(response, False)) for prompt, response in zip(prompts, responses, strict=True)]
     return [(torch.cat([p, r]), torch.arange(len(p) + len(r)) >= len(p)) for p, r in pairs]
+
+
+def _contexts(
+    credit: TokenCredit,
+    model: nn.Module,
+    prompts: Sequence[Any] | None,
+    truths: Sequence[Any] | None,
+    advantages: Tensor | Sequence[float] | None,
+    rows: Sequence[tuple[Tensor, Tensor]],
+    segments: Any,
+) -> Contexts | None:
+    """What the importance reads behind other prompts; None if it reads nothing there. `rows`: see `_tokenized`."""
+    if not credit.config.importance_object.contexts:
+        return None
+    given = {"prompts": prompts, "truths": truths, "advantages": advantages}
+    wrong = [name for name, value in given.items() if value is None or len(value) != len(rows)]
+    wrong += ["tokenizer"] * (credit.tokenizer is None) + ["segments"] * (segments is not None)
+    if prompts is None or truths is None or wrong:
+        raise OarConfigError(
+            f"oar_plugin.importance.importance={credit.config.importance}: it shows answers in prompts, and needs {len(rows)} "
+            f"prompts, truths and advantages, the tokenizer, and no segments; at fault: {', '.join(wrong)}"
+        )
+    sign_B = torch.as_tensor(advantages, dtype=torch.float32).cpu().sign().long()
+    asked = [
+        Asked(prompt, ids[~own].tolist(), ids[own].tolist(), truth, sign)
+        for (ids, own), prompt, truth, sign in zip(rows, prompts, truths, sign_B.tolist(), strict=True)
+    ]
+    prompts_of = ContextPrompts(credit.config, credit.tokenizer).prompts(asked)
+    return Contexts(prompts_of, sign_B, longest_of(model.config))
 
 
 def _check(holds: bool, what: str, wanted: str) -> None:

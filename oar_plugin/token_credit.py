@@ -19,11 +19,13 @@ from torch.nn.functional import pad
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.credit.importance import without_contexts
 from oar_plugin.credit.watch import Watch
 from oar_plugin.estimator import weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
-from oar_plugin.passes.plain import batch_importance, in_eval_mode
+from oar_plugin.passes.contexts import Contexts
+from oar_plugin.passes.plain import batch_importance, contrasted, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
@@ -85,6 +87,7 @@ class TokenCredit:
         padding: an object with the `pad_token_id` that replaces masked tokens. None: the tokenizer.
         home: the parent folder of a relative `dump.dir`. None: this process writes no files.
         offloads: true if the host's rollout engines can score masked copies.
+        contexts: true if the host makes `Contexts` for importances that read them.
 
     Raises:
         OarConfigError: a setting cannot work. The message names the key, its value and the allowed values.
@@ -100,11 +103,15 @@ class TokenCredit:
         padding: Any = None,
         home: str | Path | None = None,
         offloads: bool = False,
+        contexts: bool = False,
     ) -> None:
         self.config = settings if isinstance(settings, OarConfig) else OarConfig.parse(settings, prefix)
         if self.config.offloads and not offloads:
             fault = "there are no rollout engines here; allowed: actor"
             raise OarConfigError(f"{prefix}.perturbation.backend=rollout: {fault}")
+        if self.config.contexts and not contexts:
+            fault = f"prompts that show an answer are not made here; allowed: {without_contexts()}"
+            raise OarConfigError(f"{prefix}.importance={self.config.importance}: {fault}")
         self.tokenizer = tokenizer
         self._token_bytes, self._eos_token_ids = None, set[int]()
         if tokenizer is not None:
@@ -129,10 +136,13 @@ class TokenCredit:
         longest = max_response_length or sys.maxsize
         return Request.from_config(self.config, step, longest, importance_only, self._replacement, temperature)
 
-    def segments(self, batch: PaddedBatch, needed_B: Tensor, request: Request) -> tuple[Tensor, Tensor]:
+    def segments(
+        self, batch: PaddedBatch, needed_B: Tensor, request: Request, contexts: Contexts | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Finds the answer of each response. The model's own tokens before the answer are its reasoning.
 
-        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored.
+        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored, and neither are
+        responses without `contexts`, which an importance with contexts needs.
 
         Returns:
             A `Segment` per token, int8 `[B, L]`, and a `Status` per response, int64 `[B]`, on the batch's device. In a response
@@ -145,6 +155,8 @@ class TokenCredit:
             for (_, token_L, own_L), needed in zip(batch.responses, needed_B.tolist(), strict=True)
         )
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
+        if contexts is not None:
+            contexts.check(parts, status_B)
         segments_BL = torch.full(batch.response_BL.shape, int(Segment.OUTSIDE), dtype=torch.int8)
         for segments_L, (span, *_), part in zip(segments_BL, batch.responses, parts, strict=True):
             segments_L[span] = part
@@ -161,6 +173,7 @@ class TokenCredit:
         max_tokens: int,
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
+        contexts: Contexts | None = None,
     ) -> Tensor:
         """Returns the importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
 
@@ -172,6 +185,7 @@ class TokenCredit:
             max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
             max_over_ranks: takes a count, returns the maximum of this count over all ranks.
             checkpoint_activations: recompute activations in the backward, to save memory.
+            contexts: those that `segments` got.
 
         Raises:
             UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
@@ -180,16 +194,20 @@ class TokenCredit:
         before = batch.prompt_columns
         segments_BT = pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE))
         with in_eval_mode(model), torch.enable_grad():
-            importance_BT = batch_importance(
+            rows = batch.token_BT, segments_BT, batch.mask_BT
+            run = partial(
+                batch_importance,
                 model,
                 request,
-                batch.token_BT,
-                segments_BT,
-                batch.mask_BT,
-                max_tokens,
+                max_tokens=max_tokens,
                 checkpoint_activations=checkpoint_activations,
                 max_over_ranks=max_over_ranks,
             )
+            if contexts is None:
+                importance_BT = run(*rows)
+            else:
+                lengths = batch.response_BL.sum(-1).tolist()
+                importance_BT = contrasted(run, request.importance_object.contrast, rows, contexts, lengths)
         return importance_BT[:, before:]
 
     def reshape(

@@ -6,7 +6,8 @@ The 7B recipe is counted with fused kernels and without activation checkpointing
 import json
 import logging
 
-from oar_plugin.runs.plan.count import SHIPPED, Memory, Work, name_of
+from oar_plugin.runs.plan.count import Memory, Work
+from oar_plugin.runs.plan.counted import SHIPPED, name_of
 from oar_plugin.runs.plan.fake_step import count
 from oar_plugin.runs.plan.models import PlanError
 from oar_plugin.runs.plan.setup import Setup

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.count import real
 from benchmarks.report import Progress, Report, Table
-from oar_plugin.credit.importance import Importance, importance_of
+from oar_plugin.credit.importance import IMPORTANCES, Importance
 from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
 from oar_plugin.runs.plan.models import KNOWN, load_model
 
@@ -18,7 +18,10 @@ JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
 PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
 PHASES = "log-probs", "importance", "update"
 CHECKPOINTING, WHOLE, LORA = "checkpointing", "whole activations", "LoRA 32"
-IMPORTANCES, SHARES = ("fisher", "oar_g", "decision"), (0.3, 0.6, 1.0)
+SHARES = (0.3, 0.6, 1.0)
+ALIKE = {one.backwards: name for name, one in reversed(IMPORTANCES.items()) if one.backwards}
+KINDS = [name for name in IMPORTANCES if name in ALIKE.values()]
+"""The first importance with each kind of backward; the others cost the same."""
 COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0.3": (0.3, 1)}
 """Budget (share of units with a copy) and span."""
 
@@ -47,7 +50,7 @@ def count_model(name: str) -> dict[str, Counts]:
     keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
     keys |= {"64 ranks": memory, f"64 ranks, {WHOLE}": replace(memory, recompute=False)}
     if name in MORE:
-        keys |= {f"{ranks} ranks": replace(memory, shards=ranks) for ranks in RANKS}
+        keys |= {f"{ranks} rank{'s' * (ranks > 1)}": replace(memory, shards=ranks) for ranks in RANKS}
         keys |= {"64 ranks, fused": replace(memory, fused=True), "64 ranks, LoRA 32": replace(memory, lora_rank=32)}
         keys[LORA] = Work(model, lora_rank=32)
     return {layout: count(key) for layout, key in keys.items()}
@@ -58,7 +61,7 @@ def added_flops(counts: Counts, layers: int, length: int, importance: Importance
     of = counts["flops"]
     backward = of["importance"].at(layers, length) - of["log-probs"].at(layers, length)
     forwards = (len(importance.forwards(1)) - 1) * of["layers"].at(layers, length)
-    rows = sum(length - PROMPT - ANSWER for each in importance.backwards if each.of_reasoning)
+    rows = sum(length - PROMPT - ANSWER if each.of_reasoning else ANSWER for each in importance.backwards)
     return len(importance.backwards) * backward + forwards + 2 * of["head"].at(layers, rows)
 
 
@@ -117,20 +120,18 @@ def _phases(counts: Counts, layers: int, length: int) -> tuple[float, float, flo
 
 def _ratio(counts: Counts, layers: int, length: int, added: float) -> list[str]:
     plain, _, update = _phases(counts, layers, length)
-    return [f"{share * added / (plain + update):.1%}" for share in SHARES]
+    return [f"{share * added / (plain + update):.3g}" for share in SHARES]
 
 
 def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
-        for importance in IMPORTANCES:
-            if importance != "fisher" and name not in JUDGED:
-                continue
+        for importance in KINDS if name in JUDGED else KINDS[:1]:
             for response in (4096, 16384):
                 one, length = counts[CHECKPOINTING], PROMPT + response
-                added = added_flops(one, _layers(name), length, importance_of(importance))
+                added = added_flops(one, _layers(name), length, IMPORTANCES[importance])
                 rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), length, added)])
-    title = "What OAR adds to the FLOPs of log-probs and update, by the share of rows that are scored"
+    title = "What OAR adds, in units of the FLOPs of log-probs and update, by the share of rows that are scored"
     return Table(title, ["model", "importance", "response", *(f"{share:.0%}" for share in SHARES)], rows)
 
 

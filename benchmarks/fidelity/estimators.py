@@ -35,6 +35,8 @@ def package_estimators() -> dict[str, Score]:
     """The package's importances, each at its own cost first and then at others, and attention patching, by name."""
     found: dict[str, Score] = {}
     for name, importance in IMPORTANCES.items():
+        if importance.contexts:  # it does not estimate how far a token moves the answer
+            continue
         copies = importance.copies
         variants: dict[str, dict[str, Any]] = {"": {}}
         if copies is not None and copies.by_gradient:

@@ -109,11 +109,15 @@ def _plan(name: str, values: Any) -> Plan:
         raise ValueError("rates: of several one is chosen on the pairs of choose, which has none")
     for method, credit in plan.methods.items():
         try:
-            copies = credit.config(0).copies is not None
+            copies, contexts = credit.config(0).copies is not None, credit.config(0).importance_object.contexts
         except (ValueError, OarConfigError) as error:
             raise ValueError(
                 f"methods.{method}: {error} (importance: or {', '.join(ORACLES)}; gate: or {SPARE})"
             ) from None
+        if contexts:
+            raise ValueError(
+                f"methods.{method}: importance={credit.importance}: its prompts show answers, tasks have none"
+            )
         if plan.through_verl and (credit.importance in ORACLES or credit.gate == SPARE or credit.only):
             raise ValueError(f"methods.{method}: verl serves no oracle, no gate {SPARE} and no `only`")
         if copies and not plan.through_verl:

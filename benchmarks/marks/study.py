@@ -29,7 +29,7 @@ from oar_plugin.credit.importance import importance_of
 PROMPTS, COPIES = 16, 8
 _CANDIDATES = "python:benchmarks.candidates.learning"
 IMPORTANCES = {
-    **{name: name for name, one in SHIPPED.items() if one.copies is None},
+    **{name: name for name, one in SHIPPED.items() if one.copies is None and not one.contexts},
     "EntropyFactor": f"{_CANDIDATES}:EntropyFactor",
     "onward": f"{_CANDIDATES}:Onward",
 }

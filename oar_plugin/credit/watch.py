@@ -23,6 +23,8 @@ ADVICE = {
     Status.ANSWER_TOO_LONG: "do answer_patterns match too much? else raise max_answer_tokens",
     Status.OUT_OF_MEMORY: "lower the tokens or responses per micro-batch of the actor's update",
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
+    Status.NO_CONTEXT: "do the data have right answers, and prompts that the chat template alone has made?",
+    Status.CONTEXT_TOO_LONG: "raise the actor's tokens per micro-batch, or shorten context.template",
 }
 """What to do about each reason for a fallback."""
 

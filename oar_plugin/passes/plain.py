@@ -1,6 +1,6 @@
 """Importance of a padded batch from a HuggingFace model, for hosts with padded batches, notebooks and benchmarks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,6 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
+from oar_plugin.credit.importance.base import Shown
+from oar_plugin.passes.contexts import Contexts
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
@@ -115,6 +117,38 @@ def batch_importance(
         if isinstance(module, FSDPModule):
             module.reshard()
     return importance_BL.to(token_BL.device)
+
+
+def contrasted(
+    run: Callable[..., Tensor],
+    contrast: Callable[[Tensor, Mapping[Shown, Tensor], int], Tensor],
+    batch: tuple[Tensor, Tensor, Tensor],
+    contexts: Contexts,
+    response_B: Sequence[int],
+) -> Tensor:
+    """`Importance.contrast` of a batch's results behind its own prompts and behind those of `contexts`, float32 `[B, L]`.
+
+    `run` is `batch_importance` of tokens, segments and mask, such as `batch`. `response_B` has the number of tokens of each
+    response, which are the last ones of its row.
+    """
+    columns, own_BL = [one.cpu() for one in batch], run(*batch)
+    result_BL = own_BL.cpu()
+    rows = (columns[1] == Segment.REASONING).any(-1).nonzero()[:, 0].tolist()
+    places = [columns[2][row].nonzero()[-response_B[row] :, 0] for row in rows]  # of the responses' tokens
+    found: list[dict[Shown, Tensor]] = [{} for _ in rows]
+    for shown, prompts in contexts.prompts.items():
+        sequences = [torch.tensor([[0, int(Segment.OUTSIDE), 1]])]  # for ranks without a row
+        for row, place in zip(rows, places, strict=True):
+            before = torch.nn.functional.pad(prompts[row][:, None], (0, 2), value=1)
+            before[:, 1] = Segment.OUTSIDE
+            sequences.append(torch.cat([before, torch.stack([one[row, place] for one in columns], -1)]))
+        token_BC, segments_BC, mask_BC = pad_sequence(sequences, True).unbind(-1)
+        read_BC = run(token_BC, segments_BC, mask_BC)
+        for place, sequence, read_C, of_row in zip(places, sequences[1:], read_BC[1:], found, strict=True):
+            of_row[shown] = read_C[len(sequence) - len(place) : len(sequence)]
+    for row, place, of_row in zip(rows, places, found, strict=True):
+        result_BL[row, place] = contrast(result_BL[row, place], of_row, int(contexts.sign_B[row]))
+    return result_BL.to(own_BL.device)
 
 
 def copies_importance(

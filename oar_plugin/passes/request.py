@@ -24,7 +24,10 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
-NEEDED = "oar_needed"  # field: int64 [1] per row, 1 if the response's advantage is not zero
+NEEDED = (
+    "oar_needed"  # field: int64 [1] per row: the sign of the response's advantage, 0 if it is not scored, or `UNSIGNED`
+)
+CONTEXT = "oar_context_"  # begins the names of fields: int64, the prompts of `Contexts` by what they show
 SHOWN = IMPORTANCE, SEGMENTS = "oar_importance", "oar_segments"
 USED = WEIGHTS, STATUS, MEASURES, SECONDS = "oar_weights", "oar_status", "oar_measures", "oar_seconds"
 FIELDS = *SHOWN, *USED

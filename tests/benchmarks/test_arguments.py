@@ -5,7 +5,7 @@ import pytest
 from benchmarks.__main__ import main
 
 REFUSED = {
-    "nothing": "there is no study 'nothing'; allowed: step, run,",
+    "nothing": "there is no study 'nothing'; allowed: step, count,",
     "step --rounds 0": "--rounds 0: must be at least 1",
     "step --size 3b": "--size 3b: allowed: tiny, 1m",
     "step --scored-share 0": "--scored-share 0.0: must be in (0, 1]",

@@ -19,7 +19,9 @@ from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import packed_rows
 
-WITHOUT_COPIES = [name for name, importance in IMPORTANCES.items() if importance.copies is None]
+WITHOUT_COPIES = [
+    name for name, importance in IMPORTANCES.items() if importance.copies is None and not importance.contexts
+]
 WITHOUT_COPIES.append("python:tests.own_importance:Saliency")
 
 
@@ -152,6 +154,7 @@ def fixed(settings=None, cpu=None, timed_on=None, **changed):
     seconds = {letter: 2 * rounds for letter, rounds in (once | changed).items()}
     peaks = {"b": 30, "e": 60, "b*": 45, "e*": 36, "gradients": 20}
     runs = {"seconds": seconds, "cpu_seconds": cpu or seconds, "peak_bytes": peaks, "timed_on": timed_on or {}}
+    runs["flops"] = {letter: 0.0 if letter == "f" else 2.0 for letter in seconds}
     report = report_of(settings or Settings(), {**runs, "parameters": 5}, "cpu")
     return report, {row[0].strip("`"): row[2:] for row in report.tables[1].rows}
 

@@ -110,7 +110,7 @@ def test_packed_equals_one_by_one(results):
         assert error(alone[IMPORTANCE][0], results("single packed fisher")[0][IMPORTANCE][row]) < 1e-5
 
 
-@pytest.mark.parametrize("words", ["fisher", "oar_p", "hybrid", "fisher only"])
+@pytest.mark.parametrize("words", ["fisher", "oar_p", "hybrid", "contrast", "fisher only"])
 def test_a_padded_batch_of_ray_ppo_trainer_gets_the_same_scores(results, words):
     packed, padded = results(f"single packed {words}")[0], results("single to padded")[words]
     for name in (IMPORTANCE, SEGMENTS, STATUS):
@@ -220,6 +220,17 @@ def test_status_and_segments(results, case):
                 assert torch.equal(segments.long(), world.segments_of(world.ROWS[row][1]))
             else:
                 assert (segments == Segment.OUTSIDE).all()
+
+
+@pytest.mark.parametrize("case", [case for case in cases.named() if {*case.split()} & {"contrast", "contrast_own"}])
+def test_a_response_without_a_prompt_that_shows_an_answer_is_counted(results, case):
+    """For `contrast_own` also one with a positive advantage, whose answer is not wrong."""
+    without = {4, 0} if "contrast_own" in case.split() else {4}
+    for result in results(case):
+        names = ["NO_CONTEXT" if row in without else world.STATUS[row] for row in result["rows"]]
+        assert [Status(int(status)).name for status in result[STATUS]] == names
+        places = [place for place, row in enumerate(result["rows"]) if row in without]
+        assert all((result[SEGMENTS][place] == Segment.OUTSIDE).all() for place in places)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -1,6 +1,7 @@
 """What `RayPPOTrainer` with OAR does to a batch. verl's own methods run; only its workers are a stand-in."""
 
 from functools import cache
+from unittest import mock
 from unittest.mock import Mock, call
 
 import numpy as np
@@ -24,7 +25,8 @@ from oar_plugin.hosts.verl import ray_trainer as ours
 from oar_plugin.hosts.verl import trainer_credit
 from oar_plugin.hosts.verl.importance_pass import response_rows
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.passes.request import NEEDED, REQUEST, WEIGHTS, Request
+from oar_plugin.passes.contexts import UNSIGNED, ContextPrompts
+from oar_plugin.passes.request import CONTEXT, NEEDED, REQUEST, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.answer import answer_of
@@ -126,7 +128,7 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     for name in ("responses", "response_mask"):
         assert not asked[name].is_nested, "the actors take the padding away, each from its rows"
         assert [row.tolist() for row in response_rows(asked, name)] == [[1] * LENGTHS[row] for row in order]
-    assert asked[NEEDED][:, 0].tolist() == [int(row < 3) for row in order]
+    assert asked[NEEDED][:, 0].tolist() == [(1, -1, -1, 0, 0, 0)[row] for row in order]
     want = TokenCredit(one.oar, one.tokenizer).reshape(
         1,
         host_BL,
@@ -145,6 +147,40 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     one._update_actor(batch)
     assert len(one.actor_rollout_wg.asked) == 1, "a second update with the same batch"
     assert one.actor_rollout_wg.updated[1]["advantages"].equal(updated["advantages"])
+
+
+def plain_of(field):
+    """A field of a batch as numbers, texts and lists."""
+    if isinstance(field, torch.Tensor):
+        return [row.tolist() for row in field.unbind()]
+    return [plain_of(one) for one in field] if isinstance(field, list) else field
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_answers_are_shown_to_the_log_prob_pass_alone(bypass):
+    """The update gets what it gets with another importance, bit by bit."""
+    updates = []
+    for importance in ("contrast_own", "fisher"):
+        one, batch = trainer_of(importance=importance), batch_of()
+        one.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        text = one.tokenizer.decode([7] * 4)
+        batch.non_tensor_batch["raw_prompt"] = np.array(
+            [None] + [[{"role": "user", "content": text}]] * 5, dtype=object
+        )
+        batch.non_tensor_batch["reward_model"] = np.array([{"ground_truth": "7"}] * 6, dtype=object)
+        with mock.patch.object(ContextPrompts, "_wrong_answer", return_value="8"):
+            torch.manual_seed(0)
+            batch, *_ = step(one, batch, bypass)
+        updates.append(one.actor_rollout_wg.updated[0])
+        if importance == "contrast_own":
+            (asked,) = one.actor_rollout_wg.asked
+            rows = batch.batch["row"].tolist()
+            for shown, answer in (("truth", 7), ("own", 8)):
+                prompts = dict(zip(rows, asked[f"{CONTEXT}{shown}"].unbind(), strict=True))
+                assert {row for row, prompt in prompts.items() if len(prompt) > 1} == {1, 2}
+                assert one.tokenizer.decode(prompts[1]) == f"The right answer is {answer}. {text}"
+    first, second = ({name: plain_of(update[name]) for name in update.keys()} for update in updates)  # noqa: SIM118
+    assert first == second
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
@@ -174,11 +210,11 @@ def test_another_estimator_runs_only_verls_methods(monkeypatch):
 def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_scores():
     one, batch = trainer_of(), batch_of()
     one.config.algorithm.use_kl_in_reward = True
-    assert one._needed_rows(batch).all()
+    assert one._advantage_signs(batch).eq(UNSIGNED).all()
     one.config.algorithm.use_kl_in_reward = False
-    assert one._needed_rows(batch).tolist() == [True] * 3 + [False] * 3
+    assert one._advantage_signs(batch).tolist() == [1, -1, -1, 0, 0, 0]
     del batch.batch["rm_scores"]
-    assert one._needed_rows(batch).all()
+    assert one._advantage_signs(batch).eq(UNSIGNED).all()
 
 
 def test_ranks_get_equal_numbers_of_rows_to_score():
@@ -187,7 +223,7 @@ def test_ranks_get_equal_numbers_of_rows_to_score():
     lengths, rewards = (40, 37, 30, 31, 20, 21, 10, 11), (1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
     batch = batch_of(lengths, (*"abacdbdc",), rewards)
     one._balance_batch(batch, metrics)
-    assert one._needed_rows(batch).view(2, 4).sum(-1).tolist() == [2, 2]
+    assert one._advantage_signs(batch).bool().view(2, 4).sum(-1).tolist() == [2, 2]
     assert (batch.batch["row"].view(2, 4).diff() > 0).all(), "in the order of sampling"
     assert metrics["global_seqlen/balanced_max"] == batch.batch["attention_mask"].view(2, -1).sum(-1).max()
     assert ours.SAMPLED_AT not in batch.batch

@@ -29,12 +29,15 @@ from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS
+from oar_plugin.passes.contexts import UNSIGNED
+from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
+TOKENIZER = make_tokenizer(384)
+TOKENIZER.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CORRECTIONS = sorted(name for name, one in vars(RolloutCorrectionConfig).items() if isinstance(one, classmethod))
 """verl's presets of `algorithm.rollout_correction`: weights and rejection, decoupled and in bypass mode."""
 BASE = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
@@ -60,6 +63,10 @@ class World:
             NEEDED: nested([torch.tensor([1]) for _ in self.lengths]),
             "prompts": nested([torch.arange(PROMPT) for _ in self.lengths]),
             "responses": nested([torch.arange(length) for length in self.lengths]),
+            "raw_prompt": NonTensorStack(
+                *([{"role": "user", "content": TOKENIZER.decode([*range(PROMPT)])}] for _ in uids)
+            ),
+            "reward_model": NonTensorStack(*({"ground_truth": "7" if row else None} for row in range(len(uids)))),
         }
         self.keys = [f"{uid}_{i}_0" for i, uid in enumerate(self.uids)]  # of the rows of `fields`
         tags = [{"seq_len": PROMPT + length} for length in self.lengths]
@@ -80,8 +87,8 @@ class World:
         self.trainer._viewer = SimpleNamespace(show=lambda batch, loggers: {})
         self.trainer.logger = SimpleNamespace(logger={})
         self.trainer.use_critic = False
-        self.trainer.tokenizer = make_tokenizer(384)
-        self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True)
+        self.trainer.tokenizer = TOKENIZER
+        self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True, contexts=True)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
@@ -151,12 +158,41 @@ def world(monkeypatch):
     return build
 
 
-@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, 1, 1, 0, 0, 0]), (True, [1] * 6)])
+@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, -1, -1, 0, 0, 0]), (True, [UNSIGNED] * 6)])
 def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_reward(world, kl_in_reward, marked):
     one = world()
     one.trainer.config.algorithm.use_kl_in_reward = kl_in_reward
     one.trainer._mark_needed_rows(one.batch, {})
     assert one.needed() == marked
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_answers_are_shown_to_the_log_prob_pass_alone(world, monkeypatch, bypass):
+    """Afterwards every field, and what the update gets, is that of a run with another importance, bit by bit."""
+    fields, seen = [], []
+    for importance in ("contrast", "fisher"):
+        one = world(importance=importance)
+        one.report_from_actor()
+        one.trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
+
+        def compute(self, batch, metrics, one=one):
+            seen.append((REQUEST in batch.extra_info, dict(one.fields)))
+            return batch
+
+        monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", compute)
+        one.trainer.actor_rollout_wg.compute_log_prob = lambda batch, compute=compute: compute(None, batch, {})
+        one.log_probs()
+        one.credited()
+        fields.append({name: field.tolist() if isinstance(field, NonTensorStack) else [row.tolist() for row in field.unbind()]
+                       for name, field in one.fields.items()})  # fmt: skip
+    prompts = next(of_pass[f"{CONTEXT}truth"].unbind() for asks, of_pass in seen if asks)
+    texts = [TOKENIZER.decode(prompt) if len(prompt) > 1 else prompt.tolist() for prompt in prompts]
+    showing = f"The right answer is 7. {TOKENIZER.decode([*range(PROMPT)])}"
+    assert texts == [[-1], showing, showing, [-1], [-1], [-1]], (
+        "the first has no right answer, the last three no advantage"
+    )
+    assert fields[0].pop(f"{CONTEXT}truth") == [[-1]] * 6
+    assert fields[0] == fields[1]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
@@ -314,12 +350,12 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
     batch = one.trainer._balance_batch(one.batch, one.metrics)
     assert one.metrics["oar/lost_responses"] == (1 / 8 if padded else 0), "fillers are nobody's responses"
     marked = dict(zip(one.keys, one.needed(), strict=True))
-    assert one.needed() == [1, 0, 1, 0, 1, 0, 1, 0]
+    assert one.needed() == [1, 0, -1, 0, 1, 0, -1, 0]
     places = [one.keys.index(key) for key in batch.keys]
     assert sorted(places) == list(range(8))
     for rank in (places[:4], places[4:]):
         assert rank == sorted(rank)
-        assert sum(marked[one.keys[place]] for place in rank) == 2
+        assert sum(marked[one.keys[place]] != 0 for place in rank) == 2
     tokens = [tag["seq_len"] for tag in batch.tags]
     assert one.metrics["global_seqlen/balanced_max"] == max(sum(tokens[:4]), sum(tokens[4:]))
     assert one.trainer.timing_raw["oar"] > 0
@@ -423,7 +459,7 @@ def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fal
     one = offloading(Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, **settings)
     (request,) = one.requests
     assert request["importance"] == fallback
-    assert one.needed() == [0, 1, 0, 0, 0, 0]
+    assert one.needed() == [0, -1, 0, 0, 0, 0]
     got = one.credited()
     assert (got[0, :4].argsort() == one.order).all()
     assert torch.equal(got[2], one.host_advantage()[2])  # no answer: plain

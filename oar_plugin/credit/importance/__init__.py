@@ -9,6 +9,7 @@ import functools
 from oar_plugin.credit import imported
 from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
 from oar_plugin.credit.importance.check import problems
+from oar_plugin.credit.importance.contrast import Contrast, OwnContrast
 from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.importance.entropy import Entropy
 from oar_plugin.credit.importance.fisher import Fisher
@@ -22,7 +23,8 @@ from oar_plugin.credit.importance.span_masking import SpanMasking
 __all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 
 IMPORTANCES: dict[str, Importance] = {
-    kind.name: kind() for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Entropy, Random)
+    kind.name: kind()
+    for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Contrast, OwnContrast, Entropy, Random)
 }
 
 
@@ -49,6 +51,11 @@ def _built(name: str, kind: type[Importance] | None) -> Importance:
 def without_copies() -> str:
     """Names of the importances that need no masked copies, for messages."""
     return ", ".join(name for name, importance in IMPORTANCES.items() if importance.copies is None)
+
+
+def without_contexts() -> str:
+    """Names of the importances that read no contexts, for messages."""
+    return ", ".join(name for name, importance in IMPORTANCES.items() if not importance.contexts)
 
 
 def of_engines() -> str:

@@ -19,6 +19,8 @@ from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 Reading = Literal["entropy", "log_prob"]
+Shown = Literal["truth", "own"]
+"""An answer that another prompt of a response shows: the right one, or the response's own one, which is wrong."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class Importance:
     copies: ClassVar[Copies | None] = None
     # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
+    # Contexts: other prompts, by what they show. The pass runs again with the response behind each, for `contrast`.
+    contexts: ClassVar[tuple[Shown, ...]] = ()
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
     # response's mean. False: the scores have a unit, such as nats.
     arbitrary_scale: ClassVar[bool] = True
@@ -135,6 +139,13 @@ class Importance:
     def combine(self, parts: Parts) -> Tensor:
         """The importance, `[B, L]`: finite and not negative where `reasoning_BL` is true, anything elsewhere."""
         return parts.score_KBL[0]
+
+    def contrast(self, own_L: Tensor, shown: Mapping[Shown, Tensor], sign: int) -> Tensor:
+        """The importance of a response from results of `combine` behind its own prompt and behind those of `contexts`, `[L]`.
+
+        `sign` is that of the advantage, -1 or 1. The importance is finite and not negative, and 0 where the results are 0.
+        """
+        raise NotImplementedError
 
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Yields a message per fault of the settings of `algorithm.oar`: key, value, reason and what is allowed."""

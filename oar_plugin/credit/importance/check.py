@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows
+from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows, Shown
 from oar_plugin.credit.noise import position_seeds
 from oar_plugin.credit.vocabulary import VocabularyShard
 
@@ -53,6 +53,10 @@ def _missing(kind: type[Importance]) -> Iterator[str]:
             yield f"a backward starts from {backward.rows!r}; allowed: {', '.join(starts)}"
     if not (isinstance(kind.reads, set | frozenset) and kind.reads <= {*readings}):
         yield f"reads={kind.reads!r}; allowed: a set of {', '.join(readings)}"
+    if not (isinstance(kind.contexts, tuple) and {*kind.contexts} <= {*get_args(Shown)}):
+        yield f"contexts={kind.contexts!r}; allowed: a tuple of {', '.join(get_args(Shown))}"
+    elif kind.contexts and (kind.copies is not None or not _has(kind, "contrast")):
+        yield "it has contexts: it must have a method contrast, and no copies"
     if count and not _has(kind, "coefficients"):
         yield "it has backwards and no method coefficients (the factor of each logit)"
     if count and not _has(kind, "score"):
@@ -88,6 +92,8 @@ def _tried(importance: Importance) -> Iterator[str]:
     signed = _has(type(importance), "combine")
     for sign in (1, -1) if importance.backwards else ():
         yield from _faults(_try_score, importance, sign * _irregular(2, 5), signed)
+    if importance.contexts:
+        yield from _faults(_try_contrast, importance)
     if importance.copies is None or importance.backwards:
         yield from _faults(_try_combine, importance)
 
@@ -170,6 +176,15 @@ def _try_combine(importance: Importance) -> None:
         keep = reasoning_BL[cut]
         if not _close(combine(*cut)[keep], whole_BL[cut][keep]):
             raise _Fault("combine gives a response other numbers in a batch than alone; use its own tokens only")
+
+
+def _try_contrast(importance: Importance) -> None:
+    own_L, other_L = torch.linspace(0, 1, 5), torch.linspace(0, 1, 5).square()
+    for sign in (1, -1):
+        call = partial(
+            importance.contrast, own_L.clone(), {shown: other_L.clone() for shown in importance.contexts}, sign
+        )
+        _result("contrast", call, (5,), False)
 
 
 def _result(

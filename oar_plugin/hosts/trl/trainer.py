@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import summarize
+from oar_plugin.passes.contexts import Asked, ContextPrompts, Contexts, longest_of
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
@@ -28,7 +29,7 @@ UNCAPPED = ("logits_soft_cap", "output_logit_soft_cap")
 PAY_TOKENS = ("cispo", "vespo")
 """Losses whose gradient goes through each token's own log-prob, also with a ratio per response."""
 TRUTH = ("ground_truth", "solution", "answer")
-"""Columns of the data that may hold the right answer, for dumps; the first one that exists counts."""
+"""Columns of the data that may hold the right answer; the first one that exists counts, unless `context.truth` names one."""
 
 
 class OarGRPOTrainer(GRPOTrainer):
@@ -58,7 +59,7 @@ class OarGRPOTrainer(GRPOTrainer):
             raise OarConfigError("\n".join(faults))
         check_model(self.model)
         home, ends = self.args.output_dir if self.accelerator.is_main_process else None, self.model.generation_config
-        self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home)
+        self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home, contexts=True)
 
     def _faults(self) -> list[str]:
         """What cannot work of OAR's and TRL's settings: key, value and what is allowed."""
@@ -111,8 +112,9 @@ class OarGRPOTrainer(GRPOTrainer):
         )
         request = credit.request(step, self.max_completion_length, self.temperature)
         needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1)
-        segments_BL, status_B = credit.segments(batch, needed_B, request)
-        importance_BL = self._importance(batch, segments_BL, request)
+        contexts = self._contexts(inputs, output, batch) if self.oar.contexts else None
+        segments_BL, status_B = credit.segments(batch, needed_B, request, contexts)
+        importance_BL = self._importance(batch, segments_BL, request, contexts)
         advantage_BL = output["advantages"][:, None].expand(segments_BL.shape)
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
@@ -129,7 +131,25 @@ class OarGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}
 
-    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
+    def _contexts(self, inputs: list[dict[str, Any]], output: dict[str, Any], batch: PaddedBatch) -> Contexts:
+        """Prompts that show answers to this process's responses, and the signs of their advantages."""
+        sign_B = output["advantages"].sign().long().cpu()
+        columns = inputs, output["prompt_ids"], output["prompt_mask"].bool(), batch.responses, sign_B.tolist()
+        asked = [
+            Asked(row["prompt"], ids[keep].tolist(), response_L[own_L].tolist(), self._truth(row), sign)
+            for row, ids, keep, (_, response_L, own_L), sign in zip(*columns, strict=True)
+        ]
+        template = {**self.chat_template_kwargs, "chat_template": self.chat_template, "tools": self.tools or None}
+        prompts = ContextPrompts(self.oar, self._tokenizer, template).prompts(asked)
+        return Contexts(prompts, sign_B, longest_of(self.model.config))
+
+    def _truth(self, row: dict[str, Any]) -> Any:
+        names = TRUTH if self.oar.context.truth is None else (self.oar.context.truth,)
+        return next((row[name] for name in names if row.get(name) is not None), None)
+
+    def _importance(
+        self, batch: PaddedBatch, segments_BL: Tensor, request: Request, contexts: Contexts | None
+    ) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
@@ -143,6 +163,7 @@ class OarGRPOTrainer(GRPOTrainer):
                 max_tokens=self.args.per_device_train_batch_size * batch.token_BT.shape[1],
                 max_over_ranks=self._max_over_ranks,
                 checkpoint_activations=self.args.gradient_checkpointing,
+                contexts=contexts,
             )
 
     def _share_head(self) -> None:
@@ -169,6 +190,6 @@ class OarGRPOTrainer(GRPOTrainer):
         log_prob_BL = output.get("old_per_token_logps", output.get("sampling_per_token_logps"))
         return {
             "prompt": self._tokenizer.decode(output["prompt_ids"][row][output["prompt_mask"][row].bool()]),
-            "truth": next((inputs[row][name] for name in TRUTH if inputs[row].get(name) is not None), None),
+            "truth": self._truth(inputs[row]),
             "log_probs": None if log_prob_BL is None else log_prob_BL[row],
         }

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,11 +25,13 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.importance.base import Shown
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
+from oar_plugin.passes.contexts import Contexts, longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -143,6 +146,10 @@ class ImportancePass:
         )
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         self._agree_on_failures(segments, status_B)
+        prompts = {shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts}
+        contexts = Contexts(prompts, torch.cat(columns[-1]), self._longest_row(data)) if prompts else None
+        if contexts is not None:
+            contexts.check(segments, status_B)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
         importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
@@ -184,6 +191,8 @@ class ImportancePass:
             importance = self._copies_importance(data, request, segments, status_B, importance)
             share = seconds_between(copies_from, mark()) / max(1, int((status_B == Status.SCORED).sum()))
             seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
+        if contexts is not None:
+            self._contrast(data, request, contexts, segments, status_B, importance, seconds)
         zero_non_finite(importance, status_B)
         weighs_from = time.perf_counter()
         answer = weigh_rows(importance, segments, status_B, request)
@@ -201,6 +210,41 @@ class ImportancePass:
         for row in self._sum_over_sharing_ranks(failed_B).nonzero()[:, 0].tolist():
             segments[row].fill_(int(Segment.OUTSIDE))
             status_B[row] = Status.SEARCH_FAILED
+
+    def _contrast(
+        self,
+        data: TensorDict,
+        request: Request,
+        contexts: Contexts,
+        segments: Sequence[Tensor],
+        status_B: Tensor,
+        importance: list[Tensor],
+        seconds: list[float],
+    ) -> None:
+        """Runs the scoring pass behind the prompts of contexts, and makes importance of the results. In place."""
+        request, ids = replace(request, importance_only=True), data["input_ids"].unbind()
+        order, num_ahead = self._scored_first(data, status_B)
+        rows, scored_B, found = order[:num_ahead].tolist(), status_B == Status.SCORED, dict[Shown, dict[int, Tensor]]()
+        for shown, prompts in contexts.prompts.items() if rows else ():
+            sequences = [
+                torch.cat([prompts[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
+                for row in rows
+            ]
+            behind = tu.index_select_tensor_dict(data, order[:num_ahead])
+            behind["input_ids"] = nested(sequences)
+            behind["position_ids"] = nested([torch.arange(len(one), device=one.device) for one in sequences])
+            behind[SEQUENCE_SEGMENTS] = sequence_segments([segments[row] for row in rows], behind["input_ids"])
+            scored = self._score_or_run_out_of_memory(behind, request)
+            if scored is None:
+                status_B[scored_B] = Status.OUT_OF_MEMORY
+                return
+            results, costs = (scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS))
+            found[shown] = {row: r[len(r) - len(segments[row]) :] for row, r in zip(rows, results, strict=True)}
+            for row, cost in zip(rows, costs, strict=True):
+                seconds[row] += float(cost)
+        for row in scored_B.nonzero()[:, 0].tolist():
+            of_shown = {shown: results[row] for shown, results in found.items()}
+            importance[row] = request.importance_object.contrast(importance[row], of_shown, int(contexts.sign_B[row]))
 
     def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
         """Returns (indices of all rows, sorted so that rows to score are first; number of rows in the scoring pass).
@@ -253,11 +297,22 @@ class ImportancePass:
         sizes = data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu
         return min(size for size in sizes if size)
 
+    def _longest_row(self, data: TensorDict) -> int:
+        """Tokens that a row of a scoring pass may have: those of a micro-batch, or of the batch's longest row."""
+        longest = longest_of(self.model_config.hf_config)
+        if self._is_dynamic(data):
+            batch_longest = int(data["input_ids"].offsets().diff().max())
+            longest = min(longest, max(batch_longest, self._most_tokens_at_once(data)))
+        return longest
+
+    def _most_tokens_at_once(self, data: TensorDict) -> int:
+        """Maximum number of tokens per micro-batch of the scoring pass and rank, if batches are dynamic."""
+        return min(most for most in (data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu) if most)
+
     def _limit_micro_batches(self, data: TensorDict) -> None:
         """Limit the scoring pass to micro-batches of the actor update's size: both keep activations for a backward."""
         if self._is_dynamic(data):
-            budgets = [data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu]
-            tu.assign_non_tensor(data, max_token_len_per_gpu=min(b for b in budgets if b))
+            tu.assign_non_tensor(data, max_token_len_per_gpu=self._most_tokens_at_once(data))
         else:
             rows, most = len(data) // self._micro_batch_multiple(), self._most_scored_at_once(data)
             tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(rows, most))

@@ -28,8 +28,9 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import padded_batch
+from oar_plugin.passes.contexts import UNSIGNED
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SHOWN, STATUS, USED, WEIGHTS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
@@ -73,25 +74,25 @@ class OarRayTrainer(TrainerCredit):
         batch.batch[SAMPLED_AT] = torch.arange(len(batch))
         super()._balance_batch(batch, metrics, logging_prefix)  # type: ignore[misc]
         sampled_at = batch.batch.pop(SAMPLED_AT).tolist()
-        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._needed_rows(batch).tolist()
+        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._advantage_signs(batch).bool().tolist()
         if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
             batch.reorder(torch.tensor(order))
 
-    def _needed_rows(self, batch: DataProto) -> Tensor:
-        """Rows whose advantage is not zero, bool `[B]`: only there can weights change the update.
+    def _advantage_signs(self, batch: DataProto) -> Tensor:
+        """The sign of each row's advantage, int64 `[B]`: only where it is not 0 weights can change the update.
 
         The base estimator computes the advantage from rewards alone. It is not known yet with KL in the reward, or before a
-        reward model's scores: then every row counts.
+        reward model's scores: then every row counts, and is `UNSIGNED`.
         """
         if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
-            return torch.ones(len(batch), dtype=torch.bool)
+            return torch.full((len(batch),), UNSIGNED)
         advantage_BL, _ = base_advantage(
             token_level_rewards=batch.batch["rm_scores"],
             response_mask=batch.batch["response_mask"],
             index=batch.non_tensor_batch["uid"],
             config=self.config.algorithm,
         )
-        return (advantage_BL != 0).any(-1)
+        return signs(advantage_BL)
 
     def _start(self, oar: OarConfig) -> None:
         """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""
@@ -126,9 +127,11 @@ class OarRayTrainer(TrainerCredit):
         """The actor's workers, which also score the rows of the next log-prob pass."""
         assert self.oar is not None
         self._start(self.oar)
-        workers, needed_B = self.actor_rollout_wg, self._needed_rows(batch)
+        workers, sign_B = self.actor_rollout_wg, self._advantage_signs(batch)
         fields = USED if self._credit.dumps.folder is None else FIELDS
-        asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps, fields)
+        held = padded_batch(self.global_steps, batch, sign_B, {})
+        more = {NEEDED: sign_B[:, None], **self._context_fields(sign_B, held.keys, held.read)}
+        asking = _Asking(workers, more, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
             yield asking
@@ -178,14 +181,14 @@ class OarRayTrainer(TrainerCredit):
 
 
 class _Asking:
-    """A worker group whose `compute_log_prob` also asks for importance. `answer`: `fields` of the last call, padded."""
+    """A worker group whose `compute_log_prob` asks for importance too, with `more` fields. `answer`: `fields`, padded."""
 
     answer: dict[str, Tensor]
 
     def __init__(
-        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]
+        self, workers: Any, more: dict[str, Tensor], request: dict[str, Any], step: int, fields: Sequence[str]
     ) -> None:
-        self._workers, self._needed_B, self._request, self._step = workers, needed_B, request, step
+        self._workers, self._more, self._request, self._step = workers, more, request, step
         self._fields, self.answer = fields, {}
 
     def __getattr__(self, name: str) -> Any:
@@ -193,7 +196,7 @@ class _Asking:
 
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
         asked, width = data.clone(recurse=False), data["responses"].shape[1]
-        asked[NEEDED] = self._needed_B.long()[:, None]
+        asked.update(self._more)
         tu.assign_non_tensor(asked, **{REQUEST: self._request})
         output: TensorDict = self._workers.compute_log_prob(asked)
         if WEIGHTS not in output:

@@ -65,6 +65,13 @@ MEGATRON_REFUSED = (
     Refused(f"{_MODEL}.lora.rank", (0, None), "adapters under Megatron were not tested"),
 )  # fmt: skip
 
+CONTEXTS_REFUSED = (
+    Refused("algorithm.use_kl_in_reward", (False, None),
+            "a contrast needs the sign of the advantage, which is not known before the log-probs"),
+    Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
+            "a contrast reads responses behind other prompts, and routes are recorded behind their own"),
+)  # fmt: skip
+
 
 def copies_under_megatron(importance: str) -> str:
     """Why an importance with masked copies is refused in a Megatron actor."""
@@ -164,7 +171,8 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             f"algorithm.oar.perturbation.backend=rollout with RayPPOTrainer{of_trainer}: its agent loops score no copies; "
             f"allowed: actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
         )
-    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + (MEGATRON_REFUSED if megatron else ()):
+    more = (MEGATRON_REFUSED if megatron else ()) + (CONTEXTS_REFUSED if oar.contexts else ())
+    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + more:
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)

@@ -27,9 +27,10 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch
-from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
+from oar_plugin.passes.contexts import NO_PROMPT, UNSIGNED
+from oar_plugin.passes.request import CONTEXT, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
@@ -85,7 +86,7 @@ class OarTrainerMixin(TrainerCredit):
         if self._warms_up():
             return batch
         with marked_timer("oar", self.timing_raw):
-            needed = self._mark_needed_rows(batch, metrics).tolist()
+            needed = self._mark_needed_rows(batch, metrics).bool().tolist()
             places = [sampled_at.get(key, len(batch)) for key in batch.keys]  # rows that verl added come last
             lengths = [tag["seq_len"] for tag in batch.tags]
             if (order := self._even_order(places, lengths, needed, metrics, logging_prefix)) is not None:
@@ -124,27 +125,33 @@ class OarTrainerMixin(TrainerCredit):
         finally:
             # The reference pass of a LoRA actor goes through the same call; it must not score again.
             batch.extra_info.pop(REQUEST, None)
+            # The update reads every field of the queue: it must not see an answer.
+            for shown in self.oar.contexts:
+                _write(batch, f"{CONTEXT}{shown}", torch.full((len(batch), 1), NO_PROMPT))
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
-        """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
+        """Writes `oar_needed`, the rows that the actor is to score, and returns it, int64 `[B]`: the sign of their advantages.
 
         If a row's advantage is exactly zero, weights cannot change its update. The host's own estimator computes the
         advantage from rewards alone, before log-probs exist. With KL in the reward, it is not known yet: every row is
-        scored. Rows that the rollout engines have scored are not scored again.
+        scored. Rows that the rollout engines have scored are not scored again. Also writes the prompts of contexts.
         """
-        needed_B = self._rows_with_an_advantage(batch)
+        sign_B = self._advantage_signs(batch)
         if self.oar.offloads:
             own_B, records = ~_padding_rows(batch), _read(batch, OFFLOAD)[OFFLOAD].unbind()
             status_B = torch.stack([record[0] for record in records]).long()  # before the gate, which the actor has too
-            needed_B &= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
+            sign_B *= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
-            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, needed_B).items()})
-        _write(batch, NEEDED, torch.nested.as_nested_tensor(list(needed_B.long()[:, None]), layout=torch.jagged))
-        return needed_B
+            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
+        _write(batch, NEEDED, torch.nested.as_nested_tensor(list(sign_B[:, None]), layout=torch.jagged))
+        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        for name, prompts in self._context_fields(sign_B, batch.keys, read).items():
+            _write(batch, name, prompts)
+        return sign_B
 
-    def _rows_with_an_advantage(self, batch: Any) -> torch.Tensor:
+    def _advantage_signs(self, batch: Any) -> torch.Tensor:
         if self.config.algorithm.use_kl_in_reward:
-            return ~_padding_rows(batch)
+            return UNSIGNED * ~_padding_rows(batch)
         fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()
         fields["token_level_rewards"] = fields["token_level_scores"] = fields["rm_scores"]
         uid = np.array(fields.pop("uid").tolist(), dtype=object)
@@ -159,7 +166,7 @@ class OarTrainerMixin(TrainerCredit):
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
             config=algorithm,
         )
-        return (data.batch["advantages"] != 0).any(-1)
+        return signs(data.batch["advantages"])
 
     # ---- the host's advantage, times the weights
 
@@ -171,7 +178,7 @@ class OarTrainerMixin(TrainerCredit):
         with marked_timer("oar", self.timing_raw):
             of_engines = [ENGINE_FIELDS[name] for name in USED if name in ENGINE_FIELDS] if self.oar.offloads else []
             data = _read(batch, "advantages", NEEDED, *USED, *of_engines)
-            asked_B = by_actor_B = data[NEEDED].values() > 0
+            asked_B = by_actor_B = data[NEEDED].values() != 0
             if WEIGHTS not in data and (asked_B.any() or not self.oar.offloads):
                 raise RuntimeError(no_importance(self.global_steps))
             if self.oar.offloads:

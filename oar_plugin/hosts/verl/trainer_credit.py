@@ -1,9 +1,10 @@
 """What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
@@ -13,11 +14,16 @@ from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.settings import STRATEGIES
 from oar_plugin.hosts.verl.viewer import Viewer
+from oar_plugin.passes.contexts import NO_PROMPT, Asked, ContextPrompts
+from oar_plugin.passes.request import CONTEXT
 from oar_plugin.token_credit import TokenCredit
 
 if TYPE_CHECKING:
     from verl.single_controller.ray.base import RayWorkerGroup
     from verl.workers.engine_workers import ActorRolloutRefWorker
+
+ASKED = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
+"""Fields of verl's rows that the prompts of contexts are made of."""
 
 
 class TrainerCredit:
@@ -30,7 +36,7 @@ class TrainerCredit:
     def _make_credit(self, oar: OarConfig) -> None:
         # Ray runs the trainer on any node, in a folder of its own.
         home = self.config.trainer.default_local_dir
-        self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True)
+        self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True, contexts=True)
         self._viewer = Viewer(self._credit)
 
     def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
@@ -61,9 +67,36 @@ class TrainerCredit:
         metrics.update(log_seqlen_unbalance(list(lengths), partitions, prefix))
         return [row for partition in partitions for row in partition]
 
+    def _context_fields(self, sign_B: Tensor, keys: Sequence[str], read: Callable[..., Any]) -> dict[str, Tensor]:
+        """Returns the prompts of contexts as nested fields of the batch; none if the actor reads no contexts.
+
+        `sign_B` has the marks of `NEEDED`. For `keys` and `read` see `QueuedBatch`.
+        """
+        rows, oar, asked = sign_B.nonzero()[:, 0].tolist(), self._credit.config, list[Asked]()
+        if rows and oar.contexts:
+            fields = read(keys=[keys[row] for row in rows], select_fields=list(ASKED))
+            found = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
+            columns = (found.get(name, [None] * len(rows)) for name in ASKED)
+            for sign, prompt, response, own, messages, data in zip(sign_B[rows].tolist(), *columns, strict=True):
+                truth = data.get("ground_truth") if isinstance(data, Mapping) else None
+                asked.append(Asked(messages, prompt.tolist(), response[own.bool()].tolist(), truth, sign))
+        template = OmegaConf.select(self.config, "data.apply_chat_template_kwargs")
+        made = dict[str, Tensor]()
+        for shown, prompts in ContextPrompts(oar, self.tokenizer, template).prompts(asked).items():
+            of_row = dict(zip(rows, prompts, strict=True))
+            every = [of_row.get(row, torch.tensor([NO_PROMPT])) for row in range(len(keys))]
+            made[f"{CONTEXT}{shown}"] = torch.nested.as_nested_tensor(every, layout=torch.jagged)
+        return made
+
     def _request(self, importance_only: bool) -> dict[str, Any]:
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
+
+
+def signs(advantage_BL: Tensor) -> Tensor:
+    """Returns the sign of each row's advantage, int64 `[B]`; 0 if it is zero at every token."""
+    needed_B, better_B = (advantage_BL != 0).any(-1), advantage_BL.amax(-1) >= -advantage_BL.amin(-1)
+    return torch.where(better_B, 1, -1) * needed_B
 
 
 def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:

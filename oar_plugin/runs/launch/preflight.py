@@ -89,7 +89,7 @@ def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None
 
     If the run's GPUs are unknown (not `seen`), the finding is "not checked".
     """
-    from oar_plugin.runs.plan.count import NotCountedError
+    from oar_plugin.runs.plan.counted import NotCountedError
     from oar_plugin.runs.plan.models import PlanError, load_model
     from oar_plugin.runs.plan.planning import Plan
 

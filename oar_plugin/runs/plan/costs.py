@@ -157,7 +157,7 @@ def step_flops(s: Setup) -> dict[str, float]:
     )
     added += s.oar.num_draws * 2 * s.head_flops(sum(rows))
     if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
-        added += s.head_flops(reasoning)
+        added += (1 + len(importance.contexts)) * s.head_flops(reasoning)
     scored = s.sequences * s.scored_share
     copies = 0.0
     if s.oar.copies is not None:  # masked copies, and one forward of the unmasked response

@@ -136,12 +136,12 @@ class Step:
         self.meter.at("logits")
         self._on_gradient(output.last_hidden_state, "backward")
 
-    def _on_gradient(self, tensor: Tensor, moment: str) -> None:
+    def _on_gradient(self, tensor: Tensor, part: str) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: self.meter.at(moment))
+            tensor.register_hook(lambda _: self.meter.at(part))
 
     def _forward(self, length: int, entropy: bool) -> Tensor:
-        """The host's forward: log-probs `[T]`; with `entropy` also the entropy, which nothing reads."""
+        """Run the host's forward: log-probs `[T]`; with `entropy` also the entropy, which nothing reads."""
         token_BL = torch.zeros(1, length, dtype=torch.long)
         if self.key.fused:
             output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
@@ -160,7 +160,7 @@ class Step:
         self._reshard()
 
     def importance(self, length: int, tables: MicroBatchPass) -> None:
-        """The product's gradient pass over a sequence that is scored, log-probs and entropy included."""
+        """Run the package's gradient pass over a sequence that is scored, log-probs and entropy included."""
         self.model.eval()
 
         def model_forward(forward: Forward, set_tap: SetTap) -> None:

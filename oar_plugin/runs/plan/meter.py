@@ -18,6 +18,8 @@ Numbers = defaultdict[str, defaultdict[str, float]]
 
 
 def _attention(products: int, first: int) -> Callable[..., int]:
+    """Return the FLOPs of causal attention: `products` of two matrices, half of each, with the query as argument `first`."""
+
     def formula(*args: Any, **_: Any) -> int:
         query, key = args[first : first + 2]
         batch, heads, length, size = query.shape
@@ -32,9 +34,11 @@ def _grouped(rows: Tensor, weights: Tensor, *_: Any, out_val: Tensor, **__: Any)
 
 
 _aten = torch.ops.aten
-FORMULAS = flop_registry | {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention(2, 0),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(5, 1),
+KERNELS = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"
+FORMULAS = {
+    **flop_registry,
+    **{getattr(_aten, f"_scaled_dot_product_{kernel}"): _attention(2, 0) for kernel in KERNELS},
+    **{getattr(_aten, f"_scaled_dot_product_{kernel}_backward"): _attention(5, 1) for kernel in KERNELS},
 }
 if hasattr(_aten, "_grouped_mm"):
     FORMULAS[_aten._grouped_mm] = _grouped

@@ -8,7 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
-from oar_plugin.runs.plan.count import Counts, Memory, Work, counts, dimensions
+from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
+from oar_plugin.runs.plan.counted import counts
 from oar_plugin.runs.plan.hardware import ANSWER, MEAN_PROMPT, MEAN_RESPONSE, SCORED
 from oar_plugin.runs.plan.models import KNOWN, PlanError, load_model
 
@@ -77,7 +78,9 @@ class Setup:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
             self.rounds.append(self.sequences * (1 / self.scored_share - 1))
             self.scored_share = 1.0
-        self.extra_forwards = 0 if self.oar is None else self.oar.extra_forwards
+        self.extra_forwards = 0
+        if self.oar is not None:
+            self.extra_forwards = self.oar.extra_forwards + len(self.oar.importance_object.contexts)
         if self.oar is not None and OmegaConf.select(config, f"{self.group}.router_replay.mode") == "R2":
             plan = self.oar.importance_object.forwards(1)
             self.extra_forwards += bool(plan) and plan[0].backward is not None  # verl records routes without a backward

@@ -149,6 +149,16 @@ NO_SCORE = "it has backwards and no method score (one number per token from its 
         own("*entropies*allowed: a set of entropy, log_prob", reads=frozenset({"entropies"})),
         own("reads='entropy'*allowed: a set of entropy, log_prob", reads="entropy"),
         own("copies must be None or Copies(...)", copies=1.0),
+        own("contexts=('trth',); allowed: a tuple of truth, own", contexts=("trth",)),
+        own("contexts='truth'; allowed: a tuple of truth, own", contexts="truth"),
+        own("it has contexts: it must have a method contrast, and no copies", contexts=("truth",)),
+        own("it has contexts*", contexts=("truth",), copies=Copies(), contrast=lambda self, own, shown, sign: own),
+        own(
+            "contrast failed: KeyError('own')*",
+            contexts=("truth",),
+            contrast=lambda self, own, shown, sign: shown["own"],
+        ),
+        own("contrast returned negative*", contexts=("truth",), contrast=lambda self, own, shown, sign: sign * own),
         own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
         # Pooled rows have no tokens.
         own("coefficients failed*NoneType*", backwards=(Backward("probe"),)),

@@ -31,7 +31,7 @@ from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.hosts.verl.ray_trainer import _Asking
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST, Request
+from oar_plugin.passes.request import CONTEXT, FIELDS, NEEDED, REQUEST, Request
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences
 from tests.processes import worker
@@ -70,17 +70,20 @@ for name, layout in (
 
 def batch(rows: list[int], *how: bool) -> TensorDict:
     encoded = world.encode()
-    return batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], *how)
+    data = batch_of([encoded[i] for i in rows], [world.SIGNS.get(i, world.ROWS[i][2]) for i in rows], *how)
+    for shown in ("truth", "own"):
+        data[f"{CONTEXT}{shown}"] = world.nested(world.context_prompt(i, shown) for i in rows)
+    return data
 
 
 def batch_of(
     encoded: list[tuple[torch.Tensor, torch.Tensor]],
-    needed: list[bool],
+    needed: list[int],
     packed: bool = True,
     dynamic: bool = False,
     fused: bool = False,
 ) -> TensorDict:
-    """What verl hands to an engine: of prompts and responses, and of whether each response has an advantage."""
+    """What verl hands to an engine: of prompts and responses, and of the sign of each response's advantage."""
     prompts, responses = zip(*encoded, strict=True)
     ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     masks = [torch.ones_like(response) for response in responses]
@@ -210,8 +213,10 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     fields = {"prompts": prompt_BP, "responses": token_BT[:, before:], "response_mask": real_BT[:, before:]}
     fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
     workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
-    needed_B, request = torch.tensor([needed for *_, needed in world.ROWS]), request_of(**cases.request(words))
-    asking = _Asking(workers, needed_B, request, 1, FIELDS)
+    more = {NEEDED: torch.tensor([[world.SIGNS.get(row, needed)] for row, (*_, needed) in enumerate(world.ROWS)])}
+    for shown in ("truth", "own"):
+        more[f"{CONTEXT}{shown}"] = world.nested(world.context_prompt(row, shown) for row in EVERY)
+    asking = _Asking(workers, more, request_of(**cases.request(words)), 1, FIELDS)
     with engine.eval_mode():
         asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
     return asking.answer
@@ -394,7 +399,7 @@ def single(folder: str) -> dict[str, Any]:
     out |= {"one by one": alone, "out of memory": starved, "recomputed": again, "behind a pass": fresh}
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
     out["to padded"] = {
-        words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "fisher only")
+        words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "contrast", "fisher only")
     }
     return out | afterwards(engine, partial(build, folder))
 

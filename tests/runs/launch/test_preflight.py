@@ -14,7 +14,7 @@ from pyarrow import parquet
 from oar_plugin.runs.hub import HubUnreachable, NotOnHub
 from oar_plugin.runs.launch import preflight
 from oar_plugin.runs.plan import setup
-from oar_plugin.runs.plan.count import NotCountedError
+from oar_plugin.runs.plan.counted import NotCountedError
 from oar_plugin.runs.plan.hardware import choose_gpu
 from oar_plugin.runs.recipe import find_recipe
 from tests.recipes.test_recipes import composed

@@ -1,0 +1,53 @@
+"""Privileged contrast: how much more likely a token is behind a prompt that shows the right answer. One forward more.
+
+    c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt)        I_t = min(max(0, sign(A) c_t), CLIP)
+
+in nats, at the sampling temperature. The reward keeps the sign: in a response that is better than its group (advantage `A > 0`)
+tokens score that the right answer makes more likely, in a worse one tokens that it makes less likely. Sources: RLSD (arXiv
+2604.03128), whose teacher is the same policy, shown the right answer; SDPO (arXiv 2601.20802), where this log-ratio is the
+advantage. `contrast_own` is the idea of RLCSD (arXiv 2606.11709):
+
+    c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt with the response's own answer)
+
+A plain hint also changes style. Of the two prompts only the answer differs, so this cancels. Two forwards more.
+
+What differs from the papers:
+
+* RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`. Here a token that the answer does not speak
+  for has importance 0, and the gate makes weights that average 1.
+* The papers show a worked solution. Here the prompt shows the final answer, the `ground_truth` of a rule-based reward
+  (`algorithm.oar.context.template`).
+* RLCSD's wrong answer may be another response's. Here it is the response's own, so only responses with a negative advantage
+  are scored; others fall back to GRPO (`no_context`).
+* The answer itself has weight 1, as under every importance.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from oar_plugin.credit.importance.base import Importance, Parts, Shown
+
+CLIP = 5.0
+"""Nats. Under a gate that uses values, a single token would otherwise decide the weights of all others."""
+
+
+class Contrast(Importance):
+    name = "contrast"
+    help = "RLSD's privileged contrast: what showing the right answer does to each token; one forward more."
+    reads = frozenset({"log_prob"})
+    contexts: ClassVar[tuple[Shown, ...]] = ("truth",)
+    arbitrary_scale = False
+
+    def combine(self, parts: Parts) -> Tensor:
+        return -parts.log_prob_BL
+
+    def contrast(self, own_L: Tensor, shown: Mapping[Shown, Tensor], sign: int) -> Tensor:
+        return (sign * (shown.get("own", own_L) - shown["truth"])).clamp(0.0, CLIP)
+
+
+class OwnContrast(Contrast):
+    name = "contrast_own"
+    help = "RLCSD's: the right answer shown against the response's own wrong answer shown; two forwards more."
+    contexts = ("truth", "own")
