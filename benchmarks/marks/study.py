@@ -51,8 +51,8 @@ class Settings:
     """A model, each of 16 problems and 8 responses to each."""
     by: Literal["known", "continuation"] = "known"
     """Against what is known of tokens, or against values of continuations; the options below are for these."""
-    importances: tuple[str, ...] = tuple(SHIPPED)
-    """Built-in ones, or `python:<module>:<class>`."""
+    importances: tuple[str, ...] = tuple(name for name, one in SHIPPED.items() if not one.contexts)
+    """Built-in ones that need no other prompt, or `python:<module>:<class>`."""
     spans: int = 64
     """Into at most so many a response is cut; one with fewer reasoning tokens, into tokens."""
     model: str | None = None
