@@ -2,9 +2,7 @@
 
 import json
 import random
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,35 +66,42 @@ def test_correlations_by_hand():
     assert np.isnan(continuation.agreement("x", replace(good, right_PN=right_PN[[0] * 4]), *scores)["drop, right"])
 
 
-def test_what_vllm_is_asked_for_and_how_its_answers_are_judged(tmp_path, monkeypatch):
-    """Half of the responses to the first problem are right, none to the second. What is after `so` decides."""
-    good, bad, asked = encode(["so", "3", "####", "3"]), encode(["so", "4", "####", "4"]), []
+A_VLLM = """
+from types import SimpleNamespace
+from benchmarks.tiny.words import EOS, encode
 
-    def LLM(model, **given):
-        assert (given["dtype"], given["max_model_len"]) == ("float32", 6 + 20)
-        return SimpleNamespace(generate=generate)
+GOOD, BAD = encode(["so", "3", "####", "3"]), encode(["so", "4", "####", "4"])
+SamplingParams = SimpleNamespace
 
-    def generate(prompts, settings, use_tqdm):
-        for prompt, one in zip(prompts, settings, strict=True):
-            ids = prompt["prompt_token_ids"]
-            asked.append((one.n, one.max_tokens, len(ids)))
-            sure = [good, bad][ids[-1] == bad[1]] if len(ids) == 8 else None
-            ends = [sure or (good, bad)[n % 2 or ids[:1] == encode("B")] for n in range(one.n)]
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*end[len(ids) - 6 :], EOS]) for end in ends])
+def LLM(model, **given):
+    assert (given["dtype"], given["max_model_len"]) == ("float32", 6 + 20)
+    return SimpleNamespace(generate=generate)
 
+def generate(prompts, settings, use_tqdm):
+    for prompt, one in zip(prompts, settings):
+        ids = prompt["prompt_token_ids"]
+        assert one.max_tokens == 20 - len(ids[6:])
+        sure = (BAD if ids[-1] == BAD[1] else GOOD) if len(ids) == 8 else None
+        ends = [sure or (BAD if n % 2 or ids[:1] == encode("B") else GOOD) for n in range(one.n)]
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*end[len(ids[6:]):], EOS]) for end in ends])
+"""
+
+
+def test_responses_of_an_engine_are_continued_and_judged(tmp_path, monkeypatch):
+    """Half of the responses to the first problem are right, none to the second. What stands behind `so` decides."""
+    (tmp_path / "vllm.py").write_text(A_VLLM)
+    monkeypatch.syspath_prepend(tmp_path)
     build_model(0, heads=HEADS).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     problems = [Problem(tuple(encode([name, "3", "+", "0", "=", "?"])), tuple(encode("3")), None) for name in "AB"]
-    write_problems(tmp_path / "two.parquet", problems)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace))
-    given = {"model": str(tmp_path), "data": tmp_path / "two.parquet", "max_tokens": 20, "by": "continuation"}
-    settings = study.Settings(**given)
+    write_problems(data := tmp_path / "two.parquet", problems)
+    settings = study.Settings(model=str(tmp_path), data=data, max_tokens=20, by="continuation")
     settings.check()
-    found = engine.by_vllm(settings)
-    assert [one.right for one in found] == [True, False] * 4, "the second group has no right one"
-    assert [one.ids for one in found[:2]] == [[*good, EOS], [*bad, EOS]]
+    found = engine.continued(settings)  # hangs where the child does not close what it started
+    assert [one.right for one in found] == [True, False] * 4
+    assert [one.ids for one in found[:2]] == [encode(["so", n, "####", n, "<eos>"]) for n in "34"]
     assert [one.right_PN.mean(1).tolist() for one in found[:2]] == [[0.5, 0.5, 1], [0.5, 0.5, 0]]
-    assert asked[:4] == [(8, 20, 6), (16, 20, 6), (16, 19, 7), (16, 18, 8)]
+    assert {one.right_PN.shape for one in found} == {(3, 16)}
     with pytest.raises(ValueError, match="--by continuation"):
         replace(settings, by="known").check()
 
