@@ -147,7 +147,9 @@ def measure(settings: Settings, progress: Progress) -> Report:
     made = report(settings, found, "Does credit find where the value changes?", overview(found, TITLES), notes(found))
     made.stem = "continuation_cpu"
     if settings.model is not None:
-        made.stem, made.machine = f"continuation_{name}", describe_machine(choose_device("auto"))
+        found_here = describe_machine(choose_device("auto"))
+        made.machine = {key: found_here[key] for key in ("device", "accelerator", "cuda")}  # without its load by now
+        made.stem = f"continuation_{name}"
     return made
 
 
