@@ -9,27 +9,21 @@ method this is VinePPO (arXiv 2410.01679); here it only measures. Shape suffixes
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import oar_plugin
 from benchmarks.fidelity.scores import rank_correlation
-from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import Rollout
-from benchmarks.machine import choose_device, describe_machine
-from benchmarks.marks.study import Settings, overview, report, rollouts
-from benchmarks.report import Progress, Report
 from benchmarks.tiny.model import sample
 from benchmarks.tiny.tasks import Problem, Task
-from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import two_level
 
@@ -89,11 +83,13 @@ def continued(model: PreTrainedModel, task: Task, rollout: Rollout, spans: int, 
         yield Continued(ids[:start], ids[start:], is_right, of_row, right_PN, known)
 
 
-def judged(model: Any, tokenizer: Any, responses: Sequence[Continued], settings: Settings) -> Iterator[dict[str, Any]]:
+def judged(
+    model: Any, tokenizer: Any, responses: Sequence[Continued], importances: Iterable[str], seed: int
+) -> Iterator[dict[str, Any]]:
     """A row for each credit and response: correlations by the keys of `TITLES`, NaN where the value never changes."""
     given: dict[str, Any] = {"prompts": [r.prompt for r in responses], "responses": [r.ids for r in responses]}
-    for name in settings.importances if responses else ():
-        credit = oar_plugin.importance(model, tokenizer=tokenizer, importance=name, seed=settings.seed, **given)
+    for name in importances if responses else ():
+        credit = oar_plugin.importance(model, tokenizer=tokenizer, importance=name, seed=seed, **given)
         for row, response in enumerate(responses):
             keep_L = credit.segments[row] == Segment.REASONING
             yield agreement(name, response, credit.importance[row, keep_L], credit.weights[row, keep_L])
@@ -122,35 +118,6 @@ def correlations(credit: str, response: Continued, **pairs: tuple[np.ndarray, np
     kind = "right" if response.right else "wrong"
     found = {f"{name}, {kind}": rank_correlation(*map(torch.from_numpy, pair)) for name, pair in pairs.items()}
     return {"credit": credit, "right": response.right, "k": response.places[1], **found}
-
-
-def measure(settings: Settings, progress: Progress) -> Report:
-    """Raises: RuntimeError, where no problem has right and wrong responses in which an answer is found."""
-    rows: list[dict[str, Any]] = []
-    if settings.model is None:
-        for batch, (task, number, model, rollout) in enumerate(rollouts(settings, progress)):
-            responses = [*continued(model, TASKS[task], rollout, settings.spans, settings.seed + batch)]
-            judgements = judged(model, make_tokenizer(), responses, settings)
-            rows += [{"task": task, "model": number, **row} for row in judgements]
-    else:
-        from benchmarks.marks import engine  # which builds on this module
-
-        progress("vLLM samples and continues responses")
-        responses, name = engine.continued(settings), Path(settings.model).name
-        progress(f"importance of {len(responses)} responses")
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto").to(choose_device("auto")).eval()
-        judgements = judged(model, AutoTokenizer.from_pretrained(settings.model), responses, settings)
-        rows += [{"task": name, "model": 0, **row} for row in judgements]
-    if not rows:
-        raise RuntimeError("no problem has right and wrong responses in which an answer is found: nothing to compare")
-    found = pd.DataFrame(rows, columns=["task", "model", "credit", "right", "k", *TITLES])
-    made = report(settings, found, "Does credit find where the value changes?", overview(found, TITLES), notes(found))
-    made.stem = "continuation_cpu"
-    if settings.model is not None:
-        found_here = describe_machine(choose_device("auto"))
-        made.machine = {key: found_here[key] for key in ("device", "accelerator", "cuda")}  # without its load by now
-        made.stem = f"continuation_{name}"
-    return made
 
 
 def notes(found: pd.DataFrame) -> list[str]:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.marks.continuation import CONTINUATIONS, Continued, places_of
-from benchmarks.marks.study import COPIES, Settings
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.passes.tokens import TokenBytes
@@ -24,40 +24,43 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ER
 _ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def continued(settings: Settings) -> list[Continued]:
+def continued(
+    model: str, data: Path, problems: int, copies: int, max_tokens: int, spans: int, seed: int
+) -> list[Continued]:
     """In a child process, whose end frees the accelerator. Responses without an end or an answer only count in their group."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_in_child, settings).result()
+        return pool.submit(_in_child, model, data, problems, copies, max_tokens, spans, seed).result()
 
 
-def _in_child(settings: Settings) -> list[Continued]:
+def _in_child(*given: Any) -> list[Continued]:
     os.environ.update(_ENVIRONMENT | os.environ)  # the user's own come first
     with closing(start_pool(2, 10.0)):  # a process waits at its end for its children
-        return by_vllm(settings)
+        return _by_vllm(*given)
 
 
-def by_vllm(settings: Settings) -> list[Continued]:
+def _by_vllm(
+    model: str, data: Path, problems: int, copies: int, max_tokens: int, spans: int, seed: int
+) -> list[Continued]:
     from vllm import LLM, SamplingParams
 
-    assert settings.model is not None
-    data = pd.read_parquet(settings.data, columns=["prompt", "reward_model"])[: settings.problems]
-    tokenizer, judged = AutoTokenizer.from_pretrained(settings.model), dict[Any, bool]()
+    frame = pd.read_parquet(data, columns=["prompt", "reward_model"])[:problems]
+    tokenizer, judged = AutoTokenizer.from_pretrained(model), dict[Any, bool]()
     prompts: list[list[int]] = tokenizer.apply_chat_template(
-        [list(chat) for chat in data["prompt"]], add_generation_prompt=True, return_dict=False
+        [list(chat) for chat in frame["prompt"]], add_generation_prompt=True, return_dict=False
     )
     engine = LLM(
-        settings.model,
+        model,
         # The model's own, as the importances have it: vLLM would halve float32.
-        dtype=str(AutoConfig.from_pretrained(settings.model).dtype or "auto").removeprefix("torch."),
-        max_model_len=max(map(len, prompts)) + settings.max_tokens,
-        seed=settings.seed,
+        dtype=str(AutoConfig.from_pretrained(model).dtype or "auto").removeprefix("torch."),
+        max_model_len=max(map(len, prompts)) + max_tokens,
+        seed=seed,
         enable_prefix_caching=True,
         block_size=16,  # of the cache; with the 128 of a CPU, neighbouring places would share less
         enforce_eager=not torch.cuda.is_available(),  # compiling for a CPU takes longer than it saves
     )
 
     def sampled(prompt: list[int], count: int, starts: list[list[int]]) -> list[list[list[int]]]:
-        left = (settings.max_tokens - len(ids) for ids in starts)
+        left = (max_tokens - len(ids) for ids in starts)
         asked = [SamplingParams(n=count, temperature=1.0, max_tokens=most, detokenize=False) for most in left]
         outputs = engine.generate([{"prompt_token_ids": prompt + ids} for ids in starts], asked, use_tqdm=False)
         return [[[*ids, *one.token_ids] for one in made.outputs] for ids, made in zip(starts, outputs, strict=True)]
@@ -70,15 +73,15 @@ def by_vllm(settings: Settings) -> list[Continued]:
         return judged[key]
 
     found, pieces, finder = list[Continued](), TokenBytes(tokenizer).pieces, make_finder(OarConfig().answer_patterns)
-    truths = [str(known["ground_truth"]) for known in data["reward_model"]]
+    truths = [str(known["ground_truth"]) for known in frame["reward_model"]]
     for prompt, truth in zip(tqdm(prompts, "problems"), truths, strict=True):
-        (group,) = sampled(prompt, COPIES, [[]])
+        (group,) = sampled(prompt, copies, [[]])
         rewards = [right(ids, truth) for ids in group]
         for ids, reward in zip(group, rewards, strict=True):
             segments = segment_tokens(pieces(ids), finder)
             reasoning = 0 if segments is None else int((segments == Segment.REASONING).sum())
-            if len({*rewards}) == 2 and reasoning and len(ids) < settings.max_tokens:
-                places = places_of(reasoning, settings.spans)
+            if len({*rewards}) == 2 and reasoning and len(ids) < max_tokens:
+                places = places_of(reasoning, spans)
                 written = sampled(prompt, CONTINUATIONS, [ids[:place] for place in places])
                 right_PN = np.array([[right(one, truth) for one in of_place] for of_place in written])
                 found.append(Continued(prompt, ids, reward, places, right_PN))

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.fidelity.scores import auc, mean_over_groups
@@ -19,8 +19,10 @@ from benchmarks.fidelity.tables import plus_minus
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import Credit, Rollout, Run, forward, importance, log_probs, roll_out
 from benchmarks.learning.warm_start import warm_model
+from benchmarks.machine import choose_device, describe_machine
+from benchmarks.marks import continuation
 from benchmarks.report import Progress, Report, Table
-from benchmarks.tiny.words import FILLER
+from benchmarks.tiny.words import FILLER, make_tokenizer
 from benchmarks.workload import check_at_least_one
 from oar_plugin.credit.gate import two_level
 from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
@@ -84,15 +86,43 @@ class Settings:
 def measure(settings: Settings, progress: Progress) -> Report:
     """Raises: RuntimeError for a model that does not learn its task, or gives nothing to compare."""
     if settings.by == "continuation":
-        from benchmarks.marks import continuation  # which builds on this module
-
-        return continuation.measure(settings, progress)
+        return by_continuation(settings, progress)
     rows: list[dict[str, Any]] = []
     for task, number, model, rollout in rollouts(settings, progress):
         for name, score_BL in scores(model, rollout, settings.seed).items():
             rows += [{"task": task, "model": number, "credit": name, **row} for row in judged(score_BL, rollout)]
     found = pd.DataFrame(rows)
     return report(settings, found, "What does credit mark?", tables(found), notes(found))
+
+
+def by_continuation(settings: Settings, progress: Progress) -> Report:
+    """Raises: RuntimeError, where no problem has right and wrong responses in which an answer is found."""
+    rows: list[dict[str, Any]] = []
+    asked, stem, machine = (settings.importances, settings.seed), "continuation_cpu", dict[str, Any]()
+    if settings.model is None or settings.data is None:
+        for batch, (task, number, model, rollout) in enumerate(rollouts(settings, progress)):
+            responses = [*continuation.continued(model, TASKS[task], rollout, settings.spans, settings.seed + batch)]
+            judgements = continuation.judged(model, make_tokenizer(), responses, *asked)
+            rows += [{"task": task, "model": number, **row} for row in judgements]
+    else:
+        from benchmarks.marks import engine  # it needs the recipes' reward
+
+        progress("vLLM samples and continues responses")
+        sizes = settings.problems, COPIES, settings.max_tokens, settings.spans, settings.seed
+        responses, name = engine.continued(settings.model, settings.data, *sizes), Path(settings.model).name
+        progress(f"importance of {len(responses)} responses")
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto").to(choose_device("auto")).eval()
+        judgements = continuation.judged(model, AutoTokenizer.from_pretrained(settings.model), responses, *asked)
+        rows += [{"task": name, "model": 0, **row} for row in judgements]
+        here = describe_machine(choose_device("auto"))
+        stem, machine = f"continuation_{name}", {key: here[key] for key in ("device", "accelerator", "cuda")}
+    if not rows:
+        raise RuntimeError("no problem has right and wrong responses in which an answer is found: nothing to compare")
+    found = pd.DataFrame(rows, columns=["task", "model", "credit", "right", "k", *continuation.TITLES])
+    shown = overview(found, continuation.TITLES), continuation.notes(found)
+    made = report(settings, found, "Does credit find where the value changes?", *shown)
+    made.stem, made.machine = stem, machine
+    return made
 
 
 def report(settings: Settings, found: pd.DataFrame, title: str, tables: list[Table], notes: list[str]) -> Report:

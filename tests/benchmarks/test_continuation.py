@@ -97,7 +97,8 @@ def test_responses_of_an_engine_are_continued_and_judged(tmp_path, monkeypatch):
     write_problems(data := tmp_path / "two.parquet", problems)
     settings = study.Settings(model=str(tmp_path), data=data, max_tokens=20, by="continuation")
     settings.check()
-    found = engine.continued(settings)  # hangs where the child does not close what it started
+    sizes = settings.problems, study.COPIES, settings.max_tokens, settings.spans, settings.seed
+    found = engine.continued(str(tmp_path), data, *sizes)  # hangs where the child does not close what it started
     assert [one.right for one in found] == [True, False] * 4
     assert [one.ids for one in found[:2]] == [encode(["so", n, "####", n, "<eos>"]) for n in "34"]
     assert [one.right_PN.mean(1).tolist() for one in found[:2]] == [[0.5, 0.5, 1], [0.5, 0.5, 0]]
