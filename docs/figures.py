@@ -102,6 +102,13 @@ def marks() -> str:
     return table(head + "| first error: `chain` | `parallel` | `lookup` ", rows)
 
 
+def continuation() -> str:
+    tables = load("continuation_cpu")["tables"].values()
+    rows = zip(*([[row["credit"], list(row.values())[1]] for row in rows] for rows in tables), strict=True)
+    head = " credit | drops, right responses | drops, wrong | advantages, right | advantages, wrong "
+    return table(head, ([cells[0][0], *(value for _, value in cells)] for cells in rows))
+
+
 # ---- learning
 
 
@@ -442,8 +449,9 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity, candidates, marks, learning, collapse, decision_recall, through_verl, explored, paper, vocabulary,
-        rivals, levels, run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
+        fidelity, candidates, marks, continuation, learning, collapse, decision_recall, through_verl, explored, paper,
+        vocabulary, rivals, levels,
+        run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
         architectures,
         one_gpu,
     )

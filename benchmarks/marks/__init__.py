@@ -9,7 +9,11 @@ Reported for each credit:
   results AUC   how often a result, right or wrong, is above another token of its response
   weights       what the gate two_level gives to each kind of token; and its mean rank in its response, from 0 to 1
 
+`--by continuation` needs no marks, and so takes any model: from each place of a response the policy writes 16 further ends.
+Reported: how importances rank with changes of the share of right ends, and weights with their direction.
+
 examples:
   python -m benchmarks marks --tasks chain --models 1 --batches 1     a first look
   python -m benchmarks marks --out DIR                                three tasks, two models each
+  python -m benchmarks marks --by continuation --model FOLDER --data test.parquet     any model of HuggingFace
 """

@@ -1,17 +1,17 @@
 """Every credit on responses of warm models, and how it treats each kind of token."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.fidelity.scores import auc, mean_over_groups
@@ -19,8 +19,10 @@ from benchmarks.fidelity.tables import plus_minus
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import Credit, Rollout, Run, forward, importance, log_probs, roll_out
 from benchmarks.learning.warm_start import warm_model
+from benchmarks.machine import choose_device, describe_machine
+from benchmarks.marks import continuation
 from benchmarks.report import Progress, Report, Table
-from benchmarks.tiny.words import FILLER
+from benchmarks.tiny.words import FILLER, make_tokenizer
 from benchmarks.workload import check_at_least_one
 from oar_plugin.credit.gate import two_level
 from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
@@ -49,6 +51,20 @@ class Settings:
     """Warm models a task, trained once and kept on disk."""
     batches: int = 4
     """A model, each of 16 problems and 8 responses to each."""
+    by: Literal["known", "continuation"] = "known"
+    """Against what is known of tokens, or against values of continuations; the options below are for these."""
+    importances: tuple[str, ...] = tuple(name for name, one in SHIPPED.items() if not one.contexts)
+    """Built-in ones that need no other prompt, or `python:<module>:<class>`."""
+    spans: int = 64
+    """Into at most so many a response is cut; one with fewer reasoning tokens, into tokens."""
+    model: str | None = None
+    """Folder or name of a HuggingFace model, in place of the tasks; needs vLLM."""
+    data: Path | None = None
+    """Problems for the model: a parquet file in verl's columns, as `oar data` writes them."""
+    problems: int = 32
+    """How many of them, with 8 responses to each."""
+    max_tokens: int = 1024
+    """Of the model's responses."""
     seed: int = 0
     """Of problems, sampling and signs."""
     out: Path | None = None
@@ -56,35 +72,74 @@ class Settings:
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        check_at_least_one(self, "models", "batches")
+        check_at_least_one(self, "models", "batches", "spans", "problems", "max_tokens")
         if unknown := [name for name in self.tasks if name not in TASKS]:
             raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
+        if self.model and (self.by == "known" or self.data is None or not self.data.is_file()):
+            raise ValueError(
+                f"--model {self.model}: needs --by continuation and --data FILE.parquet, a file that exists"
+            )
+        for name in self.importances:
+            importance_of(name)
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
-    """Raises: RuntimeError for a model that does not learn its task."""
+    """Raises: RuntimeError for a model that does not learn its task, or gives nothing to compare."""
+    if settings.by == "continuation":
+        return by_continuation(settings, progress)
     rows: list[dict[str, Any]] = []
+    for task, number, model, rollout in rollouts(settings, progress):
+        for name, score_BL in scores(model, rollout, settings.seed).items():
+            rows += [{"task": task, "model": number, "credit": name, **row} for row in judged(score_BL, rollout)]
+    found = pd.DataFrame(rows)
+    return report(settings, found, "What does credit mark?", tables(found), notes(found))
+
+
+def by_continuation(settings: Settings, progress: Progress) -> Report:
+    """Raises: RuntimeError, where no problem has right and wrong responses in which an answer is found."""
+    rows: list[dict[str, Any]] = []
+    asked, stem, machine = (settings.importances, settings.seed), "continuation_cpu", dict[str, Any]()
+    if settings.model is None or settings.data is None:
+        for batch, (task, number, model, rollout) in enumerate(rollouts(settings, progress)):
+            responses = [*continuation.continued(model, TASKS[task], rollout, settings.spans, settings.seed + batch)]
+            judgements = continuation.judged(model, make_tokenizer(), responses, *asked)
+            rows += [{"task": task, "model": number, **row} for row in judgements]
+    else:
+        from benchmarks.marks import engine  # it needs the recipes' reward
+
+        progress("vLLM samples and continues responses")
+        sizes = settings.problems, COPIES, settings.max_tokens, settings.spans, settings.seed
+        responses, name = engine.continued(settings.model, settings.data, *sizes), Path(settings.model).name
+        progress(f"importance of {len(responses)} responses")
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto").to(choose_device("auto")).eval()
+        judgements = continuation.judged(model, AutoTokenizer.from_pretrained(settings.model), responses, *asked)
+        rows += [{"task": name, "model": 0, **row} for row in judgements]
+        here = describe_machine(choose_device("auto"))
+        stem, machine = f"continuation_{name}", {key: here[key] for key in ("device", "accelerator", "cuda")}
+    if not rows:
+        raise RuntimeError("no problem has right and wrong responses in which an answer is found: nothing to compare")
+    found = pd.DataFrame(rows, columns=["task", "model", "credit", "right", "k", *continuation.TITLES])
+    shown = overview(found, continuation.TITLES), continuation.notes(found)
+    made = report(settings, found, "Does credit find where the value changes?", *shown)
+    made.stem, made.machine = stem, machine
+    return made
+
+
+def report(settings: Settings, found: pd.DataFrame, title: str, tables: list[Table], notes: list[str]) -> Report:
+    means = found.groupby(["task", "model", "credit"], sort=False).mean().round(4).reset_index()
+    runs = {"settings": asdict(settings), "means": means.astype(object).where(means.notna(), None).to_dict("records")}
+    return Report(title, "marks_cpu", tables, notes, runs)
+
+
+def rollouts(settings: Settings, progress: Progress) -> Iterator[tuple[str, int, PreTrainedModel, Rollout]]:
+    """Task, number of the warm model, model, and its responses batch by batch."""
     pairs = [(task, number) for task in settings.tasks for number in range(settings.models)]
     for done, (task, number) in enumerate(pairs):
         progress(f"{task}, model {number}", done, len(pairs))
         model, problems, noise = warm_model(task, number, progress), random.Random(settings.seed), torch.Generator()
         for batch in range(settings.batches):
             noise.manual_seed(settings.seed * settings.batches + batch)
-            rollout = roll_out(model, TASKS[task], problems, noise, PROMPTS, COPIES)
-            for name, score_BL in scores(model, rollout, settings.seed).items():
-                rows += [{"task": task, "model": number, "credit": name, **row} for row in judged(score_BL, rollout)]
-    found = pd.DataFrame(rows)
-    means = found.groupby(["task", "model", "credit"], sort=False).mean().round(4).reset_index()
-    return Report(
-        title="What does credit mark?",
-        stem="marks_cpu",
-        tables=tables(found),
-        notes=notes(found),
-        runs={
-            "settings": asdict(settings),
-            "means": means.astype(object).where(means.notna(), None).to_dict("records"),
-        },
-    )
+            yield task, number, model, roll_out(model, TASKS[task], problems, noise, PROMPTS, COPIES)
 
 
 def scores(model: PreTrainedModel, rollout: Rollout, seed: int) -> dict[str, Tensor]:
@@ -148,19 +203,25 @@ def first_hit(score_R: np.ndarray, result_R: np.ndarray, wrong_R: np.ndarray) ->
 
 def tables(found: pd.DataFrame) -> list[Table]:
     """The most important first."""
-    tasks = list(found["task"].unique())
-    credits = list(found.groupby("credit", sort=False))
-    parts = ({"all tasks": tasks} if len(tasks) > 1 else {}) | {task: [task] for task in tasks}
-    made = []
-    for metric, title in JUDGED.items():
-        rows = [[name, *(_shown(of[of["task"].isin(part)], metric) for part in parts.values())] for name, of in credits]
-        made.append(Table(title, ("credit", *parts), rows))
-    for task in tasks:
+    made, credits = overview(found, JUDGED), list(found.groupby("credit", sort=False))
+    for task in found["task"].unique():
         for what, title in (("weight", "mean weight"), ("rank", "mean rank in the response, 0 lowest, 1 highest")):
             rows = [
                 [name, *(_shown(of[of["task"] == task], f"{kind}, {what}") for kind in KINDS)] for name, of in credits
             ]
             made.append(Table(f"{task}: {title}", ("credit", *KINDS), rows))
+    return made
+
+
+def overview(found: pd.DataFrame, titles: Mapping[str, str]) -> list[Table]:
+    """A table for each metric, with its title: credits, and means of all tasks and of each."""
+    tasks = list(found["task"].unique())
+    parts = ({"all tasks": tasks} if len(tasks) > 1 else {}) | {task: [task] for task in tasks}
+    made = []
+    for metric, title in titles.items():
+        credits = found.groupby("credit", sort=False)
+        rows = [[name, *(_shown(of[of["task"].isin(part)], metric) for part in parts.values())] for name, of in credits]
+        made.append(Table(title, ("credit", *parts), rows))
     return made
 
 
