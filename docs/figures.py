@@ -429,8 +429,8 @@ def architectures() -> str:
 
 def one_gpu() -> str:
     """The recipes for one GPU, as `oar plan` projects them."""
-    from oar_plugin.runs.plan.hardware import GIB, choose_gpu
-    from oar_plugin.runs.plan.planning import Plan
+    from oar_plugin.runs.plan.hardware import choose_gpu
+    from oar_plugin.runs.plan.planning import Plan, in_gib
     from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
     rows = []
@@ -439,8 +439,7 @@ def one_gpu() -> str:
         for key in ("L4-24", "4090-24", "A100-80"):
             made = Plan(config, choose_gpu(key))
             hours, least, most = made.hours or (math.nan,) * 3
-            left = " to ".join(dict.fromkeys(f"{size / GIB:.0f}" for size in made.headroom))
-            left += f" of {made.gpu.memory_gib:.0f}"
+            left = f"{in_gib(made.headroom, 0)} of {made.gpu.memory_gib:.0f}"
             time = f"{hours:.1f} ({least:.1f} to {most:.1f})"
             rows.append([f"`{name}`", made.gpu.name, left, f"{made.step:.0f}", time, f"{made.to_grpo:.2f}"])
     return table(" recipe | GPU | GiB left | seconds per step | hours | OAR / GRPO ", rows)

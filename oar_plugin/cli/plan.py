@@ -78,13 +78,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(made: Plan) -> None:
     from oar_plugin.cli.tables import console, table
+    from oar_plugin.runs.plan.planning import in_gib
 
     memory = table("memory of one GPU", "GiB", "parts in GiB")
     for phase, parts in made.memory.items():
         shown = sorted(((size / GIB, part) for part, size in parts.items() if size > GIB / 20), reverse=True)
         listed = ", ".join(f"{part} {size:.1f}" for size, part in shown)
-        least, most = (f"{size / GIB:.1f}" for size in made.range[phase])
-        memory.add_row(phase, least if least == most else f"{least} to {most}", listed)
+        memory.add_row(phase, in_gib(made.range[phase]), listed)
     step = table(f"a step on {made.setup.gpus} GPU{'s' * (made.setup.gpus > 1)}", "PFLOPs in all", "seconds", "share")
     for phase, seconds in {**made.seconds, "step": made.step}.items():
         flops = made.flops.get(phase, 0.0) / 1e15

@@ -8,6 +8,7 @@ response's own prompt without the answer, the two would differ in more than the 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -82,9 +83,11 @@ class ContextPrompts:
     def __init__(self, config: OarConfig, tokenizer: Any, template: Mapping[str, Any] | None = None) -> None:
         self._config, self._tokenizer, self._find = config, tokenizer, make_finder(config.answer_patterns)
         self._template = {**(template or {}), "add_generation_prompt": True, "tokenize": False}
-        self._special = TokenBytes(tokenizer).special - {
-            tokenizer.unk_token_id
-        }  # any text may have an unknown character
+
+    @cached_property
+    def _special(self) -> set[int]:
+        """Special tokens, without the one of an unknown character, which any text may have."""
+        return TokenBytes(self._tokenizer).special - {self._tokenizer.unk_token_id}
 
     def prompts(self, rows: Iterable[PromptSource]) -> dict[Shown, list[Tensor]]:
         """By what is shown: the tokens of each response's prompt, int64; `NO_PROMPT` if there is none. Raises nothing."""

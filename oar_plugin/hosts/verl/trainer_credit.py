@@ -99,8 +99,8 @@ class TrainerCredit:
 
 def signs(advantage_BL: Tensor) -> Tensor:
     """Returns the sign of each row's advantage, int64 `[B]`; 0 if it is zero at every token."""
-    needed_B, better_B = (advantage_BL != 0).any(-1), advantage_BL.amax(-1) >= -advantage_BL.amin(-1)
-    return torch.where(better_B, 1, -1) * needed_B
+    least_B, most_B = advantage_BL.aminmax(dim=-1)  # one pass: the driver does this for all ranks
+    return torch.where(most_B >= -least_B, 1, -1) * ((least_B != 0) | (most_B != 0))
 
 
 def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:

@@ -54,10 +54,8 @@ def local_parameters(s: Setup) -> dict[int, float]:
 
     Tensor-parallel ranks split layers, and embedding or vocabulary projection; expert-parallel ranks split experts.
     """
-    embeddings, embedding, experts = (
-        1 if s.model.config.tie_word_embeddings else 2,
-        *map(s.parameters, ("embedding", "experts")),
-    )
+    embeddings = 1 if s.model.config.tie_word_embeddings else 2
+    embedding, experts = s.parameters("embedding"), s.parameters("experts")
     layers = s.parameters() - experts - embeddings * embedding
     local = {s.tp: (layers / s.pp + embedding * (embeddings if s.pp == 1 else 1)) / s.tp}
     local[s.ep * s.etp] = local.get(s.ep * s.etp, 0.0) + experts / s.pp / (s.ep * s.etp)
@@ -137,14 +135,12 @@ def _megatron_temporary(s: Setup, phase: str, update: bool) -> float:
 
 def step_flops(s: Setup) -> dict[str, float]:
     """Return phase -> FLOPs over all GPUs. OAR's phases count only the part of a pass that runs."""
-    length = s.mean_length
+    length, refers = s.mean_length, s.actor.use_kl_loss or s.config.algorithm.use_kl_in_reward
     decoding = s.layers_flops(length, s.mean_prompt) + s.head_flops(s.mean_response)
     flops = {
         GENERATION: sum(s.rounds) * (s.layers_flops(s.mean_prompt) / s.rollout.n + decoding),
         LOG_PROB: s.sequences * s.flops(LOG_PROB, length),
-        REFERENCE: s.sequences * s.flops(LOG_PROB, length)
-        if s.actor.use_kl_loss or s.config.algorithm.use_kl_in_reward
-        else 0.0,
+        REFERENCE: s.sequences * s.flops(LOG_PROB, length) if refers else 0.0,
         UPDATE: s.sequences * s.actor.ppo_epochs * s.flops(UPDATE, length),
     }
     if s.oar is None:
@@ -152,9 +148,8 @@ def step_flops(s: Setup) -> dict[str, float]:
     importance, reasoning = s.oar.importance_object, max(1.0, s.mean_response - s.answer_rows)
     of = {"reasoning": reasoning, "later": reasoning + s.answer_rows}
     rows = [of.get(backward.rows, s.answer_rows) for backward in importance.backwards]
-    added = s.extra_forwards * s.layers_flops(length) + s.oar.backwards * (
-        s.flops("importance", length) - s.flops(LOG_PROB, length)
-    )
+    backward = s.flops("importance", length) - s.flops(LOG_PROB, length)
+    added = s.extra_forwards * s.layers_flops(length) + s.oar.backwards * backward
     added += s.oar.num_draws * 2 * s.head_flops(sum(rows))
     if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
         added += (1 + len(importance.contexts)) * s.head_flops(reasoning)

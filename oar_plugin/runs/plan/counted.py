@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from oar_plugin.output import say
+from oar_plugin.output import say, write_whole
 from oar_plugin.runs.plan.count import Counts, Memory, Polynomial, Work
 from oar_plugin.runs.plan.models import PlanError
 
@@ -50,10 +50,7 @@ def counts(key: Work | Memory) -> Counts:
         needs = "it takes torch, transformers, and peft for LoRA, and no process group may exist"
         raise NotCountedError(f"this model's step cannot be counted here ({needs}): {error}") from error
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(counted), encoding="utf-8")
-        part.replace(file)
+        write_whole(file, json.dumps(counted))
     return counted
 
 

@@ -50,9 +50,7 @@ class Plan:
     def margin(self) -> str:
         """How much memory the largest phase needs."""
         cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
-        least, most = (round(size / GIB, 1) for size in self.range[self.peak])
-        needed = f"{most}" if least == most else f"{least} to {most}"
-        return f"{needed} of {self.gpu.memory_gib:g} GiB in {self.peak}{cache}"
+        return f"{in_gib(self.range[self.peak])} of {self.gpu.memory_gib:g} GiB in {self.peak}{cache}"
 
     @property
     def advice(self) -> str:
@@ -88,6 +86,11 @@ class Plan:
         s, plain = self.setup, {key: value for key, value in vars(self).items() if key not in ("setup", "gpu")}
         work = {"hours": self.hours, "steps": s.steps, "mean_prompt": s.mean_prompt, "mean_response": s.mean_response}
         return {"projection": True, **plain, **work, "gpus": s.gpus, "gpu": asdict(self.gpu)}
+
+
+def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
+    """Return the least and the most number of bytes in GiB: one number if both are the same."""
+    return " to ".join(dict.fromkeys(f"{size / GIB:.{digits}f}" for size in sizes))
 
 
 def _range(parts: costs.Parts) -> tuple[float, float]:
