@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.machine import LiveBytes, peak_bytes
+from benchmarks.machine import peak_bytes
 from benchmarks.statistics import Ratio
 from benchmarks.step import study
 from benchmarks.step.passes import LeanLogProb, published_importance
@@ -18,6 +18,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import packed_rows
+from oar_plugin.runs.plan.meter import Meter
 
 WITHOUT_COPIES = [
     name for name, importance in IMPORTANCES.items() if importance.copies is None and not importance.contexts
@@ -122,7 +123,8 @@ def test_the_planted_answer_is_what_the_finder_finds(passes):
 
 
 def test_live_bytes_follow_what_lives():
-    with LiveBytes() as counter:
+    with Meter() as counter:
+        counter.begin("work")
         a = torch.ones(1000)
         view = a[:10]
         a.add_(1)
@@ -131,7 +133,7 @@ def test_live_bytes_follow_what_lives():
         del view
         assert counter.live == 0
         torch.ones(1000) * 2
-    assert counter.peak == 8000
+    assert max(counter.numbers["work"].values()) == 8000
 
 
 @pytest.mark.parametrize(("grad", "held"), [(False, 2), (True, 8)])

@@ -45,7 +45,11 @@ if hasattr(_aten, "_grouped_mm"):
 
 
 class Meter(TorchDispatchMode):
-    """Counts FLOPs, live bytes and collectives of the operations inside of `with`; `numbers` has sections as `count.Counts`."""
+    """Counts FLOPs, live bytes and collectives of the operations inside of `with`; `numbers` has sections as `count.Counts`.
+
+    Bytes are those of storages that operators allocate, until each is freed. Storages that existed before count nothing, nor
+    does scratch memory that a kernel allocates and frees within one operator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +97,9 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its local tensors come here again
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self.seen:
+                self.seen[storage] = [float(storage.nbytes())]  # it was there before
         result = func(*args, **(kwargs or {}))
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(leaf.is_meta and not isinstance(leaf, FakeTensor) for leaf in leaves):
