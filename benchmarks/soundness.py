@@ -29,7 +29,6 @@ from oar_plugin.passes.request import Request
 
 LOOKED_AT = {name: one for name, one in SHIPPED.items() if one.copies is None and not one.contexts}
 IMPORTANCES = {name: name for name, one in LOOKED_AT.items() if one.backwards or one.reads}
-del IMPORTANCES["grail"]  # the page does not judge it yet
 IMPORTANCES["onward"] = f"python:{Onward.__module__}:{Onward.__name__}"
 GATES = ("two_level", "bi_level")
 STARTS = ("chain", "parallel")

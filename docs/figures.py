@@ -34,15 +34,6 @@ def table(head: str, rows: Iterable[Iterable[str]]) -> str:
 # ---- fidelity and marks
 
 
-def scores(dtype: str = "float32") -> dict[str, Any]:
-    """Importance -> its row of the study `fidelity`."""
-    return {row["name"]: row for row in load("fidelity_cpu")["summary"][dtype]}
-
-
-def overlap(name: str, dtype: str = "float32") -> float:
-    return scores(dtype)[name]["means"]["overlap"]["value"]
-
-
 def fidelity() -> str:
     names = {
         "`oar_p` (exact)": "oar_p",
@@ -51,21 +42,20 @@ def fidelity() -> str:
         "`hybrid`, budget 0.3": "hybrid 0.3",
         "attention patching (only in the study)": "attention",
         "**`fisher`** (default)": "fisher 1",
+        "`decision`": "decision 1",
         "`oar_g` (published)": "oar_g 1",
+        "`grail`": "grail 1",
+        "`span_masking`": "span_masking",
         "random": "random",
     }
-    rows = []
-    for label, name in names.items():
-        row = scores()[name]
-        means = [f"{row['means'][key]['value']:.2f}" for key in ("overlap", "spearman", "recall")]
-        passes = " + ".join(f"{row[way]:.1f}".removesuffix(".0") for way in ("forward", "backward"))
-        rows.append([label, *means, passes, f"{overlap(name, 'bfloat16'):.2f}"])
-    head = " importance | overlap | Spearman | causal tokens recalled | forwards + backwards | overlap in bf16 "
-    overlaps = [row["means"]["overlap"] for row in scores().values()]
-    half = max(value["high"] - value["low"] for value in overlaps) / 2
-    models = {(measured["task"], measured["seed"]) for measured in load("fidelity_cpu")["measured"]}
-    count = f"{overlaps[0]['count']} responses of {len(models)} models; each overlap is ± {half:.2f} or less."
-    return f"{table(head, rows)}\n{count}\n"
+    rows = {row["estimator"]: row for row in load("fidelity_cpu")["tables"]["Estimators against exact OAR-P (float32)"]}
+    columns = "top 20 %", "Spearman", "causal recall", "forward", "backward", "top 20 %, bfloat16"
+    head = " importance | overlap | Spearman | causal tokens recalled | forwards | backwards | overlap in bf16 "
+    count = load("fidelity_cpu")["notes"][0].split(",")[0]
+    return (
+        table(head, ([label, *(rows[name][column] for column in columns)] for label, name in names.items()))
+        + f"\n{count}.\n"
+    )
 
 
 def candidates() -> str:

@@ -42,9 +42,11 @@ def package_estimators() -> dict[str, Score]:
         if copies is not None and copies.by_gradient:
             variants = {f" {budget}": {"budget": budget} for budget in (copies.budget, 0.1, 0.5)}
         elif copies is not None:
-            variants |= {" sampled": {"replacement_token": None}, **{f" span {n}": {"span": n} for n in (2, 4, 8)}}
+            variants = {"": {"budget": copies.budget}}
+            if name == REFERENCE:
+                variants |= {" sampled": {"replacement_token": None}, **{f" span {n}": {"span": n} for n in (2, 4, 8)}}
         elif importance.backwards:
-            variants = {f" {draws}": {"num_draws": draws} for draws in (1, 4, 16)}
+            variants = {f" {draws}": {"num_draws": draws} for draws in (1, 4)}
         found |= {name + suffix: partial(by_importance, importance=name, **kw) for suffix, kw in variants.items()}
     return {**found, "attention": attention_patching}
 

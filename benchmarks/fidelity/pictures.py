@@ -55,7 +55,7 @@ def draw(findings: Findings) -> Figure:
     drawn = findings.main[findings.main["curve"].notna()]
     names = findings.shown() if len(drawn) else []
     for name in names:
-        models = drawn[drawn["estimator"] == name].groupby(["task", "seed"])["curve"]
+        models = drawn[drawn["estimator"] == name].groupby(["task", "model"])["curve"]
         points = np.mean([np.mean(list(curves), 0) for _, curves in models], 0)
         curve.plot([100 * share for share in DELETED], points, "o-", label=name, markersize=3)
     if names:

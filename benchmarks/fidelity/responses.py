@@ -8,20 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.learning.tasks import TASKS
+from benchmarks.learning.warm_start import warm_model
 from benchmarks.report import Progress
 from benchmarks.tiny.model import sample
-from benchmarks.tiny.tasks import TASKS
-from benchmarks.tiny.warm_start import warm_model
 from benchmarks.tiny.words import PAD
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.probe import Probe
-
-FAITHFUL = 0.6
-"""Share of answers that repeat the results that the model wrote itself, right or wrong, from which on a model is used. Where
-a model guesses, its answer hangs on nothing that its reasoning says, and there is no truth to recall."""
-
-TRIES = 3
-"""Seeds that are tried for each model that is asked for: short training does not always arrive."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +35,12 @@ class Response:
 @dataclass(frozen=True)
 class Source:
     task: str
-    seed: int
+    number: int  # of the warm model
     model: nn.Module  # float32
     responses: list[Response]
     unusable: int  # responses without an answer or without reasoning, which are not among them
     right: float  # share of right answers of all that were sampled
-    faithful: float  # share of faithful ones (`FAITHFUL`) of the usable
+    faithful: float  # share of the answers that repeat the results that the model wrote itself
 
 
 @dataclass(frozen=True)
@@ -76,36 +69,30 @@ def micro_batches(
         yield chosen, MicroBatch(rows, token_BT.to(device), segments_BT.to(device), mask_BT.to(device), probe, seed)
 
 
-def task_sources(tasks: Sequence[str], seeds: int, responses: int, seed: int, progress: Progress) -> Iterator[Source]:
-    """A small model of each task and seed, trained once and kept on disk, and responses that it samples with `seed`.
+def task_sources(tasks: Sequence[str], models: int, responses: int, seed: int, progress: Progress) -> Iterator[Source]:
+    """The first warm models of each task, and responses that they sample with `seed`.
 
     Raises:
-        ValueError: an unknown task, or too few models answer by what they wrote.
+        ValueError: an unknown task, or a model that hardly ever writes an answer.
+        StuckError: a model did not learn its task.
     """
     if unknown := [name for name in tasks if name not in TASKS]:
         raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
     for name in tasks:
-        tried = (_source(name, model_seed, responses, seed, progress) for model_seed in range(TRIES * seeds))
-        found = 0
-        for source in islice(filter(None, tried), seeds):
-            found += 1
-            yield source
-        if found < seeds:
-            raise ValueError(
-                f"--tasks {name}: of the models with seeds 0 to {TRIES * seeds - 1} only {found} answer by their own "
-                "results; try fewer --seeds, or without this task"
-            )
+        for number in range(models):
+            yield _source(name, number, responses, seed, progress)
 
 
-def _source(name: str, model_seed: int, wanted: int, seed: int, progress: Progress) -> Source | None:
-    """None where the model does not answer by what it wrote."""
+def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) -> Source:
     task = TASKS[name]
-    model = warm_model(task, model_seed, progress=progress)
+    model = warm_model(name, number, progress)
     generator = torch.Generator().manual_seed(seed)
     problems = task.problems(10**6 + seed)
     responses: list[Response] = []
     asked = right = faithful = unusable = 0
-    while len(responses) < wanted and asked < 4 * wanted + 64:
+    while len(responses) < wanted:
+        if asked > 4 * wanted + 64:
+            raise ValueError(f"--tasks {name}: warm model {number} wrote {len(responses)} answers to {asked} problems")
         batch = list(islice(problems, wanted))
         prompt_BP = torch.tensor([problem.prompt for problem in batch])
         rows = sample(model, prompt_BP, 1, task.max_response_length, generator).tolist()
@@ -122,7 +109,5 @@ def _source(name: str, model_seed: int, wanted: int, seed: int, progress: Progre
             responses.append(Response(token_T, segments_T, causal_T, reading.right))
             answer_N = token_T[segments_T == Segment.ANSWER]
             faithful += torch.equal(answer_N, token_T[causal_T][-len(answer_N) :])
-    if len(responses) < wanted or faithful < FAITHFUL * len(responses):
-        return None
     shares = right / asked, faithful / len(responses)
-    return Source(name, model_seed, model, responses[:wanted], unusable, *shares)
+    return Source(name, number, model, responses[:wanted], unusable, *shares)

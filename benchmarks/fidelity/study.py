@@ -26,10 +26,10 @@ from oar_plugin.credit.probe import Probe
 
 @dataclass(frozen=True)
 class Settings:
-    tasks: tuple[str, ...] = ("parallel", "lookup", "tracking", "chain")
-    """With known causal tokens."""
-    seeds: int = 3
-    """Models a task."""
+    tasks: tuple[str, ...] = ("parallel", "lookup", "chain")
+    """Of the study of learning."""
+    models: int = 3
+    """Warm models a task, trained once and kept on disk."""
     responses: int = 48
     """A model."""
     also: tuple[Path, ...] = ()
@@ -57,7 +57,7 @@ class Settings:
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        check_at_least_one(self, "seeds", "responses", "micro_batch", "rounds")
+        check_at_least_one(self, "models", "responses", "micro_batch", "rounds")
         if not self.dtypes or len(set(self.dtypes)) < len(self.dtypes):
             raise ValueError(f"--dtypes {' '.join(self.dtypes)}: give float32, bfloat16, or both, each once")
         if (self.marked is None) != (self.model is None):
@@ -68,7 +68,7 @@ def measure(settings: Settings, progress: Progress) -> Report:
     """Raises: ValueError for a task that is unknown or has no models, and for files that cannot be used."""
     if settings.marked is not None:
         return report_on_marked(settings, settings.marked, progress)
-    sources = task_sources(settings.tasks, settings.seeds, settings.responses, settings.seed, progress)
+    sources = task_sources(settings.tasks, settings.models, settings.responses, settings.seed, progress)
     return report_on(settings, sources, progress)
 
 
@@ -79,14 +79,12 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
     for source in sources:
         batches = list(micro_batches(source.responses, settings.micro_batch, device, settings.probe, settings.seed))
         exact = _scores(_copy(source.model, device, "float32"), batches, findings.estimators[REFERENCE])
-        # Seeds that did not learn their task were skipped: models are counted within their task.
-        number = 1 + sum(model["task"] == source.task for model in findings.models)
-        facts = ("task", "seed", "right", "faithful", "unusable")
+        facts = ("task", "number", "right", "faithful", "unusable")
         findings.models.append({name: getattr(source, name) for name in facts})
         for place, dtype in enumerate(settings.dtypes):
-            where = f"{source.task}, seed {source.seed}, {dtype}"
+            where = f"{source.task}, model {source.number}, {dtype}"
             done = (len(findings.models) - 1) * len(settings.dtypes) + place
-            progress(where, done, len(settings.tasks) * settings.seeds * len(settings.dtypes))
+            progress(where, done, len(settings.tasks) * settings.models * len(settings.dtypes))
             model, scores = _copy(source.model, device, dtype), {REFERENCE: exact} if dtype == "float32" else {}
             for name, score in findings.estimators.items():
                 try:
@@ -96,10 +94,10 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
                         raise
                     # One bad candidate must not lose a run.
                     findings.failed.append(f"{name} on {where}: {type(error).__name__}: {error}")
-            key = {"task": source.task, "seed": source.seed, "model": f"{number}. model", "dtype": dtype}
+            key = {"task": source.task, "model": f"model {source.number}", "dtype": dtype}
             curves = settings.curves if dtype == "float32" else 0
             findings.judged += [{**key, **row} for row in _judged(source, scores, exact, model, curves)]
-            if number == 1 and place == 0:
+            if source.number == 0 and place == 0:
                 working = {name: partial(findings.estimators[name], model, batches[0][1]) for name in scores}
                 costs = _costs(model, batches[0][1], working, settings.rounds, device)
                 findings.costs += [{"task": source.task, **row} for row in costs]

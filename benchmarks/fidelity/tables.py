@@ -9,7 +9,7 @@ import pandas as pd
 from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE, Score, package_estimators
-from benchmarks.fidelity.responses import FAITHFUL, Response
+from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.scores import DELETED, mean_over_groups
 from benchmarks.report import Table
 from benchmarks.statistics import Estimate
@@ -90,7 +90,7 @@ class Findings:
 
 def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
     """The mean over models of a metric."""
-    return mean_over_groups([list(values) for _, values in rows.groupby(["task", "seed"], sort=False)[metric]])
+    return mean_over_groups([list(values) for _, values in rows.groupby(["task", "model"], sort=False)[metric]])
 
 
 def plus_minus(found: Estimate, sign: str = "") -> str:
@@ -152,15 +152,15 @@ def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
     """What docs/evidence/studies.md says about how the study is kept fair is not repeated."""
     responses = findings.main[findings.main["estimator"] == REFERENCE]
     unusable = sum(model["unusable"] for model in findings.models)
-    models = "; ".join("{task} {seed} {right:.0%} / {faithful:.0%}".format(**model) for model in findings.models)
+    models = "; ".join("{task} {number} {right:.0%} / {faithful:.0%}".format(**model) for model in findings.models)
     return [
         f"{len(responses)} responses, on average {responses['reasoning'].mean():.0f} reasoning tokens each; probe {probe}; "
         f"{unusable} more without an answer or without reasoning were left out.",
         "Spearman and overlap of the 20 % largest scores are with exact OAR-P (PAD) in float32. Recall: share of the known "
-        "causal tokens (results of steps) among as many top scores. In chain, lookup and tracking only the last step's are in "
+        "causal tokens (results of steps) among as many top scores. In chain and lookup only the last step's are in "
         "reach of the answer once it is teacher-forced: no such score reaches 1.",
         "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task and model. They say "
-        "nothing about models of other seeds; those are told apart below. A goal is reached when its whole interval is above.",
+        "nothing about other models; those are told apart below. A goal is reached when its whole interval is above.",
         "Passes count tokens that went through the layers, over those of the micro-batch: masked copies read the prefix from a "
         "cache. A backward to the inputs alone costs about a forward. Time: median seconds of rounds, all in turn, over "
         "one plain forward with logits. On models this small they are mostly the overhead of calls.",
@@ -173,7 +173,7 @@ def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
             f"`{name}`: " + (getattr(score, "func", score).__doc__ or "").strip().split("\n")[0]
             for name, score in findings.added.items()
         ),
-        "Models (task, seed, share of right answers when sampled / share of answers that repeat the model's own results; "
-        f"seeds below {FAITHFUL:.0%} of these were skipped): {models}.",
+        "Models (task, number, share of right answers when sampled / share of answers that repeat the model's own results): "
+        f"{models}.",
         *(f"LEFT OUT: {failure}" for failure in findings.failed),
     ]

@@ -22,7 +22,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from benchmarks.tiny.tasks import Chain, Lookup, Parallel, Problem, Reading, Step, Task
+from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
 from benchmarks.tiny.words import DIGITS, NAMES, VOCABULARY, WORDS, encode
 
 QUIET = ("so",) * 16 + WORDS[1:5]
@@ -90,10 +90,10 @@ class NamedChain(Chain):
         return _named(steps), answer
 
 
-class OrderedLookup(Lookup):
+class OrderedLookup(Task):
     """Line `A 5` says where to go from 0: to 5. Before each some line is mentioned that leads nowhere, and as often wrong."""
 
-    EQUALS: ClassVar[str] = "="
+    STEP_LENGTH: ClassVar[int] = 8
     LINES: ClassVar[int] = 6
 
     def draw(self, rng: random.Random) -> tuple[list[str], Any]:

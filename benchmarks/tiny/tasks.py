@@ -4,14 +4,12 @@ A response takes some steps, each behind a few filler words drawn at random (ent
 `#### ` and its answer. A step ends in one or more *results*, the causal tokens: a wrong one makes the answer wrong, all else
 is filler, a copy of the prompt, or form.
 
-| task       | prompt                        | a step          | how results reach the answer             |
-|------------|-------------------------------|-----------------|------------------------------------------|
-| `parallel` | `3 + 4 ; 9 - 2 ; ... = ?`     | `3 + 4 = 7 ;`   | directly: the answer lists them all      |
-| `chain`    | `3 ; + 4 ; - 2 ; ... = ?`     | `3 + 4 = 7 ;`   | each through the next, the last directly |
-| `lookup`   | `A : D ; B : G ; ... ; A ?`   | `A -> D ;`      | each through the next, among distractors |
-| `tracking` | `3 8 5 / A B / B C / ... = ?` | `A B = 8 3 5 ;` | state by state, the last one directly    |
+| task       | prompt                    | a step        | how results reach the answer             |
+|------------|---------------------------|---------------|------------------------------------------|
+| `parallel` | `3 + 4 ; 9 - 2 ; ... = ?` | `3 + 4 = 7 ;` | directly: the answer lists them all      |
+| `chain`    | `3 ; + 4 ; - 2 ; ... = ?` | `3 + 4 = 7 ;` | each through the next, the last directly |
 
-`_terse` and `_wordy` tasks are the same with hardly any filler, or with twice as much.
+The studies' own tasks, which small models learn whatever their seed, are in `benchmarks.learning.tasks`.
 """
 
 import random
@@ -23,11 +21,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.tiny.words import EOS, MARK, MARKER, NAMES, VALUES, WORDS, encode, pieces
+from benchmarks.tiny.words import EOS, MARK, MARKER, VALUES, WORDS, encode, pieces
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 
 _FINDER = make_finder(("hash",))
-_KEYS = NAMES[:6]
 
 
 @dataclass(frozen=True)
@@ -162,55 +159,6 @@ class Chain(Task):
         return steps, [str(value)]
 
 
-class Lookup(Task):
-    """Follow a few links in a table of six; before each, another line of the table is mentioned."""
-
-    EQUALS: ClassVar[str] = "->"
-    STEP_LENGTH: ClassVar[int] = 8
-
-    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
-        values = list(_KEYS)
-        rng.shuffle(values)
-        table = dict(zip(_KEYS, values, strict=True))
-        lines = rng.sample(_KEYS, len(_KEYS))
-        start = rng.choice(_KEYS)
-        return [*(word for key in lines for word in (key, ":", table[key], ";")), start, "?"], (start, table)
-
-    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        here, table = content
-        steps = []
-        for _ in range(self.steps):
-            there = table[here]
-            if rng.random() < error_rate:
-                there = rng.choice([name for name in _KEYS if name != there])
-            other = rng.choice(_KEYS)
-            steps.append(Step((here,), (there,), (other, ":", table[other], ";")))
-            here = there
-        return steps, [here]
-
-
-class Tracking(Task):
-    """Three cups, two of them swapped at each step; a step writes what is in all of them, and the answer repeats the last."""
-
-    STEP_LENGTH: ClassVar[int] = 7
-
-    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
-        start = tuple(rng.sample(range(10), 3))
-        swaps = tuple(tuple(sorted(rng.sample(range(3), 2))) for _ in range(self.steps))
-        words = [*map(str, start), *(word for a, b in swaps for word in ("/", NAMES[a], NAMES[b])), "=", "?"]
-        return words, (start, swaps)
-
-    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        state, swaps = content
-        steps = []
-        for swap in swaps:
-            state = _swapped(state, swap)
-            if rng.random() < error_rate:
-                state = _swapped(state, rng.sample(range(3), 2))
-            steps.append(Step((NAMES[swap[0]], NAMES[swap[1]]), tuple(map(str, state))))
-        return steps, list(map(str, state))
-
-
 def _modulo_10(a: int, op: str, b: int) -> int:
     return (a + b if op == "+" else a - b) % 10
 
@@ -219,24 +167,8 @@ def _perhaps_wrong(value: int, rng: random.Random, error_rate: float) -> int:
     return (value + rng.choice((-2, -1, 1, 2))) % 10 if rng.random() < error_rate else value
 
 
-def _swapped(state: Sequence[int], swap: Sequence[int]) -> list[int]:
-    swapped = list(state)
-    a, b = swap
-    swapped[a], swapped[b] = swapped[b], swapped[a]
-    return swapped
-
-
 TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Parallel("parallel", steps=4, filler=(6, 9), error_rate=0.2),
-        Parallel("parallel_terse", steps=4, filler=(0, 2), error_rate=0.2),
-        Parallel("parallel_wordy", steps=4, filler=(14, 17), error_rate=0.2),
-        Chain("chain", steps=4, filler=(6, 9), error_rate=0.2),
-        Chain("chain_terse", steps=4, filler=(0, 2), error_rate=0.2),
-        Chain("chain_wordy", steps=4, filler=(14, 17), error_rate=0.2),
-        Lookup("lookup", steps=3, filler=(4, 7), error_rate=0.27),
-        Tracking("tracking", steps=3, filler=(5, 8), error_rate=0.27),
-    )
+    "parallel": Parallel("parallel", steps=4, filler=(6, 9), error_rate=0.2),
+    "chain": Chain("chain", steps=4, filler=(6, 9), error_rate=0.2),
 }
-"""By name. Error rates are such that a perfect imitator is right in 35 to 41 % of its attempts."""
+"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts."""

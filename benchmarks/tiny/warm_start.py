@@ -10,7 +10,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.tiny.model import build_model, sample
+from benchmarks.tiny.model import sample
 from benchmarks.tiny.tasks import Task
-from benchmarks.tiny.words import FILLER, PAD, VALUES, VOCABULARY
+from benchmarks.tiny.words import FILLER, PAD, VALUES
 
-FORMAT = 1
-"""Raised when training changes, so that models of an older version are not taken from disk."""
 FILLER_WEIGHT, VALUE_WEIGHT = 0.1, 2.0
 """In the loss. Values, digits and names, are what is copied and worked out; other symbols weigh 1."""
 LEARNED = 0.5
@@ -47,21 +45,6 @@ class WarmStart:
     full_steps: int = 400
     batch: int = 64
     learning_rate: float = 3e-3
-
-
-def warm_model(
-    task: Task, seed: int, settings: WarmStart = WarmStart(), progress: Progress = lambda *_: None
-) -> PreTrainedModel:
-    """The model of a task and seed, trained now or kept in `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`."""
-    key = {"task": asdict(task), "seed": seed, "settings": asdict(settings), "words": VOCABULARY, "format": FORMAT}
-    model = build_model(seed, settings.hidden, settings.layers, settings.heads)
-
-    def trained() -> PreTrainedModel:
-        train(model, task, seed, settings, progress)
-        return model
-
-    model.load_state_dict(kept_weights("reasoning", f"{task.name}-{seed}", key, trained))
-    return model
 
 
 def kept_weights(folder: str, name: str, key: object, make: Callable[[], PreTrainedModel]) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The small world that tests, demo and studies share."""
 
-import dataclasses
 import random
 import subprocess
 import sys
@@ -12,11 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.tasks import TASKS as LEARNING_TASKS
-from benchmarks.tiny import warm_start
 from benchmarks.tiny.data import compute_score, write_problems
 from benchmarks.tiny.model import build_model, sample
 from benchmarks.tiny.tasks import TASKS, Parallel
-from benchmarks.tiny.warm_start import WarmStart, accuracy, batches, train, warm_model
+from benchmarks.tiny.warm_start import WarmStart, batches, train
 from benchmarks.tiny.words import EOS, MARK, PAD, VOCABULARY, make_tokenizer, pieces, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.tokens import TokenBytes
@@ -139,7 +137,7 @@ def test_reward_needs_no_heavy_import():
 
 def test_verl_gets_the_columns_it_reads(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
-    problem, response = drawn(TASKS["tracking"], 1)
+    problem, response = drawn(TASKS["chain"], 1)
     write_problems(tmp_path / "file", [problem])
     (row,) = pq.read_table(tmp_path / "file").to_pylist()
     assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
@@ -198,25 +196,6 @@ def test_labels_are_the_response():
     labelled = label_BL != PAD
     assert torch.equal(label_BL[labelled], token_BL[labelled])
     assert (label_BL == EOS).sum() == 4
-
-
-def test_model_is_taken_from_disk_only_for_the_same_training(tmp_path, monkeypatch):
-    task, settings = TASKS["parallel"], WarmStart(hidden=16, layers=1, short_steps=2, full_steps=1, batch=2)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    elsewhere = warm_model(task, 0, settings)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = warm_model(task, 0, settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(warm_start, "train", lambda *_: pytest.fail("trained again"))
-        again = warm_model(task, 0, settings)
-    for model in (again, elsewhere):
-        for ours, theirs in zip(first.parameters(), model.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
-            assert theirs.requires_grad
-    warm_model(task, 1, settings)
-    warm_model(dataclasses.replace(task, error_rate=0.5), 0, settings)
-    assert len(list((tmp_path / "oar_plugin" / "reasoning").glob("*.pt"))) == 3
-    assert 0 <= accuracy(first, task, 4, greedy=False) <= 1
 
 
 def test_imitation_learns():

@@ -221,7 +221,10 @@ def test_contrast_of_the_first_step_is_that_of_two_plain_forwards(recipe, traine
     steps = smoke(recipe, tmp_path, "algorithm.oar.importance=contrast", dump, f"trainer.use_v1={trainer == 'v1'}")
     check(steps, [1, 2])
     assert all(step["oar/fallback/no_context"] == step["oar/fallback/context_too_long"] == 0 for step in steps)
-    model, tokenizer = world.load_model(tmp_path / "model", torch.float32), AutoTokenizer.from_pretrained(tmp_path / "model")
+    model, tokenizer = (
+        world.load_model(tmp_path / "model", torch.float32),
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+    )
 
     @torch.no_grad()
     def log_probs(prompt, row):
