@@ -32,7 +32,7 @@ REFUSED = {
     "scaling --layout fsdp:data": "--layout fsdp:data: allowed are",
     "scaling --layout fsdp:data=3": "--responses 16: fsdp:data=3 cannot share them evenly",
     "scaling --launcher none": "--launcher none: needs --runs",
-    "fidelity --seeds 0": "--seeds 0: must be at least 1",
+    "fidelity --models 0": "--models 0: must be at least 1",
     "fidelity --dtypes float32 float32": "--dtypes float32 float32: give float32, bfloat16, or both, each once",
     "fidelity --tasks nothing": "--tasks nothing: allowed: parallel",
     "learning --plan nothing": "--plan nothing: there is no such file; or one of ... judged, ... look",
