@@ -12,7 +12,9 @@ has as well, and sums are small ones.
 | `chain_quiet`    | as `chain`                            |                   | likewise                                     |
 | `chain_32k`      | as `chain`                            |                   | as there; the model knows 32,000 words       |
 
-`parallel_1`, `parallel_2` and `chain_2` have one step or two in place of four; `parallel_2_terse` has hardly any filler.
+`parallel_1`, `parallel_2`, `chain_2` and `parallel_8` have other numbers of steps than four. `parallel_2_terse` has hardly any
+filler, and imitators of `parallel_2_rare` and `parallel_2_often` are right in other shares. `sentences` are word problems
+(`benchmarks.learning.sentences`).
 
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, where the task
 is quiet, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
@@ -22,8 +24,9 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from benchmarks.learning.sentences import Sentences
 from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
-from benchmarks.tiny.words import DIGITS, NAMES, VOCABULARY, WORDS, encode
+from benchmarks.tiny.words import DIGITS, EVERY, NAMES, NUMBERS, VOCABULARY, WORDS, encode
 
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
@@ -33,6 +36,9 @@ _ZERO, _NAME, _HMM = encode(["0", "A", "hmm"])
 
 def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading: Reading) -> tuple[int, ...]:
     """Positions of the results that do not follow from what stands before them in their own step."""
+    if isinstance(task, Sentences):
+        said = [EVERY[token] for token in response]
+        return tuple(at for at in reading.causal if _summed(said[max(0, at - 4) : at - 1]) != int(said[at]))
     lookup = isinstance(task, OrderedLookup)
     right, words = _looked_up if lookup else _computed, known(response)
     return tuple(at for at in reading.causal if right(problem, words, at) != words[at] - _ZERO)
@@ -44,12 +50,16 @@ def known(response: Sequence[int]) -> list[int]:
 
 
 def _computed(_: Problem, response: Sequence[int], at: int) -> int | None:
-    if at < 4:
+    total = _summed([VOCABULARY[token] for token in response[max(0, at - 4) : at - 1]])
+    return None if total is None else total % 10
+
+
+def _summed(words: Sequence[str]) -> int | None:
+    """The value of `a + b` or `a - b`; None for other words."""
+    if len(words) != 3 or words[1] not in _SUM or not {words[0], words[2]} <= {*NUMBERS}:
         return None
-    a, op, b = (VOCABULARY[token] for token in response[at - 4 : at - 1])
-    if a not in DIGITS or b not in DIGITS or op not in _SUM:
-        return None
-    return (int(a) + int(b) if op == "+" else int(a) - int(b)) % 10
+    a, op, b = words
+    return int(a) + int(b) if op == "+" else int(a) - int(b)
 
 
 def _looked_up(problem: Problem, response: Sequence[int], at: int) -> int | None:
@@ -135,7 +145,7 @@ class QuietChain(NamedChain):
 class WideChain(NamedChain):
     """For models that know many more words than the task's own, as language models do; none of them belongs in a response."""
 
-    WORDS: ClassVar[int] = 32_000
+    VOCAB: ClassVar[int] = 32_000
 
     def read(self, problem: Problem, response: Sequence[int]) -> Reading:
         return super().read(problem, known(response))
@@ -153,10 +163,14 @@ TASKS: dict[str, Task] = {
         NamedParallel("parallel_1", steps=1, filler=(5, 8), error_rate=0.6),
         NamedParallel("parallel_2", steps=2, filler=(5, 8), error_rate=0.36),
         NamedParallel("parallel_2_terse", steps=2, filler=(0, 2), error_rate=0.36),
+        NamedParallel("parallel_2_rare", steps=2, filler=(5, 8), error_rate=0.55),
+        NamedParallel("parallel_2_often", steps=2, filler=(5, 8), error_rate=0.225),
+        NamedParallel("parallel_8", steps=8, filler=(5, 8), error_rate=0.108),
         NamedChain("chain_2", steps=2, filler=(5, 8), error_rate=0.36),
+        Sentences("sentences", steps=5, filler=(0, 1), error_rate=0.33),
     )
 }
-"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts."""
+"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts; `rare` and `often`: 20 and 60 %."""
 
 
 def lessons(task: Task, rng: random.Random, filler: tuple[int, int]) -> Iterator[Task]:

@@ -94,6 +94,7 @@ class Run:
     lr: float
     warm: int  # number of the model that is trained on
     seed: int  # of problems, sampling and signs
+    size: str = "0.1M"  # parameters of the model, a key of `warm_start.SIZES`
     steps: int = 40
     prompts: int = 16
     copies: int = 8
@@ -101,9 +102,10 @@ class Run:
 
     @property
     def setting(self) -> str:
-        """The task, and what is not as usual about its batches and rewards."""
+        """The task, and what is not as usual about its model, batches and rewards."""
+        size = f", {self.size}" if self.size != Run.size else ""
         batch = f", {self.prompts} x {self.copies}" if (self.prompts, self.copies) != (Run.prompts, Run.copies) else ""
-        return self.task + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
+        return self.task + size + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
 
     @property
     def draw(self) -> int:

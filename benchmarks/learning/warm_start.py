@@ -23,13 +23,17 @@ from benchmarks.tiny.fast import head_of, rows_of
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.tasks import Task
 from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches, kept_weights
-from benchmarks.tiny.words import FILLER, PAD, VALUES, VOCABULARY
+from benchmarks.tiny.words import EVERY as EVERY_WORD
+from benchmarks.tiny.words import FILLER, PAD, VALUES
 
 FORMAT = 1
 """Raised when training changes, so that models of an older version are not taken from disk."""
-HEADS = 2
-"""Of 32, the smallest that vLLM serves on a CPU."""
+HEAD = 32
+"""The smallest head that vLLM serves on a CPU."""
+SIZES = {"0.1M": (64, 2), "0.5M": (128, 3), "1M": (160, 4), "3M": (224, 6), "10M": (320, 10)}
+"""Hidden size and layers."""
 BATCH, LEARNING_RATE, RAMP = 64, 3e-3, 30
+"""The rate is that of a hidden size of 64; of another it is in inverse proportion."""
 LEARNED, EVERY, LONGEST = 0.95, 50, 1000
 """A lesson is over at this share of right answers, each of the most likely tokens, asked for every so many steps; and a model
 that takes longer than this for one is stuck, and begins again with other weights."""
@@ -51,7 +55,7 @@ class StuckError(RuntimeError):
 
 
 @functools.cache
-def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -> dict[str, Tensor]:
+def warm_weights(name: str, number: int, size: str = "0.1M", progress: Progress = lambda *_: None) -> dict[str, Tensor]:
     """The state of model `number` of a task, trained now or kept in `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`.
 
     Raises:
@@ -60,16 +64,21 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
     task = TASKS[name]
     if isinstance(task, WideChain):
         chain = TASKS["chain"]
-        return widened(warm_model(chain.name, number, progress), chain, task.WORDS, TAIL).state_dict()
-    recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, LONGEST, IMITATION, ENOUGH, ASKED, HEADS]
-    words = [FILLER_WEIGHT, VALUE_WEIGHT, VOCABULARY, type(task).__name__, task.FILLER]
+        return widened(warm_model(chain.name, number, size, progress), chain, task.VOCAB, TAIL).state_dict()
+    recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, LONGEST, IMITATION, ENOUGH, ASKED, SIZES[size], HEAD]
+    words = [FILLER_WEIGHT, VALUE_WEIGHT, EVERY_WORD[: task.VOCAB], type(task).__name__, task.FILLER]
     key = [asdict(task), number, recipe, words]
-    return kept_weights("learning", f"{name}-{number}", key, lambda: _taught(task, number, progress))
+    return kept_weights("learning", f"{name}-{size}-{number}", key, lambda: _taught(task, number, size, progress))
 
 
-def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
+def _new(seed: int, size: str, vocab: int) -> PreTrainedModel:
+    hidden, layers = SIZES[size]
+    return build_model(seed, hidden, layers, heads=hidden // HEAD, vocab=vocab)
+
+
+def _taught(task: Task, number: int, size: str, progress: Progress) -> PreTrainedModel:
     for attempt in range(ATTEMPTS):
-        model = build_model(number + 1000 * attempt, heads=HEADS)
+        model = _new(number + 1000 * attempt, size, task.VOCAB)
         if teach(model, task, number, progress):
             break
     else:
@@ -80,10 +89,10 @@ def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
     return model
 
 
-def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:
+def warm_model(name: str, number: int, size: str = "0.1M", progress: Progress = lambda *_: None) -> PreTrainedModel:
     """A new copy of it; see `warm_weights`."""
-    weights = warm_weights(name, number, progress)
-    model = build_model(number, heads=HEADS, vocab=len(weights["lm_head.weight"]))
+    weights = warm_weights(name, number, size, progress)
+    model = _new(number, size, len(weights["lm_head.weight"]))
     model.load_state_dict(weights)
     return model
 
@@ -126,14 +135,15 @@ def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = la
     Returns:
         The steps that each lesson took; none where one was not learned in `LONGEST`.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
+    rate = LEARNING_RATE * SIZES["0.1M"][0] / model.config.hidden_size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
     taken, rng = [], random.Random(seed)
     for lesson, filler in enumerate([(0, 0), task.filler]):
         whole = type(task)(task.name, task.steps, filler, 0.0)
         taught = lessons(task, rng, filler) if lesson == 0 else itertools.repeat(whole)
         stream = (next(batches(part, BATCH, rng.getrandbits(32), None)) for part in taught)
         for step, batch in enumerate(itertools.islice(stream, LONGEST), 1):
-            _imitate(model, optimizer, *batch, LEARNING_RATE * min(1.0, (step if lesson == 0 else RAMP) / RAMP))
+            _imitate(model, optimizer, *batch, rate * min(1.0, (step if lesson == 0 else RAMP) / RAMP))
             if step % EVERY == 0:
                 share = accuracy(model, whole, ASKED, greedy=True)
                 progress(
@@ -146,7 +156,7 @@ def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = la
         taken.append(step)
     demonstrations: Iterator[tuple[Tensor, Tensor]] = batches(task, BATCH, rng.getrandbits(32), None)
     for step, batch in enumerate(itertools.islice(demonstrations, IMITATION)):
-        _imitate(model, optimizer, *batch, LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / IMITATION)))
+        _imitate(model, optimizer, *batch, rate * 0.5 * (1 + math.cos(math.pi * step / IMITATION)))
         progress(f"training model {seed} on {task.name}", step, IMITATION)
     optimizer.zero_grad()
     return taken

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.tiny.words import EOS, MARK, MARKER, VALUES, WORDS, encode, pieces
+from benchmarks.tiny.words import EOS, MARK, MARKER, VALUES, VOCABULARY, WORDS, encode, pieces
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 
 _FINDER = make_finder(("hash",))
@@ -62,6 +62,7 @@ class Task(ABC):
 
     EQUALS: ClassVar[str] = "="  # stands before the results of a step, and nowhere else in the reasoning
     STEP_LENGTH: ClassVar[int] = 6  # most tokens of a step, filler not counted
+    VOCAB: ClassVar[int] = len(VOCABULARY)  # words that a model knows
     FILLER: ClassVar[Sequence[str]] = WORDS  # each filler word is one of these, all equally likely
 
     @abstractmethod

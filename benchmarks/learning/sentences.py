@@ -1,0 +1,92 @@
+"""Word problems in generated English, solved in sentences: a chain of one to `steps` changes among facts that do not matter.
+
+Mia has 4 pens . Leo likes cups . Mia buys 3 more pens . Mia loses 2 pens . How many pens does Mia have ?
+Next , With 3 more there are 4 + 3 = 7 pens . Taking 2 from 7 leaves 7 - 2 = 5 pens . So the answer is #### 5
+"""
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from benchmarks.tiny.english import ASIDES, END, EVENTS, LARGEST, LEADS, PEOPLE, QUESTIONS, SOLVED, START, THINGS
+from benchmarks.tiny.tasks import Problem, Step, Task
+from benchmarks.tiny.words import EOS, EVERY, MARKER, PAD, encode
+
+_ASIDE = 0.25
+"""Chance of a sentence that does not matter in front of each of the others."""
+
+
+class Sentences(Task):
+    """`filler`: fewest and most lead-ins before a step. Prompts are filled with PAD in front, up to one length."""
+
+    STEP_LENGTH: ClassVar[int] = 15
+    VOCAB: ClassVar[int] = len(EVERY)
+
+    @property
+    def prompt_length(self) -> int:
+        return 9 * self.steps + 24
+
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        who, other = rng.sample(PEOPLE, 2)
+        what, besides = rng.sample(THINGS, 2)
+        value = start = rng.randrange(LARGEST // 2)
+        changes = []
+        for _ in range(rng.randint(1, self.steps)):
+            numbers = {"+": range(1, min(9, LARGEST - value) + 1), "-": range(1, min(9, value) + 1)}
+            numbers["*"] = range(value, value + (0 < value <= 6))
+            op = rng.choice([op for op, fitting in numbers.items() if fitting])
+            number = rng.choice(numbers[op])
+            changes.append((op, number))
+            value = _changed(value, op, number)
+        names = {"who": who, "other": other, "what": what}
+        said = [rng.choice(START).format(b=start, **names)]
+        said += [rng.choice(EVENTS[op]).format(b=number, **names) for op, number in changes]
+        words = []
+        for sentence in (*said, rng.choice(QUESTIONS).format(**names)):
+            if rng.random() < _ASIDE:
+                words += rng.choice(ASIDES).format(b=rng.randint(1, 9), other=other, what=besides).split()
+            words += sentence.split()
+        return words, (who, what, start, tuple(changes))
+
+    def problem(self, rng: random.Random) -> Problem:
+        while True:
+            words, content = self.draw(rng)
+            if len(words) <= self.prompt_length:
+                break
+        _, answer = self.solution(content, random.Random(0), 0.0)
+        prompt = [PAD] * (self.prompt_length - len(words)) + encode(words)
+        return Problem(tuple(prompt), tuple(encode(answer)), content)
+
+    def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
+        who, what, value, changes = content
+        steps = []
+        for place, (op, number) in enumerate(changes):
+            before, added = value, value if op == "*" else number
+            value = _changed(value, op, number)
+            near = [n for n in range(value - 2, value + 3) if n != value and _in_range(n, changes[place + 1 :])]
+            if near and rng.random() < error_rate:
+                value = rng.choice(near)
+            said = rng.choice(SOLVED[op]).format(who=who, what=what, a=before, b=added)
+            steps.append(Step(tuple(said.split()), (str(value),)))
+        return steps, [str(value)]
+
+    def demonstration(
+        self, problem: Problem, rng: random.Random, error_rate: float, filler: tuple[int, int] | None = None
+    ) -> list[int]:
+        steps, answer = self.solution(problem.content, rng, error_rate)
+        words: list[str] = []
+        for step in steps:
+            words += [word for _ in range(rng.randint(*(filler or self.filler))) for word in rng.choice(LEADS).split()]
+            words += [*step.copied, self.EQUALS, *step.results, problem.content[1], "."]
+        return [*encode([*words, *END.split(), MARKER, *answer]), EOS]
+
+
+def _in_range(value: int, changes: Sequence[tuple[str, int]]) -> bool:
+    """Whether there is a word for the value, and for each that follows from it."""
+    values = itertools.accumulate(changes, lambda before, change: _changed(before, *change), initial=value)
+    return all(0 <= one <= LARGEST for one in values)
+
+
+def _changed(value: int, op: str, number: int) -> int:
+    return {"+": value + number, "-": value - number, "*": 2 * value}[op]

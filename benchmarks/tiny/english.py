@@ -1,0 +1,55 @@
+"""Sentences of word problems and of their solutions; `benchmarks.learning.sentences` puts them together.
+
+A word or a mark is one token. `{who}` has things of the kind `{what}`, and `{other}` is somebody else. There are `{a}` of them
+before a step, and `{b}` come or go.
+"""
+
+import itertools
+
+PEOPLE = ("Tom", "Mia", "Ben", "Ana", "Leo", "Eva", "Sam", "Zoe")
+THINGS = ("apples", "books", "coins", "pens", "cards", "eggs", "balls", "cups")
+LARGEST = 20
+START = (
+    "{who} has {b} {what} .",
+    "{who} starts with {b} {what} .",
+    "There are {b} {what} on the desk of {who} .",
+)
+EVENTS = {
+    "+": (
+        "{who} buys {b} more {what} .",
+        "{who} finds {b} {what} at home .",
+        "{other} gives {who} {b} {what} .",
+    ),
+    "-": (
+        "{who} gives {b} {what} to {other} .",
+        "{who} loses {b} {what} .",
+        "{who} sells {b} of the {what} .",
+    ),
+    "*": (
+        "{who} doubles the number of {what} .",
+        "Then there are twice as many {what} .",
+    ),
+}
+ASIDES = ("{other} likes {what} .", "{other} has {b} {what} .", "{other} buys {b} {what} too .", "It is a warm day .")
+QUESTIONS = ("How many {what} does {who} have ?", "What is the number of {what} in the end ?")
+
+LEADS = ("Well ,", "Now we read on .", "Let us see .", "Next ,", "So far so good .", "Then , let me think :")
+SOLVED = {
+    "+": (
+        "{who} gets {b} more , that is {a} + {b}",
+        "With {b} more there are {a} + {b}",
+        "Adding {b} to {a} makes {a} + {b}",
+    ),
+    "-": (
+        "{who} has {b} fewer , that is {a} - {b}",
+        "Without {b} there are {a} - {b}",
+        "Taking {b} from {a} leaves {a} - {b}",
+    ),
+    "*": ("Twice as many are {a} + {a}", "{who} has the double , that is {a} + {a}"),
+}
+"""In front of `= {c} {what} .`"""
+END = "So the answer is"
+
+_SENTENCES = (START, *EVENTS.values(), ASIDES, QUESTIONS, LEADS, *SOLVED.values(), (END,))
+_WORDS = {word for sentence in itertools.chain(*_SENTENCES) for word in sentence.split() if "{" not in word}
+ENGLISH = (*map(str, range(10, LARGEST + 1)), *PEOPLE, *THINGS, *sorted(_WORDS))
