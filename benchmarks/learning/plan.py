@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from benchmarks.learning.tasks import TASKS, WideChain
+from benchmarks.learning.tasks import TASKS, Shown, WideChain
 from benchmarks.learning.training import ORACLES, SPARE, Credit, Run
 from benchmarks.learning.warm_start import SIZES
 from oar_plugin.config import OarConfigError
@@ -158,9 +158,12 @@ def _plan(name: str, values: Any) -> Plan:
             raise ValueError(
                 f"methods.{method}: {error} (importance: or {', '.join(ORACLES)}; gate: or {SPARE})"
             ) from None
-        if contexts:
+        if contexts and (
+            plan.through_verl or (blind := [task for task in tasks if not isinstance(TASKS[task], Shown)])
+        ):
+            where = "through_verl" if plan.through_verl else f"tasks: {', '.join(blind)}"
             raise ValueError(
-                f"methods.{method}: importance={credit.importance}: its prompts show answers, tasks have none"
+                f"methods.{method}: importance={credit.importance} needs prompts with a place for the answer; {where}"
             )
         if plan.through_verl and (credit.importance in ORACLES or credit.gate == SPARE or credit.only):
             raise ValueError(f"methods.{method}: verl serves no oracle, no gate {SPARE} and no `only`")

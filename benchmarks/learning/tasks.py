@@ -12,9 +12,9 @@ has as well, and sums are small ones.
 | `chain_quiet`    | as `chain`                            |                   | likewise                                     |
 | `chain_32k`      | as `chain`                            |                   | as there; the model knows 32,000 words       |
 
-`parallel_1`, `parallel_2`, `chain_2` and `parallel_8` have other numbers of steps than four. `parallel_2_terse` has hardly any
-filler, and imitators of `parallel_2_rare` and `parallel_2_often` are right in other shares. `sentences` are word problems
-(`benchmarks.learning.sentences`).
+`parallel_1`, `parallel_2`, `chain_2` and `parallel_8` have other numbers of steps than four; `parallel_2_terse` has hardly any
+filler; imitators of `parallel_2_rare` and `parallel_2_often` are right in other shares; prompts of `parallel_2_shown` and
+`chain_2_shown` have a place for the answer. `sentences` are word problems (`benchmarks.learning.sentences`).
 
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, where the task
 is quiet, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
@@ -26,10 +26,11 @@ from typing import Any, ClassVar
 
 from benchmarks.learning.sentences import Sentences
 from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
-from benchmarks.tiny.words import DIGITS, EVERY, NAMES, NUMBERS, VOCABULARY, WORDS, encode
+from benchmarks.tiny.words import DIGITS, EVERY, MARK, NAMES, NUMBERS, VOCABULARY, WORDS, encode
 
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
+BLANK = "/"
 _SUM = "+-"
 _ZERO, _NAME, _HMM = encode(["0", "A", "hmm"])
 
@@ -100,6 +101,35 @@ class NamedChain(Chain):
         return _named(steps), answer
 
 
+class Shown(Task):
+    """A prompt ends with a place for the answer, blank in problems.
+
+    For the warm start every second prompt shows an answer, and its demonstration arrives there, right or wrong.
+    """
+
+    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
+        words, content = super().draw(rng)  # type: ignore[safe-super]
+        _, answer = self.solution(content, random.Random(0), 0.0)
+        return [*words, *[BLANK] * len(answer)], content
+
+    def example(self, rng: random.Random, filler: tuple[int, int] | None) -> tuple[Sequence[int], list[int]]:
+        prompt, response = super().example(rng, filler)
+        return (showing(prompt, response[response.index(MARK) + 1 : -1]) if rng.random() < 0.5 else prompt), response
+
+
+def showing(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """The prompt with an answer in its place."""
+    return [*prompt[: -len(answer)], *answer]
+
+
+class ShownParallel(Shown, NamedParallel):
+    pass
+
+
+class ShownChain(Shown, NamedChain):
+    pass
+
+
 class OrderedLookup(Task):
     """Line `A 5` says where to go from 0: to 5. Before each some line is mentioned that leads nowhere, and as often wrong."""
 
@@ -167,10 +197,12 @@ TASKS: dict[str, Task] = {
         NamedParallel("parallel_2_often", steps=2, filler=(5, 8), error_rate=0.225),
         NamedParallel("parallel_8", steps=8, filler=(5, 8), error_rate=0.108),
         NamedChain("chain_2", steps=2, filler=(5, 8), error_rate=0.36),
+        ShownParallel("parallel_2_shown", steps=2, filler=(5, 8), error_rate=0.36),
+        ShownChain("chain_2_shown", steps=2, filler=(5, 8), error_rate=0.36),
         Sentences("sentences", steps=5, filler=(0, 1), error_rate=0.33),
     )
 }
-"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts; `rare` and `often`: 20 and 60 %."""
+"""By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts; `rare`: 20 %, `often`: 60 %."""
 
 
 def lessons(task: Task, rng: random.Random, filler: tuple[int, int]) -> Iterator[Task]:

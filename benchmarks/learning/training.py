@@ -9,7 +9,7 @@ import hashlib
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -33,8 +33,10 @@ from benchmarks.tiny.words import PAD
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.importance import Importance
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
+from oar_plugin.passes.contexts import contrast_of
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
@@ -145,6 +147,13 @@ class Rollout:
     causal_BL: Tensor  # bool, the results that the answer follows from
     wrong_BL: Tensor  # bool, those of them that are wrong
     gold_Bm: Tensor  # int64 ids, the right answer to the problem
+
+    @property
+    def own_Bm(self) -> Tensor:
+        """Int64 ids, the response's own answer; PAD where it has another length than the right one."""
+        answers = [ids[at == Segment.ANSWER] for ids, at in zip(self.token_BL, self.segments_BL, strict=True)]
+        length = self.gold_Bm.shape[1]
+        return torch.stack([one if len(one) == length else torch.full((length,), PAD) for one in answers])
 
     @property
     def reasoning_BL(self) -> Tensor:
@@ -317,11 +326,35 @@ def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int)
         request = Request.from_config(config, step + 1, rollout.token_BL.shape[1], replacement_token=PAD)
         if request.importance_object.copies is not None:
             return masked_importance(passes[0].model, request, rollout.token_BL, rollout.segments_BL)
+        if request.importance_object.contexts:
+            return _contrast(request.importance_object, rollout, passes)
         for one in passes:
             length = one.token_bL.shape[1]
             segments_bL, mask_bL = rollout.segments_BL[one.rows, :length], rollout.mask_BL[one.rows, :length]
             importance_BL[one.rows, :length] = _importance(request, one, segments_bL, mask_bL)
     return importance_BL
+
+
+def _contrast(importance: Importance, rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
+    """Of an importance with contexts: the same response behind prompts with an answer in its place (`tasks.Shown`).
+
+    NaN, which falls back, in a response without one: its own answer is right or of another length.
+    """
+    answers = {"truth": rollout.gold_Bm, "own": rollout.own_Bm}
+    own_BL, shown = -log_probs(rollout, passes), {}
+    for what in importance.contexts:
+        at = torch.arange(rollout.prompt_length - rollout.gold_Bm.shape[1], rollout.prompt_length)
+        other = replace(rollout, token_BL=rollout.token_BL.index_copy(1, at, answers[what]))
+        with torch.no_grad():
+            shown[what] = -log_probs(other, forward(passes[0].model, other))
+    rows = [
+        contrast_of(
+            importance, own_L, {what: of_BL[row] for what, of_BL in shown.items()}, sign, rollout.segments_BL[row]
+        )
+        for row, (own_L, sign) in enumerate(zip(own_BL, rollout.advantage_B.sign().int().tolist(), strict=True))
+    ]
+    without_B = (rollout.own_Bm == PAD).any(1) | (rollout.own_Bm == rollout.gold_Bm).all(1)
+    return torch.stack(rows).masked_fill((without_B & ("own" in importance.contexts))[:, None], torch.nan)
 
 
 def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from scipy.optimize import brentq
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.learning.tasks import TASKS, WideChain, lessons
+from benchmarks.learning.tasks import TASKS, Shown, WideChain, lessons, showing
 from benchmarks.tiny.fast import head_of, rows_of
-from benchmarks.tiny.model import build_model
-from benchmarks.tiny.tasks import Task
-from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches, kept_weights
+from benchmarks.tiny.model import build_model, sample
+from benchmarks.tiny.tasks import Problem, Task
+from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches, kept_weights, word_weights
 from benchmarks.tiny.words import EVERY as EVERY_WORD
-from benchmarks.tiny.words import FILLER, PAD, VALUES
+from benchmarks.tiny.words import PAD
 
 FORMAT = 1
 """Raised when training changes, so that models of an older version are not taken from disk."""
@@ -86,7 +86,21 @@ def _taught(task: Task, number: int, size: str, progress: Progress) -> PreTraine
     share = accuracy(model, task, ASKED, greedy=True)
     if share < ENOUGH:
         raise StuckError(f"task {task.name}, warm model {number}: right in {share:.0%} of its most likely answers")
+    if isinstance(task, Shown) and (used := shown_is_used(model, task)) < ENOUGH:
+        raise StuckError(
+            f"task {task.name}, warm model {number}: it writes a wrong answer that it is shown in {used:.0%}"
+        )
     return model
+
+
+def shown_is_used(model: PreTrainedModel, task: Task) -> float:
+    """Share of problems whose most likely answer is the one that the prompt shows, which is the answer to another problem."""
+    problems = list(itertools.islice(task.problems(0), ASKED))
+    answers = [problem.answer for problem in problems[1:] + problems[:1]]
+    prompt_BP = torch.tensor([showing(one.prompt, answer) for one, answer in zip(problems, answers, strict=True)])
+    response_BR = sample(model, prompt_BP, 1, task.max_response_length, None)
+    asked = (Problem((), answer, None) for answer in answers)
+    return sum(task.read(one, ids).right for one, ids in zip(asked, response_BR.tolist(), strict=True)) / ASKED
 
 
 def warm_model(name: str, number: int, size: str = "0.1M", progress: Progress = lambda *_: None) -> PreTrainedModel:
@@ -167,12 +181,10 @@ def _imitate(
 ) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-    weight_V = torch.ones(model.config.vocab_size)
-    weight_V[list(FILLER)], weight_V[list(VALUES)] = FILLER_WEIGHT, VALUE_WEIGHT
     hidden_BLH = rows_of(model, model.get_input_embeddings()(token_BL))
     labelled = label_BL[:, 1:] != PAD
     logits_NV = F.linear(hidden_BLH[:, :-1][labelled], head_of(model))
-    loss = F.cross_entropy(logits_NV, label_BL[:, 1:][labelled], weight_V)
+    loss = F.cross_entropy(logits_NV, label_BL[:, 1:][labelled], word_weights(model))
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

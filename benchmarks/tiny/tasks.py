@@ -108,6 +108,11 @@ class Task(ABC):
             words += [*step.distractors, *step.copied, self.EQUALS, *step.results, ";"]
         return [*encode([*words, MARKER, *answer]), EOS]
 
+    def example(self, rng: random.Random, filler: tuple[int, int] | None) -> tuple[Sequence[int], list[int]]:
+        """A prompt and a demonstration, for the warm start."""
+        problem = self.problem(rng)
+        return problem.prompt, self.demonstration(problem, rng, self.error_rate, filler)
+
     def read(self, problem: Problem, response: Sequence[int]) -> Reading:
         """Find the answer, as the package does in any text, and the results by what stands before them."""
         ids = list(response)

@@ -73,8 +73,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     short = batches(task, settings.batch, 2 * seed, (0, 0))
     full = batches(task, settings.batch, 2 * seed + 1, None)
-    weight_V = torch.ones(model.config.vocab_size)
-    weight_V[list(FILLER)], weight_V[list(VALUES)] = FILLER_WEIGHT, VALUE_WEIGHT
+    weight_V = word_weights(model)
     stream = itertools.chain(itertools.islice(short, settings.short_steps), itertools.islice(full, settings.full_steps))
     for step, (token_BL, label_BL) in enumerate(stream):
         # Falls along half a cosine over the second part only.
@@ -93,14 +92,17 @@ def train(
         progress(what, step + 1, settings.short_steps + settings.full_steps)
 
 
+def word_weights(model: PreTrainedModel) -> Tensor:
+    """Of each word of its vocabulary in the loss, `[V]`."""
+    weights = {**dict.fromkeys(FILLER, FILLER_WEIGHT), **dict.fromkeys(VALUES, VALUE_WEIGHT)}
+    return torch.tensor([weights.get(word, 1.0) for word in range(model.config.vocab_size)])
+
+
 def batches(task: Task, size: int, seed: int, filler: tuple[int, int] | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless token ids and labels `[size, longest]` of prompts with a demonstration; `PAD` where there is no label."""
     rng = random.Random(seed)
     while True:
-        rows = []
-        for _ in range(size):
-            problem = task.problem(rng)
-            rows.append([*problem.prompt, *task.demonstration(problem, rng, task.error_rate, filler)])
+        rows = [[*prompt, *response] for prompt, response in (task.example(rng, filler) for _ in range(size))]
         longest = max(map(len, rows))
         token_BL = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
         label_BL = token_BL.clone()
