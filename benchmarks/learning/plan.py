@@ -137,7 +137,7 @@ def _plan(name: str, values: Any) -> Plan:
     tasks = [setting.task for setting in plan.settings.values()]
     if unknown := set(tasks) - set(TASKS):
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")
-    if unknown := {setting.size for setting in plan.settings.values()} - set(SIZES):
+    if unknown := {setting.size for setting in plan.settings.values()} - {*SIZES, ""}:
         raise ValueError(f"size: {', '.join(sorted(unknown))}; allowed: {', '.join(SIZES)}")
     if plan.through_verl and (wide := [task for task in tasks if isinstance(TASKS[task], WideChain)]):
         raise ValueError(f"tasks: {', '.join(wide)}: its further words have no tokenizer that verl could use")

@@ -22,6 +22,7 @@ class Sentences(Task):
 
     STEP_LENGTH: ClassVar[int] = 15
     VOCAB: ClassVar[int] = len(EVERY)
+    SIZE: ClassVar[str] = "1M"
 
     @property
     def prompt_length(self) -> int:

@@ -96,7 +96,7 @@ class Run:
     lr: float
     warm: int  # number of the model that is trained on
     seed: int  # of problems, sampling and signs
-    size: str = "0.1M"  # parameters of the model, a key of `warm_start.SIZES`
+    size: str = ""  # of the model, a key of `warm_start.SIZES`; empty: the task's own
     steps: int = 40
     prompts: int = 16
     copies: int = 8
@@ -105,7 +105,7 @@ class Run:
     @property
     def setting(self) -> str:
         """The task, and what is not as usual about its model, batches and rewards."""
-        size = f", {self.size}" if self.size != Run.size else ""
+        size = f", {self.size}" if self.size else ""
         batch = f", {self.prompts} x {self.copies}" if (self.prompts, self.copies) != (Run.prompts, Run.copies) else ""
         return self.task + size + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
 

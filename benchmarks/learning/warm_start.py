@@ -55,13 +55,15 @@ class StuckError(RuntimeError):
 
 
 @functools.cache
-def warm_weights(name: str, number: int, size: str = "0.1M", progress: Progress = lambda *_: None) -> dict[str, Tensor]:
+def warm_weights(name: str, number: int, size: str = "", progress: Progress = lambda *_: None) -> dict[str, Tensor]:
     """The state of model `number` of a task, trained now or kept in `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`.
+
+    `size`: a key of `SIZES`; empty: the task's own.
 
     Raises:
         StuckError: it did not learn the task.
     """
-    task = TASKS[name]
+    task, size = TASKS[name], size or TASKS[name].SIZE
     if isinstance(task, WideChain):
         chain = TASKS["chain"]
         return widened(warm_model(chain.name, number, size, progress), chain, task.VOCAB, TAIL).state_dict()
@@ -103,10 +105,10 @@ def shown_is_used(model: PreTrainedModel, task: Task) -> float:
     return sum(task.read(one, ids).right for one, ids in zip(asked, response_BR.tolist(), strict=True)) / ASKED
 
 
-def warm_model(name: str, number: int, size: str = "0.1M", progress: Progress = lambda *_: None) -> PreTrainedModel:
+def warm_model(name: str, number: int, size: str = "", progress: Progress = lambda *_: None) -> PreTrainedModel:
     """A new copy of it; see `warm_weights`."""
     weights = warm_weights(name, number, size, progress)
-    model = _new(number, size, len(weights["lm_head.weight"]))
+    model = _new(number, size or TASKS[name].SIZE, len(weights["lm_head.weight"]))
     model.load_state_dict(weights)
     return model
 

@@ -63,6 +63,7 @@ class Task(ABC):
     EQUALS: ClassVar[str] = "="  # stands before the results of a step, and nowhere else in the reasoning
     STEP_LENGTH: ClassVar[int] = 6  # most tokens of a step, filler not counted
     VOCAB: ClassVar[int] = len(VOCABULARY)  # words that a model knows
+    SIZE: ClassVar[str] = "0.1M"  # parameters of a model that can learn it
     FILLER: ClassVar[Sequence[str]] = WORDS  # each filler word is one of these, all equally likely
 
     @abstractmethod
