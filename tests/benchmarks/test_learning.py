@@ -28,12 +28,13 @@ from benchmarks.__main__ import main
 from benchmarks.candidates.learning import spare
 from benchmarks.learning import comparison, study, training, warm_start
 from benchmarks.learning.plan import PLANS, Pairs, Plan, read_plan
-from benchmarks.learning.tasks import QUIET, TASKS, NamedParallel, OrderedLookup, wrong_results
+from benchmarks.learning.sentences import Sentences
+from benchmarks.learning.tasks import BLANK, QUIET, TASKS, NamedParallel, OrderedLookup, showing, wrong_results
 from benchmarks.learning.training import Credit, Record, Rollout, Run, forward, roll_out
 from benchmarks.statistics import holm, mean_over_clusters
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import build_model
-from benchmarks.tiny.words import NAMES, PAD, VOCABULARY, encode, text
+from benchmarks.tiny.words import MARK, NAMES, PAD, VOCABULARY, encode, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.gate import gate_of
@@ -67,7 +68,10 @@ def planted(task, problem, seed):
     """The last word of each step's results, and whether it is wrong, in the `demonstration` of the same seed."""
     steps, _ = task.solution(problem.content, random.Random(seed), task.error_rate)
     for step in steps:
-        if isinstance(task, OrderedLookup):
+        if isinstance(task, Sentences):
+            (*_, a, op, b), (written,) = step.copied, step.results
+            yield written, int(written) != (int(a) + int(b) if op == "+" else int(a) - int(b))
+        elif isinstance(task, OrderedLookup):
             name, written = step.results
             yield written, int(written) != problem.content[1][NAMES.index(name)]
         else:
@@ -91,8 +95,7 @@ def test_the_errors_that_were_planted_are_found_and_no_others(name, seed):
 @given(st.data())
 def test_whatever_a_model_writes_is_read(data):
     task = TASKS[data.draw(st.sampled_from(sorted(TASKS)))]
-    words = getattr(task, "WORDS", len(VOCABULARY))
-    response = data.draw(st.lists(st.sampled_from([*range(len(VOCABULARY)), words - 1]), max_size=40))
+    response = data.draw(st.lists(st.sampled_from([*range(len(VOCABULARY)), task.VOCAB - 1]), max_size=40))
     problem = task.problem(random.Random(0))
     reading = task.read(problem, response)
     assert set(wrong_results(task, problem, response, reading)) <= set(reading.causal)
@@ -109,6 +112,20 @@ def test_quiet_filler_has_the_entropy_of_results(name):
     results, words = (sorted((n / counts.total() for n in counts.values()), reverse=True) for counts in (off, filler))
     assert words == pytest.approx([0.8] + [0.05] * 4, abs=0.02)
     assert results == pytest.approx(words, abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["parallel_2_shown", "chain_2_shown"])
+def test_a_shown_answer_is_that_of_the_demonstration_and_problems_show_none(name):
+    task, rng = TASKS[name], random.Random(0)
+    blank = encode([BLANK] * len(task.problem(rng).answer))
+    examples = [task.example(rng, None) for _ in range(400)]
+    assert {len(prompt) for prompt, _ in examples} == {task.prompt_length}
+    shown = [([*prompt[-len(blank) :]], response[response.index(MARK) + 1 : -1]) for prompt, response in examples]
+    assert all(given in (answer, blank) for given, answer in shown)
+    assert 0.4 < sum(given != blank for given, _ in shown) / 400 < 0.6
+    problem = task.problem(rng)
+    assert list(problem.prompt[-len(blank) :]) == blank
+    assert showing(problem.prompt, problem.answer) == [*problem.prompt[: -len(blank)], *problem.answer]
 
 
 # ---- the trainer
@@ -192,6 +209,34 @@ def test_importance_of_the_shared_graph_is_the_packages(name, model, rollout, mo
     assert (here_BL > 0).sum() > 20
     torch.testing.assert_close(here_BL, there_BL, rtol=1e-3, atol=1e-5 * there_BL.max().item())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["contrast", "contrast_own"])
+@torch.no_grad()
+def test_contrast_is_that_of_plain_forwards(name, model, rollout):
+    """Behind prompts whose last two tokens are the answer. A right response and the last have no wrong answer of their own."""
+
+    def log_prob(ids):
+        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+    def behind(ids, answer):
+        return log_prob(torch.cat([ids[: rollout.prompt_length - 2], answer, ids[rollout.prompt_length :]]))
+
+    run = replace(RUN, credit=Credit(importance=name))
+    with torch.enable_grad():
+        importance_BL = training.importance(run, rollout, forward(model, rollout), 0)
+    for row, (ids, gold) in enumerate(zip(rollout.token_BL, rollout.gold_Bm, strict=True)):
+        reasoning, own = rollout.reasoning_BL[row], ids[rollout.segments_BL[row] == Segment.ANSWER]
+        if name == "contrast_own" and (torch.equal(own, gold) or not len(own)):
+            assert importance_BL[row].isnan().all()
+            continue
+        other = behind(ids, own) if name == "contrast_own" else log_prob(ids)
+        want = (rollout.advantage_B[row].sign() * (behind(ids, gold) - other)).clamp(0, 5)
+        torch.testing.assert_close(importance_BL[row, reasoning], want[reasoning[1:]], rtol=1e-3, atol=1e-5)
+        assert importance_BL[row, ~reasoning].abs().sum() == 0
+    assert importance_BL.isnan().all(1).tolist() == [
+        name == "contrast_own" and row != 1 and row != 3 for row in range(6)
+    ]
 
 
 def textbook(model, rollout, weight_BL=1.0):
@@ -329,7 +374,7 @@ def quick(monkeypatch, tmp_path):
         monkeypatch.setattr(warm_start, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(warm_start, "warm_weights", warm_start.warm_weights.__wrapped__)  # nothing is remembered
-    monkeypatch.setattr(warm_start, "build_model", partial(build_model, hidden=32, layers=1))
+    monkeypatch.setitem(warm_start.SIZES, "0.1M", (32, 1))
     return lambda shares: monkeypatch.setattr(warm_start, "accuracy", lambda *_, greedy: shares.pop(0))
 
 
@@ -523,7 +568,17 @@ def test_a_model_that_is_stuck_ends_the_study_with_its_words(bench, monkeypatch,
 
 
 def test_a_record_is_found_by_all_that_it_depends_on(tmp_path):
-    other = {"task": "chain", "lr": 1.0, "warm": 1, "seed": 1, "steps": 3, "prompts": 5, "copies": 3, "flips": 0.1}
+    other = {
+        "task": "chain",
+        "lr": 1.0,
+        "warm": 1,
+        "seed": 1,
+        "steps": 3,
+        "prompts": 5,
+        "copies": 3,
+        "flips": 0.1,
+        "size": "1M",
+    }
     changed = [replace(RUN, **{key: value}) for key, value in other.items()]
     credits = {"importance": "fisher", "gate": "spare", "tau": 0.5, "beta": 1.0, "floor": 0.2, "probe": "last"}
     credits |= {"warmup_steps": 1, "only": "boost"}
