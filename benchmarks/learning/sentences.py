@@ -9,7 +9,20 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from benchmarks.tiny.english import ASIDES, END, EVENTS, LARGEST, LEADS, PEOPLE, QUESTIONS, SOLVED, START, THINGS
+from benchmarks.tiny.english import (
+    ASIDES,
+    DAYS,
+    END,
+    EVENTS,
+    LARGEST,
+    LEADS,
+    ON,
+    PEOPLE,
+    QUESTIONS,
+    SOLVED,
+    START,
+    THINGS,
+)
 from benchmarks.tiny.tasks import Problem, Step, Task
 from benchmarks.tiny.words import EOS, EVERY, MARKER, PAD, encode
 
@@ -20,13 +33,13 @@ _ASIDE = 0.25
 class Sentences(Task):
     """`filler`: fewest and most lead-ins before a step. Prompts are filled with PAD in front, up to one length."""
 
-    STEP_LENGTH: ClassVar[int] = 15
+    STEP_LENGTH: ClassVar[int] = 17
     VOCAB: ClassVar[int] = len(EVERY)
     SIZE: ClassVar[str] = "1M"
 
     @property
     def prompt_length(self) -> int:
-        return 9 * self.steps + 24
+        return 11 * self.steps + 22
 
     def draw(self, rng: random.Random) -> tuple[list[str], Any]:
         who, other = rng.sample(PEOPLE, 2)
@@ -42,7 +55,8 @@ class Sentences(Task):
             value = _changed(value, op, number)
         names = {"who": who, "other": other, "what": what}
         said = [rng.choice(START).format(b=start, **names)]
-        said += [rng.choice(EVENTS[op]).format(b=number, **names) for op, number in changes]
+        for day, (op, number) in zip(DAYS, changes, strict=False):
+            said.append(f"{ON} {rng.choice(EVENTS[op])}".format(day=day, b=number, **names))
         words = []
         for sentence in (*said, rng.choice(QUESTIONS).format(**names)):
             if rng.random() < _ASIDE:
@@ -68,7 +82,8 @@ class Sentences(Task):
             near = [n for n in range(value - 2, value + 3) if n != value and _in_range(n, changes[place + 1 :])]
             if near and rng.random() < error_rate:
                 value = rng.choice(near)
-            said = rng.choice(SOLVED[op]).format(who=who, what=what, a=before, b=added)
+            said = f"{ON} {rng.choice(SOLVED[op])}"
+            said = said.format(day=DAYS[place], who=who, what=what, a=before, b=added)
             steps.append(Step(tuple(said.split()), (str(value),)))
         return steps, [str(value)]
 

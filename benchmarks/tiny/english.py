@@ -7,6 +7,7 @@ before a step, and `{b}` come or go.
 import itertools
 
 PEOPLE = ("Tom", "Mia", "Ben", "Ana", "Leo", "Eva", "Sam", "Zoe")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 THINGS = ("apples", "books", "coins", "pens", "cards", "eggs", "balls", "cups")
 LARGEST = 20
 START = (
@@ -14,6 +15,8 @@ START = (
     "{who} starts with {b} {what} .",
     "There are {b} {what} on the desk of {who} .",
 )
+ON = "On {day}"
+"""In front of a change, and of the step that works it out: without it a small model does not learn where it is."""
 EVENTS = {
     "+": (
         "{who} buys {b} more {what} .",
@@ -27,7 +30,7 @@ EVENTS = {
     ),
     "*": (
         "{who} doubles the number of {what} .",
-        "Then there are twice as many {what} .",
+        "there are twice as many {what} .",
     ),
 }
 ASIDES = ("{other} likes {what} .", "{other} has {b} {what} .", "{other} buys {b} {what} too .", "It is a warm day .")
@@ -37,19 +40,19 @@ LEADS = ("Well ,", "Now we read on .", "Let us see .", "Next ,", "So far so good
 SOLVED = {
     "+": (
         "{who} gets {b} more , that is {a} + {b}",
-        "With {b} more there are {a} + {b}",
-        "Adding {b} to {a} makes {a} + {b}",
+        "with {b} more there are {a} + {b}",
+        "adding {b} to {a} makes {a} + {b}",
     ),
     "-": (
         "{who} has {b} fewer , that is {a} - {b}",
-        "Without {b} there are {a} - {b}",
-        "Taking {b} from {a} leaves {a} - {b}",
+        "without {b} there are {a} - {b}",
+        "taking {b} from {a} leaves {a} - {b}",
     ),
-    "*": ("Twice as many are {a} + {a}", "{who} has the double , that is {a} + {a}"),
+    "*": ("twice as many are {a} + {a}", "{who} has the double , that is {a} + {a}"),
 }
 """In front of `= {c} {what} .`"""
 END = "So the answer is"
 
-_SENTENCES = (START, *EVENTS.values(), ASIDES, QUESTIONS, LEADS, *SOLVED.values(), (END,))
+_SENTENCES = (START, *EVENTS.values(), ASIDES, QUESTIONS, LEADS, *SOLVED.values(), (ON, END))
 _WORDS = {word for sentence in itertools.chain(*_SENTENCES) for word in sentence.split() if "{" not in word}
-ENGLISH = (*map(str, range(10, LARGEST + 1)), *PEOPLE, *THINGS, *sorted(_WORDS))
+ENGLISH = (*map(str, range(10, LARGEST + 1)), *PEOPLE, *DAYS, *THINGS, *sorted(_WORDS))
