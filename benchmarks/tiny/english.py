@@ -1,7 +1,7 @@
 """Sentences of word problems and of their solutions; `benchmarks.learning.sentences` puts them together.
 
-A word or a mark is one token. `{who}` has things of the kind `{what}`, and `{other}` is somebody else. There are `{a}` of them
-before a step, and `{b}` come or go.
+A word or a mark is one token. `{who}` has things of the kind `{what}`, and `{other}` is somebody else. `{b}` of
+them come or go.
 """
 
 import itertools
@@ -37,22 +37,10 @@ ASIDES = ("{other} likes {what} .", "{other} has {b} {what} .", "{other} buys {b
 QUESTIONS = ("How many {what} does {who} have ?", "What is the number of {what} in the end ?")
 
 LEADS = ("Well ,", "Now we read on .", "Let us see .", "Next ,", "So far so good .", "Then , let me think :")
-SOLVED = {
-    "+": (
-        "{who} gets {b} more , that is {a} + {b}",
-        "with {b} more there are {a} + {b}",
-        "adding {b} to {a} makes {a} + {b}",
-    ),
-    "-": (
-        "{who} has {b} fewer , that is {a} - {b}",
-        "without {b} there are {a} - {b}",
-        "taking {b} from {a} leaves {a} - {b}",
-    ),
-    "*": ("twice as many are {a} + {a}", "{who} has the double , that is {a} + {a}"),
-}
-"""In front of `= {c} {what} .`"""
+SOLVED = ("so there are", "that makes", "which gives", "and that is")
+"""Between a change, which a solution repeats, and `a + b = c`."""
 END = "So the answer is"
 
-_SENTENCES = (START, *EVENTS.values(), ASIDES, QUESTIONS, LEADS, *SOLVED.values(), (ON, END))
+_SENTENCES = (START, *EVENTS.values(), ASIDES, QUESTIONS, LEADS, SOLVED, (ON, END))
 _WORDS = {word for sentence in itertools.chain(*_SENTENCES) for word in sentence.split() if "{" not in word}
 ENGLISH = (*map(str, range(10, LARGEST + 1)), *PEOPLE, *DAYS, *THINGS, *sorted(_WORDS))
