@@ -1,7 +1,8 @@
 """Word problems in generated English, solved in sentences: a chain of one to `steps` changes among facts that do not matter.
 
-Mia has 4 pens . Leo likes cups . Mia buys 3 more pens . Mia loses 2 pens . How many pens does Mia have ?
-Next , With 3 more there are 4 + 3 = 7 pens . Taking 2 from 7 leaves 7 - 2 = 5 pens . So the answer is #### 5
+Mia has 4 pens . Leo likes cups . On Monday Mia buys 3 more pens . On Tuesday Mia loses 2 pens . How many pens does Mia have ?
+Well , On Monday Mia buys 3 more pens , so there are 4 + 3 = 7 pens . On Tuesday Mia loses 2 pens , that makes 7 - 2 = 5 pens .
+So the answer is #### 5
 """
 
 import itertools
@@ -33,7 +34,7 @@ _ASIDE = 0.25
 class Sentences(Task):
     """`filler`: fewest and most lead-ins before a step. Prompts are filled with PAD in front, up to one length."""
 
-    STEP_LENGTH: ClassVar[int] = 17
+    STEP_LENGTH: ClassVar[int] = 23
     VOCAB: ClassVar[int] = len(EVERY)
     SIZE: ClassVar[str] = "1M"
 
@@ -44,46 +45,41 @@ class Sentences(Task):
     def draw(self, rng: random.Random) -> tuple[list[str], Any]:
         who, other = rng.sample(PEOPLE, 2)
         what, besides = rng.sample(THINGS, 2)
+        names = {"who": who, "other": other, "what": what}
         value = start = rng.randrange(LARGEST // 2)
-        changes = []
-        for _ in range(rng.randint(1, self.steps)):
+        changes, told = [], []
+        for day in DAYS[: rng.randint(1, self.steps)]:
             numbers = {"+": range(1, min(9, LARGEST - value) + 1), "-": range(1, min(9, value) + 1)}
             numbers["*"] = range(value, value + (0 < value <= 6))
             op = rng.choice([op for op, fitting in numbers.items() if fitting])
-            number = rng.choice(numbers[op])
-            changes.append((op, number))
-            value = _changed(value, op, number)
-        names = {"who": who, "other": other, "what": what}
-        said = [rng.choice(START).format(b=start, **names)]
-        for day, (op, number) in zip(DAYS, changes, strict=False):
-            said.append(f"{ON} {rng.choice(EVENTS[op])}".format(day=day, b=number, **names))
+            changes.append((op, rng.choice(numbers[op])))
+            told.append(f"{ON} {rng.choice(EVENTS[op])}".format(day=day, b=changes[-1][1], **names))
+            value = _changed(value, *changes[-1])
         words = []
-        for sentence in (*said, rng.choice(QUESTIONS).format(**names)):
+        for sentence in (rng.choice(START).format(b=start, **names), *told, rng.choice(QUESTIONS).format(**names)):
             if rng.random() < _ASIDE:
                 words += rng.choice(ASIDES).format(b=rng.randint(1, 9), other=other, what=besides).split()
             words += sentence.split()
-        return words, (who, what, start, tuple(changes))
+        return words, (what, start, tuple(changes), tuple(told))
 
     def problem(self, rng: random.Random) -> Problem:
-        while True:
+        words, content = self.draw(rng)
+        while len(words) > self.prompt_length:
             words, content = self.draw(rng)
-            if len(words) <= self.prompt_length:
-                break
         _, answer = self.solution(content, random.Random(0), 0.0)
         prompt = [PAD] * (self.prompt_length - len(words)) + encode(words)
         return Problem(tuple(prompt), tuple(encode(answer)), content)
 
     def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        who, what, value, changes = content
+        _, value, changes, told = content
         steps = []
         for place, (op, number) in enumerate(changes):
-            before, added = value, value if op == "*" else number
+            sign, added = ("+", value) if op == "*" else (op, number)
+            said = f"{told[place].removesuffix('.')}, {rng.choice(SOLVED)} {value} {sign} {added}"
             value = _changed(value, op, number)
             near = [n for n in range(value - 2, value + 3) if n != value and _in_range(n, changes[place + 1 :])]
             if near and rng.random() < error_rate:
                 value = rng.choice(near)
-            said = f"{ON} {rng.choice(SOLVED[op])}"
-            said = said.format(day=DAYS[place], who=who, what=what, a=before, b=added)
             steps.append(Step(tuple(said.split()), (str(value),)))
         return steps, [str(value)]
 
@@ -94,7 +90,7 @@ class Sentences(Task):
         words: list[str] = []
         for step in steps:
             words += [word for _ in range(rng.randint(*(filler or self.filler))) for word in rng.choice(LEADS).split()]
-            words += [*step.copied, self.EQUALS, *step.results, problem.content[1], "."]
+            words += [*step.copied, self.EQUALS, *step.results, problem.content[0], "."]
         return [*encode([*words, *END.split(), MARKER, *answer]), EOS]
 
 

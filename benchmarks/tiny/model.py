@@ -84,7 +84,7 @@ def build_model(
     shape = Shape(hidden, 2 * hidden, layers, heads, heads, tied, vocab)
     # With the usual initializer_range of 0.02 nothing is learned for minutes.
     settings |= {"eos_token_id": EOS, "pad_token_id": PAD, "initializer_range": hidden**-0.5}
-    return model_of(shape, 256, seed=seed, architecture=architecture, **settings)
+    return model_of(shape, 512, seed=seed, architecture=architecture, **settings)
 
 
 @torch.inference_mode()
