@@ -1,8 +1,8 @@
 """All settings of OAR and their defaults, validated when a run starts. In a verl run they are below `algorithm.oar`.
 
 The defaults are the paper's (arXiv 2601.07408), except for importance and gate; the preset `oar=published` has the paper's.
-* `fisher`: of the importances with one backward it agrees best with exact OAR-P (0.67 of the top 20 % of the tokens, `oar_g`
-  has 0.52; twelve models, `benchmarks/results/fidelity_cpu.md`).
+* `fisher`: of the importances with one backward it agrees best with exact OAR-P (0.73 of the top 20 % of the tokens, `oar_g`
+  has 0.55; nine models, `benchmarks/results/fidelity_cpu.md`).
 * `two_level` with tau 0.85: under `bi_level` one outlier makes the other weights nearly even
   (`benchmarks/results/gate_edges.md`). Small models did not learn measurably faster with either
   (`docs/evidence/studies.md`).

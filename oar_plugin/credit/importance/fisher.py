@@ -6,7 +6,7 @@ With `p` the probe's distribution and `u` one random sign vector,
 
 `c` is a random root of the softmax's Fisher matrix: the expectation of `I_t` over `u` is the trace of token `t`'s block of the
 answer's Fisher information with respect to the inputs. Not in the paper. It agrees with exact OAR-P better than OAR-G does
-(Spearman 0.68 against 0.43 on twelve small trained models, `benchmarks/results/fidelity_cpu.md`). It takes one backward and
+(Spearman 0.77 against 0.54 on nine small trained models, `benchmarks/results/fidelity_cpu.md`). It takes one backward and
 needs no noise, which bf16 rounding can hide. AS-Joint has one distribution per answer token, and its Fisher matrix is the sum
 over tokens: each row has other signs.
 """
