@@ -18,6 +18,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.learning.sentences import Sentences
 from benchmarks.learning.tasks import TASKS, Shown, WideChain, lessons, showing
 from benchmarks.tiny.fast import head_of, rows_of
 from benchmarks.tiny.model import build_model, sample
@@ -34,6 +35,8 @@ SIZES = {"0.1M": (64, 2), "0.5M": (128, 3), "1M": (160, 4), "3M": (224, 6), "10M
 """Hidden size and layers."""
 BATCH, LEARNING_RATE, RAMP = 64, 3e-3, 30
 """The rate is that of a hidden size of 64; of another it is in inverse proportion."""
+SENTENCES = 32, 5e-3, 100, 4000
+"""In place of `BATCH`, `LEARNING_RATE`, `EVERY` and `LONGEST` for `Sentences`, which are harder to learn."""
 LEARNED, EVERY, LONGEST = 0.95, 50, 1000
 """A lesson is over at this share of right answers, each of the most likely tokens, asked for every so many steps; and a model
 that takes longer than this for one is stuck, and begins again with other weights."""
@@ -67,7 +70,21 @@ def warm_weights(name: str, number: int, size: str = "", progress: Progress = la
     if isinstance(task, WideChain):
         chain = TASKS["chain"]
         return widened(warm_model(chain.name, number, size, progress), chain, task.VOCAB, TAIL).state_dict()
-    recipe = [FORMAT, BATCH, LEARNING_RATE, RAMP, LEARNED, EVERY, LONGEST, IMITATION, ENOUGH, ASKED, SIZES[size], HEAD]
+    recipe: list[Any] = [
+        FORMAT,
+        BATCH,
+        LEARNING_RATE,
+        RAMP,
+        LEARNED,
+        EVERY,
+        LONGEST,
+        IMITATION,
+        ENOUGH,
+        ASKED,
+        SIZES[size],
+        HEAD,
+    ]
+    recipe += SENTENCES if isinstance(task, Sentences) else ()
     words = [FILLER_WEIGHT, VALUE_WEIGHT, EVERY_WORD[: task.VOCAB], type(task).__name__, task.FILLER]
     key = [asdict(task), number, recipe, words]
     return kept_weights("learning", f"{name}-{size}-{number}", key, lambda: _taught(task, number, size, progress))
@@ -151,16 +168,17 @@ def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = la
     Returns:
         The steps that each lesson took; none where one was not learned in `LONGEST`.
     """
-    rate = LEARNING_RATE * SIZES["0.1M"][0] / model.config.hidden_size
+    size, rate, every, longest = SENTENCES if isinstance(task, Sentences) else (BATCH, LEARNING_RATE, EVERY, LONGEST)
+    rate *= SIZES["0.1M"][0] / model.config.hidden_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
     taken, rng = [], random.Random(seed)
     for lesson, filler in enumerate([(0, 0), task.filler]):
         whole = type(task)(task.name, task.steps, filler, 0.0)
         taught = lessons(task, rng, filler) if lesson == 0 else itertools.repeat(whole)
-        stream = (next(batches(part, BATCH, rng.getrandbits(32), None)) for part in taught)
-        for step, batch in enumerate(itertools.islice(stream, LONGEST), 1):
+        stream = (next(batches(part, size, rng.getrandbits(32), None)) for part in taught)
+        for step, batch in enumerate(itertools.islice(stream, longest), 1):
             _imitate(model, optimizer, *batch, rate * min(1.0, (step if lesson == 0 else RAMP) / RAMP))
-            if step % EVERY == 0:
+            if step % every == 0:
                 share = accuracy(model, whole, ASKED, greedy=True)
                 progress(
                     f"teaching {task.name} to model {seed}, lesson {lesson + 1}: {share:.0%} right after {step} steps"
@@ -170,7 +188,7 @@ def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = la
         else:
             return []
         taken.append(step)
-    demonstrations: Iterator[tuple[Tensor, Tensor]] = batches(task, BATCH, rng.getrandbits(32), None)
+    demonstrations: Iterator[tuple[Tensor, Tensor]] = batches(task, size, rng.getrandbits(32), None)
     for step, batch in enumerate(itertools.islice(demonstrations, IMITATION)):
         _imitate(model, optimizer, *batch, rate * 0.5 * (1 + math.cos(math.pi * step / IMITATION)))
         progress(f"training model {seed} on {task.name}", step, IMITATION)
