@@ -39,7 +39,7 @@ def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading
     """Positions of the results that do not follow from what stands before them in their own step."""
     if isinstance(task, Sentences):
         said = [EVERY[token] for token in response]
-        return tuple(at for at in reading.causal if _summed(said[max(0, at - 4) : at - 1]) != int(said[at]))
+        return tuple(at for at in reading.causal if str(_summed(said[max(0, at - 4) : at - 1])) != said[at])
     lookup = isinstance(task, OrderedLookup)
     right, words = _looked_up if lookup else _computed, known(response)
     return tuple(at for at in reading.causal if right(problem, words, at) != words[at] - _ZERO)

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.learning.training import roll_out
-from benchmarks.learning.warm_start import HEADS
 from benchmarks.marks import continuation, engine, study
 from benchmarks.tiny.data import write_problems
 from benchmarks.tiny.model import build_model
@@ -22,7 +21,7 @@ from tests.benchmarks.test_marks import TASK, written
 def test_the_value_falls_at_the_first_wrong_result(monkeypatch):
     """Continuations give the right answer in three of four cases, unless a wrong result stands before them."""
     monkeypatch.setattr("benchmarks.learning.training.sample", written)
-    rollout = roll_out(build_model(0, heads=HEADS), TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
+    rollout = roll_out(build_model(0, heads=2), TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
     rows, start = rollout.token_BL.tolist(), rollout.prompt_length
 
     def sample(model, prefix_BL, copies, longest, noise):
@@ -91,7 +90,7 @@ def test_responses_of_an_engine_are_continued_and_judged(tmp_path, monkeypatch):
     """Half of the responses to the first problem are right, none to the second. What stands behind `so` decides."""
     (tmp_path / "vllm.py").write_text(A_VLLM)
     monkeypatch.syspath_prepend(tmp_path)
-    build_model(0, heads=HEADS).save_pretrained(tmp_path)
+    build_model(0, heads=2).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     problems = [Problem(tuple(encode([name, "3", "+", "0", "=", "?"])), tuple(encode("3")), None) for name in "AB"]
     write_problems(data := tmp_path / "two.parquet", problems)
@@ -118,7 +117,7 @@ def test_the_command_writes_a_page(tmp_path, monkeypatch):
     monkeypatch.setattr(continuation, "continued", lambda *_: made)
     monkeypatch.setattr(study, "PROMPTS", 1)
     monkeypatch.setattr("benchmarks.learning.training.sample", written)
-    monkeypatch.setattr(study, "warm_model", lambda *_: build_model(0, heads=HEADS))
+    monkeypatch.setattr(study, "warm_model", lambda *_: build_model(0, heads=2))
     words = "marks --by continuation --tasks parallel --models 1 --batches 1 --out"
     assert main([*words.split(), str(tmp_path)]) == 0
     tables = json.loads((tmp_path / "continuation_cpu.json").read_text())["tables"]

@@ -13,7 +13,6 @@ from benchmarks.__main__ import main
 from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import forward, roll_out
-from benchmarks.learning.warm_start import HEADS
 from benchmarks.marks.study import IMPORTANCES, KINDS, first_hit, judged, scores, tables
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import PAD, encode
@@ -34,7 +33,7 @@ def written(model, prompt_BP, copies, longest, generator):
 
 @pytest.fixture(scope="module")
 def model():
-    return build_model(0, heads=HEADS)
+    return build_model(0, heads=2)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,7 @@ import torch
 from benchmarks import soundness
 from benchmarks.learning import warm_start
 from benchmarks.learning.tasks import TASKS, known, wrong_results
-from benchmarks.learning.warm_start import HEADS, SPREAD, batches, widened
+from benchmarks.learning.warm_start import SPREAD, batches, widened
 from benchmarks.soundness import Batch, change, on_plausible, rescaled, scores
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import PAD, VOCABULARY, encode
@@ -18,7 +18,7 @@ PAGE = Path(soundness.__file__).parent / "results" / "soundness.md"
 
 @pytest.fixture
 def model():
-    return build_model(0, heads=HEADS)
+    return build_model(0, heads=2)
 
 
 @pytest.fixture
