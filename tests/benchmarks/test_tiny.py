@@ -64,7 +64,7 @@ def test_answer_is_wrong_where_the_results_it_follows_from_are(name, seed):
 
 @pytest.mark.parametrize("task", EVERY_TASK, ids=lambda task: task.name)
 def test_error_rate_leaves_as_many_right_as_it_should(task):
-    wanted = {"parallel_2_rare": 0.2, "parallel_2_often": 0.6}.get(task.name, 0.4)
+    wanted = 0.2 if task.name == "parallel_2_rare" else 0.4
     right = (task.read(*drawn(task, seed, task.error_rate)).right for seed in range(400))
     assert abs(sum(right) / 400 - wanted) < 0.1
 
