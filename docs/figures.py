@@ -222,6 +222,11 @@ def vocabulary() -> str:
     return f"Two models with one seed each, minus GRPO: `fisher` {fisher} and `decision` {decision}.\n"
 
 
+CONTRASTS = {
+    "oracle: the wrong results are known": "blame",
+    "`contrast` (RLSD)": "contrast",
+    "`contrast_own` (RLCSD)": "contrast_own",
+}
 RIVALS = {
     "oracle: the wrong results are known": "blame",
     "`fisher`, `two_level` (default)": "fisher",
@@ -235,16 +240,44 @@ RIVALS = {
 
 
 def rivals() -> str:
-    stem, tasks = "learning_rivals", ("parallel_2", "chain_2")
+    return of_two_tasks(
+        "learning_rivals", {"parallel_2": "`parallel`, two steps", "chain_2": "`chain`, two steps"}, RIVALS
+    )
 
+
+def contrasts() -> str:
+    tasks = {"parallel_2_shown": "`parallel_2_shown`", "chain_2_shown": "`chain_2_shown`"}
+    found = of_two_tasks("learning_contrast", tasks, CONTRASTS)
+    rows = []
+    for label, name in CONTRASTS.items():
+        paid = [
+            row
+            for task in tasks
+            for row in tables_of("learning_contrast", f"{task}: mean weights")
+            if row["method"] == name
+        ]
+        rows.append(
+            [label, *(row[kind] for row in paid for kind in ("wrong results", "right results of wrong responses"))]
+        )
+    head = "".join(f" {title}: wrong results | right results of wrong responses |" for title in tasks.values())
+    return f"{found}\n{table(f' mean weights |{head}'.removesuffix('|'), rows)}"
+
+
+def tables_of(stem: str, start: str) -> list[dict[str, str]]:
+    """The rows of the table whose title starts so."""
+    (rows,) = (rows for title, rows in load(stem)["tables"].items() if title.startswith(start))
+    return list(rows)
+
+
+def of_two_tasks(stem: str, tasks: dict[str, str], labels: dict[str, str]) -> str:
     def cells(name: str, task: str) -> list[str]:
         row = against_grpo(stem, task)[name]
-        (cost,) = (row for row in load(stem)["tables"][f"{task}: gain at equal cost"] if row["method"] == name)
+        (cost,) = (row for row in tables_of(stem, f"{task}: gain at equal cost") if row["method"] == name)
         gained = f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN]
         return [gained, cost["at equal FLOPs"].split()[0], row["fell apart"]]
 
-    rows = [[label, *(cell for task in tasks for cell in cells(name, task))] for label, name in RIVALS.items()]
-    head = " credit | `parallel`, two steps | equal FLOPs | fell apart | `chain`, two steps | equal FLOPs | fell apart "
+    rows = [[label, *(cell for task in tasks for cell in cells(name, task))] for label, name in labels.items()]
+    head = " credit |" + "|".join(f" {title} | equal FLOPs | fell apart " for title in tasks.values())
     grpo = (f"{against_grpo(stem, task)['grpo'][key]}" for key in ("mean reward", "fell apart") for task in tasks)
     return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
 
@@ -253,7 +286,7 @@ def levels() -> str:
     """A row for each level of each factor of the two plans that has trainings of several models."""
     found = {}
     names = ("blame", "fisher", "decision", "random")
-    for stem in ("learning_where", "learning_factors"):
+    for stem in ("learning_where", "learning_factors", "learning_success"):
         for title, rows in load(stem)["tables"].items():
             factor, _, rest = title.partition(": mean reward minus")
             there = [row for row in rows if rest and "(" in row["blame"]]
@@ -439,7 +472,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity, candidates, marks, continuation, learning, collapse, decision_recall, through_verl, explored, paper,
-        vocabulary, rivals, levels,
+        vocabulary, rivals, contrasts, levels,
         run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
         architectures,
         one_gpu,
