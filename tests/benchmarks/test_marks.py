@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,9 @@ from benchmarks.__main__ import main
 from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import forward, roll_out
-from benchmarks.marks.study import IMPORTANCES, KINDS, first_hit, judged, scores, tables
+from benchmarks.marks.study import IMPORTANCES, KINDS, first_hit, judged, responses, scores, tables
 from benchmarks.tiny.model import build_model
-from benchmarks.tiny.words import PAD, encode
+from benchmarks.tiny.words import PAD, encode, text
 from oar_plugin.credit.answer import Segment
 
 TASK = TASKS["parallel"]
@@ -48,6 +49,20 @@ def _no_sampling(model):
 @pytest.fixture(scope="module")
 def rollout(model):
     return roll_out(model, TASK, random.Random(0), torch.Generator().manual_seed(0), 4, 4)
+
+
+def test_one_response_a_problem_is_printed_with_its_wrong_results_in_bold(rollout):
+    token_BL, wrong_BL = rollout.token_BL.flip(0), rollout.wrong_BL.flip(0)  # the last copies have errors
+    prompt_B = [text(ids) for ids in token_BL[:, : rollout.prompt_length].tolist()]
+    printed = responses("parallel", replace(rollout, token_BL=token_BL, wrong_BL=wrong_BL)).rows
+    assert [problem for problem, _ in printed] == list(dict.fromkeys(prompt_B))
+    assert any("**" in written for _, written in printed)
+    for problem, written in printed:
+        row = prompt_B.index(problem)
+        assert written.replace("**", "") == text(token_BL[row, rollout.prompt_length :].tolist())
+        assert re.findall(r"\*\*(\S+?)\*\*", written) == [
+            text([token]) for token in token_BL[row][wrong_BL[row]].tolist()
+        ]
 
 
 def slow(model, rollout, row):
