@@ -1,7 +1,7 @@
 """Word problems in generated English, solved in sentences: a chain of one to `steps` changes among facts that do not matter.
 
 Mia has 4 pens . Leo likes cups . On Monday Mia buys 3 more pens . On Tuesday Mia loses 2 pens . How many pens does Mia have ?
-Well , On Monday Mia buys 3 more pens , so there are 4 + 3 = 7 pens . On Tuesday Mia loses 2 pens , that makes 7 - 2 = 5 pens .
+Well , On Monday Mia buys 3 more pens , that makes 4 + 3 = 7 . On Tuesday Mia loses 2 pens , which gives 7 - 2 = 5 .
 So the answer is #### 5
 """
 
@@ -34,7 +34,7 @@ _ASIDE = 0.25
 class Sentences(Task):
     """`filler`: fewest and most lead-ins before a step. Prompts are filled with PAD in front, up to one length."""
 
-    STEP_LENGTH: ClassVar[int] = 23
+    STEP_LENGTH: ClassVar[int] = 22
     VOCAB: ClassVar[int] = len(EVERY)
     SIZE: ClassVar[str] = "1M"
 
@@ -60,7 +60,7 @@ class Sentences(Task):
             if rng.random() < _ASIDE:
                 words += rng.choice(ASIDES).format(b=rng.randint(1, 9), other=other, what=besides).split()
             words += sentence.split()
-        return words, (what, start, tuple(changes), tuple(told))
+        return words, (start, tuple(changes), tuple(told))
 
     def problem(self, rng: random.Random) -> Problem:
         words, content = self.draw(rng)
@@ -71,7 +71,7 @@ class Sentences(Task):
         return Problem(tuple(prompt), tuple(encode(answer)), content)
 
     def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
-        _, value, changes, told = content
+        value, changes, told = content
         steps = []
         for place, (op, number) in enumerate(changes):
             sign, added = ("+", value) if op == "*" else (op, number)
@@ -90,7 +90,7 @@ class Sentences(Task):
         words: list[str] = []
         for step in steps:
             words += [word for _ in range(rng.randint(*(filler or self.filler))) for word in rng.choice(LEADS).split()]
-            words += [*step.copied, self.EQUALS, *step.results, problem.content[0], "."]
+            words += [*step.copied, self.EQUALS, *step.results, "."]
         return [*encode([*words, *END.split(), MARKER, *answer]), EOS]
 
 

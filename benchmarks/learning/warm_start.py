@@ -47,8 +47,8 @@ ENOUGH = 0.8
 right, however many errors it saw."""
 ASKED = 128
 SENTENCES = 32, 5e-3, 0.8, 50, 4000, 0.6
-"""`BATCH`, `LEARNING_RATE`, `LEARNED`, `EVERY`, `LONGEST` and `ENOUGH` of word problems, which a model does not learn as well in
-half an hour of a core. Their lessons are of whole problems: those of fewer steps would hardly ever have as many as are asked for."""
+"""`BATCH`, `LEARNING_RATE`, `LEARNED`, `EVERY`, `LONGEST` and `ENOUGH` of word problems, which are harder to learn. Their lessons
+are of whole problems: easier ones would hardly ever have as many steps as the question that ends the lesson."""
 TAIL, SPREAD = 0.002, 2.0
 """Of a wide vocabulary: the mass of the words that are not the task's, and the standard deviation of their logits, in nats."""
 Progress = Callable[..., object]

@@ -5,6 +5,7 @@ them come or go.
 """
 
 import itertools
+from collections.abc import Iterable
 
 PEOPLE = ("Tom", "Mia", "Ben", "Ana", "Leo", "Eva", "Sam", "Zoe")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
@@ -37,10 +38,24 @@ ASIDES = ("{other} likes {what} .", "{other} has {b} {what} .", "{other} buys {b
 QUESTIONS = ("How many {what} does {who} have ?", "What is the number of {what} in the end ?")
 
 LEADS = ("Well ,", "Now we read on .", "Let us see .", "Next ,", "So far so good .", "Then , let me think :")
-SOLVED = ("so there are", "that makes", "which gives", "and that is")
-"""Between a change, which a solution repeats, and `a + b = c`."""
+SOLVED = ("that makes", "which gives", "and that is", "for a total of")
+"""Between a change, which a solution repeats, and `a + b = c .`"""
 END = "So the answer is"
 
-_SENTENCES = (START, *EVENTS.values(), ASIDES, QUESTIONS, LEADS, SOLVED, (ON, END))
-_WORDS = {word for sentence in itertools.chain(*_SENTENCES) for word in sentence.split() if "{" not in word}
-ENGLISH = (*map(str, range(10, LARGEST + 1)), *PEOPLE, *DAYS, *THINGS, *sorted(_WORDS))
+_SENTENCES = (START, *EVENTS.values(), ASIDES, QUESTIONS, SOLVED, (ON, END))
+
+
+def _words(sentences: Iterable[str]) -> set[str]:
+    return {word for sentence in sentences for word in sentence.split() if "{" not in word}
+
+
+LEAD_WORDS = _words(LEADS) - _words(itertools.chain(*_SENTENCES))
+"""Words of lead-ins alone: they decide nothing."""
+ENGLISH = (
+    *map(str, range(10, LARGEST + 1)),
+    *PEOPLE,
+    *DAYS,
+    *THINGS,
+    *sorted(_words([*LEADS, *itertools.chain(*_SENTENCES)])),
+)
+"""The words that the other tasks do not have."""

@@ -9,7 +9,7 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.tiny.english import ENGLISH, LARGEST
+from benchmarks.tiny.english import ENGLISH, LARGEST, LEAD_WORDS
 
 DIGITS = tuple("0123456789")
 NAMES = tuple("ABCDEFGHIJ")
@@ -26,7 +26,7 @@ EVERY = (*VOCABULARY, *(word for word in ENGLISH if word not in VOCABULARY))
 _ID = {word: index for index, word in enumerate(EVERY)}
 PAD, EOS = _ID["<pad>"], _ID["<eos>"]
 MARK = _ID[MARKER]
-FILLER = frozenset(_ID[word] for word in WORDS)
+FILLER = frozenset(_ID[word] for word in (*WORDS, *LEAD_WORDS))
 NUMBERS = (*DIGITS, *map(str, range(10, LARGEST + 1)))
 VALUES = frozenset(_ID[word] for word in (*NUMBERS, *NAMES))
 
