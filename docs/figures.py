@@ -282,6 +282,17 @@ def of_two_tasks(stem: str, tasks: dict[str, str], labels: dict[str, str]) -> st
     return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
 
 
+def confirmation() -> str:
+    shares = {"parallel_2": "40 %", "parallel_2_rare": "20 %"}
+    of = {task: against_grpo("learning_success", task) for task in shares}
+    columns = [GAIN, "ahead in", "p"]
+    rows = [
+        [share, *(of[task]["fisher"][name] for name in columns), of[task]["blame"][GAIN]]
+        for task, share in shares.items()
+    ]
+    return table(" share of right demonstrations | `fisher` minus GRPO (95 %) | pairs ahead | p | oracle ", rows)
+
+
 def levels() -> str:
     """A row for each level of each factor of the two plans that has trainings of several models."""
     found = {}
@@ -472,7 +483,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity, candidates, marks, continuation, learning, collapse, decision_recall, through_verl, explored, paper,
-        vocabulary, rivals, contrasts, levels,
+        vocabulary, rivals, contrasts, confirmation, levels,
         run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
         architectures,
         one_gpu,
