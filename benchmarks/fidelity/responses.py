@@ -85,7 +85,7 @@ def task_sources(tasks: Sequence[str], models: int, responses: int, seed: int, p
 
 def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) -> Source:
     task = TASKS[name]
-    model = warm_model(name, number, progress=progress)
+    model = warm_model(name, number, progress)
     generator = torch.Generator().manual_seed(seed)
     problems = task.problems(10**6 + seed)
     responses: list[Response] = []

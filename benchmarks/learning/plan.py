@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from benchmarks.learning.tasks import TASKS, Shown, WideChain
 from benchmarks.learning.training import ORACLES, SPARE, Credit, Run
-from benchmarks.learning.warm_start import SIZES
 from oar_plugin.config import OarConfigError
 
 PLANS = Path(__file__).parent / "plans"
@@ -40,7 +39,6 @@ class Setting:
     """
 
     task: str
-    size: str = Run.size
     prompts: Annotated[int, Field(ge=1)] = Run.prompts
     copies: Annotated[int, Field(ge=2)] = Run.copies
     flips: Annotated[float, Field(ge=0, lt=0.5)] = Run.flips
@@ -48,7 +46,7 @@ class Setting:
     earlier: str | None = None
 
     def run(self, credit: Credit, lr: float, warm: int, seed: int, steps: int) -> Run:
-        settings = {name: getattr(self, name) for name in ("task", "size", "prompts", "copies", "flips")}
+        settings = {name: getattr(self, name) for name in ("task", "prompts", "copies", "flips")}
         return Run(**settings, credit=credit, lr=lr, warm=warm, seed=seed, steps=steps)
 
     @property
@@ -137,8 +135,6 @@ def _plan(name: str, values: Any) -> Plan:
     tasks = [setting.task for setting in plan.settings.values()]
     if unknown := set(tasks) - set(TASKS):
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")
-    if unknown := {setting.size for setting in plan.settings.values()} - {*SIZES, ""}:
-        raise ValueError(f"size: {', '.join(sorted(unknown))}; allowed: {', '.join(SIZES)}")
     if plan.through_verl and (wide := [task for task in tasks if isinstance(TASKS[task], WideChain)]):
         raise ValueError(f"tasks: {', '.join(wide)}: its further words have no tokenizer that verl could use")
     if BASELINE not in plan.methods:

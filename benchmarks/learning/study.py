@@ -90,8 +90,8 @@ def records(
         train = _train_through_verl if plan.through_verl else _train
         spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         with ProcessPoolExecutor(settings.workers, spawn, _begin) as pool:
-            starts = sorted({(run.warm, run.task, run.size) for run in missing.values()})
-            _all(pool, [pool.submit(_taught, task, warm, size) for warm, task, size in starts], "warm models", progress)
+            starts = sorted({(run.warm, run.task) for run in missing.values()})
+            _all(pool, [pool.submit(_taught, task, warm) for warm, task in starts], "warm models", progress)
             _all(pool, [pool.submit(train, run, file) for file, run in missing.items()], "trainings", progress)
     return [(name, read(file)) for name, _, file in wanted if file.exists()]
 
@@ -126,19 +126,19 @@ def _all(pool: ProcessPoolExecutor, futures: Sequence[Any], what: str, progress:
         raise
 
 
-def _taught(task: str, warm: int, size: str) -> None:
-    warm_model(task, warm, size)
+def _taught(task: str, warm: int) -> None:
+    warm_model(task, warm)
 
 
 def _train(run: Run, file: Path) -> None:
-    _keep(file, training.train(run, warm_model(run.task, run.warm, run.size)))
+    _keep(file, training.train(run, warm_model(run.task, run.warm)))
 
 
 def _train_through_verl(run: Run, file: Path) -> None:
     from benchmarks.learning import verl
 
     try:
-        record = verl.train(run, warm_model(run.task, run.warm, run.size), file.with_suffix("").resolve())
+        record = verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve())
     except SystemExit as ended:  # by a signal; the pool would go on with the next training
         os._exit(int(ended.code or 1))
     _keep(file, record)

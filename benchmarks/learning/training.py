@@ -96,7 +96,6 @@ class Run:
     lr: float
     warm: int  # number of the model that is trained on
     seed: int  # of problems, sampling and signs
-    size: str = ""  # of the model, a key of `warm_start.SIZES`; empty: the task's own
     steps: int = 40
     prompts: int = 16
     copies: int = 8
@@ -104,10 +103,9 @@ class Run:
 
     @property
     def setting(self) -> str:
-        """The task, and what is not as usual about its model, batches and rewards."""
-        size = f", {self.size}" if self.size else ""
+        """The task, and what is not as usual about its batches and rewards."""
         batch = f", {self.prompts} x {self.copies}" if (self.prompts, self.copies) != (Run.prompts, Run.copies) else ""
-        return self.task + size + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
+        return self.task + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
 
     @property
     def draw(self) -> int:

@@ -31,7 +31,7 @@ FORMAT = 1
 """Raised when training changes, so that models of an older version are not taken from disk."""
 HEAD = 32
 """The smallest head that vLLM serves on a CPU."""
-SIZES = {"0.1M": (64, 2), "0.5M": (128, 3), "1M": (160, 4), "3M": (224, 6), "10M": (320, 10)}
+SIZES = {"0.1M": (64, 2), "1M": (160, 4)}
 """Hidden size and layers."""
 BATCH, LEARNING_RATE, RAMP = 64, 3e-3, 30
 """The rate is that of a hidden size of 64; of another it is in inverse proportion."""
@@ -61,46 +61,30 @@ class StuckError(RuntimeError):
 
 
 @functools.cache
-def warm_weights(name: str, number: int, size: str = "", progress: Progress = lambda *_: None) -> dict[str, Tensor]:
+def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -> dict[str, Tensor]:
     """The state of model `number` of a task, trained now or kept in `$XDG_CACHE_HOME/oar_plugin` or `~/.cache/oar_plugin`.
-
-    `size`: a key of `SIZES`; empty: the task's own.
 
     Raises:
         StuckError: it did not learn the task.
     """
-    task, size = TASKS[name], size or TASKS[name].SIZE
+    task = TASKS[name]
     if isinstance(task, WideChain):
         chain = TASKS["chain"]
-        return widened(warm_model(chain.name, number, size, progress), chain, task.VOCAB, TAIL).state_dict()
-    recipe: list[Any] = [
-        FORMAT,
-        BATCH,
-        LEARNING_RATE,
-        RAMP,
-        LEARNED,
-        EVERY,
-        LONGEST,
-        IMITATION,
-        ENOUGH,
-        ASKED,
-        SIZES[size],
-        HEAD,
-    ]
-    recipe += SENTENCES if isinstance(task, Sentences) else ()
+        return widened(warm_model(chain.name, number, progress), chain, task.VOCAB, TAIL).state_dict()
+    recipe = [FORMAT, RAMP, IMITATION, ASKED, *_recipe(task), *SIZES[task.SIZE], HEAD]
     words = [FILLER_WEIGHT, VALUE_WEIGHT, EVERY_WORD[: task.VOCAB], type(task).__name__, task.FILLER]
     key = [asdict(task), number, recipe, words]
-    return kept_weights("learning", f"{name}-{size}-{number}", key, lambda: _taught(task, number, size, progress))
+    return kept_weights("learning", f"{name}-{number}", key, lambda: _taught(task, number, progress))
 
 
-def _new(seed: int, size: str, vocab: int) -> PreTrainedModel:
-    hidden, layers = SIZES[size]
+def _new(seed: int, task: Task, vocab: int) -> PreTrainedModel:
+    hidden, layers = SIZES[task.SIZE]
     return build_model(seed, hidden, layers, heads=hidden // HEAD, vocab=vocab)
 
 
-def _taught(task: Task, number: int, size: str, progress: Progress) -> PreTrainedModel:
+def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
     for attempt in range(ATTEMPTS):
-        model = _new(number + 1000 * attempt, size, task.VOCAB)
+        model = _new(number + 1000 * attempt, task, task.VOCAB)
         if teach(model, task, number, progress) and (
             not isinstance(task, Shown) or shown_is_used(model, task) >= ENOUGH
         ):
@@ -123,10 +107,10 @@ def shown_is_used(model: PreTrainedModel, task: Task) -> float:
     return sum(task.read(one, ids).right for one, ids in zip(asked, response_BR.tolist(), strict=True)) / ASKED
 
 
-def warm_model(name: str, number: int, size: str = "", progress: Progress = lambda *_: None) -> PreTrainedModel:
+def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:
     """A new copy of it; see `warm_weights`."""
-    weights = warm_weights(name, number, size, progress)
-    model = _new(number, size or TASKS[name].SIZE, len(weights["lm_head.weight"]))
+    weights = warm_weights(name, number, progress)
+    model = _new(number, TASKS[name], len(weights["lm_head.weight"]))
     model.load_state_dict(weights)
     return model
 

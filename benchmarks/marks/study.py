@@ -144,7 +144,7 @@ def rollouts(settings: Settings, progress: Progress) -> Iterator[tuple[str, int,
     for done, (task, number) in enumerate(pairs):
         progress(f"{task}, model {number}", done, len(pairs))
         model, problems, noise = (
-            warm_model(task, number, progress=progress),
+            warm_model(task, number, progress),
             random.Random(settings.seed),
             torch.Generator(),
         )

@@ -117,7 +117,7 @@ def test_the_command_writes_a_page(tmp_path, monkeypatch):
     monkeypatch.setattr(continuation, "continued", lambda *_: made)
     monkeypatch.setattr(study, "PROMPTS", 1)
     monkeypatch.setattr("benchmarks.learning.training.sample", written)
-    monkeypatch.setattr(study, "warm_model", lambda *_, **__: build_model(0, heads=2))
+    monkeypatch.setattr(study, "warm_model", lambda *_: build_model(0, heads=2))
     words = "marks --by continuation --tasks parallel --models 1 --batches 1 --out"
     assert main([*words.split(), str(tmp_path)]) == 0
     tables = json.loads((tmp_path / "continuation_cpu.json").read_text())["tables"]
