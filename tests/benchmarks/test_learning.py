@@ -568,17 +568,7 @@ def test_a_model_that_is_stuck_ends_the_study_with_its_words(bench, monkeypatch,
 
 
 def test_a_record_is_found_by_all_that_it_depends_on(tmp_path):
-    other = {
-        "task": "chain",
-        "lr": 1.0,
-        "warm": 1,
-        "seed": 1,
-        "steps": 3,
-        "prompts": 5,
-        "copies": 3,
-        "flips": 0.1,
-        "size": "1M",
-    }
+    other = {"task": "chain", "lr": 1.0, "warm": 1, "seed": 1, "steps": 3, "prompts": 5, "copies": 3, "flips": 0.1}
     changed = [replace(RUN, **{key: value}) for key, value in other.items()]
     credits = {"importance": "fisher", "gate": "spare", "tau": 0.5, "beta": 1.0, "floor": 0.2, "probe": "last"}
     credits |= {"warmup_steps": 1, "only": "boost"}
