@@ -1,7 +1,7 @@
 """Sentences of word problems and of their solutions; `benchmarks.learning.sentences` puts them together.
 
-A word or a mark is one token. `{who}` has things of the kind `{what}`, and `{other}` is somebody else. `{b}` of
-them come or go.
+A word or a mark is one token. `{who}` has things of the kind `{what}`, and `{other}` is somebody else. `{b}` of them
+come or go.
 """
 
 import itertools
@@ -17,7 +17,7 @@ START = (
     "There are {b} {what} on the desk of {who} .",
 )
 ON = "On {day}"
-"""In front of a change, and of the step that works it out: without it a small model does not learn where it is."""
+"""In front of a change, and of the step that works it out."""
 EVENTS = {
     "+": (
         "{who} buys {b} more {what} .",
