@@ -282,6 +282,29 @@ def of_two_tasks(stem: str, tasks: dict[str, str], labels: dict[str, str]) -> st
     return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
 
 
+def in_sentences() -> str:
+    names = {"`fisher` (default)": "fisher", "`decision`": "decision", "oracle: the wrong results are known": "blame"}
+    gained = against_grpo("learning_sentences", "sentences")
+    marked = [
+        {row["credit"]: row["sentences"] for row in tables_of("sentences/marks_cpu", title)}
+        for title in ("What is a result", "Which result is wrong")
+    ]
+    close = {
+        row["estimator"].removesuffix(" 1"): row for row in tables_of("sentences/fidelity_cpu", "Estimators against")
+    }
+    rows = [
+        [
+            label,
+            *(of.get(name, "") for of in marked),
+            close[name]["top 20 %"] if name in close else "",
+            gained[name][GAIN],
+        ]
+        for label, name in names.items()
+    ]
+    head = " credit | AUC of results | AUC of wrong results | overlap with exact OAR-P | mean reward minus GRPO's "
+    return table(head, rows) + f"\nGRPO's own mean reward: {gained['grpo']['mean reward']}.\n"
+
+
 def confirmation() -> str:
     shares = {"parallel_2": "40 %", "parallel_2_rare": "20 %"}
     of = {task: against_grpo("learning_success", task) for task in shares}
@@ -483,7 +506,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity, candidates, marks, continuation, learning, collapse, decision_recall, through_verl, explored, paper,
-        vocabulary, rivals, contrasts, confirmation, levels,
+        vocabulary, rivals, contrasts, in_sentences, confirmation, levels,
         run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
         architectures,
         one_gpu,

@@ -18,7 +18,7 @@ from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.scores import DELETED
 from benchmarks.fidelity.tables import GOALS, Findings
 from benchmarks.report import COLOURS, subplots
-from benchmarks.tiny.words import VOCABULARY, text
+from benchmarks.tiny.words import EVERY, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
 
@@ -75,7 +75,7 @@ def _article(task: str, response: Response, scores: Mapping[str, Tensor], names:
     own_T = response.segments_T != Segment.OUTSIDE
     segments_L, token_L = response.segments_T[own_T], response.token_T[own_T]
     reasoning_L = segments_L == Segment.REASONING
-    words = [VOCABULARY[token] for token in token_L]
+    words = [EVERY[token] for token in token_L]
 
     def line(name: str, weight_L: Tensor, importance_L: Tensor) -> str:
         tokens = _HTML.shaded(zip(words, weight_L.tolist(), importance_L.tolist(), segments_L.tolist(), strict=True))
