@@ -5,8 +5,8 @@ The defaults are the paper's (arXiv 2601.07408), except for importance and gate;
   has 0.55; nine models, `benchmarks/results/fidelity_cpu.md`).
 * `two_level` with tau 0.85: under `bi_level` one outlier makes the other weights nearly even
   (`benchmarks/results/gate_edges.md`).
-With both, small models learn faster than with GRPO where an answer lists two results; on other tasks no importance or gate was told
-apart from GRPO (`docs/evidence/studies.md`).
+With both, small models learn faster than with GRPO where an answer lists two results; on other tasks no importance or gate was
+told apart from GRPO (`docs/evidence/studies.md`).
 """
 
 import difflib
