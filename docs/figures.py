@@ -31,6 +31,12 @@ def table(head: str, rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(lines).replace("|  |", "| |") + "\n"
 
 
+def rows_of(stem: str, start: str) -> list[dict[str, str]]:
+    """The rows of the table whose title starts so."""
+    (rows,) = (rows for title, rows in load(stem)["tables"].items() if title.startswith(start))
+    return list(rows)
+
+
 # ---- fidelity and marks
 
 
@@ -48,14 +54,12 @@ def fidelity() -> str:
         "`span_masking`": "span_masking",
         "random": "random",
     }
-    rows = {row["estimator"]: row for row in load("fidelity_cpu")["tables"]["Estimators against exact OAR-P (float32)"]}
+    rows = {row["estimator"]: row for row in rows_of("fidelity_cpu", "Estimators against exact OAR-P")}
     columns = "top 20 %", "Spearman", "causal recall", "forward", "backward", "top 20 %, bfloat16"
     head = " importance | overlap | Spearman | causal tokens recalled | forwards | backwards | overlap in bf16 "
-    count = load("fidelity_cpu")["notes"][0].split(",")[0]
-    return (
-        table(head, ([label, *(rows[name][column] for column in columns)] for label, name in names.items()))
-        + f"\n{count}.\n"
-    )
+    count = f"{load('fidelity_cpu')['notes'][0].split(',')[0]} of {len(load('fidelity_cpu')['runs']['models'])} models."
+    lines = ([label, *(rows[name][column] for column in columns)] for label, name in names.items())
+    return f"{table(head, lines)}\n{count}\n"
 
 
 def candidates() -> str:
@@ -116,7 +120,7 @@ TASKS = ("chain", "parallel", "chain_quiet")
 
 def against_grpo(stem: str, task: str) -> dict[str, Any]:
     """Method -> its row in the comparison with GRPO on a task."""
-    return {row["method"]: row for row in load(stem)["tables"][f"{task}: mean reward over the run, against GRPO"]}
+    return {row["method"]: row for row in rows_of(stem, f"{task}: mean reward over the run, against GRPO")}
 
 
 def gain(stem: str, task: str, method: str) -> str:
@@ -253,7 +257,7 @@ def contrasts() -> str:
         paid = [
             row
             for task in tasks
-            for row in tables_of("learning_contrast", f"{task}: mean weights")
+            for row in rows_of("learning_contrast", f"{task}: mean weights")
             if row["method"] == name
         ]
         rows.append(
@@ -263,16 +267,10 @@ def contrasts() -> str:
     return f"{found}\n{table(f' mean weights |{head}'.removesuffix('|'), rows)}"
 
 
-def tables_of(stem: str, start: str) -> list[dict[str, str]]:
-    """The rows of the table whose title starts so."""
-    (rows,) = (rows for title, rows in load(stem)["tables"].items() if title.startswith(start))
-    return list(rows)
-
-
 def of_two_tasks(stem: str, tasks: dict[str, str], labels: dict[str, str]) -> str:
     def cells(name: str, task: str) -> list[str]:
         row = against_grpo(stem, task)[name]
-        (cost,) = (row for row in tables_of(stem, f"{task}: gain at equal cost") if row["method"] == name)
+        (cost,) = (row for row in rows_of(stem, f"{task}: gain at equal cost") if row["method"] == name)
         gained = f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN]
         return [gained, cost["at equal FLOPs"].split()[0], row["fell apart"]]
 
@@ -286,11 +284,11 @@ def in_sentences() -> str:
     names = {"`fisher` (default)": "fisher", "`decision`": "decision", "oracle: the wrong results are known": "blame"}
     gained = against_grpo("learning_sentences", "sentences")
     marked = [
-        {row["credit"]: row["sentences"] for row in tables_of("sentences/marks_cpu", title)}
+        {row["credit"]: row["sentences"] for row in rows_of("sentences/marks_cpu", title)}
         for title in ("What is a result", "Which result is wrong")
     ]
     close = {
-        row["estimator"].removesuffix(" 1"): row for row in tables_of("sentences/fidelity_cpu", "Estimators against")
+        row["estimator"].removesuffix(" 1"): row for row in rows_of("sentences/fidelity_cpu", "Estimators against")
     }
     rows = [
         [

@@ -11,7 +11,7 @@ Reported for each estimator:
   forward, backward    passes through the layers, counted; and seconds over those of one plain forward
 
 examples:
-  python -m benchmarks fidelity --tasks parallel --models 1 --responses 16       a first look
+  python -m benchmarks fidelity --tasks parallel --models 1 --responses 16      a first look
   python -m benchmarks fidelity --out DIR                                       all tasks, three models each
   python -m benchmarks fidelity --also my_estimators.py                         with estimators of yours
   python -m benchmarks fidelity --marked FILE --model FOLDER                    on responses that people have marked

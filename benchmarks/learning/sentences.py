@@ -24,7 +24,7 @@ from benchmarks.tiny.english import (
     START,
     THINGS,
 )
-from benchmarks.tiny.tasks import Problem, Step, Task
+from benchmarks.tiny.tasks import Problem, Step, Task, summed
 from benchmarks.tiny.words import EOS, EVERY, MARKER, PAD, encode
 
 _ASIDE = 0.25
@@ -82,6 +82,10 @@ class Sentences(Task):
                 value = rng.choice(near)
             steps.append(Step(tuple(said.split()), (str(value),)))
         return steps, [str(value)]
+
+    def result_of(self, problem: Problem, words: Sequence[str], at: int) -> str | None:
+        total = summed(words[max(0, at - 4) : at - 1])
+        return None if total is None else str(total)
 
     def demonstration(
         self, problem: Problem, rng: random.Random, error_rate: float, filler: tuple[int, int] | None = None

@@ -26,47 +26,24 @@ from typing import Any, ClassVar
 
 from benchmarks.learning.sentences import Sentences
 from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
-from benchmarks.tiny.words import DIGITS, EVERY, MARK, NAMES, NUMBERS, VOCABULARY, WORDS, encode
+from benchmarks.tiny.words import DIGITS, MARK, NAMES, VOCABULARY, WORDS, encode
 
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
 BLANK = "/"
 _SUM = "+-"
-_ZERO, _NAME, _HMM = encode(["0", "A", "hmm"])
+(_HMM,) = encode(["hmm"])
 
 
 def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading: Reading) -> tuple[int, ...]:
     """Positions of the results that do not follow from what stands before them in their own step."""
-    if isinstance(task, Sentences):
-        said = [EVERY[token] for token in response]
-        return tuple(at for at in reading.causal if str(_summed(said[max(0, at - 4) : at - 1])) != said[at])
-    lookup = isinstance(task, OrderedLookup)
-    right, words = _looked_up if lookup else _computed, known(response)
-    return tuple(at for at in reading.causal if right(problem, words, at) != words[at] - _ZERO)
+    words = task.said(response)
+    return tuple(at for at in reading.causal if task.result_of(problem, words, at) != words[at])
 
 
 def known(response: Sequence[int]) -> list[int]:
     """The response in words of the task: any other word of a wide vocabulary reads as filler."""
     return [token if token < len(VOCABULARY) else _HMM for token in response]
-
-
-def _computed(_: Problem, response: Sequence[int], at: int) -> int | None:
-    total = _summed([VOCABULARY[token] for token in response[max(0, at - 4) : at - 1]])
-    return None if total is None else total % 10
-
-
-def _summed(words: Sequence[str]) -> int | None:
-    """The value of `a + b` or `a - b`; None for other words."""
-    if len(words) != 3 or words[1] not in _SUM or not {words[0], words[2]} <= {*NUMBERS}:
-        return None
-    a, op, b = words
-    return int(a) + int(b) if op == "+" else int(a) - int(b)
-
-
-def _looked_up(problem: Problem, response: Sequence[int], at: int) -> int | None:
-    _, table = problem.content
-    line = response[at - 1] - _NAME
-    return int(table[line]) if 0 <= line < len(table) else None
 
 
 def _named(steps: Sequence[Step]) -> list[Step]:
@@ -158,6 +135,11 @@ class OrderedLookup(Task):
             here = there
         return steps, [str(here)]
 
+    def result_of(self, problem: Problem, words: Sequence[str], at: int) -> str | None:
+        _, table = problem.content
+        line = NAMES.index(words[at - 1]) if words[at - 1] in NAMES else len(table)
+        return str(table[line]) if line < len(table) else None
+
     def read(self, problem: Problem, response: Sequence[int]) -> Reading:
         found = super().read(problem, response)
         digits = tuple(at for at in found.causal if VOCABULARY[response[at]] in DIGITS)
@@ -179,6 +161,9 @@ class WideChain(NamedChain):
 
     def read(self, problem: Problem, response: Sequence[int]) -> Reading:
         return super().read(problem, known(response))
+
+    def said(self, response: Sequence[int]) -> list[str]:
+        return super().said(known(response))
 
 
 TASKS: dict[str, Task] = {

@@ -143,11 +143,7 @@ def rollouts(settings: Settings, progress: Progress) -> Iterator[tuple[str, int,
     pairs = [(task, number) for task in settings.tasks for number in range(settings.models)]
     for done, (task, number) in enumerate(pairs):
         progress(f"{task}, model {number}", done, len(pairs))
-        model, problems, noise = (
-            warm_model(task, number, progress),
-            random.Random(settings.seed),
-            torch.Generator(),
-        )
+        model, problems, noise = warm_model(task, number, progress), random.Random(settings.seed), torch.Generator()
         for batch in range(settings.batches):
             noise.manual_seed(settings.seed * settings.batches + batch)
             yield task, number, model, roll_out(model, TASKS[task], problems, noise, PROMPTS, COPIES)

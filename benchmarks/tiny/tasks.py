@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.tiny.words import EOS, MARK, MARKER, VALUES, VOCABULARY, WORDS, encode, pieces
+from benchmarks.tiny.words import EOS, EVERY, MARK, MARKER, NUMBERS, VALUES, VOCABULARY, WORDS, encode, pieces
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 
 _FINDER = make_finder(("hash",))
@@ -114,6 +114,14 @@ class Task(ABC):
         problem = self.problem(rng)
         return problem.prompt, self.demonstration(problem, rng, self.error_rate, filler)
 
+    def said(self, response: Sequence[int]) -> list[str]:
+        return [EVERY[token] for token in response]
+
+    def result_of(self, problem: Problem, words: Sequence[str], at: int) -> str | None:
+        """What the result at `at` ought to be by what stands before it in its own step; None: nothing follows."""
+        total = summed(words[max(0, at - 4) : at - 1])
+        return None if total is None else str(total % 10)
+
     def read(self, problem: Problem, response: Sequence[int]) -> Reading:
         """Find the answer, as the package does in any text, and the results by what stands before them."""
         ids = list(response)
@@ -133,6 +141,14 @@ class Task(ABC):
             else:
                 in_results = token == equals
         return Reading(len(ids), ended, segments, right, tuple(causal))
+
+
+def summed(words: Sequence[str]) -> int | None:
+    """The value of `a + b` or `a - b`; None for other words."""
+    if len(words) != 3 or words[1] not in ("+", "-") or not {words[0], words[2]} <= {*NUMBERS}:
+        return None
+    a, op, b = words
+    return int(a) + int(b) if op == "+" else int(a) - int(b)
 
 
 class Parallel(Task):

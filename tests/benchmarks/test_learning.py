@@ -397,6 +397,13 @@ def test_a_model_that_is_stuck_says_so_and_a_taught_one_is_kept(quick, tmp_path,
         next(again.parameters()).zero_()
     assert torch.equal(flat(first), flat(warm_start.warm_model("parallel", 0))), "a copy of its own"
 
+    monkeypatch.setattr(warm_start, "teach", lambda *_: [1])
+    quick([1.0] * 2)
+    warm_start.warm_model("parallel", 1)
+    monkeypatch.setitem(TASKS, "parallel", replace(TASKS["parallel"], error_rate=0.5))
+    warm_start.warm_model("parallel", 0)
+    assert len(list(tmp_path.rglob("*.pt"))) == 3, "another number and another task are taught"
+
 
 # ---- plans
 
