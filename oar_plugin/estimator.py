@@ -12,7 +12,8 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status, measured, summarize
 from oar_plugin.credit.gate import kept_total, relative
-from oar_plugin.passes.request import IMPORTANCE, MEASURES, SEGMENTS, STATUS, WEIGHTS, Request
+from oar_plugin.credit.importance import Importance
+from oar_plugin.passes.request import IMPORTANCE, MEASURES, SEGMENTS, STATUS, WEIGHTS
 
 logger = logging.getLogger("oar_plugin")
 
@@ -39,7 +40,11 @@ def reshape(
 
 
 def weigh(
-    importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, settings: OarConfig | Request
+    importance_BL: Tensor,
+    reasoning_BL: Tensor,
+    status_B: Tensor,
+    config: OarConfig,
+    importance: Importance | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and what `measured` returns, `[B, 4]`.
 
@@ -54,20 +59,18 @@ def weigh(
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
 
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
-    gate = settings.gate_object
-    if settings.importance_object.arbitrary_scale and not gate.order_only:
+    gate = config.gate_object
+    if (importance or config.importance_object).arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
     # A response on which a user's gate or importance fails must not spoil the batch. An actor that raised would leave the other
     # ranks waiting for it.
     try:
-        weight_BL = gate.weights(importance_BL, usable_BL, settings.quantile, settings.beta, settings.floor).float()
+        weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor).float()
         kept_B = kept_total(weight_BL, usable_BL)
     except Exception:
-        if settings.gate not in _FAILED:
-            logger.exception(
-                "algorithm.oar.gate=%s raised; the responses of its batch fall back to GRPO", settings.gate
-            )
-        _FAILED.add(settings.gate)
+        if config.gate not in _FAILED:
+            logger.exception("algorithm.oar.gate=%s raised; the responses of its batch fall back to GRPO", config.gate)
+        _FAILED.add(config.gate)
         weight_BL, kept_B = torch.ones_like(importance_BL), torch.zeros_like(scored_B)
     bad_B = (status_B == Status.SCORED) & ~kept_B
     status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
@@ -77,9 +80,13 @@ def weigh(
 
 
 def weigh_rows(
-    importance: Sequence[Tensor], segments: Sequence[Tensor], status_B: Tensor, settings: OarConfig | Request
+    importance: Sequence[Tensor],
+    segments: Sequence[Tensor],
+    status_B: Tensor,
+    config: OarConfig,
+    kind: Importance | None = None,
 ) -> dict[str, list[Tensor]]:
-    """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`.
+    """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`, `kind` the importance of `weigh`.
 
     Returns the fields of an actor's answer (`passes.request`), without `SECONDS`: one tensor per response.
     """
@@ -89,7 +96,9 @@ def weigh_rows(
     if scored:  # others may have no tokens
         importance_SL, segments_SL = (pad_sequence([rows[i] for i in scored], True) for rows in (importance, segments))
         reasoning_SL = segments_SL == Segment.REASONING
-        weight_SL, status_B[scored], measure_B4[scored] = weigh(importance_SL, reasoning_SL, status_B[scored], settings)
+        weight_SL, status_B[scored], measure_B4[scored] = weigh(
+            importance_SL, reasoning_SL, status_B[scored], config, kind
+        )
         for row, weight_L in zip(scored, weight_SL, strict=True):
             weights[row] = weight_L[: len(weights[row])]
     return {

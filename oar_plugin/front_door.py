@@ -7,6 +7,7 @@ import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
+from oar_plugin.passes.plain import in_eval_mode, log_probs
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
@@ -171,7 +173,7 @@ def importance(
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
     batch = PaddedBatch(token_BL, mask_BL, mask_BL & (own_BL.cumsum(-1) > 0), own_BL)
     if segments_BL is None:
-        segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request, contexts)
+        segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request)
     else:
         _check(segments_BL.shape == token_BL.shape, _shape("segments", segments_BL), f"must be {tuple(token_BL.shape)}")
         known = ", ".join(f"{segment.name} {int(segment)}" for segment in Segment)
@@ -179,7 +181,12 @@ def importance(
         _check(not wrong, f"segments hold {wrong[:1]}", f"allowed: {known}")
         segments_BL, status_B = _checked_segments(segments_BL)
     segments_BL = segments_BL.to(torch.int8)
-    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens, contexts=contexts)
+    if contexts is None:
+        importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
+    else:
+        with in_eval_mode(model):
+            run = partial(log_probs, model, temperature=temperature, max_tokens=max_tokens)
+            importance_BL = credit.contrast(batch, contexts, segments_BL, status_B, run)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
     return Credit(
@@ -276,11 +283,10 @@ def _contexts(
             f"prompts (texts or chats), truths and advantages, the tokenizer, and no segments; at fault: {', '.join(wrong)}"
         )
     sources = [
-        PromptSource(prompt, ids[~own].tolist(), ids[own].tolist(), truth, sign)
+        PromptSource(prompt, ids[~own], ids[own], own[own], truth, sign) if sign else None
         for (ids, own), prompt, truth, sign in zip(rows, prompts, truths, sign_B.tolist(), strict=True)
     ]
-    prompts_of = ContextPrompts(credit.config, credit.tokenizer).prompts(sources)
-    return Contexts(prompts_of, sign_B, longest_of(model.config))
+    return ContextPrompts(credit.config, credit.tokenizer).contexts(sources, longest_of(model.config))
 
 
 def _check(holds: bool, what: str, wanted: str) -> None:

@@ -6,7 +6,7 @@ actors compute importance and weights (`oar_plugin.hosts.verl.importance_pass`, 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,8 +24,8 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.estimator import weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
-from oar_plugin.passes.contexts import Contexts
-from oar_plugin.passes.plain import batch_importance, contrasted, in_eval_mode
+from oar_plugin.passes.contexts import Contexts, LogProbs
+from oar_plugin.passes.plain import batch_importance, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
@@ -133,16 +133,19 @@ class TokenCredit:
             temperature: the sampling temperature of the responses.
             importance_only: compute no log-probs and no entropy for the host.
         """
-        longest = max_response_length or sys.maxsize
-        return Request.from_config(self.config, step, longest, importance_only, self._replacement, temperature)
+        return Request.of_step(
+            self.config,
+            step,
+            max_response_length=max_response_length or sys.maxsize,
+            temperature=temperature,
+            importance_only=importance_only,
+            replacement_token=self._replacement,
+        )
 
-    def segments(
-        self, batch: PaddedBatch, needed_B: Tensor, request: Request, contexts: Contexts | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def segments(self, batch: PaddedBatch, needed_B: Tensor, request: Request) -> tuple[Tensor, Tensor]:
         """Finds the answer of each response. The model's own tokens before the answer are its reasoning.
 
-        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored, and neither are
-        responses without `contexts`, which an importance with contexts needs.
+        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored.
 
         Returns:
             A `Segment` per token, int8 `[B, L]`, and a `Status` per response, int64 `[B]`, on the batch's device. In a response
@@ -155,13 +158,7 @@ class TokenCredit:
             for (_, token_L, own_L), needed in zip(batch.responses, needed_B.tolist(), strict=True)
         )
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
-        if contexts is not None:
-            contexts.check(parts, status_B)
-        segments_BL = torch.full(batch.response_BL.shape, int(Segment.OUTSIDE), dtype=torch.int8)
-        for segments_L, (span, *_), part in zip(segments_BL, batch.responses, parts, strict=True):
-            segments_L[span] = part
-        device = batch.response_BL.device
-        return segments_BL.to(device), status_B.to(device)
+        return _columns(batch, parts, int(Segment.OUTSIDE), torch.int8), status_B.to(batch.response_BL.device)
 
     def importance(
         self,
@@ -173,7 +170,6 @@ class TokenCredit:
         max_tokens: int,
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
-        contexts: Contexts | None = None,
     ) -> Tensor:
         """Returns the importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
 
@@ -185,7 +181,6 @@ class TokenCredit:
             max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
             max_over_ranks: takes a count, returns the maximum of this count over all ranks.
             checkpoint_activations: recompute activations in the backward, to save memory.
-            contexts: those that `segments` got.
 
         Raises:
             UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
@@ -194,21 +189,31 @@ class TokenCredit:
         before = batch.prompt_columns
         segments_BT = pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE))
         with in_eval_mode(model), torch.enable_grad():
-            rows = batch.token_BT, segments_BT, batch.mask_BT
-            run = partial(
-                batch_importance,
+            importance_BT = batch_importance(
                 model,
                 request,
-                max_tokens=max_tokens,
+                batch.token_BT,
+                segments_BT,
+                batch.mask_BT,
+                max_tokens,
                 checkpoint_activations=checkpoint_activations,
                 max_over_ranks=max_over_ranks,
             )
-            if contexts is None:
-                importance_BT = run(*rows)
-            else:
-                lengths = batch.response_BL.sum(-1).tolist()
-                importance_BT = contrasted(run, request.importance_object, rows, contexts, lengths)
         return importance_BT[:, before:]
+
+    def contrast(
+        self, batch: PaddedBatch, contexts: Contexts, segments_BL: Tensor, status_B: Tensor, log_probs: LogProbs
+    ) -> Tensor:
+        """`importance` of an importance with contexts. Responses to score that have none get another status, in place.
+
+        All ranks of a sharded model must call this method. `log_probs` is the host's own log-prob pass.
+        """
+        spans, state_B = [span for span, *_ in batch.responses], status_B.cpu()
+        segments = [row[span] for row, span in zip(segments_BL.cpu(), spans, strict=True)]
+        importance = contexts.importance(self.config.importance_object, segments, state_B, log_probs)
+        segments_BL.copy_(_columns(batch, segments, int(Segment.OUTSIDE), torch.int8))
+        status_B.copy_(state_B)
+        return _columns(batch, importance, 0, torch.float32)
 
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
@@ -317,3 +322,11 @@ class TokenCredit:
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):
                 responses = [record_of[uid] for _, uid, *_ in chosen if uid in record_of]
                 self.dumps.write(self.header(), reshaped.step, responses)
+
+
+def _columns(batch: PaddedBatch, rows: Sequence[Tensor], fill: int, dtype: torch.dtype) -> Tensor:
+    """A value for each token of a batch's responses, `[B, L]` on its device; `fill` at other columns."""
+    value_BL = torch.full(batch.response_BL.shape, fill, dtype=dtype)
+    for value_L, (span, *_), row in zip(value_BL, batch.responses, rows, strict=True):
+        value_L[span] = row
+    return value_BL.to(batch.response_BL.device)

@@ -15,7 +15,6 @@ from oar_plugin.config import GROUPS, OarConfig
 from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.importance import IMPORTANCES, Parts, Rows
 from oar_plugin.credit.importance.check import problems
-from oar_plugin.passes.request import Request
 from tests.default_yaml import FILE, MADE, shown
 from tests.own_importance import Saliency
 
@@ -72,8 +71,6 @@ def test_what_can_be_called_without_a_configuration_has_its_defaults():
         defaults = {name: p.default for name, p in inspect.signature(gate.function).parameters.items()}
         known = {"tau": gate.tau, "beta": config.beta, "floor": config.floor}
         assert list(defaults.items())[2:] == [(name, known[name]) for name in gate.settings]
-    request = Request(config.importance)
-    assert (request.probe, request.sigma, request.num_draws) == (config.probe, config.sigma, config.num_draws)
     assert Rows.sigma == Parts.sigma == config.sigma
 
 

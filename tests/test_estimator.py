@@ -154,14 +154,14 @@ def test_rows_that_ranks_weigh_for_themselves_get_the_weights_of_the_whole_padde
     segments = [torch.where(torch.arange(len(row)) < len(row) - 1, 1, 2) for row in importance]
     statuses = [Status.SCORED if row % 3 else Status(row // 3 % len(Status)) for row in range(len(importance))]
     status_B = torch.tensor(statuses).masked_fill(torch.arange(400) == 0, Status.NO_REASONING)
-    request = Request.from_dict(Request.from_config(OarConfig(gate=gate), step=1, max_response_length=400).to_dict())
+    config = Request.from_dict(Request.of_step(OarConfig(gate=gate), step=1).to_dict()).config
     one, segment_BL = pad_sequence(importance, True), pad_sequence(segments, True)
     whole = reshape(torch.ones_like(one), one, segment_BL == Segment.REASONING, status_B, OarConfig(gate=gate))
     assert {Status.CONSTANT, Status.NON_FINITE, *statuses} == {*whole.status_B.tolist()}
     status_of_parts, measure_B4 = torch.zeros_like(status_B), torch.zeros(400, 4)
     for rank in range(7):
         rows = slice(rank, None, 7)
-        answer = weigh_rows(importance[rows], segments[rows], status_B[rows], request)
+        answer = weigh_rows(importance[rows], segments[rows], status_B[rows], config)
         status_of_parts[rows], measure_B4[rows] = torch.cat(answer[STATUS]), torch.stack(answer[MEASURES])
         weights = zip(answer[WEIGHTS], whole.weight_BL[rows], strict=True)
         assert all(weight_L.equal(w_L[: len(weight_L)]) for weight_L, w_L in weights)

@@ -1,12 +1,13 @@
 """Contexts: the same responses after prompts that show an answer, the right one or a wrong one (`Importance.contexts`).
 
-The trainer makes the prompts, because it has the tokenizer; whoever runs the model gets tokens only. A prompt is the host's,
+A contrast needs log-probs alone. So the trainer, which has the tokenizer, makes the prompts, calls the host's own log-prob pass
+once more for each context, and makes the importance of the results. The actor only finds the answers. A prompt is the host's,
 with `algorithm.oar.context.template` in place of the last user message. If the host's chat template does not return the
 response's own prompt without the answer, the two would differ in more than the answer, and the response falls back to GRPO.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -22,59 +23,98 @@ from oar_plugin.credit.importance.base import Importance, Shown
 from oar_plugin.passes.segments import warn_once
 from oar_plugin.passes.tokens import TokenBytes
 
-NO_PROMPT = -1
-"""The only token of a prompt that could not be made. (A row without tokens does not travel well.)"""
+LogProbs = Callable[[Sequence[tuple[Tensor, Tensor]]], Sequence[Tensor]]
+"""One log-prob pass of the host's: takes the tokens of prompt and response of each row of a batch, int64, returns the
+log-probs of the responses' tokens, `[L]` each, at the sampling temperature. All ranks of a sharded model must call it."""
 
-
-@dataclass(frozen=True)
-class Contexts:
-    """The contexts of B responses."""
-
-    prompts: Mapping[Shown, Sequence[Tensor]]  # by what is shown: the tokens of each response's prompt, int64
-    sign_B: Tensor  # int64, the sign of each response's advantage
-    longest: int  # most tokens of a prompt and its response together
-
-    def check(self, segments: Sequence[Tensor], status_B: Tensor) -> None:
-        """Responses to score that have no contexts get a status that says why, and all their tokens OUTSIDE. In place.
-
-        `segments` has a `Segment` per token of each response.
-        """
-        for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist():
-            prompts = [of_shown[row] for of_shown in self.prompts.values()]
-            if not self.sign_B[row] or any(int(prompt[0]) == NO_PROMPT for prompt in prompts):
-                status_B[row] = Status.NO_CONTEXT
-            elif max(map(len, prompts)) + len(segments[row]) > self.longest:
-                status_B[row] = Status.CONTEXT_TOO_LONG
-            else:
-                continue
-            segments[row].fill_(int(Segment.OUTSIDE))
+NOTHING = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+"""Prompt and response of a row that is not scored: it costs nothing, and the batch keeps the number of rows that ranks need."""
 
 
 class PromptSource(NamedTuple):
     """What the prompts of a response's contexts are made of."""
 
     prompt: Any  # the host's: a text, or a list of messages
-    prompt_ids: list[int]  # its tokens
-    own_ids: list[int]  # the response's own tokens, without those that a tool wrote
+    prompt_L: Tensor  # its tokens, int64
+    response_L: Tensor  # the response's tokens, int64
+    own_L: Tensor  # bool, false at tokens that a tool wrote
     truth: object  # the right answer: a text or a number
-    sign: int  # of the advantage; 0: the response is not scored
+    sign: int  # of the advantage, -1 or 1
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The contexts of B responses. A response without a source is not scored."""
+
+    sources: Sequence[PromptSource | None]
+    prompts: Mapping[
+        Shown, Sequence[Tensor | None]
+    ]  # by what is shown: each response's prompt, int64; None: there is none
+    longest: int  # most tokens of a prompt and its response together
+
+    def importance(
+        self,
+        importance: Importance,
+        segments: Sequence[Tensor],
+        status_B: Tensor,
+        log_probs: LogProbs,
+        own: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Importance of each response token, float32 `[L]` per response.
+
+        Responses to score that have no contexts get a status that says why, and all their tokens OUTSIDE, in place.
+
+        Args:
+            segments: a `Segment` per token of each response.
+            log_probs: the host's pass.
+            own: log-probs of the responses after their own prompts. None: from `log_probs`.
+        """
+        self._check(segments, status_B)
+        scored = {row: source for row, source in enumerate(self.sources) if source and status_B[row] == Status.SCORED}
+
+        def run(prompts: Sequence[Tensor | None]) -> Sequence[Tensor]:
+            pairs = [NOTHING] * len(prompts)
+            for row, source in scored.items():
+                prompt_L = prompts[row]
+                assert prompt_L is not None
+                pairs[row] = prompt_L, source.response_L
+            return log_probs(pairs)
+
+        found = {shown: run(prompts) for shown, prompts in self.prompts.items()}
+        if "own" not in found:
+            found["own"] = run([source and source.prompt_L for source in self.sources]) if own is None else own
+        result = [torch.zeros(len(segments_L)) for segments_L in segments]
+        for row, source in scored.items():
+            log_prob_L = {shown: rows[row] for shown, rows in found.items()}
+            result[row] = _contrast(importance, log_prob_L, source.sign, segments[row])
+        return result
+
+    def _check(self, segments: Sequence[Tensor], status_B: Tensor) -> None:
+        for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist():
+            prompts = [of_shown[row] for of_shown in self.prompts.values()]
+            lengths = [len(prompt) for prompt in prompts if prompt is not None]
+            if len(lengths) < len(prompts):
+                status_B[row] = Status.NO_CONTEXT
+            elif max(lengths) + len(segments[row]) > self.longest:
+                status_B[row] = Status.CONTEXT_TOO_LONG
+            else:
+                continue
+            segments[row].fill_(int(Segment.OUTSIDE))
+
+
+def _contrast(importance: Importance, log_prob_L: Mapping[Shown, Tensor], sign: int, segments_L: Tensor) -> Tensor:
+    """`Importance.contrast` at reasoning tokens, float32 `[L]`, 0 elsewhere. If it raises: NaN, which falls back to GRPO."""
+    try:
+        contrast_L = importance.contrast(log_prob_L, sign).float().cpu().reshape(segments_L.shape)
+    except Exception:
+        warn_once(f"importance={importance.name}: contrast raised")
+        contrast_L = torch.full(segments_L.shape, torch.nan)
+    return torch.where(segments_L == Segment.REASONING, contrast_L, 0.0)
 
 
 def longest_of(config: Any) -> int:
     """Most tokens of a sequence that a model with this configuration has positions for."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
-def contrast_of(
-    importance: Importance, own_L: Tensor, shown: Mapping[Shown, Tensor], sign: int, segments_L: Tensor
-) -> Tensor:
-    """`Importance.contrast` at reasoning tokens, float32 `[L]`, 0 elsewhere. If it raises: NaN, which falls back to GRPO."""
-    try:  # an actor that raised would leave the other ranks waiting for it
-        contrast_L = importance.contrast(own_L, shown, sign).float().reshape(own_L.shape)
-    except Exception:
-        warn_once(f"importance={importance.name}: contrast raised")
-        contrast_L = torch.full_like(own_L, torch.nan)
-    return torch.where(segments_L == Segment.REASONING, contrast_L, 0.0)
 
 
 class ContextPrompts:
@@ -89,29 +129,31 @@ class ContextPrompts:
         """Special tokens, without the one of an unknown character, which any text may have."""
         return TokenBytes(self._tokenizer).special - {self._tokenizer.unk_token_id}
 
-    def prompts(self, rows: Iterable[PromptSource]) -> dict[Shown, list[Tensor]]:
-        """By what is shown: the tokens of each response's prompt, int64; `NO_PROMPT` if there is none. Raises nothing."""
-        made: dict[Shown, list[Tensor]] = {shown: [] for shown in self._config.contexts}
+    def contexts(self, sources: Sequence[PromptSource | None], longest: int) -> Contexts:
+        """The contexts of some responses. Raises nothing: a prompt that cannot be made is None."""
+        made: dict[Shown, list[Tensor | None]] = {shown: [] for shown in self._config.contexts}
         # Siblings share a prompt and its right answer.
         ways, known = dict[tuple[int, ...], bool | None](), dict[tuple[tuple[int, ...], str], list[int]]()
-        for row in rows:
-            truth, ids = _text(row.truth), (*row.prompt_ids,)
+        for source in sources:
+            truth, ids = ("", ()) if source is None else (_text(source.truth), (*source.prompt_L.tolist(),))
             for shown, prompts in made.items():
                 tokens = None
                 try:
-                    answer = truth if shown == "truth" or not truth else self._wrong_answer(row, truth)
-                    if answer and (ids, answer) not in known:
-                        ways[ids] = ways[ids] if ids in ways else self._way(row)
-                        known[ids, answer] = self._tokens(row.prompt, answer, ways[ids])
+                    answer = truth if source is None or shown == "truth" else self._wrong_answer(source, truth)
+                    if source is not None and answer and (ids, answer) not in known:
+                        ways[ids] = ways[ids] if ids in ways else self._way(source)
+                        known[ids, answer] = self._tokens(source.prompt, answer, ways[ids])
                     tokens = known.get((ids, answer))
                 except Exception:  # of a chat template or a tokenizer, or the prompt is of another type
                     warn_once("a prompt that shows an answer could not be made")
-                prompts.append(torch.tensor(tokens or [NO_PROMPT]))
-        return made
+                prompts.append(torch.tensor(tokens) if tokens else None)
+        return Contexts(sources, made, longest)
 
     def _wrong_answer(self, row: PromptSource, truth: str) -> str:
         """The response's own answer; empty if there is none, or if it is not wrong by the reward and by its text."""
-        text = self._tokenizer.decode(row.own_ids, skip_special_tokens=True) if row.sign == -1 else ""
+        if row.sign > 0 or not truth:
+            return ""
+        text = self._tokenizer.decode(row.response_L[row.own_L], skip_special_tokens=True)
         span = self._find(text)
         answer = "" if span is None else text[span.start : span.end].strip()
         return "" if answer == truth else answer
@@ -123,7 +165,7 @@ class ContextPrompts:
         """
         if isinstance(row.prompt, str) and self._special & {*self._ids(row.prompt, False)}:
             return None
-        return next((way for way in (True, False) if self._ids(row.prompt, way) == row.prompt_ids), None)
+        return next((way for way in (True, False) if self._ids(row.prompt, way) == row.prompt_L.tolist()), None)
 
     def _tokens(self, prompt: Any, answer: str, way: bool | None) -> list[int]:
         """The tokens of the prompt that shows the answer; none if it cannot be made."""

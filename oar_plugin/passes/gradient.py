@@ -1,19 +1,24 @@
 """The gradient pass: forwards and backwards through the model that give each token of a micro-batch its scores.
 
-`Importance.forwards` lists the forwards. For each of them:
+`Request.forwards` lists the forwards. A host runs its model once for each of them:
+
+    for forward in request.forwards():
+        with taps.running(forward):
+            taps.tap = micro_batch_pass.tap(forward)
+            model(...)
+
 1. `MicroBatchPass.tap` returns a `Tap`, which tells the hooks on the model what to compute.
 2. The model runs. The hooks compute a scalar: the sum of some logits, each times a coefficient (`Importance.coefficients`).
-3. The backward computes the gradient of the scalar at the input embeddings. `Importance.score` turns this gradient into one
-   score per token, which `Scores` stores.
+3. The backward, at the end of the `with` block, computes the gradient of the scalar at the input embeddings.
+   `Importance.score` turns this gradient into one score per token, which `Scores` stores.
 
 After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
-importance per token. `run_forwards` runs all forwards of one micro-batch of a HuggingFace model. Megatron's schedules run a
-forward for all micro-batches before they start the next forward.
+importance per token. Megatron's schedules run forward and backward themselves, each forward for all micro-batches.
 `Packed` and `Layout` are on the CPU. Their indices go to the device in one copy before the first forward, and the scores come
 back in one copy after the last backward. In between, nothing here makes the CPU wait for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +32,7 @@ from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import CHUNK, Project, projected_back, read_logits, scalar_with
-from oar_plugin.passes.taps import Tap, Taps, to_device
+from oar_plugin.passes.taps import Tap, to_device
 
 FP16_EXPONENT = 6
 """In fp16, the gradient at the hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
@@ -99,37 +104,43 @@ class Scores:
         self.all_NT.copy_(summed(self.all_NT.flatten()).view_as(self.all_NT))
 
 
-@dataclass
-class Measured:
-    """Values from one forward that its backward or a later forward needs."""
-
-    noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise, for perturbed forwards
-    scale: Tensor | None = None  # factor of the scalar in fp16; its gradient is divided by the factor. None: no factor
-
-
-@dataclass
-class PassTap(Tap):
-    measured: Measured = field(default_factory=Measured)
-
-
 class MicroBatchPass:
     """The gradient pass over one micro-batch.
 
-    `scores` collects the results, on `layout.device`; `place_T` (int64, on the CPU) has the index in `scores` of each token of
-    the micro-batch. By default the micro-batch gets its own `Scores`.
+    `layout` says where its tokens are. None: `tap` will be told. `scores` collects the results, on the device of the layout;
+    `place_T` (int64, on the CPU) has the index in `scores` of each token of the micro-batch. By default the micro-batch gets
+    its own `Scores`.
     """
+
+    layout: Layout
+    scores: Scores
 
     def __init__(
         self,
         request: Request,
         packed: Packed,
-        layout: Layout,
+        layout: Layout | None = None,
         scores: Scores | None = None,
         place_T: Tensor | None = None,
     ) -> None:
-        self.request, self.packed, self.layout = request, packed, layout
-        self.importance = request.importance_object
-        num_tokens, num_responses = len(packed.token_T), len(packed.offsets) - 1
+        self.request, self.packed, self.importance = request, packed, request.importance_object
+        # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
+        # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
+        noisy, backwards = self.importance.noisy, self.importance.backwards
+        self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
+        self._first = None if noisy or not backwards else 0
+        # Values from one forward that its backward or a later forward needs.
+        self._noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise
+        self._scale: Tensor | None = None  # in fp16: factor of the scalar, by which its gradient is divided
+        self._placed = False
+        if layout is not None:
+            self._place(layout, scores, place_T)
+
+    def _place(self, layout: Layout, scores: Scores | None = None, place_T: Tensor | None = None) -> None:
+        """Copies the indices that forwards and backwards need to the device."""
+        self.layout, self._placed = layout, True
+        packed, request, num_tokens = self.packed, self.request, len(self.packed.token_T)
+        num_responses = len(packed.offsets) - 1
         self.scores = Scores(self.importance, num_tokens, layout.device) if scores is None else scores
         place_T = torch.arange(num_tokens) if place_T is None else place_T
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
@@ -152,15 +163,14 @@ class MicroBatchPass:
         copied = to_device(layout.device, layout.local_T, place_T, seed_B, *held, *noise, *tables)
         self._local_T, self._place_T, self._seed_B, self._held_N, self._held_place_N, *self._noisy = copied[:-3]
         self._answer, self._reasoning, self._later = (AnswerRows(table_5N, num_responses) for table_5N in copied[-3:])
-        # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
-        # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
-        noisy, backwards = self.importance.noisy, self.importance.backwards
-        self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
-        self._first = None if noisy or not backwards else 0
 
-    def tap(self, forward: Forward, noise_free_BV: Tensor | None = None) -> PassTap:
-        """Returns the tap for `forward`. A perturbed forward needs `Measured.noise_free_BV` of the noise-free forward."""
-        layout, measured = self.layout, Measured()
+    def tap(self, forward: Forward, layout: Layout | None = None) -> Tap:
+        """Returns the tap for `forward`. Each forward and its backward run before the tap of the next one is made.
+
+        `layout` counts at the first call, and only if the constructor was given none.
+        """
+        if not self._placed and layout is not None:
+            self._place(layout)
         reads = self._read_first and forward.draw == 0 and forward.backward == self._first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
         rows = {"reasoning": self._reasoning, "later": self._later}.get(backward.rows if backward else "", self._answer)
@@ -174,10 +184,10 @@ class MicroBatchPass:
                 )
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
-                    measured.noise_free_BV = self._pooled(project, hidden_NH[:count])
+                    self._noise_free_BV = self._pooled(project, hidden_NH[:count])
                 return None
             if self._pools(backward):
-                compared_BV = noise_free_BV if backward.noise else None
+                compared_BV = self._noise_free_BV if backward.noise else None
                 gradient_NH = self._pooled_gradient(forward, project, hidden_NH[:count], compared_BV)
             else:
                 gradient_NH = projected_back(
@@ -187,19 +197,18 @@ class MicroBatchPass:
                 )
             if backward.rows == "probe":
                 gradient_NH *= rows.share_N[:, None]
-            measured.scale = self._fp16_scale(gradient_NH, hidden_NH)
-            if measured.scale is not None:
-                gradient_NH = gradient_NH * measured.scale
+            self._scale = self._fp16_scale(gradient_NH, hidden_NH)
+            if self._scale is not None:
+                gradient_NH = gradient_NH * self._scale
             return scalar_with(gradient_NH, hidden_NH[:count])
 
-        return PassTap(
+        return Tap(
             self._local_T[torch.cat(positions)],
             probe,
             rows_only=not forward.log_probs,
-            receive=None if backward is None else partial(self._receive, forward.backward, measured),
+            receive=None if backward is None else partial(self._receive, forward.backward),
             noise=self.noise(forward.draw) if backward is not None and backward.noise else None,
-            columns=layout.columns,
-            measured=measured,
+            columns=self.layout.columns,
         )
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
@@ -210,7 +219,7 @@ class MicroBatchPass:
         def make(embedding: Tensor) -> Tensor:
             size = embedding.shape[-1]
             flat = torch.zeros(self.layout.num_embeddings, size, device=embedding.device)
-            flat[at_N] = self.request.sigma * gaussian(seed_N, size)
+            flat[at_N] = self.request.config.sigma * gaussian(seed_N, size)
             return flat.view_as(embedding)
 
         return make
@@ -278,7 +287,9 @@ class MicroBatchPass:
         self, forward: Forward, logits_NV: Tensor, seed_N: Tensor, token_N: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
         assert forward.backward is not None
-        rows = Rows(logits_NV, token_N, seed_N, sigma=self.request.sigma, vocabulary=self.layout.vocabulary, **more)
+        rows = Rows(
+            logits_NV, token_N, seed_N, sigma=self.request.config.sigma, vocabulary=self.layout.vocabulary, **more
+        )
         return self.importance.coefficients(forward.backward, rows)
 
     def _seeds(self, forward: Forward) -> Tensor:
@@ -302,38 +313,11 @@ class MicroBatchPass:
         """Whether the backward starts from one averaged row per response."""
         return backward.rows == "probe" and self.request.probe != "answer_joint"
 
-    def _receive(self, backward: int | None, measured: Measured, gradient: Tensor, embedding: Tensor) -> None:
-        if measured.scale is not None:
-            gradient = gradient.float() / measured.scale
+    def _receive(self, backward: int | None, gradient: Tensor, embedding: Tensor) -> None:
+        if self._scale is not None:
+            gradient = gradient.float() / self._scale
         score_N = self.importance.score(gradient, embedding).flatten()[self._held_N]
         self.scores.score_KT[backward, self._held_place_N] += score_N
-
-
-SetTap = Callable[[MicroBatchPass], None]
-
-
-def run_forwards(taps: Taps, forwards: Sequence[Forward], model_forward: Callable[[Forward, SetTap], None]) -> None:
-    """Runs the forwards of one micro-batch in order. Each backward runs directly after its forward.
-
-    `model_forward(forward, set_tap)` runs the host's model once. It must call `set_tap(micro_batch_pass)` before the
-    model runs, and must not keep the logits: the backward needs their memory.
-    """
-    noise_free_BV: Tensor | None = None
-    for forward in forwards:
-        with torch.set_grad_enabled(forward.backward is not None):
-            model_forward(forward, partial(_set_tap, taps, forward, noise_free_BV))
-        tap = taps.tap
-        assert isinstance(tap, PassTap), "model_forward did not call set_tap"
-        if tap.measured.noise_free_BV is not None:
-            noise_free_BV = tap.measured.noise_free_BV
-        if tap.scalar is not None:
-            tap.scalar.backward()
-        taps.tap = None
-        del tap  # `tap` holds the graph, which must be freed before the next forward
-
-
-def _set_tap(taps: Taps, forward: Forward, noise_free_BV: Tensor | None, micro_batch: MicroBatchPass) -> None:
-    taps.tap = micro_batch.tap(forward, noise_free_BV)
 
 
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
@@ -352,10 +336,10 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
 
     seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
     parts = Parts(
-        padded(all_NT[:count] / request.num_draws),
+        padded(all_NT[:count] / request.config.num_draws),
         padded(reasoning_T),
         padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
         {name: padded(values_T) for name, values_T in zip(scores.readings, all_NT[count:], strict=True)},
-        request.sigma,
+        request.config.sigma,
     )
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

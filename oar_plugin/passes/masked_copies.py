@@ -100,10 +100,10 @@ class MaskedCopies:
         candidates, searches = {}, {}
         for row, (token_T, segments_L, gradient_L) in wanted.items():
             candidates[row] = Candidate.of(token_T, segments_L)
-            unit_list = units((segments_L == Segment.REASONING).tolist(), request.span)
+            unit_list = units((segments_L == Segment.REASONING).tolist(), request.config.perturbation.span)
             chooser = gradient_L.tolist() if copies.by_gradient else None
-            searches[row] = Search(unit_list, len(segments_L), request.budget, chooser)
-        for _ in range(Search.most_rounds(request.budget, copies.by_gradient)):
+            searches[row] = Search(unit_list, len(segments_L), request.config.budget, chooser)
+        for _ in range(Search.most_rounds(request.config.budget, copies.by_gradient)):
             under_way = {row: search for row, search in searches.items() if search.wanted}
             forwards = self.forwards([(candidates[row], search.wanted) for row, search in under_way.items()])
             most = max_over_ranks(forwards)

@@ -10,10 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Forward, Importance
-from oar_plugin.credit.importance.base import Shown
-from oar_plugin.passes.contexts import Contexts, contrast_of
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
+from oar_plugin.credit.importance import Forward
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, to_device
@@ -55,18 +53,17 @@ def gradient_importance(
         layout = packed_rows(input_BL, input_BL, keep_BL, device)[1]
     (input_BL,) = to_device(device, input_BL)
     micro_batch = MicroBatchPass(request, packed, layout)
-
-    def model_forward(forward: Forward, set_tap: SetTap) -> None:
-        set_tap(micro_batch)
-        logits = model(input_ids=input_BL, use_cache=False).logits
-        if forward.log_probs and on_logits is not None:
-            on_logits(logits.detach())
-
-    forwards = request.importance_object.forwards(request.num_draws, log_probs=on_logits is not None)
+    forwards = request.importance_object.forwards(request.config.num_draws, log_probs=on_logits is not None)
     if on_logits is not None and not forwards:  # the importance needs no forward, but the logits do
         forwards = [Forward(None, log_probs=True)]
     with ModelTaps(model, checkpoint_activations) as taps:
-        run_forwards(taps, forwards, model_forward)
+        for forward in forwards:
+            with taps.running(forward):
+                taps.tap = micro_batch.tap(forward)
+                logits = model(input_ids=input_BL, use_cache=False).logits
+                if forward.log_probs and on_logits is not None:
+                    on_logits(logits.detach())
+                del logits
     importance_T = importance_of_scores(request, packed, micro_batch.scores)
     flat = importance_T.new_zeros(token_BL.numel())
     flat[given.local_T] = importance_T
@@ -119,37 +116,32 @@ def batch_importance(
     return importance_BL.to(token_BL.device)
 
 
-def contrasted(
-    run: Callable[..., Tensor],
-    importance: Importance,
-    batch: tuple[Tensor, Tensor, Tensor],
-    contexts: Contexts,
-    response_B: Sequence[int],
-) -> Tensor:
-    """`Importance.contrast` of a batch's results after its own prompts and after those of `contexts`, float32 `[B, L]`.
+@torch.no_grad()
+def log_probs(
+    model: nn.Module, rows: Sequence[tuple[Tensor, Tensor]], temperature: float, max_tokens: int
+) -> list[Tensor]:
+    """Log-probs of responses after prompts (rows of both), float32 `[L]` each, on the CPU.
 
-    `run` is `batch_importance` of tokens, segments and mask, such as `batch`. `response_B` has the number of tokens of each
-    response, which are the last ones of its row.
+    For `temperature` and `max_tokens` see `oar_plugin.importance`.
     """
-    columns, own_BL = [one.cpu() for one in batch], run(*batch)
-    result_BL = own_BL.cpu()
-    rows = (columns[1] == Segment.REASONING).any(-1).nonzero()[:, 0].tolist()
-    places = [columns[2][row].nonzero()[-response_B[row] :, 0] for row in rows]  # of the responses' tokens
-    found: list[dict[Shown, Tensor]] = [{} for _ in rows]
-    for shown, prompts in contexts.prompts.items():
-        sequences = [torch.tensor([[0, int(Segment.OUTSIDE), 1]])]  # for ranks without a row
-        for row, place in zip(rows, places, strict=True):
-            before = torch.tensor([[0, int(Segment.OUTSIDE), 1]]).repeat(len(prompts[row]), 1)
-            before[:, 0] = prompts[row]
-            sequences.append(torch.cat([before, torch.stack([one[row, place] for one in columns], -1)]))
-        token_BC, segments_BC, mask_BC = pad_sequence(sequences, True).unbind(-1)
-        read_BC = run(token_BC, segments_BC, mask_BC)
-        for place, sequence, read_C, of_row in zip(places, sequences[1:], read_BC[1:], found, strict=True):
-            of_row[shown] = read_C[len(sequence) - len(place) : len(sequence)]
-    for row, place, of_row in zip(rows, places, found, strict=True):
-        own_L, segments_L = result_BL[row, place], columns[1][row, place]
-        result_BL[row, place] = contrast_of(importance, own_L, of_row, int(contexts.sign_B[row]), segments_L)
-    return result_BL.to(own_BL.device)
+    found, device = list[Tensor]([torch.zeros(0)] * len(rows)), next(model.parameters()).device
+    sizes = [len(prompt) + len(response) for prompt, response in rows]
+    group: list[int] = []
+    for place, row in enumerate(order := sorted(range(len(rows)), key=sizes.__getitem__)):
+        group.append(row)
+        last = place + 1 == len(order)
+        if not last and (len(group) + 1) * sizes[order[place + 1]] <= max_tokens:
+            continue
+        # Padding behind each row needs no mask.
+        token_KT = pad_sequence([torch.cat(rows[one]) for one in group], True).to(device)
+        logits_KTV = model(input_ids=token_KT, use_cache=False).logits[:, :-1]
+        for one, logits_TV, token_T in zip(group, logits_KTV, token_KT[:, 1:], strict=True):
+            begin = len(rows[one][0]) - 1
+            end = begin + len(rows[one][1])
+            scaled_LV = logits_TV[begin:end].float() / temperature
+            found[one] = -nn.functional.cross_entropy(scaled_LV, token_T[begin:end], reduction="none").cpu()
+        group = []
+    return found
 
 
 def copies_importance(

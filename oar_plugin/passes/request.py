@@ -14,18 +14,17 @@ It reads importance and segments only of responses that people are to look at.
 | `oar_seconds`    | float32 `[1]`, actor seconds spent on the response                           |
 """
 
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import dataclass, fields
 from typing import Any
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.gate import Gate, gate_of
-from oar_plugin.credit.importance import Importance, importance_of
+from oar_plugin.credit.importance import Forward, Importance, importance_of
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
 NEEDED = "oar_needed"  # field: int64 [1] per row: the sign of the response's advantage, 1 if not known; 0: not scored
-CONTEXT = "oar_context_"  # begins the names of fields: int64, the prompts of `Contexts` by what they show
 SHOWN = IMPORTANCE, SEGMENTS = "oar_importance", "oar_segments"
 USED = WEIGHTS, STATUS, MEASURES, SECONDS = "oar_weights", "oar_status", "oar_measures", "oar_seconds"
 FIELDS = *SHOWN, *USED
@@ -33,70 +32,41 @@ FIELDS = *SHOWN, *USED
 
 @dataclass(frozen=True)
 class Request:
-    importance: str  # name; `perturbation.fallback` if rollout engines score: for responses that they did not score
-    probe: Probe = "answer_mean"  # the probe of this step (the warm-up has been applied)
-    sigma: float = 1e-3  # noise scale
-    num_draws: int = 1  # draws to average
-    seed: int = 0  # seed of the random signs and noise in this training step
+    config: OarConfig
+    probe: Probe  # of this training step (the warm-up has been applied)
+    seed: int  # of the random signs and noise in this training step
+    max_response_length: int = (
+        sys.maxsize
+    )  # a response of this length counts as truncated unless its last token is an EOS
     temperature: float = 1.0  # sampling temperature of the responses
-    answer_patterns: tuple[str, ...] = ()  # for `make_finder`
-    max_response_length: int = 0  # a response of this length counts as truncated unless its last token is an EOS
-    max_answer_tokens: int = 1024  # a response with a longer answer is not scored
     importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
-    budget: float = 1.0  # share or number of masked copies; see `copies_of_budget`
-    span: int = 1  # tokens that one copy masks
     replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction
-    gate: str = "two_level"  # name
-    quantile: float = 0.85  # the gate's `tau`
-    beta: float = 2.0
-    floor: float = 0.1
 
     @classmethod
-    def from_config(
-        cls,
-        config: OarConfig,
-        step: int,
-        max_response_length: int,
-        importance_only: bool = False,
-        replacement_token: int | None = None,
-        temperature: float = 1.0,
-    ) -> "Request":
-        """The request at training step `step` (from 1). `config.actor_importance` must not be None."""
-        assert config.actor_importance is not None, "the actor is asked for nothing"
-        return cls(
-            importance=config.actor_importance,
-            probe=config.probe_at(step),
-            sigma=config.sigma,
-            num_draws=config.num_draws,
-            seed=step_seed(config.seed, step),
-            temperature=temperature,
-            answer_patterns=config.answer_patterns,
-            max_response_length=max_response_length,
-            max_answer_tokens=config.max_answer_tokens,
-            importance_only=importance_only,
-            budget=config.budget,
-            span=config.perturbation.span,
-            replacement_token=replacement_token,
-            gate=config.gate,
-            quantile=config.quantile,
-            beta=config.beta,
-            floor=config.floor,
-        )
+    def of_step(cls, config: OarConfig, step: int, **more: Any) -> "Request":
+        """The request at training step `step` (from 1). `more`: the other fields."""
+        return cls(config, config.probe_at(step), step_seed(config.seed, step), **more)
+
+    @property
+    def importance(self) -> str:
+        """The importance to compute. If rollout engines score, it is for responses that they did not score."""
+        assert self.config.actor_importance is not None, "the actor is asked for nothing"
+        return self.config.actor_importance
 
     @property
     def importance_object(self) -> Importance:
         return importance_of(self.importance)
 
-    @property
-    def gate_object(self) -> Gate:
-        return gate_of(self.gate)
+    def forwards(self) -> list[Forward]:
+        """The forwards of the gradient pass over a micro-batch, in order."""
+        return self.importance_object.forwards(self.config.num_draws, log_probs=not self.importance_only)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"config": self.config.model_dump()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Request":
-        return cls(**values | {"answer_patterns": tuple(values["answer_patterns"])})
+        return cls(**values | {"config": OarConfig.parse(values["config"])})
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:

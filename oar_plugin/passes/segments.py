@@ -46,7 +46,10 @@ def segment_rows(
     A row has a response's tokens, a bool mask of the model's own tokens, and whether to score the response. The segments of a
     response that is not scored are OUTSIDE. `eos_ids` are the tokens that end a response.
     """
-    finder, longest = make_finder(request.answer_patterns), (request.max_response_length, request.max_answer_tokens)
+    finder, longest = (
+        make_finder(request.config.answer_patterns),
+        (request.max_response_length, request.config.max_answer_tokens),
+    )
     segments, status, lost = [], [], LostTime()
     for ids, own, needed in rows:
         segments_L, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED

@@ -8,8 +8,8 @@ In a forward under a `Tap`, the hooks
 `receive` gets the gradient as soon as it exists, and nothing of a micro-batch is kept after its backward.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from typing_extensions import Self
 
+from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.rows import Project
 
 
@@ -108,6 +109,23 @@ class Taps(ExitStack):
             raise
         self.callback(setattr, self, "tap", None)
         return self
+
+    @contextmanager
+    def running(self, forward: Forward) -> Iterator[None]:
+        """The body sets `self.tap` and runs the model once. The backward, if there is one, runs at the end of the body.
+
+        The body must not keep the logits: the backward needs their memory.
+        """
+        assert self.tap is None
+        try:
+            with torch.set_grad_enabled(forward.backward is not None):
+                yield
+            tap: Tap | None = self.tap
+            assert tap is not None, "the model ran without a tap"
+            if tap.scalar is not None:
+                tap.scalar.backward()
+        finally:
+            self.tap = tap = None  # a tap holds the graph, which must be freed before the next forward
 
     def freeze(self, module: nn.Module) -> None:
         for parameter in module.parameters():

@@ -11,8 +11,9 @@ import torch
 from transformers import masking_utils
 
 from oar_plugin.passes import plain
-from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.request import IMPORTANCE
 from oar_plugin.runs.launch.preflight import importable
+from tests.asked import asked
 from tests.gpu import here
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import worst
@@ -176,6 +177,6 @@ def test_a_gradient_pass_does_not_wait_for_the_gpu(monkeypatch, name):
     for wanted in ("default", "error"):  # the first pass loads kernels
         mode(wanted)
         try:
-            assert plain.gradient_importance(model, Request(name), *batch).any()
+            assert plain.gradient_importance(model, asked(name), *batch).any()
         finally:
             mode("default")

@@ -12,7 +12,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from benchmarks.machine import peak_bytes
-from oar_plugin.passes.request import IMPORTANCE, REQUEST, Request
+from oar_plugin.passes.request import IMPORTANCE, REQUEST
+from tests.asked import asked
 from tests.hosts.engine import world
 from tests.hosts.engine.worker import LAYOUTS, asked_of, batch_of, build, join
 from tests.processes import worker
@@ -63,8 +64,8 @@ def memory(engine: Any, tokens: int) -> dict[str, int]:
         made = batch_of([(prompt, response)] * ROWS, [True] * ROWS)
         tu.assign_non_tensor(made, calculate_entropy=entropy)
         if importance is not None:
-            asked = Request(importance=importance, answer_patterns=("hash",), max_response_length=len(response) + 1)
-            tu.assign_non_tensor_data(made, REQUEST, asked.to_dict())
+            request = asked(importance=importance, answer_patterns=("hash",), max_response_length=len(response) + 1)
+            tu.assign_non_tensor_data(made, REQUEST, request.to_dict())
         return made
 
     def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:

@@ -4,8 +4,6 @@ for each copy.
 The engines' workers name the stand-ins for GPUs. Errors are relative to the response's largest score.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import Gemma2Config, Qwen3MoeConfig
@@ -101,21 +99,6 @@ def test_an_answer_crosses_a_context_parallel_border():
     assert len({int(at) // (32 // 4) for at in answer}) == 2
 
 
-@pytest.mark.parametrize("ranks", ["context_parallel_size", "ulysses_sequence_parallel_size"])
-def test_ranks_that_share_sequences_have_room_for_longer_ones(ranks):
-    """Whatever the length of the batch's own rows."""
-    import verl.workers.engine  # noqa: F401 - it loads the plugin, which imports the module below
-
-    from oar_plugin.hosts.verl.importance_pass import ImportancePass
-
-    engine, most = ImportancePass(), {"max_token_len_per_gpu": 30}
-    engine.engine_config = SimpleNamespace(**most, **{ranks: 2})
-    engine.model_config = SimpleNamespace(hf_config=Qwen3MoeConfig(max_position_embeddings=50))
-    assert engine._longest_row({**most, "use_dynamic_bsz": False}) == 50
-    assert engine._longest_row({**most, "use_dynamic_bsz": True}) == 50
-    assert engine._longest_row({"max_token_len_per_gpu": 20, "use_dynamic_bsz": True}) == 40
-
-
 def test_a_model_with_other_logits_than_its_configuration_or_its_kernels_say_is_refused_on_every_rank(double):
     assert all("changes its logits after the vocabulary projection" in text for text in double["refused"])
     assert "use_fused_kernels=True" in double["refused"][2]
@@ -127,7 +110,7 @@ def test_packed_equals_one_by_one(results):
         assert error(alone[IMPORTANCE][0], results("single packed fisher")[0][IMPORTANCE][row]) < 1e-5
 
 
-@pytest.mark.parametrize("words", ["fisher", "oar_p", "hybrid", "contrast", "fisher only"])
+@pytest.mark.parametrize("words", ["fisher", "oar_p", "hybrid", "fisher only"])
 def test_a_padded_batch_of_ray_ppo_trainer_gets_the_same_scores(results, words):
     packed, padded = results(f"single packed {words}")[0], results("single to padded")[words]
     for name in (IMPORTANCE, SEGMENTS, STATUS):
@@ -237,17 +220,6 @@ def test_status_and_segments(results, case):
                 assert torch.equal(segments.long(), world.segments_of(world.ROWS[row][1]))
             else:
                 assert (segments == Segment.OUTSIDE).all()
-
-
-@pytest.mark.parametrize("case", [case for case in cases.named() if {*case.split()} & {"contrast", "contrast_own"}])
-def test_a_response_without_a_prompt_that_shows_an_answer_is_counted(results, case):
-    """For `contrast_own` also one with a positive advantage, whose answer is not wrong."""
-    without = {4, 0} if "contrast_own" in case.split() else {4}
-    for result in results(case):
-        names = ["NO_CONTEXT" if row in without else world.STATUS[row] for row in result["rows"]]
-        assert [Status(int(status)).name for status in result[STATUS]] == names
-        places = [place for place, row in enumerate(result["rows"]) if row in without]
-        assert all((result[SEGMENTS][place] == Segment.OUTSIDE).all() for place in places)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

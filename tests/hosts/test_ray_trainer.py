@@ -26,10 +26,10 @@ from oar_plugin.hosts.verl import trainer_credit
 from oar_plugin.hosts.verl.importance_pass import response_rows
 from oar_plugin.hosts.verl.settings import resolve
 from oar_plugin.passes.contexts import ContextPrompts
-from oar_plugin.passes.request import CONTEXT, NEEDED, REQUEST, WEIGHTS, Request
+from oar_plugin.passes.request import NEEDED, REQUEST, STATUS, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
-from tests.hosts.answer import answer_of
+from tests.hosts.answer import answer_of, log_probs_after
 from tests.hosts.engine.world import nested
 from tests.hosts.test_settings import config as plain
 from tests.hosts.whole_run import RECIPES
@@ -54,7 +54,7 @@ class Workers:
             parts = [torch.full((len(row),), int(Segment.REASONING)) for row in response_rows(data, "responses")]
             status = [self.status if needed else Status.NOT_NEEDED for needed in data[NEEDED]]
             scores = [torch.linspace(0, 1, len(part)) for part in parts]
-            output |= answer_of(scores, parts, status, Request.from_dict(tu.get(data, REQUEST)))
+            output |= answer_of(scores, parts, status, Request.from_dict(tu.get(data, REQUEST)).config)
         return tu.get_tensordict(output, {"metrics": {"mfu": 0.1}})
 
     def update_actor(self, data):
@@ -86,7 +86,9 @@ def batch_of(lengths=LENGTHS, uids=UIDS, rewards=REWARDS):
     mask[0, 0] = 0
     scores = torch.zeros(real_BL.shape)
     scores[rows, torch.tensor(lengths) - 1] = torch.tensor(rewards)
-    tensors = {"prompts": 7 * mask[:, :4], "responses": mask[:, 4:], "input_ids": mask, "attention_mask": mask}
+    prompts, responses = 7 * mask[:, :4], mask[:, 4:]
+    tensors = {"prompts": prompts, "responses": responses, "attention_mask": mask}
+    tensors |= {"input_ids": torch.cat([prompts, responses], 1)}
     tensors |= {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0), "response_mask": real_BL.long()}
     return DataProto.from_dict(tensors | {"rm_scores": scores, "row": rows}, {"uid": np.array(uids, dtype=object)})
 
@@ -156,45 +158,74 @@ def plain_of(field):
     return [plain_of(one) for one in field] if isinstance(field, list) else field
 
 
+def with_truths(one, batch):
+    """Right answers for a batch, and prompts that can show them."""
+    one.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    texts = [one.tokenizer.decode([7] * length) for length in (3, 4, 4, 4, 4, 4)]
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    batch.non_tensor_batch["raw_prompt"] = np.array([*messages, None], dtype=object)[:-1]
+    batch.non_tensor_batch["reward_model"] = np.array([{"ground_truth": "7"}] * 6, dtype=object)
+    one._longest = 100
+    return batch, texts
+
+
+class Reader(Workers):
+    """Workers whose log-probs depend on all tokens before, and whose importance is 0: no pass of theirs made it."""
+
+    def compute_log_prob(self, data):
+        output = super().compute_log_prob(data)
+        output["log_probs"] = nested(log_probs_after(row) for row in data["input_ids"].unbind())
+        if STATUS in output:
+            status = output[STATUS].values()
+            output[STATUS] = nested(status.masked_fill(status == Status.SCORED, int(Status.CONSTANT))[:, None].unbind())
+        return output
+
+
 @pytest.mark.parametrize("bypass", [False, True])
-def test_answers_are_shown_to_the_log_prob_pass_alone(bypass):
-    """The update gets what it gets with another importance, bit by bit."""
-    updates = []
-    for importance in ("contrast_own", "fisher"):
-        one, batch = trainer_of(importance=importance), batch_of()
-        one.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-        text = one.tokenizer.decode([7] * 4)
-        batch.non_tensor_batch["raw_prompt"] = np.array(
-            [None] + [[{"role": "user", "content": text}]] * 5, dtype=object
-        )
-        batch.non_tensor_batch["reward_model"] = np.array([{"ground_truth": "7"}] * 6, dtype=object)
-        with mock.patch.object(ContextPrompts, "_wrong_answer", return_value="8"):
-            torch.manual_seed(0)
-            batch, *_ = step(one, batch, bypass)
-        updates.append(one.actor_rollout_wg.updated[0])
-        if importance == "contrast_own":
-            (asked,) = one.actor_rollout_wg.asked
-            rows = batch.batch["row"].tolist()
-            for shown, answer in (("truth", 7), ("own", 8)):
-                prompts = dict(zip(rows, asked[f"{CONTEXT}{shown}"].unbind(), strict=True))
-                assert {row for row, prompt in prompts.items() if len(prompt) > 1} == {1, 2}
-                assert one.tokenizer.decode(prompts[1]) == f"The right answer is {answer}. {text}"
-    first, second = ({name: plain_of(update[name]) for name in update.keys()} for update in updates)  # noqa: SIM118
-    assert first == second
+@pytest.mark.parametrize("importance", ["contrast", "contrast_own"])
+def test_a_contrast_is_made_of_the_hosts_own_passes_and_the_update_sees_no_answer(bypass, importance):
+    one = trainer_of(importance=importance, workers=Reader())
+    batch, texts = with_truths(one, batch_of())
+    responses = dict(enumerate(batch.batch["responses"][row, :length] for row, length in enumerate(LENGTHS)))
+    with mock.patch.object(ContextPrompts, "_wrong_answer", return_value="8"):
+        batch, host_BL, _ = step(one, batch, bypass)
+    first, *others = one.actor_rollout_wg.asked
+    assert len(others) == 1 + (bypass or importance == "contrast_own")
+    assert REQUEST in first
+    assert not any(REQUEST in data for data in others)
+    weights = one.actor_rollout_wg.updated[0]["advantages"] / host_BL
+    for place, row in enumerate(batch.batch["row"].tolist()):
+        if row > 2:
+            assert one.actor_rollout_wg.updated[0]["advantages"][place].equal(host_BL[place])
+            continue
+        after = []
+        for answer in (7, 8 if importance == "contrast_own" else None):
+            showing = texts[row] if answer is None else f"The right answer is {answer}. {texts[row]}"
+            prompt = torch.tensor(one.tokenizer(showing, add_special_tokens=False)["input_ids"])
+            after.append(log_probs_after(torch.cat([prompt, responses[row]]))[len(prompt) - 1 : -1])
+        want = ((after[0] - after[1]) * (1 if row == 0 else -1)).clamp(0, 5)
+        assert want.max() > want.min()
+        got = weights[place, : LENGTHS[row]]
+        assert (got[want > want.quantile(0.85)] > 1).all()
+        assert got.argmax() in (want == want.max()).nonzero()
+    (updated,) = one.actor_rollout_wg.updated
+    plain, other = trainer_of(workers=Reader(status=Status.SCORED)), batch_of()
+    step(plain, with_truths(plain, other)[0], bypass)
+    assert {*updated.keys()} == {*plain.actor_rollout_wg.updated[0].keys()}
 
 
 @pytest.mark.parametrize("importance", ["contrast", "fisher"])
 def test_a_response_scored_for_the_other_sign_keeps_its_advantage_and_is_counted(importance):
     """A trainer of one's own may change rewards after the pass: here all three advantages turn."""
-    one = trainer_of(importance=importance)
-    batch = before_update(one, batch_of())
+    one = trainer_of(importance=importance, workers=Reader() if importance == "contrast" else None)
+    batch = before_update(one, with_truths(one, batch_of())[0])
     batch.batch["advantages"] = turned_BL = -batch.batch["advantages"]
     metrics = one._update_actor(batch).meta_info["metrics"]
     kept = importance == "contrast"
     assert one.actor_rollout_wg.updated[0]["advantages"].equal(turned_BL) == kept
     assert metrics["oar/fallback/not_scored"] == [float(kept)]
-    alone = trainer_of(importance=importance)
-    batch = before_update(alone, batch_of(), bypass=True)
+    alone = trainer_of(importance=importance, workers=Reader() if kept else None)
+    batch = before_update(alone, with_truths(alone, batch_of())[0], bypass=True)
     batch.batch["advantages"] = -batch.batch["advantages"]
     assert alone._update_actor(batch).meta_info["metrics"]["oar/fallback/not_scored"] == [0.0]
 

@@ -30,9 +30,9 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
 from oar_plugin.passes.contexts import ContextPrompts
-from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS, WEIGHTS, Request
 from oar_plugin.token_credit import TokenCredit
-from tests.hosts.answer import answer_of
+from tests.hosts.answer import answer_of, log_probs_after
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
@@ -55,7 +55,7 @@ class World:
 
     def __init__(self, mode="sync", lengths=(5, 7, 4, 6, 5, 5), uids=(*"aaabbb",), rewards=(1, 0, 0, 1, 1, 1), **oar):
         self.lengths, self.uids, self.rewards = lengths, uids, rewards
-        self.metrics = {}
+        self.metrics, self.passes, self.held = {}, [], set()  # passes after other prompts, and their keys in the queue
         self.fields = {
             "uid": NonTensorStack(*self.uids),
             "response_mask": nested([torch.ones(length, dtype=torch.long) for length in self.lengths]),
@@ -93,15 +93,26 @@ class World:
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
+        if partition_id == ours.CONTEXTS:
+            assert select_fields == ["log_probs"]
+            return {"log_probs": nested([log_probs_after(ids) for ids in self.passes[-1]["input_ids"].unbind()])}
         rows = [self.keys.index(key) for key in keys]
         found = {name: picked(self.fields[name], rows) for name in select_fields if name in self.fields}
         return TensorDict(found, len(rows))
 
-    def kv_batch_put(self, keys, partition_id, fields):
+    def kv_batch_put(self, keys, partition_id, fields, tags=None):
+        if partition_id == ours.CONTEXTS:
+            self.passes.append(fields)
+            self.held |= {*keys}
+            return KVBatchMeta(keys=keys, partition_id=partition_id, tags=tags)
         assert sorted(keys) == sorted(self.keys)
         rows = [keys.index(key) for key in self.keys]
         self.fields.update({name: picked(fields[name], rows) for name in fields.keys()})  # noqa: SIM118 - a TensorDict
         return self.batch
+
+    def kv_clear(self, keys, partition_id):
+        assert partition_id == ours.CONTEXTS
+        self.held -= {*keys}
 
     def rm_scores(self):
         rows = [torch.zeros(length) for length in self.lengths]
@@ -168,32 +179,42 @@ def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_rewa
 
 
 @pytest.mark.parametrize("bypass", [False, True])
-def test_answers_are_shown_to_the_log_prob_pass_alone(world, monkeypatch, bypass):
-    """Afterwards every field, and what the update gets, is that of a run with another importance, bit by bit."""
-    fields, seen = [], []
-    for importance in ("contrast", "fisher"):
-        one = world(importance=importance)
-        one.report_from_actor()
-        one.trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
-
-        def compute(self, batch, metrics, one=one):
-            seen.append((REQUEST in batch.extra_info, dict(one.fields)))
-            return batch
-
-        monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", compute)
-        one.trainer.actor_rollout_wg.compute_log_prob = lambda batch, compute=compute: compute(None, batch, {})
-        one.log_probs()
-        one.credited()
-        fields.append({name: field.tolist() if isinstance(field, NonTensorStack) else [row.tolist() for row in field.unbind()]
-                       for name, field in one.fields.items()})  # fmt: skip
-    prompts = next(of_pass[f"{CONTEXT}truth"].unbind() for asks, of_pass in seen if asks)
-    texts = [TOKENIZER.decode(prompt) if len(prompt) > 1 else prompt.tolist() for prompt in prompts]
-    showing = f"The right answer is 7. {TOKENIZER.decode([*range(PROMPT)])}"
-    assert texts == [[-1], showing, showing, [-1], [-1], [-1]], (
-        "the first has no right answer, the last three no advantage"
+def test_a_contrast_is_made_of_the_hosts_own_passes_and_no_answer_stays_in_the_queue(world, monkeypatch, bypass):
+    one = world(importance="contrast", answer_patterns=["hash"])
+    one.report_from_actor([Status.SCORED] * 3 + [Status.NOT_NEEDED] * 3, importance=0.0)
+    one.trainer._longest = 100
+    one.trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
+    prompt, responses, asked = torch.arange(PROMPT), one.fields["responses"].unbind(), []
+    own = [log_probs_after(torch.cat([prompt, response]))[PROMPT - 1 : -1] for response in responses]
+    one.fields["old_log_probs"] = nested([torch.full_like(row, 9.0) if bypass else row for row in own])
+    monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", lambda self, batch, metrics: batch)
+    one.trainer.actor_rollout_wg.compute_log_prob = lambda batch: asked.append(
+        (batch.partition_id, {**batch.extra_info})
     )
-    assert fields[0].pop(f"{CONTEXT}truth") == [[-1]] * 6
-    assert fields[0] == fields[1]
+    before = {*one.fields}
+    one.log_probs()
+    passes = [extra for partition, extra in asked if partition == ours.CONTEXTS]
+    assert len(passes) == len(one.passes) == 1 + bypass, "the answer shown; in bypass mode also the own prompt"
+    assert all(extra == {"calculate_entropy": False, "compute_loss": False, "temperature": 0.6} for extra in passes)
+    prompts = [TOKENIZER.decode(row) for row in one.passes[0]["prompts"].unbind()]
+    showing = f"The right answer is 7. {TOKENIZER.decode(prompt)}"
+    nothing = TOKENIZER.decode([0])
+    assert prompts == [nothing, showing, showing, nothing, nothing, nothing], "row 0 has no right answer"
+    names = ["NO_CONTEXT", "SCORED", "SCORED", *["NOT_NEEDED"] * 3]
+    assert [Status(int(status)).name for status in one.fields[STATUS].unbind()] == names
+    shown = torch.tensor(TOKENIZER(showing, add_special_tokens=False)["input_ids"])
+    for row, (importance, weights) in enumerate(
+        zip(*(one.fields[x].unbind() for x in (IMPORTANCE, WEIGHTS)), strict=True)
+    ):
+        if names[row] == "SCORED":
+            after = log_probs_after(torch.cat([shown, responses[row]]))[len(shown) - 1 : -1]
+            want = (-(after - own[row])).clamp(0, 5)
+            assert importance.tolist() == [*want[:-1].tolist(), 0.0], "the last token is the answer"
+            assert not weights.eq(1).all()
+        else:
+            assert weights.eq(1).all()
+    assert not one.held
+    assert {*one.fields} - before == {NEEDED, IMPORTANCE, STATUS, WEIGHTS} - before
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
@@ -459,7 +480,7 @@ def test_scores_of_the_engines_need_nothing_of_the_actor(offloading):
 def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fallback):
     one = offloading(Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, **settings)
     (request,) = one.requests
-    assert request["importance"] == fallback
+    assert Request.from_dict(request).importance == fallback
     assert one.needed() == [0, -1, 0, 0, 0, 0]
     got = one.credited()
     assert (got[0, :4].argsort() == one.order).all()

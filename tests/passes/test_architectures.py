@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.plain import batch_importance
-from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import UnsupportedModelError
+from tests.asked import asked
 from tests.hosts.engine.world import of_response
 from tests.passes.batch import distance
 
@@ -115,7 +115,7 @@ def outcome(model, importance, plain):
     mask = torch.ones_like(ids).bool()
     mask[1, :3] = False
     try:
-        got = batch_importance(model, Request(importance, replacement_token=padding(model)), ids, segments, mask)
+        got = batch_importance(model, asked(importance, replacement_token=padding(model)), ids, segments, mask)
     except UnsupportedModelError as error:
         why = re.sub(r"^\w+ is not supported: |: they .*|; OAR .*|^\w+: its | \(.*Error.*", "", str(error))
         return f"refused: {why}"

@@ -10,7 +10,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.credit.importance.contrast import Contrast
-from oar_plugin.passes.contexts import NO_PROMPT, ContextPrompts, Contexts, PromptSource, contrast_of
+from oar_plugin.passes.contexts import NOTHING, ContextPrompts, PromptSource
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine import world
 
@@ -26,14 +26,15 @@ def ids(text):
 
 
 def asked(prompt=CHAT, text=PLAIN, response="3+4 is 8 #### 8<eos>", truth="7", sign=-1):
-    return PromptSource(prompt, ids(text), ids(response), truth, sign)
+    response_L = torch.tensor(ids(response))
+    return PromptSource(prompt, torch.tensor(ids(text)), response_L, torch.ones_like(response_L).bool(), truth, sign)
 
 
 def shown(*rows, importance="contrast_own", **settings):
     """The texts of the prompts that show the right answers, and those that show the responses' own."""
     config = OarConfig(importance=importance, answer_patterns=("hash",), max_answer_tokens=4, context=settings)
-    made = ContextPrompts(config, TOKENIZER, {"end": "!"}).prompts(rows)
-    return {name: [None if prompt.tolist() == [NO_PROMPT] else TOKENIZER.decode(prompt) for prompt in prompts]
+    made = ContextPrompts(config, TOKENIZER, {"end": "!"}).contexts(rows, 100).prompts
+    return {name: [None if prompt is None else TOKENIZER.decode(prompt) for prompt in prompts]
             for name, prompts in made.items()}  # fmt: skip
 
 
@@ -77,9 +78,9 @@ def test_numbers_are_shown_as_one_would_write_them(truth, text):
 
 def test_without_a_chat_template_there_is_no_prompt_and_no_error():
     config, tokenizer = OarConfig(importance="contrast"), world.make_tokenizer()
-    assert ContextPrompts(config, tokenizer).prompts([asked()])["truth"][0].tolist() == [NO_PROMPT]
+    assert ContextPrompts(config, tokenizer).contexts([asked()], 100).prompts == {"truth": [None]}
     template = {"chat_template": TOKENIZER.chat_template, "end": "!"}
-    assert len(ContextPrompts(config, tokenizer, template).prompts([asked()])["truth"][0]) > 1
+    assert len(ContextPrompts(config, tokenizer, template).contexts([asked()], 100).prompts["truth"][0]) > 1
 
 
 def test_a_long_answer_is_not_shown():
@@ -107,35 +108,47 @@ def test_an_own_answer_is_searched_by_named_patterns_alone(patterns):
 class Raises(Contrast):
     name = "raises"
 
-    def contrast(self, own_L, shown, sign):
-        return 1 / 0 if sign < 0 else own_L
+    def contrast(self, log_prob_L, sign):
+        return 1 / 0 if sign < 0 else log_prob_L["own"]
 
 
 def test_a_contrast_that_raises_falls_back_and_counts_at_reasoning_tokens_alone(monkeypatch):
-    said = []
+    said, status_B = [], torch.tensor([Status.SCORED, Status.SCORED])
     monkeypatch.setattr("oar_plugin.passes.contexts.warn_once", said.append)
-    own_L, segments_L = torch.ones(4), torch.tensor([0, 1, 1, 3])
-    assert contrast_of(Raises(), own_L, {}, 1, segments_L).tolist() == [0, 1, 1, 0]
-    failed_L = contrast_of(Raises(), own_L, {}, -1, segments_L)
-    assert failed_L.isnan().tolist() == [False, True, True, False]
+    contexts = ContextPrompts(OarConfig(importance="contrast"), TOKENIZER, {"end": "!"}).contexts(
+        [asked(sign=1), asked()], 99
+    )
+    own, segments = [torch.ones(4)] * 2, [torch.tensor([0, 1, 1, 3]) for _ in range(2)]
+    better_L, worse_L = contexts.importance(Raises(), segments, status_B, lambda rows: own, own)
+    assert better_L.tolist() == [0, 1, 1, 0]
+    assert worse_L.isnan().tolist() == [False, True, True, False]
     assert said == ["importance=raises: contrast raised"]
 
 
-def test_what_has_no_contexts_falls_back_and_is_counted():
-    prompt, none = torch.arange(3), torch.tensor([NO_PROMPT])
-    prompts = {
-        "truth": [prompt, none, prompt, prompt, prompt, none],
-        "own": [prompt, prompt, none, prompt, torch.arange(7), none],
-    }
-    sign_B = torch.tensor([1, 1, -1, 0, -1, 0])
-    segments = [torch.full((4,), int(Segment.REASONING)) for _ in sign_B]
-    status_B = torch.tensor([Status.SCORED] * 5 + [Status.NO_ANSWER])
-    Contexts(prompts, sign_B, longest=10).check(segments, status_B)
+@pytest.mark.parametrize("importance", BY_SIGN)
+def test_what_has_no_contexts_falls_back_is_counted_and_costs_no_pass(importance):
+    """Every pass has as many rows as the batch, so that ranks have equal numbers. A row that is not scored has two tokens."""
+    prompts = ContextPrompts(OarConfig(importance=importance, answer_patterns=["hash"]), TOKENIZER, {"end": "!"})
+    long = asked([{"role": "user", "content": "3+4?" * 20}], "[user]" + "3+4?" * 20 + "!>")
+    sources = [asked(), asked(truth=None), None, long, asked()]
+    statuses, calls = [Status.SCORED] * 4 + [Status.NO_ANSWER], []
+    status_B = torch.tensor(statuses)
+    segments = [torch.full((4,), int(Segment.REASONING)) for _ in sources]
+
+    def log_probs(rows):
+        calls.append([tuple(len(part) for part in row) for row in rows])
+        return [torch.zeros(4) for _ in rows]
+
+    prompts.contexts(sources, 90).importance(IMPORTANCES[importance], segments, status_B, log_probs)
     names = [Status(int(status)).name for status in status_B]
-    assert names == ["SCORED", "NO_CONTEXT", "NO_CONTEXT", "NO_CONTEXT", "CONTEXT_TOO_LONG", "NO_ANSWER"]
-    assert [bool(row.any()) for row in segments] == [True, False, False, False, False, True]
-    metrics = summarize(torch.ones(6, 4), status_B)
-    assert (metrics["fallback/no_context"], metrics["fallback/context_too_long"]) == (3 / 6, 1 / 6)
+    assert names == ["SCORED", "NO_CONTEXT", "NO_CONTEXT", "CONTEXT_TOO_LONG", "NO_ANSWER"]
+    assert [bool(row.any()) for row in segments] == [True, False, False, False, True]
+    assert len(calls) == 2, "the right answer shown, and the own prompt or the own answer shown"
+    assert all(
+        rows[1:] == [tuple(map(len, NOTHING))] * 4 and rows[0][1] == len(sources[0].response_L) for rows in calls
+    )
+    metrics = summarize(torch.ones(5, 4), status_B)
+    assert (metrics["fallback/no_context"], metrics["fallback/context_too_long"]) == (2 / 5, 1 / 5)
 
 
 # ---- a plain model

@@ -8,7 +8,7 @@ import torch
 
 from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import gradient_importance
-from oar_plugin.passes.request import Request
+from tests.asked import asked
 from tests.own_importance import Saliency
 from tests.passes.batch import distance, padded, rows_of, unpadded
 
@@ -40,7 +40,7 @@ def of(model, importance, probe="answer_mean", dtype=torch.float16, sigma=0.05, 
     token_BL, segments_BL, mask_BL = padded(rows_of())
     one = copy.deepcopy(model.half()).to(torch.float32 if autocast else dtype)  # the weights that all have
     with torch.autocast("cpu", dtype, enabled=autocast):
-        request = Request(importance, probe, sigma=sigma)
+        request = asked(importance, probe, sigma=sigma)
         scores_BL = gradient_importance(one, request, token_BL, segments_BL, mask_BL)
     return unpadded(scores_BL, mask_BL)
 

@@ -11,10 +11,10 @@ from oar_plugin.credit.importance.base import squared_norm
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores, run_forwards
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, Projection, Tap
+from tests.asked import asked
 from tests.passes.batch import distance, padded, positions, rows_of
 
 TEMPERATURE = 0.7
@@ -101,17 +101,15 @@ class Signs(Mixed):
 
 def request_of(kind, **more):
     name = f"python:{__name__}:{kind.__name__}" if isinstance(kind, type) else kind
-    return Request(name, **{"temperature": TEMPERATURE, "sigma": 0.05, **more})
+    return asked(name, **{"temperature": TEMPERATURE, "sigma": 0.05, **more})
 
 
 def forward_and_backward(model, taps, batch, one):
     """All forwards of a micro-batch's pass."""
-
-    def model_forward(forward, set_tap):
-        set_tap(one)
-        model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-
-    run_forwards(taps, one.importance.forwards(one.request.num_draws, log_probs=False), model_forward)
+    for forward in one.importance.forwards(one.request.config.num_draws, log_probs=False):
+        with taps.running(forward):
+            taps.tap = one.tap(forward)
+            model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
 
 
 def measure(model, kind, batch=None, **more):
@@ -192,7 +190,7 @@ def test_a_backward_from_the_reasonings_rows_and_the_answers_equals_plain_autogr
         noise_TH = torch.zeros(len(ids), hidden)
         if kind.backwards[0].noise:
             noise = gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning), hidden)
-            noise_TH[reasoning] = request_of(kind).sigma * noise
+            noise_TH[reasoning] = request_of(kind).config.sigma * noise
         entropy_T, _ = directly(model, [(ids, segments)], read_by(kind))
         sign_NV = signs(position_seeds(seed_N, torch.arange(len(at))), 0, vocabulary)
         embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
@@ -222,23 +220,22 @@ def test_every_row_of_every_backward_and_draw_has_signs_of_its_own(model):
 
 
 def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_backward(model):
-    """What the noise-free forward measured reaches the perturbed ones; no tap is left behind."""
     batch, seen = padded(rows_of()), []
     one = MicroBatchPass(request_of("oar_g", num_draws=2), *packed_rows(*batch))
     with ModelTaps(model) as taps:
-
-        def model_forward(forward, set_tap):
+        for forward in one.importance.forwards(2):
+            with taps.running(forward):
+                taps.tap = one.tap(forward)
+                seen.append((forward.backward, torch.is_grad_enabled(), taps.tap))
+                model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
             assert taps.tap is None
-            set_tap(one)
-            seen.append((forward.backward, torch.is_grad_enabled(), taps.tap))
-            model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-
-        run_forwards(taps, one.importance.forwards(2), model_forward)
+        assert [(backward, graph) for backward, graph, _ in seen] == [(None, False), (0, True), (0, True)]
+        assert len({id(tap) for *_, tap in seen}) == 3
+        with pytest.raises(AssertionError, match="without a tap"), taps.running(forward):
+            pass
+        with pytest.raises(ZeroDivisionError), taps.running(forward):
+            taps.tap = 1 / 0
         assert taps.tap is None
-    assert [(backward, graph) for backward, graph, _ in seen] == [(None, False), (0, True), (0, True)]
-    assert [tap.measured.noise_free_BV is not None for *_, tap in seen] == [True, False, False]
-    with pytest.raises(AssertionError, match="set_tap"), ModelTaps(model) as taps:
-        run_forwards(taps, one.importance.forwards(1), lambda forward, set_tap: None)
 
 
 @pytest.mark.parametrize("kind", ["fisher", "oar_g", "decision", TWO, NoisySurprise])
@@ -326,4 +323,4 @@ def test_draws_are_averaged_and_readings_are_not(name, field, want):
     packed = Packed(torch.arange(3), torch.full((3,), int(Segment.REASONING)), torch.tensor([0, 3]))
     scores = Scores(importance_of(name), 3, CPU)
     getattr(scores, field)[:] = 8.0
-    assert importance_of_scores(Request(name, num_draws=4), packed, scores).tolist() == [want] * 3
+    assert importance_of_scores(asked(name, num_draws=4), packed, scores).tolist() == [want] * 3

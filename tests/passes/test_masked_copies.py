@@ -12,6 +12,7 @@ from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes import masked_copies, rows
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.request import Request
+from tests.asked import asked
 from tests.credit.test_golden import every_file, load
 from tests.hosts.engine.world import drawn, one_by_one, outcome
 from tests.passes.batch import SIZE, positions, random_model
@@ -21,7 +22,7 @@ every_probe = pytest.mark.parametrize("probe", PROBES)
 
 
 def copies_of(model, max_tokens, probe="answer_mean", importance="oar_p", replacement_token=0, **request):
-    request = Request(importance, probe, replacement_token=replacement_token, **request)
+    request = asked(importance, probe, replacement_token=replacement_token, **request)
     return MaskedCopies(model, request, max_tokens)
 
 
@@ -182,7 +183,7 @@ def test_importance_equals_single_copies(llama, budget, span, importance, max_to
 def test_span_masking_is_the_drop_of_the_answers_log_probability_without_a_tenth_of_the_response(llama):
     """Each token gets its share of the drop; a span without which the answer is more likely gets nothing."""
     config = OarConfig(importance="span_masking", probe="answer_joint")
-    request = Request.from_config(config, 1, 100, replacement_token=0)
+    request = Request.of_step(config, 1, replacement_token=0)
     token_T, segments_L, gradient_L = made(5, REASONING=97, ANSWER=3)
     reasoning, drops = positions(segments_L) + 5, []
 

@@ -12,8 +12,8 @@ from oar_plugin.credit.noise import signs
 from oar_plugin.passes import masked_copies, rows
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
-from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import Projection
+from tests.asked import asked
 from tests.passes.batch import random_model
 
 CHUNK, VOCABULARY, HIDDEN = 16, 20_000, 8
@@ -50,16 +50,14 @@ def counted(importance, probe, length):
     segments_T[:4], segments_T[20:] = int(Segment.OUTSIDE), int(Segment.ANSWER)
     packed = Packed(torch.randint(VOCABULARY, (total,)), segments_T, torch.tensor([0, total]))
     where_T = torch.arange(total)
-    one = MicroBatchPass(Request(importance, probe), packed, Layout(where_T, where_T, total))
+    one = MicroBatchPass(asked(importance, probe), packed, Layout(where_T, where_T, total))
     hidden_TH, head = torch.randn(total, HIDDEN, requires_grad=True), torch.nn.Linear(HIDDEN, VOCABULARY)
     head.requires_grad_(False)
-    noise_free_BV = None
     with Counted() as memory:
         for forward in one.importance.forwards(1):
-            tap = one.tap(forward, noise_free_BV)
+            tap = one.tap(forward)
             with torch.set_grad_enabled(forward.backward is not None):
                 tap.scalar = tap.probe(head, hidden_TH[tap.row_position_N])
-            noise_free_BV = tap.measured.noise_free_BV
             if tap.scalar is not None:
                 tap.scalar.backward()
     assert hidden_TH.grad is not None
@@ -87,7 +85,7 @@ def test_masked_copies_of_a_response_of_any_length_take_a_few_chunks(monkeypatch
     def most(length):
         reasoning, answer = (length, 20) if drawn else (20, length)
         candidate = Candidate(torch.randint(VOCABULARY, (4 + reasoning + answer,)), 4, 4 + reasoning)
-        copies = MaskedCopies(model, Request("oar_p", probe, replacement_token=None if drawn else 0), 4096)
+        copies = MaskedCopies(model, asked("oar_p", probe, replacement_token=None if drawn else 0), 4096)
         with Counted() as memory:
             copies.run(candidate, [(0,), (reasoning - 1,)])
         return memory.most

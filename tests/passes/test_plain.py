@@ -22,6 +22,7 @@ from oar_plugin.credit.perturbation import copies_of_budget
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes.plain import batch_importance, gradient_importance
 from oar_plugin.passes.request import Request
+from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import distance, error, padded, positions, random_model, rows_of, unpadded
 
@@ -46,9 +47,9 @@ def bound(importance, probe="answer_mean"):
     return 1e-4 if (importance, probe) == ("oar_g", "answer_joint") else BOUNDS[importance]
 
 
-def run(model, batch=None, importance="fisher", probe="answer_mean", on_logits=None, **request):
+def run(model, batch=None, importance="fisher", probe="answer_mean", on_logits=None, request=None, **more):
     """Each sequence's scores; of the four responses, when no batch is given."""
-    batch, request = batch or padded(rows_of()), Request(importance, probe, **{"temperature": 0.7, **request})
+    batch, request = batch or padded(rows_of()), request or asked(importance, probe, **{"temperature": 0.7, **more})
     return unpadded(gradient_importance(model, request, *batch, on_logits), batch[2])
 
 
@@ -79,7 +80,7 @@ def test_a_model_that_changes_its_logits_equals_plain_autograd_and_whole_copies(
     batch, responses = padded(rows_of()), [(ids, segments[positions(segments)[0] :]) for ids, segments in rows_of()]
 
     def error(importance, reference, probe="answer_mean"):
-        request = Request(importance, probe, temperature=0.7, replacement_token=world.PAD)
+        request = asked(importance, probe, temperature=0.7, replacement_token=world.PAD)
         got = unpadded(batch_importance(model, request, *batch), batch[2])
         want = [torch.nn.functional.pad(reference(*row), (len(row[0]) - len(row[1]), 0)) for row in responses]
         return distance(got, want)
@@ -111,7 +112,7 @@ def test_a_batch_equals_one_by_one(model, importance):
     for left in (False, True):
         together = run(model, padded(rows_of(), left), importance, **draws)
         for (ids, segments), row in zip(rows_of(), together, strict=True):
-            alone = gradient_importance(model, Request(importance, **draws), ids[None], segments[None])
+            alone = gradient_importance(model, asked(importance, **draws), ids[None], segments[None])
             assert distance([row], [alone[0]]) <= limit
 
 
@@ -163,7 +164,7 @@ def test_copies_alone_have_no_gradient_importance(model):
 def test_the_gradient_of_a_batch_chooses_its_copies(model):
     """The importance's own: the units with the largest `fisher` have exact scores, the others estimates in its order."""
     batch = padded(rows_of())
-    requests = Request("oar_p", replacement_token=world.PAD), Request("hybrid", budget=0.3, replacement_token=world.PAD)
+    requests = asked("oar_p", replacement_token=world.PAD), asked("hybrid", budget=0.3, replacement_token=world.PAD)
     exact, hybrid = (unpadded(batch_importance(model, request, *batch), batch[2]) for request in requests)
     for gradient, one, all_, (_, segments) in zip(run(model), hybrid, exact, rows_of(), strict=True):
         order = gradient.argsort(descending=True)
@@ -223,7 +224,7 @@ def test_a_response_without_a_prompt(model, importance):
 @pytest.mark.parametrize("importance", ["fisher", "oar_g", "decision", TWO, "random"])
 def test_numbers_are_the_same_within_a_step_and_others_in_every_step_response_and_place(model, importance):
     config = OarConfig(importance=importance, num_draws=2)
-    first, again, second = (run(model, **vars(Request.from_config(config, step, 40))) for step in (1, 1, 2))
+    first, again, second = (run(model, request=Request.of_step(config, step)) for step in (1, 1, 2))
     assert same(first, again)
     assert all((a - b).abs().max() > 1e-3 * b.max() for a, b in zip(first, second, strict=True))
     if importance == "random":  # a number of its own for each place of each response, and nothing elsewhere

@@ -12,14 +12,14 @@ from oar_plugin.passes.request import Request, replacement_token
 
 def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of_the_rollout():
     config = OarConfig(seed=3, num_draws=2, sigma=0.01, warmup_steps=2, probe="answer_joint", max_answer_tokens=50)
-    requests = [Request.from_config(config, step, 100, temperature=0.6) for step in (1, 2, 3)]
+    requests = [Request.of_step(config, step, max_response_length=100, temperature=0.6) for step in (1, 2, 3)]
     assert [one.seed for one in requests] == [step_seed(3, step) for step in (1, 2, 3)]
     assert len({one.seed for one in requests}) == 3
     assert [one.probe for one in requests] == ["last", "last", "answer_joint"]
     first = requests[0]
-    assert Request.from_config(config, 1, 100, temperature=0.6) == first
-    assert (first.temperature, first.sigma, first.num_draws, first.max_response_length) == (0.6, 0.01, 2, 100)
-    assert first.max_answer_tokens == 50
+    assert Request.of_step(config, 1, max_response_length=100, temperature=0.6) == first
+    assert (first.temperature, first.config, first.max_response_length) == (0.6, config, 100)
+    assert [forward.log_probs for forward in first.forwards()] == [True, False]
     assert first.importance_object is config.importance_object
 
 
@@ -37,11 +37,11 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
 )
 def test_copies_go_to_the_actor_unless_engines_run_them_and_all_travels_as_plain_values(settings, importance, copies):
     """`copies`: budget and span."""
-    request = Request.from_config(OarConfig.parse(settings), 5, 100, True, 7, 0.9)
+    request = Request.of_step(OarConfig.parse(settings), 5, importance_only=True, replacement_token=7)
     assert request.importance == importance
     assert (request.importance_object.copies is None) == (copies is None)
     if copies:
-        assert (request.budget, request.span, request.replacement_token) == (*copies, 7)
+        assert (request.config.budget, request.config.perturbation.span) == copies
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 
@@ -50,7 +50,7 @@ def test_without_a_fallback_nothing_is_asked_of_the_actor():
     config = OarConfig.parse({"importance": "oar_p", "perturbation": perturbation})
     assert config.actor_importance is None
     with pytest.raises(AssertionError):
-        Request.from_config(config, 5, 100)
+        Request.of_step(config, 5).forwards()
 
 
 def test_what_stands_in_for_a_token():

@@ -6,9 +6,9 @@ import pytest
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes import segments as module
-from oar_plugin.passes.request import Request
 from oar_plugin.passes.segments import LostTime, segment_response, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
+from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.test_tokens import WithoutBackend
 
@@ -68,7 +68,7 @@ def rows_of(*texts):
 
 
 def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):
-    request = Request("fisher", answer_patterns=patterns, max_response_length=100)
+    request = asked("fisher", answer_patterns=patterns, max_response_length=100)
     segments, status = segment_rows(rows, request, TokenBytes(tokenizer), ())
     for row, one in zip(segments, status, strict=True):
         assert (one == Status.SCORED) or (row == Segment.OUTSIDE).all()

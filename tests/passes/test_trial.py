@@ -18,9 +18,9 @@ from transformers import (
 
 from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.plain import batch_importance
-from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import UnsupportedModelError
 from oar_plugin.passes.trial import TOKENS, Reading, fault
+from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import SIZE, padded, random_model, rows_of
 
@@ -34,7 +34,7 @@ SIZES = {
 
 
 def run(model, importance="fisher", **arguments):
-    return batch_importance(model, Request(importance, replacement_token=world.PAD), *padded(rows_of()), **arguments)
+    return batch_importance(model, asked(importance, replacement_token=world.PAD), *padded(rows_of()), **arguments)
 
 
 class Capped(LlamaForCausalLM):

@@ -21,9 +21,10 @@ from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.plain import batch_importance, gradient_importance
-from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.request import IMPORTANCE
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.token_credit import TokenCredit
+from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import padded, random_model, rows_of
 
@@ -115,7 +116,7 @@ def models():
 
 
 def request_of(name, probe="answer_mean"):
-    return Request(name, probe, sigma=0.05, temperature=0.7, num_draws=2, replacement_token=world.PAD)
+    return asked(name, probe, sigma=0.05, temperature=0.7, num_draws=2, replacement_token=world.PAD)
 
 
 def assert_close(got, want):
@@ -195,7 +196,9 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, mode
         tokens, segments = map(list, zip(*rows_of(), strict=True))
         with ModelTaps(model) as taps:
             micro_batch = {"input_ids": nested(tokens), SEQUENCE_SEGMENTS: nested(segments)}
-            return engine._score_micro_batch(micro_batch, request_of(name), taps)["model_output"][IMPORTANCE].values()
+            return engine._score_micro_batch(micro_batch, request_of(name), taps)[0]["model_output"][
+                IMPORTANCE
+            ].values()
 
     with Pretended() as device:
         got = scored(models[1])

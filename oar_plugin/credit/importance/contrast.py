@@ -25,6 +25,7 @@ What differs from the papers:
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from oar_plugin.credit.importance.base import Importance, Parts, Shown
@@ -36,15 +37,14 @@ CLIP = 5.0
 class Contrast(Importance):
     name = "contrast"
     help = "RLSD's privileged contrast: what showing the right answer does to each token; one extra forward."
-    reads = frozenset({"log_prob"})
     contexts: ClassVar[tuple[Shown, ...]] = ("truth",)
     arbitrary_scale = False
 
     def combine(self, parts: Parts) -> Tensor:
-        return -parts.log_prob_BL
+        return torch.zeros_like(parts.reasoning_BL, dtype=torch.float32)  # only log-probs make it
 
-    def contrast(self, own_L: Tensor, shown: Mapping[Shown, Tensor], sign: int) -> Tensor:
-        return (sign * (shown.get("own", own_L) - shown["truth"])).clamp(0.0, CLIP)
+    def contrast(self, log_prob_L: Mapping[Shown, Tensor], sign: int) -> Tensor:
+        return (sign * (log_prob_L["truth"] - log_prob_L["own"])).clamp(0.0, CLIP)
 
 
 class OwnContrast(Contrast):

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, SetTap, importance_of_scores, run_forwards
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
 from oar_plugin.passes.plain import copies_importance, packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
@@ -70,18 +70,14 @@ class ActorPass:
         request, log_prob_RA, importance_RT = self.request, torch.zeros(0), torch.zeros(token_RT.shape)
         packed, layout, at_T = self._packed(token_RT, segments_RT, mask_RT)
         micro_batch = MicroBatchPass(request, packed, layout)
-
-        def model_forward(forward: Forward, set_tap: SetTap) -> None:
-            nonlocal log_prob_RA
-            set_tap(micro_batch)
-            if forward.log_probs:
-                log_prob_RA = self.actor(token_RT, action_mask_RA, mask_RT, **self.more).detach()
-            else:  # without an action mask the actor returns before it needs the logits of every row
-                self.actor(token_RT, None, mask_RT, return_output=True, **self.more)
-
-        forwards = request.importance_object.forwards(request.num_draws, log_probs=True)
         with ModelTaps(model, self.args.actor.gradient_checkpointing_enable) as taps:
-            run_forwards(taps, forwards or [Forward(None, log_probs=True)], model_forward)
+            for forward in request.forwards() or [Forward(None, log_probs=True)]:
+                with taps.running(forward):
+                    taps.tap = micro_batch.tap(forward)
+                    if forward.log_probs:
+                        log_prob_RA = self.actor(token_RT, action_mask_RA, mask_RT, **self.more).detach()
+                    else:  # without an action mask the actor returns before it needs the logits of every row
+                        self.actor(token_RT, None, mask_RT, return_output=True, **self.more)
         importance_RT.view(-1)[at_T] = importance_of_scores(request, packed, micro_batch.scores)
         return log_prob_RA, importance_RT.to(token_RT.device)
 

@@ -6,7 +6,7 @@ projection, which gives no logits to start from) and makes an advantage per toke
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from accelerate.utils import gather_object
 from accelerate.utils.modeling import is_peft_model
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import summarize
 from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
+from oar_plugin.passes.plain import in_eval_mode
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
@@ -118,9 +120,12 @@ class OarGRPOTrainer(GRPOTrainer):
         )
         request = credit.request(step, self.max_completion_length, self.temperature)
         needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1)
-        contexts = self._contexts(inputs, output, batch) if self.oar.contexts else None
-        segments_BL, status_B = credit.segments(batch, needed_B, request, contexts)
-        importance_BL = self._importance(batch, segments_BL, request, contexts)
+        segments_BL, status_B = credit.segments(batch, needed_B, request)
+        if self.oar.contexts:
+            contexts = self._contexts(inputs, output, batch)
+            importance_BL = credit.contrast(batch, contexts, segments_BL, status_B, self._log_probs_after)
+        else:
+            importance_BL = self._importance(batch, segments_BL, request)
         advantage_BL = output["advantages"][:, None].expand(segments_BL.shape)
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
@@ -139,20 +144,47 @@ class OarGRPOTrainer(GRPOTrainer):
 
     def _contexts(self, inputs: list[dict[str, Any]], output: dict[str, Any], batch: PaddedBatch) -> Contexts:
         """Prompts that show answers to this process's responses, and the signs of their advantages."""
-        sign_B = output["advantages"].sign().long().cpu()
-        columns = inputs, output["prompt_ids"], output["prompt_mask"].bool(), batch.responses, sign_B.tolist()
+        columns = (
+            inputs,
+            output["prompt_ids"],
+            output["prompt_mask"].bool(),
+            batch.responses,
+            output["advantages"].sign(),
+        )
         sources = [
-            PromptSource(row["prompt"], ids[keep].tolist(), response_L[own_L].tolist(), self._truth(row), sign)
+            PromptSource(row["prompt"], ids[keep].cpu(), response_L, own_L, self._truth(row), int(sign))
+            if sign
+            else None
             for row, ids, keep, (_, response_L, own_L), sign in zip(*columns, strict=True)
         ]
-        return Contexts(self._context_prompts.prompts(sources), sign_B, longest_of(self.model.config))
+        return self._context_prompts.contexts(sources, longest_of(self.model.config))
+
+    @torch.no_grad()
+    def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """`LogProbs` of TRL's own pass."""
+        prompts, responses = zip(*rows, strict=True)
+        prompt_BP, keep_BP = self._padded(prompts, "left")
+        response_BL, keep_BL = self._padded(responses, "right")
+        with in_eval_mode(self.model):
+            log_prob_BL, *_ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([prompt_BP, response_BL], 1),
+                torch.cat([keep_BP, keep_BL], 1),
+                response_BL.shape[1],
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return [row[: len(response)] for row, (_, response) in zip(log_prob_BL.cpu(), rows, strict=True)]
+
+    def _padded(self, rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
+        """Rows as one batch, and its mask, int64 `[B, L]`."""
+        columns = rows, [torch.ones_like(row) for row in rows]
+        ids_BL, keep_BL = (pad_sequence(list(column), True, padding_side=side) for column in columns)
+        return ids_BL.to(self.accelerator.device), keep_BL.to(self.accelerator.device)
 
     def _truth(self, row: dict[str, Any]) -> Any:
         return next((row[name] for name in self._truths if row.get(name) is not None), None)
 
-    def _importance(
-        self, batch: PaddedBatch, segments_BL: Tensor, request: Request, contexts: Contexts | None
-    ) -> Tensor:
+    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
@@ -166,7 +198,6 @@ class OarGRPOTrainer(GRPOTrainer):
                 max_tokens=self.args.per_device_train_batch_size * batch.token_BT.shape[1],
                 max_over_ranks=self._max_over_ranks,
                 checkpoint_activations=self.args.gradient_checkpointing,
-                contexts=contexts,
             )
 
     def _share_head(self) -> None:

@@ -1,13 +1,13 @@
 """verl's FSDP and FSDP2 engines with importance: one forward for log-probs, entropy and importance.
 
 `importance_pass.py` chooses the rows and makes the fields of the result. This file runs masked copies, and runs
-`passes.gradient` on each micro-batch through verl's own `forward_step`, which makes a forward's inputs. So the engine's
-one new attribute, `_tapped`, holds a function that sets the forward's tap when the inputs are known.
+`passes.gradient` on each micro-batch through verl's own `forward_step`, which makes a forward's inputs and runs the model.
 """
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +20,20 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance import Forward, without_copies
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, score_fields
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, SetTap, run_forwards
+from oar_plugin.credit.importance import without_copies
+from oar_plugin.hosts.verl.importance_pass import (
+    ImportancePass,
+    importance_field,
+    mark,
+    packed_of,
+    register_engines,
+    seconds_between,
+)
+from oar_plugin.passes.gradient import Layout, MicroBatchPass
 from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
-from oar_plugin.passes.request import Request
-from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model, logit_changes, unwrapped
+from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, check_model, logit_changes, unwrapped
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
-
-OnInputs = Callable[[TensorDict, Tensor], None]
-"""Called with verl's micro-batch and this rank's input ids, both on the device, right before the model runs."""
 
 
 class OarFSDPMixin(ImportancePass):
@@ -42,15 +46,15 @@ class OarFSDPMixin(ImportancePass):
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: Any
 
-    # Set only during OAR's forwards: the hooks, and the function that sets their tap.
-    _tapped: tuple[ModelTaps, OnInputs] | None = None
+    # Set only during OAR's forwards: see `_tapping`.
+    _tapped: tuple[ModelTaps, Tensor, Callable[[Layout], Tap]] | None = None
 
     @property
     def _fused(self) -> bool:
         """Whether verl's forward ends in kernels that give log-probs and entropies, and no logits."""
         return bool(self.model_config.use_fused_kernels)
 
-    def _score(self, data: TensorDict, request: Request) -> Any:
+    def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
         self._limit_micro_batches(data)
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
@@ -58,50 +62,45 @@ class OarFSDPMixin(ImportancePass):
         # verl's activation offload works only in training. This pass recomputes these activations instead.
         checkpoint = self.model_config.enable_gradient_checkpointing or self.model_config.enable_activation_offload
         with ModelTaps(self.module, checkpoint, self._fused) as taps:
-            outputs = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
-        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+            scored = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
+        outputs, seconds = zip(*scored, strict=True)
+        return postprocess_batch_func(output_lst=list(outputs), indices=indices, data=data), sum(seconds)
 
-    def _score_micro_batch(self, micro_batch: TensorDict, request: Request, taps: ModelTaps) -> dict[str, Any]:
-        """Scores of one micro-batch, and its log-probs and entropy unless the request is for importance only."""
-        host_done, packed = mark(), packed_of(micro_batch)
+    def _score_micro_batch(
+        self, micro_batch: TensorDict, request: Request, taps: ModelTaps
+    ) -> tuple[dict[str, Any], float]:
+        """`_score` of one micro-batch."""
+        started, packed = mark(), packed_of(micro_batch)
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
-        scored: MicroBatchPass | None = None
-
-        def model_forward(forward: Forward, set_tap: SetTap) -> None:
-            nonlocal output, host_done
-
-            def on_inputs(_: TensorDict, local_input_ids: Tensor) -> None:
-                nonlocal scored
-                if scored is None:
-                    scored = MicroBatchPass(request, packed, self._layout(packed.offsets, local_input_ids))
-                set_tap(scored)
-
-            with self._tapping(taps, on_inputs):
+        micro_batch_pass = MicroBatchPass(request, packed)
+        for forward in request.forwards():
+            tapped = self._tapping(taps, packed.offsets, partial(micro_batch_pass.tap, forward))
+            with tapped, taps.running(forward):
                 _, of_forward = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-            if forward.log_probs:
-                output, host_done = of_forward, mark()
-
-        forwards = request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only)
-        run_forwards(taps, forwards, model_forward)
-        assert scored is not None
-        scored.scores.total(self._sum_over_sharing_ranks)
-        # The host makes the forward for log-probs anyway; importance costs the rest.
-        output["model_output"].update(score_fields(request, packed, scored.scores, host_done))
-        return output
+                if forward.log_probs:  # the host makes this forward anyway; importance costs the rest
+                    output, started = of_forward, mark()
+        micro_batch_pass.scores.total(self._sum_over_sharing_ranks)
+        output["model_output"][IMPORTANCE] = importance_field(request, packed, micro_batch_pass.scores)
+        return output, seconds_between(started, mark())
 
     @contextlib.contextmanager
-    def _tapping(self, taps: ModelTaps, on_inputs: OnInputs) -> Iterator[None]:
-        self._tapped = taps, on_inputs
+    def _tapping(self, taps: ModelTaps, offsets: Tensor, tap_at: Callable[[Layout], Tap]) -> Iterator[None]:
+        """The next forward of verl's gets the tap that `tap_at` makes. `offsets`: of its sequences, on the CPU."""
+        self._tapped = taps, offsets, tap_at
         try:
             yield
         finally:
             self._tapped = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """Returns verl's inputs. During OAR's forwards, it also sets the tap of the forward that gets these inputs."""
+        """Returns verl's inputs. During OAR's forwards, it also sets the tap of the forward that gets these inputs.
+
+        Only here it is known where verl puts the tokens, and with how much padding.
+        """
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
-            self._tapped[1](micro_batch, inputs["input_ids"])
+            taps, offsets, tap_at = self._tapped
+            taps.tap = tap_at(self._layout(offsets, inputs["input_ids"]))
         return inputs, arguments
 
     def prepare_model_outputs(
@@ -145,19 +144,16 @@ class OarFSDPMixin(ImportancePass):
 
     def read(self, micro_batch: TensorDict, row_N: Tensor | None = None, rows_only: bool = False) -> Reading:
         """Reads logits at packed positions of a micro-batch, by one forward of verl's without a graph. None: all positions."""
-        readings: list[Reading] = []
-
-        def on_inputs(micro_batch: TensorDict, local_input_ids: Tensor) -> None:
+        offsets, fused = micro_batch["input_ids"].offsets().cpu(), None
+        if self._fused:
             next_T = micro_batch["input_ids"].values().roll(-1)
-            next_T[micro_batch["input_ids"].offsets()[1:] - 1] = -1
-            fused = (micro_batch["temperature"], next_T) if self._fused else None
-            layout = self._layout(micro_batch["input_ids"].offsets().cpu(), local_input_ids)
-            readings.append(Reading(layout, row_N, rows_only, fused))
-            taps.tap = readings[0]
-
-        with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, on_inputs):
+            next_T[offsets[1:] - 1] = -1
+            fused = micro_batch["temperature"], next_T.to(get_device_id())
+        tap_at = partial(Reading, row_N=row_N, rows_only=rows_only, fused=fused)
+        with torch.no_grad(), ModelTaps(self.module, fused=self._fused) as taps, self._tapping(taps, offsets, tap_at):
             self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-        return readings[0]
+            assert isinstance(taps.tap, Reading)
+            return taps.tap
 
     def _layout(self, offsets: Tensor, local_input_ids: Tensor) -> Layout:
         local_T = self._local_positions(offsets, local_input_ids.shape[-1])

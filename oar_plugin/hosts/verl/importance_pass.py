@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +24,11 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance.base import Shown
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
-from oar_plugin.passes.contexts import Contexts, contrast_of, longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import CONTEXT, IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -80,11 +77,12 @@ class ImportancePass:
         """
         raise NotImplementedError
 
-    def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
+    def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
         """Run forwards with a graph, and backwards to the embeddings, for every row of `data`.
 
-        Returns the output of verl's `infer_batch`, without log-probs if `request.importance_only`. Its `model_output` also has
-        nested `IMPORTANCE` (float32, one value per token of `input_ids`) and nested `SECONDS` (one value per row).
+        Returns the output of verl's `infer_batch`, without log-probs if `request.importance_only`, and the seconds that
+        importance took, without those of the forward that log-probs need anyway. The `model_output` also has nested
+        `IMPORTANCE` (float32, one value per token of `input_ids`).
         """
         raise NotImplementedError
 
@@ -139,43 +137,31 @@ class ImportancePass:
         if request.importance not in self._checked:
             self._check_supported(data, request)
             self._checked |= {request.importance}
-        columns = response_rows(data, "responses"), response_rows(data, "response_mask"), data[NEEDED].cpu().unbind()
-        responses = (
-            (ids.tolist(), own.numpy().astype(bool), bool(needed.any()))
-            for ids, own, needed in zip(*columns, strict=True)
-        )
-        segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
-        self._agree_on_failures(segments, status_B)
-        prompts = {shown: data.pop(f"{CONTEXT}{shown}").unbind() for shown in request.importance_object.contexts}
-        contexts = Contexts(prompts, torch.cat(columns[-1]), self._longest_row(data)) if prompts else None
-        if contexts is not None:
-            contexts.check(segments, status_B)
+        segments, status_B = self._segments(data, request)
         data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
 
-        importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
-        seconds = [0.0] * len(segments)
+        # Rows to score come first. An importance without a forward of its own has no scoring pass.
         order, num_ahead = torch.arange(len(status_B)), 0
-        if request.importance_object.forwards(request.num_draws):
+        outputs, importance, seconds = list[dict[str, Any]](), list[Tensor](), 0.0
+        if request.forwards():
             order, num_ahead = self._scored_first(data, status_B)
-        else:  # no scoring pass: the importance runs no forward
+            importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
+        else:
             importance = self._importance_without_a_forward(data, request, segments)
-        outputs = []
         if num_ahead:
             scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
             if scored is None:
                 status_B[status_B == Status.SCORED] = Status.OUT_OF_MEMORY
                 order, num_ahead = torch.arange(len(status_B)), 0
             else:
-                outputs = [scored]
-                costs = zip(*(scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS)), strict=True)
-                for index, (row, cost) in zip(order[:num_ahead].tolist(), costs, strict=True):
+                output, seconds = scored
+                outputs.append(output)
+                for index, row in zip(
+                    order[:num_ahead].tolist(), output["model_output"][IMPORTANCE].unbind(), strict=True
+                ):
                     importance[index] = row[len(row) - len(segments[index]) :]
-                    seconds[index] = float(cost)
-        if not request.importance_only:
-            outputs += [
-                self._infer_unscored(tu.index_select_tensor_dict(data, rows))
-                for rows in self._plain_parts(data, order[num_ahead:])
-            ]
+        if not request.importance_only and num_ahead < len(order):
+            outputs.append(self._infer_unscored(data, order[num_ahead:]))
 
         result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
         inverse = torch.argsort(order)
@@ -185,66 +171,33 @@ class ImportancePass:
             if all(key in output.get("model_output", {}) for output in outputs) and not request.importance_only:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
+        begun = mark()
         if request.importance_object.copies is not None:
-            copies_from = mark()
             zero_non_finite(importance, status_B)
             importance = self._copies_importance(data, request, segments, status_B, importance)
-            share = seconds_between(copies_from, mark()) / max(1, int((status_B == Status.SCORED).sum()))
-            seconds = [s + share * (status_B[i].item() == Status.SCORED) for i, s in enumerate(seconds)]
-        if contexts is not None:
-            self._contrast(data, request, contexts, segments, status_B, importance, seconds)
         zero_non_finite(importance, status_B)
-        weighs_from = time.perf_counter()
-        answer = weigh_rows(importance, segments, status_B, request)
-        second_B = torch.tensor(seconds) + (time.perf_counter() - weighs_from) / len(seconds)
-        answer[SECONDS] = list(second_B[:, None])
+        answer = weigh_rows(importance, segments, status_B, request.config, request.importance_object)
+        seconds += seconds_between(begun, mark())
+        answer[SECONDS] = [torch.tensor([seconds / len(segments)])] * len(segments)
         result["model_output"] |= {name: nested(rows) for name, rows in answer.items()}
         return result
 
-    def _agree_on_failures(self, segments: list[Tensor], status_B: Tensor) -> None:
-        """Mark a response as failed on all ranks that hold it if its answer search failed on one of them. In place.
+    def _segments(self, data: TensorDict, request: Request) -> tuple[list[Tensor], Tensor]:
+        """`segment_rows` of a batch; a response whose answer search failed on one rank that holds it has failed on all of them.
 
-        A search may time out on one rank and succeed on another. Without this step, these ranks would run different rows.
+        A search may time out on one rank and succeed on another. These ranks would then run different rows.
         """
+        columns = response_rows(data, "responses"), response_rows(data, "response_mask"), data[NEEDED].cpu().unbind()
+        responses = (
+            (ids.tolist(), own.numpy().astype(bool), bool(needed.any()))
+            for ids, own, needed in zip(*columns, strict=True)
+        )
+        segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         failed_B = (status_B == Status.SEARCH_FAILED).to(get_device_id(), torch.int32)
         for row in self._sum_over_sharing_ranks(failed_B).nonzero()[:, 0].tolist():
             segments[row].fill_(int(Segment.OUTSIDE))
             status_B[row] = Status.SEARCH_FAILED
-
-    def _contrast(
-        self,
-        data: TensorDict,
-        request: Request,
-        contexts: Contexts,
-        segments: Sequence[Tensor],
-        status_B: Tensor,
-        importance: list[Tensor],
-        seconds: list[float],
-    ) -> None:
-        """Runs the scoring pass after the prompts of contexts, and makes importance of the results. In place."""
-        request, ids = replace(request, importance_only=True), data["input_ids"].unbind()
-        order, num_ahead = self._scored_first(data, status_B)
-        rows, scored_B, found = order[:num_ahead].tolist(), status_B == Status.SCORED, dict[Shown, dict[int, Tensor]]()
-        for shown, prompts in contexts.prompts.items() if rows else ():
-            sequences = [
-                torch.cat([prompts[row], ids[row][len(ids[row]) - len(segments[row]) :]]) if scored_B[row] else ids[row]
-                for row in rows
-            ]
-            shows = tu.index_select_tensor_dict(data, order[:num_ahead])
-            shows["input_ids"] = nested(sequences)
-            shows["position_ids"] = nested([torch.arange(len(one), device=one.device) for one in sequences])
-            shows[SEQUENCE_SEGMENTS] = sequence_segments([segments[row] for row in rows], shows["input_ids"])
-            scored = self._score_or_run_out_of_memory(shows, request)
-            if scored is None:
-                status_B[scored_B] = Status.OUT_OF_MEMORY
-                return
-            results, costs = (scored["model_output"][name].unbind() for name in (IMPORTANCE, SECONDS))
-            found[shown] = {row: r[len(r) - len(segments[row]) :] for row, r in zip(rows, results, strict=True)}
-            for row, cost in zip(rows, costs, strict=True):
-                seconds[row] += float(cost)
-        for row in scored_B.nonzero()[:, 0].tolist():
-            of_shown, sign = {shown: results[row] for shown, results in found.items()}, int(contexts.sign_B[row])
-            importance[row] = contrast_of(request.importance_object, importance[row], of_shown, sign, segments[row])
+        return segments, status_B
 
     def _scored_first(self, data: TensorDict, status_B: Tensor) -> tuple[Tensor, int]:
         """Returns (indices of all rows, sorted so that rows to score are first; number of rows in the scoring pass).
@@ -264,7 +217,7 @@ class ImportancePass:
         ahead = min(len(scored_B), ahead)
         return scored_first(scored_B, data["input_ids"].offsets().diff().cpu(), ahead), ahead
 
-    def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> dict[str, Any] | None:
+    def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float] | None:
         """Returns the output of `_score`; None if memory ran out in a single-process run whose engine can be reset.
 
         Raises:
@@ -297,14 +250,6 @@ class ImportancePass:
         sizes = data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu
         return min(size for size in sizes if size)
 
-    def _longest_row(self, data: TensorDict) -> int:
-        """Tokens that a row of a scoring pass may have: those of a micro-batch, which all ranks of a sequence share."""
-        config, longest = self.engine_config, longest_of(self.model_config.hf_config)
-        if self._is_dynamic(data):
-            ranks = getattr(config, "context_parallel_size", 0) or config.ulysses_sequence_parallel_size
-            longest = min(longest, ranks * self._most_tokens_at_once(data))
-        return longest
-
     def _most_tokens_at_once(self, data: TensorDict) -> int:
         """Maximum number of tokens per micro-batch of the scoring pass and rank, if batches are dynamic."""
         return min(most for most in (data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu) if most)
@@ -315,23 +260,17 @@ class ImportancePass:
             tu.assign_non_tensor(data, max_token_len_per_gpu=self._most_tokens_at_once(data))
         else:
             rows, most = len(data) // self._micro_batch_multiple(), self._most_scored_at_once(data)
-            tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(rows, most))
+            size = next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
+            tu.assign_non_tensor(data, micro_batch_size_per_gpu=size)
 
-    def _plain_parts(self, data: TensorDict, rows: Tensor) -> list[Tensor]:
-        """Split the rows that are not scored into at most two parts; verl needs micro-batches of equal size within a part.
-
-        Dynamic batches stay one part. Otherwise the first part fills micro-batches of verl's size. The second has the rest.
-        """
-        whole = len(rows)
+    def _infer_unscored(self, data: TensorDict, rows: Tensor) -> dict[str, Any]:
+        """verl's own pass over the other rows. It needs whole micro-batches: the shortest row fills the last one up."""
         if not self._is_dynamic(data):
-            whole -= whole % (data["micro_batch_size_per_gpu"] * self._micro_batch_multiple())
-        return [part for part in (rows[:whole], rows[whole:]) if len(part)]
-
-    def _infer_unscored(self, data: TensorDict) -> Any:
-        if not self._is_dynamic(data):
-            rows = len(data) // self._micro_batch_multiple()
-            tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(rows, data["micro_batch_size_per_gpu"]))
-        return super().infer_batch(data, None)  # type: ignore[misc]
+            shortest = rows[data["input_ids"].offsets().diff().cpu()[rows].argmin()]
+            fill = -len(rows) % (data["micro_batch_size_per_gpu"] * self._micro_batch_multiple())
+            rows = torch.cat([rows, shortest.expand(fill)])
+        output: dict[str, Any] = super().infer_batch(tu.index_select_tensor_dict(data, rows), None)  # type: ignore[misc]
+        return output
 
     def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
         """Importance of each row, for an importance that needs no gradient pass; zeros if only masked copies compute it."""
@@ -374,24 +313,9 @@ def packed_of(data: TensorDict) -> Packed:
     return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
 
 
-def score_fields(
-    request: Request, packed: Packed, scores: Scores, started: Mark, forwards: Sequence[tuple[Mark, Mark]] = ()
-) -> dict[str, Tensor]:
-    """The fields that `_score` adds to verl's output.
-
-    Importance cost the seconds from `started` until now, without those of `forwards`: the host runs them anyway.
-    """
-    seconds = seconds_between(started, mark()) - sum(seconds_between(*forward) for forward in forwards)
-    importance_T, rows = importance_of_scores(request, packed, scores), len(packed.offsets) - 1
-    return {
-        IMPORTANCE: torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets),
-        SECONDS: nested([torch.tensor([seconds / rows])] * rows),
-    }
-
-
-def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of `n` that is at most `most`; 1 if there is none."""
-    return next((size for size in range(min(n, most), 1, -1) if n % size == 0), 1)
+def importance_field(request: Request, packed: Packed, scores: Scores) -> Tensor:
+    """The field `IMPORTANCE` of `_score`: one value per token of a sequence. `scores` are the sums over ranks."""
+    return torch.nested.nested_tensor_from_jagged(importance_of_scores(request, packed, scores), packed.offsets)
 
 
 def zero_non_finite(importance: list[Tensor], status_B: Tensor) -> None:

@@ -28,11 +28,19 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, Mark, mark, packed_of, register_engines, score_fields
+from oar_plugin.hosts.verl.importance_pass import (
+    ImportancePass,
+    Mark,
+    importance_field,
+    mark,
+    packed_of,
+    register_engines,
+    seconds_between,
+)
 from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
-from oar_plugin.passes.request import Request
+from oar_plugin.passes.request import IMPORTANCE, Request
 from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 
 if TYPE_CHECKING:
@@ -64,9 +72,9 @@ class _Schedules:
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
     scores: Scores  # of the batch, as far as this rank has computed them
     forward: Forward  # the forward that the current schedule runs
-    # By the rows of a micro-batch, for all schedules: its pass, and what its noise-free forward measured.
-    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
-    noise_free: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(
+        default_factory=dict
+    )  # by their rows, for all schedules
     # Begin and end of forwards for log-probs, where these can be told from other work (see `_score`).
     host_forwards: list[tuple[Mark, Mark]] = field(default_factory=list)
 
@@ -81,7 +89,7 @@ class OarMegatronMixin(ImportancePass):
 
     _schedules: _Schedules | None = None
 
-    def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
+    def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
         """Scores of every row on every rank; log-probs and entropy on the ranks where verl has them.
 
         The seconds are the time that importance adds to the forward for log-probs. In a pipeline stages wait for one another,
@@ -94,7 +102,7 @@ class OarMegatronMixin(ImportancePass):
         scores = Scores(request.importance_object, len(packed.token_T), device)
         started = mark()
         output: dict[str, Any] = {}
-        forwards = request.importance_object.forwards(request.num_draws, log_probs=not request.importance_only)
+        forwards = request.forwards()
         records = self._records_routes(data)
         if records and forwards[0].backward is not None:
             forwards = [replace(forwards[0], backward=None), replace(forwards[0], log_probs=False), *forwards[1:]]
@@ -115,10 +123,9 @@ class OarMegatronMixin(ImportancePass):
             finally:
                 self._schedules = None
         self._total_scores(scores)
-        output.setdefault("model_output", {}).update(
-            score_fields(request, packed, scores, started, schedules.host_forwards)
-        )
-        return output
+        output.setdefault("model_output", {})[IMPORTANCE] = importance_field(request, packed, scores)
+        seconds = seconds_between(started, mark())
+        return output, seconds - sum(seconds_between(*forward) for forward in schedules.host_forwards)
 
     def _records_routes(self, data: TensorDict) -> bool:
         """Whether verl records the experts of each token in this batch, for the update to use (mode R2).
@@ -159,13 +166,11 @@ class OarMegatronMixin(ImportancePass):
         micro_batch = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
         one = self._micro_batch_pass(rows, micro_batch, schedules)
-        tap = schedules.taps.tap = one.tap(schedules.forward, schedules.noise_free.get(rows))
+        tap = schedules.taps.tap = one.tap(schedules.forward)
         try:
             output, _ = step(iter([micro_batch]))
         finally:
             schedules.taps.tap = None
-        if tap.measured.noise_free_BV is not None:
-            schedules.noise_free[rows] = tap.measured.noise_free_BV
         return output, partial(self._finish, schedules, tap, micro_batch, started)
 
     def _lm_head_logits_processor(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import tensordict_utils as tu
@@ -30,7 +32,18 @@ from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import padded_batch
-from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SHOWN, STATUS, USED, WEIGHTS
+from oar_plugin.passes.request import (
+    FIELDS,
+    MEASURES,
+    NEEDED,
+    REQUEST,
+    SECONDS,
+    SEGMENTS,
+    SHOWN,
+    STATUS,
+    USED,
+    WEIGHTS,
+)
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
@@ -112,6 +125,8 @@ class OarRayTrainer(TrainerCredit):
             batch.batch.pop(name, None)
         with self._asking(batch, self._advantage_signs(batch)) as asking:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        if self.oar.contexts:
+            self._contrast(batch, asking.answer, result.batch["old_log_probs"])
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
 
@@ -128,10 +143,8 @@ class OarRayTrainer(TrainerCredit):
         assert self.oar is not None
         self._start(self.oar)
         workers = self.actor_rollout_wg
-        fields = USED if self._credit.dumps.folder is None else FIELDS
-        held = padded_batch(self.global_steps, batch, sign_B, {})
-        more = {NEEDED: sign_B[:, None], **self._context_fields(sign_B, held.keys, held.read)}
-        asking = _Asking(workers, more, self._request(importance_only), self.global_steps, fields)
+        fields = FIELDS if self._credit.dumps.folder is not None or self.oar.contexts else USED
+        asking = _Asking(workers, sign_B, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
             yield asking
@@ -145,7 +158,44 @@ class OarRayTrainer(TrainerCredit):
             temperature = self.config.actor_rollout_ref.rollout.temperature
             tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
             asking.compute_log_prob(data)
+        if self._credit.config.contexts:
+            self._contrast(batch, asking.answer, None)
         batch.batch.update(asking.answer)
+
+    def _contrast(self, batch: DataProto, answer: dict[str, Tensor], own_BL: Tensor | None) -> None:
+        """Puts the importance of contexts, with its weights, in place of the actor's. `own_BL`: the actor's log-probs."""
+        sign_B, status_B = answer[NEEDED][:, 0], answer[STATUS][:, 0]
+        held = padded_batch(self.global_steps, batch, status_B, answer)
+        segments = held.read(keys=held.keys, select_fields=[SEGMENTS])[SEGMENTS].unbind()
+        own = None if own_BL is None else [row[: len(of)] for row, of in zip(own_BL, segments, strict=True)]
+        log_probs = partial(self._log_probs_after, batch)
+        found = self._contrasted(sign_B, segments, status_B, held.keys, held.read, log_probs, own)
+        for name in answer.keys() & found.keys():
+            if name in (*SHOWN, WEIGHTS):
+                answer[name] = _padded(found[name], answer[name].shape[1], int(name == WEIGHTS))
+            else:
+                answer[name] = torch.stack(found[name])
+
+    def _log_probs_after(self, batch: DataProto, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """`LogProbs` of verl's own pass."""
+        prompt_BP = pad_sequence([prompt for prompt, _ in rows], True, padding_side="left")
+        prompt_mask_BP = pad_sequence([torch.ones_like(prompt) for prompt, _ in rows], True, padding_side="left")
+        width, responses = batch.batch["responses"].shape[1], [response for _, response in rows]
+        response_BL = _padded(responses, width)
+        mask_BL = _padded([torch.ones_like(response) for response in responses], width)
+        mask_BT = torch.cat([prompt_mask_BP, mask_BL], 1)
+        tensors = {
+            "prompts": prompt_BP,
+            "responses": response_BL,
+            "response_mask": mask_BL,
+            "input_ids": torch.cat([prompt_BP, response_BL], 1),
+            "attention_mask": mask_BT,
+            "position_ids": (mask_BT.cumsum(-1) - 1).clamp_min(0),
+        }
+        shown = DataProto.from_dict(tensors=tensors, meta_info=batch.meta_info)
+        result, *_ = super()._compute_old_log_prob(shown)  # type: ignore[misc]
+        log_prob_BL = result.batch["old_log_probs"].cpu()
+        return [log_prob_L[: len(response_L)] for log_prob_L, (_, response_L) in zip(log_prob_BL, rows, strict=True)]
 
     # ---- the host's advantage, times the weights
 
@@ -183,29 +233,32 @@ class OarRayTrainer(TrainerCredit):
         return result
 
 
+def _padded(rows: Sequence[Tensor], width: int, fill: int = 0) -> Tensor:
+    """Rows `[L_i]` as `[B, width]`."""
+    return torch.stack([pad(row, (0, width - len(row)), value=fill) for row in rows])
+
+
 class _Asking:
-    """A worker group whose `compute_log_prob` asks for importance too, with `more` fields. `answer`: `fields`, padded."""
+    """A worker group whose `compute_log_prob` asks for importance too. `answer`: `fields`, padded."""
 
     answer: dict[str, Tensor]
 
-    def __init__(
-        self, workers: Any, more: dict[str, Tensor], request: dict[str, Any], step: int, fields: Sequence[str]
-    ) -> None:
-        self._workers, self._more, self._request, self._step = workers, more, request, step
-        self._fields, self.answer = fields, {}
+    def __init__(self, workers: Any, sign_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]) -> None:
+        self._workers, self._request, self._step = workers, request, step
+        self._needed_B1, self._fields, self.answer = sign_B[:, None], fields, {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workers, name)
 
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
         asked, width = data.clone(recurse=False), data["responses"].shape[1]
-        asked.update(self._more)
+        asked[NEEDED] = self._needed_B1
         tu.assign_non_tensor(asked, **{REQUEST: self._request})
         output: TensorDict = self._workers.compute_log_prob(asked)
         if WEIGHTS not in output:
             raise RuntimeError(no_importance(self._step))
         answer = {name: output.pop(name) for name in FIELDS}
-        self.answer[NEEDED] = self._more[NEEDED]
+        self.answer[NEEDED] = self._needed_B1
         for name in self._fields:
             if name not in (*SHOWN, WEIGHTS):  # rows of one length
                 self.answer[name] = answer[name].values().view(len(data), -1)

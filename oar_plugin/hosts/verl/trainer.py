@@ -18,6 +18,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
+from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
@@ -29,14 +30,15 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch
-from oar_plugin.passes.contexts import NO_PROMPT
-from oar_plugin.passes.request import CONTEXT, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS
+from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, USED, WEIGHTS
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager
     from verl.workers.rollout.replica import RolloutReplica
 
 logger = logging.getLogger("oar_plugin")
+
+CONTEXTS = "oar_contexts"  # partition of the queue
 
 
 class OarTrainerMixin(TrainerCredit):
@@ -103,6 +105,9 @@ class OarTrainerMixin(TrainerCredit):
             with self._requesting(batch, importance_only=False):
                 result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
             result.extra_info.pop(REQUEST, None)
+            if self.oar.contexts:
+                with marked_timer("oar", self.timing_raw):
+                    self._contrast(batch, _read(batch, "old_log_probs")["old_log_probs"].unbind())
             return result
 
         # The old log-probs come from the rollout: no pass computes them. So importance needs a pass of its own.
@@ -111,7 +116,45 @@ class OarTrainerMixin(TrainerCredit):
             temperature = self.config.actor_rollout_ref.rollout.temperature
             batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=temperature)
             self.actor_rollout_wg.compute_log_prob(batch)
+            if self.oar.contexts:
+                self._contrast(batch, None)
         return batch
+
+    def _contrast(self, batch: Any, own: Sequence[Tensor] | None) -> None:
+        """Writes the importance of contexts, with its weights, in place of the actor's. `own`: the actor's log-probs."""
+        data, read = _read(batch, NEEDED, SEGMENTS, STATUS), partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        segments, log_probs = data[SEGMENTS].unbind(), partial(self._log_probs_after, batch.keys)
+        answer = self._contrasted(
+            data[NEEDED].values(), segments, data[STATUS].values(), batch.keys, read, log_probs, own
+        )
+        for name, rows in answer.items():
+            _write(batch, name, torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+
+    def _log_probs_after(self, keys: Sequence[str], rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """`LogProbs` of the actor, in rows of the queue that are cleared at the end."""
+        input_ids = [torch.cat(row) for row in rows]
+        columns = {
+            "prompts": [prompt for prompt, _ in rows],
+            "responses": [response for _, response in rows],
+            "response_mask": [torch.ones_like(response) for _, response in rows],
+            "loss_mask": [torch.ones_like(response) for _, response in rows],
+            "input_ids": input_ids,
+            "position_ids": [torch.arange(len(ids)) for ids in input_ids],
+        }
+        fields = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
+        tags = [{"seq_len": len(ids)} for ids in input_ids]
+        # In a partition of their own: trainers watch theirs for rows of new responses.
+        batch = {"keys": list(keys), "partition_id": CONTEXTS}
+        meta = tq.kv_batch_put(**batch, fields=TensorDict(fields, batch_size=len(rows)), tags=tags)
+        try:
+            temperature = self.config.actor_rollout_ref.rollout.temperature
+            meta.extra_info = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+            self.actor_rollout_wg.compute_log_prob(meta)
+            log_probs = tq.kv_batch_get(**batch, select_fields=["log_probs"])["log_probs"]
+        finally:
+            tq.kv_clear(**batch)
+        # The log-prob of a token is where the token before it is.
+        return [row[-len(response) - 1 : -1] for row, (_, response) in zip(log_probs.unbind(), rows, strict=True)]
 
     def _bypasses_log_probs(self) -> bool:
         correction = self.config.algorithm.get("rollout_correction", None)
@@ -125,16 +168,13 @@ class OarTrainerMixin(TrainerCredit):
         finally:
             # The reference pass of a LoRA actor goes through the same call; it must not score again.
             batch.extra_info.pop(REQUEST, None)
-            # The update reads every field of the queue: it must not see an answer.
-            for shown in self.oar.contexts:
-                _write(batch, f"{CONTEXT}{shown}", torch.full((len(batch), 1), NO_PROMPT))
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Writes `oar_needed`, the rows that the actor is to score, and returns it, int64 `[B]`: the sign of their advantages.
 
         If a row's advantage is exactly zero, weights cannot change its update. The host's own estimator computes the
         advantage from rewards alone, before log-probs exist. With KL in the reward, it is not known yet: every row is
-        scored. Rows that the rollout engines have scored are not scored again. Also writes the prompts of contexts.
+        scored. Rows that the rollout engines have scored are not scored again.
         """
         sign_B = self._advantage_signs(batch)
         if self.oar.offloads:
@@ -144,9 +184,6 @@ class OarTrainerMixin(TrainerCredit):
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
         _write(batch, NEEDED, torch.nested.as_nested_tensor(list(sign_B[:, None]), layout=torch.jagged))
-        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        for name, prompts in self._context_fields(sign_B, batch.keys, read).items():
-            _write(batch, name, prompts)
         return sign_B
 
     def _advantage_signs(self, batch: Any) -> torch.Tensor:

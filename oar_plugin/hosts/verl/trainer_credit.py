@@ -1,21 +1,24 @@
 """What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import summarize
+from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.credit.importance import importance_of
+from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.settings import STRATEGIES
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.contexts import NO_PROMPT, ContextPrompts, PromptSource
-from oar_plugin.passes.request import CONTEXT
+from oar_plugin.passes.contexts import ContextPrompts, LogProbs, PromptSource, longest_of
 from oar_plugin.token_credit import TokenCredit
 
 if TYPE_CHECKING:
@@ -24,6 +27,12 @@ if TYPE_CHECKING:
 
 SOURCES = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
 """Fields of verl's rows that the prompts of contexts are made of."""
+SEQUENCE_RANKS = (
+    "ulysses_sequence_parallel_size",
+    "fsdp_config.ulysses_sequence_parallel_size",
+    "megatron.context_parallel_size",
+)
+"""Keys of the actor: ranks that share a sequence."""
 
 
 class TrainerCredit:
@@ -71,26 +80,45 @@ class TrainerCredit:
         metrics.update(log_seqlen_unbalance(list(lengths), partitions, prefix))
         return [row for partition in partitions for row in partition]
 
-    def _context_fields(self, sign_B: Tensor, keys: Sequence[str], read: Callable[..., Any]) -> dict[str, Tensor]:
-        """Returns the prompts of contexts as nested fields of the batch; none if the actor reads no contexts.
+    @cached_property
+    def _longest(self) -> int:
+        """Most tokens of a sequence: the model's positions, and those of a micro-batch if these are limited in tokens."""
+        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
+        longest = longest_of(omega_conf_to_dataclass(self.config.actor_rollout_ref.model).hf_config)
+        if rollout.log_prob_use_dynamic_bsz:
+            ranks = (OmegaConf.select(actor, key) or 1 for key in SEQUENCE_RANKS)
+            longest = min(longest, max(ranks) * rollout.log_prob_max_token_len_per_gpu)
+        return longest
 
-        `sign_B` has the marks of `NEEDED`. For `keys` and `read` see `QueuedBatch`.
+    def _contrasted(
+        self,
+        sign_B: Tensor,
+        segments: Sequence[Tensor],
+        status_B: Tensor,
+        keys: Sequence[str],
+        read: Callable[..., Any],
+        log_probs: LogProbs,
+        own: Sequence[Tensor] | None,
+    ) -> dict[str, list[Tensor]]:
+        """Returns an actor's answer, a row per response, with the importance of contexts and its weights.
+
+        `sign_B` has the marks of `NEEDED`; `segments` and `status_B` are the actor's. For `keys` and `read` see `QueuedBatch`,
+        for `log_probs` and `own` see `Contexts.importance`.
         """
-        if not self._credit.config.contexts:
-            return {}
-        rows, sources = sign_B.nonzero()[:, 0].tolist(), list[PromptSource]()
+        rows, sources = sign_B.nonzero()[:, 0].tolist(), list[PromptSource | None]([None] * len(sign_B))
         fields = read(keys=[keys[row] for row in rows], select_fields=list(SOURCES)) if rows else {}
         found = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
         columns = (found.get(name, [None] * len(rows)) for name in SOURCES)
-        for sign, prompt, response, own, messages, data in zip(sign_B[rows].tolist(), *columns, strict=True):
+        for row, prompt_L, response_L, own_L, messages, data in zip(rows, *columns, strict=True):
             truth = data.get("ground_truth") if isinstance(data, Mapping) else None
-            sources.append(PromptSource(messages, prompt.tolist(), response[own.bool()].tolist(), truth, sign))
-        made = dict[str, Tensor]()
-        for shown, prompts in self._context_prompts.prompts(sources).items():
-            of_row = dict(zip(rows, prompts, strict=True))
-            every = [of_row.get(row, torch.tensor([NO_PROMPT])) for row in range(len(keys))]
-            made[f"{CONTEXT}{shown}"] = torch.nested.as_nested_tensor(every, layout=torch.jagged)
-        return made
+            sources[row] = PromptSource(messages, prompt_L, response_L, own_L.bool(), truth, int(sign_B[row]))
+        contexts, segments = self._context_prompts.contexts(sources, self._longest), [row.clone() for row in segments]
+        # The actor's importance is 0 at every token. So it calls responses that can be scored CONSTANT.
+        status_B = status_B.masked_fill(status_B == Status.CONSTANT, int(Status.SCORED))
+        config = self._credit.config
+        kind = importance_of(config.actor_importance or config.importance)
+        importance = contexts.importance(kind, segments, status_B, log_probs, own)
+        return weigh_rows(importance, segments, status_B, config, kind)
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature

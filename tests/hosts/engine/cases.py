@@ -12,11 +12,8 @@ import torch
 from oar_plugin.hosts.verl.capabilities import host_version
 from tests.hosts.engine import world
 
-CONTRASTS = ("contrast", "contrast_own")
 WORDS: dict[str, dict[str, Any]] = {
-    **{
-        name: {"importance": name} for name in ("fisher", "oar_g", "decision", "grail", "entropy", "random", *CONTRASTS)
-    },
+    **{name: {"importance": name} for name in ("fisher", "oar_g", "decision", "grail", "entropy", "random")},
     "onward": {"importance": "python:benchmarks.candidates.learning:Onward"},  # two backwards
     "own": {"importance": "python:tests.own_importance:Saliency"},
     "oar_p": {"importance": "oar_p", "replacement_token": world.PAD},
@@ -48,7 +45,6 @@ SINGLE: dict[str, list[str]] = {
         *(f"{name}{only}" for name in OTHERS for only in ("", " only")),
         *("fisher again", "fisher draws64", "decision", "decision draws16", "onward", "onward last"),
         *("oar_p span", "oar_p sampled", "oar_p half", "hybrid"),
-        *(f"{name}{how}" for name in CONTRASTS for how in ("", " only", " dynamic")),
     ],
     **({"compiled": ["fisher"]} if shutil.which("g++") else {}),  # torch's compiler calls it on a CPU
     "offload": ["fisher"],
@@ -58,12 +54,12 @@ SINGLE: dict[str, list[str]] = {
     "capped": ["fisher", "own", "oar_p"],  # a Gemma 2, with soft-capped logits
 }
 DOUBLE: dict[str, list[str]] = {
-    "fsdp2": [*EVERYTHING, "oar_p half", "hybrid", *CONTRASTS],
+    "fsdp2": [*EVERYTHING, "oar_p half", "hybrid"],
     "checkpointing": ["fisher"],
     "padded": ["fisher"],
     "fsdp1": ["decision", "onward"],
     # verl's fused kernels. With FSDP2 they cannot train a model with an untied head: its weight is sharded by itself.
-    "fused tied": [*EVERYTHING, "fisher joint", "fisher draws3 only", "own", "entropy", "contrast"],
+    "fused tied": [*EVERYTHING, "fisher joint", "fisher draws3 only", "own", "entropy"],
     **{f"fused {how}": ["fisher"] for how in ("padded tied", "checkpointing tied", "fsdp1")},
     "wrapped": ["fisher", "fisher joint", "decision"],
     "ulysses fp16": ["fisher", "decision"],
@@ -77,7 +73,6 @@ DOUBLE: dict[str, list[str]] = {
             *OTHERS,
             "oar_p joint",
             "oar_p sampled",
-            *CONTRASTS,
         )
     ],
     "ulysses fused tied": ["fisher", "oar_p"],
@@ -89,19 +84,19 @@ MEGATRON: dict[str, list[str]] = {
     "tp2 sp": [
         *_probed("fisher", "oar_g"),
         *(f"fisher {how}" for how in ("again", "dynamic", "only", "draws3")),
-        *("decision", "decision only", "onward", *OTHERS, *CONTRASTS),
+        *("decision", "decision only", "onward", *OTHERS),
     ],
     **{f"tp2 sp {how}": ["fisher"] for how in ("full", "selective", "padded")},
     "tp2 vocabulary": ["fisher", "decision"],
     "pp2": [
         *("fisher", "fisher fails", "fisher dynamic", "fisher only", "fisher draws3"),
-        *("oar_g", "decision", "onward", *OTHERS, *CONTRASTS),
+        *("oar_g", "decision", "onward", *OTHERS),
     ],
     "pp2 full": ["fisher"],
-    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", "onward", "contrast"],
-    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "onward", *OTHERS, *CONTRASTS],
+    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", "onward"],
+    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "onward", *OTHERS],
     **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
-    "dp2": ["fisher", "fisher dynamic", "contrast", "contrast_own dynamic"],
+    "dp2": ["fisher", "fisher dynamic"],
     "dp2 overlap": ["fisher"],
     # Last: mbridge remembers of a tied model, in its class, that it has no output layer.
     "tied tp2 sp": ["fisher"],
@@ -124,7 +119,7 @@ FOUR = {
     "ep2 tp2 sp etp1 pp2 r2": ["fisher", "oar_g loud"],
     "ep2 tp2 sp etp1 pp2 r3 full": ["fisher", "oar_g"],
 }
-EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS, *CONTRASTS]}
+EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS]}
 TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "mixture": MIXTURE, "four": FOUR, "eight": EIGHT}
 
 
@@ -160,8 +155,6 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     if words & {"megatron", "eight", "mixture", "four"}:
         folder, dtype = model_of(root / "megatron", case), torch.float64
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
-    if words & {*CONTRASTS}:
-        return world.contrast(folder, "contrast_own" in words, dtype)
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
     (importance,) = words & {"fisher", "oar_g", "decision", "grail", "onward", "entropy", "own"}
@@ -177,8 +170,6 @@ def tolerance(case: str) -> float:
     if "oar_g" in words:
         # float32's rounding of P_noisy - P at sigma = 1e-3 (see credit/test_golden.py), which the joint probe has not.
         return 1e-4 if "joint" in words else 5e-3
-    if words & {*CONTRASTS}:
-        return 1e-4  # a difference of log-probs of several nats, relative to scores that are at most 5
     if "own" in words:
         return 1e-4  # <g, e> adds up terms of both signs, and what is left of them has fewer digits than a norm
     if case == "megatron tp2 fisher joint":

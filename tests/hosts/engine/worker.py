@@ -31,7 +31,8 @@ from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.hosts.verl.ray_trainer import _Asking
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.request import CONTEXT, FIELDS, NEEDED, REQUEST, Request
+from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST
+from tests.asked import asked
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences
 from tests.processes import worker
@@ -71,8 +72,6 @@ for name, layout in (
 def batch(rows: list[int], *how: bool) -> TensorDict:
     encoded = world.encode()
     data = batch_of([encoded[i] for i in rows], [world.SIGNS.get(i, world.ROWS[i][2]) for i in rows], *how)
-    for shown in ("truth", "own"):
-        data[f"{CONTEXT}{shown}"] = world.nested(world.context_prompt(i, shown) for i in rows)
     return data
 
 
@@ -200,7 +199,7 @@ def kinds(traces: list[str]) -> list[str]:
 def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
     defaults = {"importance": "fisher", "answer_patterns": ("hash",), "sigma": world.SIGMA}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
-    return Request(**limits, **defaults | {"importance_only": only, **request}).to_dict()
+    return asked(**limits, **defaults | {"importance_only": only, **request}).to_dict()
 
 
 def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
@@ -213,10 +212,8 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     fields = {"prompts": prompt_BP, "responses": token_BT[:, before:], "response_mask": real_BT[:, before:]}
     fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
     workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
-    more = {NEEDED: torch.tensor([[world.SIGNS.get(row, needed)] for row, (*_, needed) in enumerate(world.ROWS)])}
-    for shown in ("truth", "own"):
-        more[f"{CONTEXT}{shown}"] = world.nested(world.context_prompt(row, shown) for row in EVERY)
-    asking = _Asking(workers, more, request_of(**cases.request(words)), 1, FIELDS)
+    sign_B = torch.tensor([world.SIGNS.get(row, needed) for row, (*_, needed) in enumerate(world.ROWS)])
+    asking = _Asking(workers, sign_B, request_of(**cases.request(words)), 1, FIELDS)
     with engine.eval_mode():
         asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
     return asking.answer
@@ -385,8 +382,8 @@ def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Calla
 def single(folder: str) -> dict[str, Any]:
     engines = {layout: build(str(cases.model_of(folder, layout)), **LAYOUTS[layout]) for layout in cases.SINGLE}
     out: dict[str, Any] = {}
-    for layout, asked in cases.SINGLE.items():
-        out |= asked_of(engines[layout], layout, asked, split=False)
+    for layout, words in cases.SINGLE.items():
+        out |= asked_of(engines[layout], layout, words, split=False)
     engine = engines["packed"]
     starved = {
         f"{layout} {where}": behind(folder, layout, partial(out_of_memory, where=where))
@@ -399,7 +396,7 @@ def single(folder: str) -> dict[str, Any]:
     out |= {"one by one": alone, "out of memory": starved, "recomputed": again, "behind a pass": fresh}
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
     out["to padded"] = {
-        words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "contrast", "fisher only")
+        words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "fisher only")
     }
     return out | afterwards(engine, partial(build, folder))
 
@@ -407,13 +404,13 @@ def single(folder: str) -> dict[str, Any]:
 def double(folder: str) -> dict[str, Any]:
     rows_module.CHUNK = 2  # so that ranks have different numbers of chunks
     out: dict[str, Any] = {}
-    for layout, asked in cases.DOUBLE.items():
+    for layout, words in cases.DOUBLE.items():
         if "ulysses" in layout:
             ulysses.install()
         # verl puts a fused forward into the model's class.
         with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
             engine = build(str(cases.model_of(folder, layout)), **LAYOUTS[layout])
-            out |= asked_of(engine, layout, asked, split="ulysses" not in layout)
+            out |= asked_of(engine, layout, words, split="ulysses" not in layout)
     out["refused"] = [refused(build(folder))]
     with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
         for model in ("tied", "capped"):

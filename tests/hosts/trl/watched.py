@@ -92,9 +92,9 @@ class Watched(OarGRPOTrainer):
         super().__init__(*arguments, **named)
         self.seen: list[Seen] = []
 
-    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request, contexts: Any) -> Tensor:
+    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         before, old = self._state(), tiny.weights(self)
-        found = super()._importance(batch, segments_BL, request, contexts)
+        found = super()._importance(batch, segments_BL, request)
         changed = [name for name, state in self._state().items() if state != before[name]]
         assert not changed, changed
         assert tiny.same_weights(tiny.weights(self), old)

@@ -1,0 +1,16 @@
+"""Requests by the settings that a test is about."""
+
+from typing import Any
+
+from oar_plugin.config import OarConfig
+from oar_plugin.passes.request import Request
+
+OF_REQUEST = ("max_response_length", "temperature", "importance_only", "replacement_token")
+
+
+def asked(importance: str = "fisher", probe: str = "answer_mean", seed: int = 0, **more: Any) -> Request:
+    """A request with these settings of `algorithm.oar` (`budget` and `span`: of `perturbation`) and fields of `Request`."""
+    fields = {name: more.pop(name) for name in OF_REQUEST if name in more}
+    copies = {name: more.pop(name) for name in ("budget", "span") if name in more}
+    config = OarConfig(importance=importance, probe=probe, perturbation=copies, **more)
+    return Request(config, config.probe, seed, **fields)
