@@ -20,6 +20,7 @@ from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.importance import without_contexts
+from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.credit.watch import Watch
 from oar_plugin.estimator import weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
@@ -210,7 +211,9 @@ class TokenCredit:
         """
         spans, state_B = [span for span, *_ in batch.responses], status_B.cpu()
         segments = [row[span] for row, span in zip(segments_BL.cpu(), spans, strict=True)]
-        importance = contexts.importance(self.config.importance_object, segments, state_B, log_probs)
+        kind = self.config.importance_object
+        assert isinstance(kind, Contrast)
+        importance = contexts.importance(kind, segments, state_B, log_probs)
         segments_BL.copy_(_columns(batch, segments, int(Segment.OUTSIDE), torch.int8))
         status_B.copy_(state_B)
         return _columns(batch, importance, 0, torch.float32)

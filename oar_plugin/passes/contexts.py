@@ -19,7 +19,8 @@ from torch import Tensor
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance.base import Importance, Shown
+from oar_plugin.credit.importance.base import Shown
+from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.passes.segments import warn_once
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -47,14 +48,12 @@ class Contexts:
     """The contexts of B responses. A response without a source is not scored."""
 
     sources: Sequence[PromptSource | None]
-    prompts: Mapping[
-        Shown, Sequence[Tensor | None]
-    ]  # by what is shown: each response's prompt, int64; None: there is none
+    prompts: Mapping[Shown, Sequence[Tensor | None]]  # by what they show, int64 per response; None: cannot be made
     longest: int  # most tokens of a prompt and its response together
 
     def importance(
         self,
-        importance: Importance,
+        importance: Contrast,
         segments: Sequence[Tensor],
         status_B: Tensor,
         log_probs: LogProbs,
@@ -66,50 +65,32 @@ class Contexts:
 
         Args:
             segments: a `Segment` per token of each response.
-            log_probs: the host's pass.
-            own: log-probs of the responses after their own prompts. None: from `log_probs`.
+            own: log-probs of the responses after their own prompts. None: from `log_probs`, the host's pass.
         """
-        self._check(segments, status_B)
-        scored = {row: source for row, source in enumerate(self.sources) if source and status_B[row] == Status.SCORED}
-
-        def run(prompts: Sequence[Tensor | None]) -> Sequence[Tensor]:
-            pairs = [NOTHING] * len(prompts)
-            for row, source in scored.items():
-                prompt_L = prompts[row]
-                assert prompt_L is not None
-                pairs[row] = prompt_L, source.response_L
-            return log_probs(pairs)
-
-        found = {shown: run(prompts) for shown, prompts in self.prompts.items()}
-        if "own" not in found:
-            found["own"] = run([source and source.prompt_L for source in self.sources]) if own is None else own
-        result = [torch.zeros(len(segments_L)) for segments_L in segments]
-        for row, source in scored.items():
-            log_prob_L = {shown: rows[row] for shown, rows in found.items()}
-            result[row] = _contrast(importance, log_prob_L, source.sign, segments[row])
-        return result
-
-    def _check(self, segments: Sequence[Tensor], status_B: Tensor) -> None:
+        names: tuple[Shown, ...] = ("own", *self.prompts)
+        pairs = {name: [NOTHING] * len(segments) for name in names}
         for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist():
-            prompts = [of_shown[row] for of_shown in self.prompts.values()]
-            lengths = [len(prompt) for prompt in prompts if prompt is not None]
-            if len(lengths) < len(prompts):
+            source, prompts = self.sources[row], {name: of_name[row] for name, of_name in self.prompts.items()}
+            shown = {name: prompt_L for name, prompt_L in prompts.items() if prompt_L is not None}
+            if source is None or len(shown) < len(prompts):
                 status_B[row] = Status.NO_CONTEXT
-            elif max(lengths) + len(segments[row]) > self.longest:
+            elif max(map(len, shown.values())) + len(segments[row]) > self.longest:
                 status_B[row] = Status.CONTEXT_TOO_LONG
             else:
+                for name in pairs:
+                    pairs[name][row] = shown.get(name, source.prompt_L), source.response_L
                 continue
             segments[row].fill_(int(Segment.OUTSIDE))
-
-
-def _contrast(importance: Importance, log_prob_L: Mapping[Shown, Tensor], sign: int, segments_L: Tensor) -> Tensor:
-    """`Importance.contrast` at reasoning tokens, float32 `[L]`, 0 elsewhere. If it raises: NaN, which falls back to GRPO."""
-    try:
-        contrast_L = importance.contrast(log_prob_L, sign).float().cpu().reshape(segments_L.shape)
-    except Exception:
-        warn_once(f"importance={importance.name}: contrast raised")
-        contrast_L = torch.full(segments_L.shape, torch.nan)
-    return torch.where(segments_L == Segment.REASONING, contrast_L, 0.0)
+        found = {name: own if own and name not in self.prompts else log_probs(rows) for name, rows in pairs.items()}
+        result = [torch.zeros(len(segments_L)) for segments_L in segments]
+        for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist():
+            source = self.sources[row]
+            assert source is not None
+            contrast_L = importance.contrast(
+                {name: rows[row].float().cpu() for name, rows in found.items()}, source.sign
+            )
+            result[row] = torch.where(segments[row] == Segment.REASONING, contrast_L, 0.0)
+        return result
 
 
 def longest_of(config: Any) -> int:
@@ -132,21 +113,19 @@ class ContextPrompts:
     def contexts(self, sources: Sequence[PromptSource | None], longest: int) -> Contexts:
         """The contexts of some responses. Raises nothing: a prompt that cannot be made is None."""
         made: dict[Shown, list[Tensor | None]] = {shown: [] for shown in self._config.contexts}
-        # Siblings share a prompt and its right answer.
-        ways, known = dict[tuple[int, ...], bool | None](), dict[tuple[tuple[int, ...], str], list[int]]()
+        known = dict[tuple[str, str], Tensor | None]()  # siblings share a prompt and its right answer
         for source in sources:
-            truth, ids = ("", ()) if source is None else (_text(source.truth), (*source.prompt_L.tolist(),))
+            truth = "" if source is None else _text(source.truth)
             for shown, prompts in made.items():
-                tokens = None
+                prompt_L = None
                 try:
                     answer = truth if source is None or shown == "truth" else self._wrong_answer(source, truth)
-                    if source is not None and answer and (ids, answer) not in known:
-                        ways[ids] = ways[ids] if ids in ways else self._way(source)
-                        known[ids, answer] = self._tokens(source.prompt, answer, ways[ids])
-                    tokens = known.get((ids, answer))
+                    if source is not None and answer:
+                        key = str(source.prompt_L.tolist()), answer
+                        known[key] = prompt_L = known[key] if key in known else self._tokens(source, answer)
                 except Exception:  # of a chat template or a tokenizer, or the prompt is of another type
                     warn_once("a prompt that shows an answer could not be made")
-                prompts.append(torch.tensor(tokens) if tokens else None)
+                prompts.append(prompt_L)
         return Contexts(sources, made, longest)
 
     def _wrong_answer(self, row: PromptSource, truth: str) -> str:
@@ -158,21 +137,19 @@ class ContextPrompts:
         answer = "" if span is None else text[span.start : span.end].strip()
         return "" if answer == truth else answer
 
-    def _way(self, row: PromptSource) -> bool | None:
-        """Whether the host tokenizes the prompt with special tokens; None if it makes the prompt in another way.
+    def _tokens(self, row: PromptSource, answer: str) -> Tensor | None:
+        """The tokens of the prompt that shows the answer; None if it cannot be made.
 
-        None too for a text that holds special tokens: it is a chat already, and an answer before it would be in no message.
+        It cannot if the host makes the prompt in another way, or if a text holds special tokens: it is a chat already, and an
+        answer before it would be in no message.
         """
         if isinstance(row.prompt, str) and self._special & {*self._ids(row.prompt, False)}:
             return None
-        return next((way for way in (True, False) if self._ids(row.prompt, way) == row.prompt_L.tolist()), None)
-
-    def _tokens(self, prompt: Any, answer: str, way: bool | None) -> list[int]:
-        """The tokens of the prompt that shows the answer; none if it cannot be made."""
-        showing = self._showing(prompt, answer)
-        if showing is None or way is None or len(self._ids(answer, False)) > self._config.max_answer_tokens:
-            return []
-        return self._ids(showing, way)
+        showing, own = self._showing(row.prompt, answer), row.prompt_L.tolist()
+        special = next((special for special in (True, False) if self._ids(row.prompt, special) == own), None)
+        if showing is None or special is None or len(self._ids(answer, False)) > self._config.max_answer_tokens:
+            return None
+        return torch.tensor(self._ids(showing, special))
 
     def _showing(self, prompt: Any, answer: str) -> Any:
         """The prompt with the answer; None if it is a chat without a user's text."""

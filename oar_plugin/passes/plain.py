@@ -93,7 +93,8 @@ def batch_importance(
     # On the CPU from here on: what to do with a micro-batch is then known without waiting for the one before it.
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
     importance_BL = torch.zeros(token.shape)
-    groups = _of_like_length(segments, mask.sum(-1), max_tokens)
+    rows = (segments == Segment.REASONING).any(-1).nonzero()[:, 0]
+    groups = _of_like_length(rows, mask.sum(-1), max_tokens)
     # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
     if most:
@@ -125,22 +126,15 @@ def log_probs(
     For `temperature` and `max_tokens` see `oar_plugin.importance`.
     """
     found, device = list[Tensor]([torch.zeros(0)] * len(rows)), next(model.parameters()).device
-    sizes = [len(prompt) + len(response) for prompt, response in rows]
-    group: list[int] = []
-    for place, row in enumerate(order := sorted(range(len(rows)), key=sizes.__getitem__)):
-        group.append(row)
-        last = place + 1 == len(order)
-        if not last and (len(group) + 1) * sizes[order[place + 1]] <= max_tokens:
-            continue
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in rows])
+    for group in _of_like_length(torch.arange(len(rows)), lengths, max_tokens):
         # Padding behind each row needs no mask.
-        token_KT = pad_sequence([torch.cat(rows[one]) for one in group], True).to(device)
+        token_KT = pad_sequence([torch.cat(rows[row]) for row in group.tolist()], True).to(device)
         logits_KTV = model(input_ids=token_KT, use_cache=False).logits[:, :-1]
-        for one, logits_TV, token_T in zip(group, logits_KTV, token_KT[:, 1:], strict=True):
-            begin = len(rows[one][0]) - 1
-            end = begin + len(rows[one][1])
-            scaled_LV = logits_TV[begin:end].float() / temperature
-            found[one] = -nn.functional.cross_entropy(scaled_LV, token_T[begin:end], reduction="none").cpu()
-        group = []
+        for row, logits_TV, token_T in zip(group.tolist(), logits_KTV, token_KT[:, 1:], strict=True):
+            own = slice(len(rows[row][0]) - 1, lengths[row] - 1)
+            scaled_LV = logits_TV[own].float() / temperature
+            found[row] = -nn.functional.cross_entropy(scaled_LV, token_T[own], reduction="none").cpu()
     return found
 
 
@@ -179,9 +173,8 @@ def _trial(model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int
     return trial, packed.offsets.diff().tolist()
 
 
-def _of_like_length(segments_BL: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:
-    """Splits the rows with reasoning into micro-batches of similar length; returns the row indices of each."""
-    rows = (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0]
+def _of_like_length(rows: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:
+    """Splits rows into micro-batches of similar length; returns the row indices of each."""
     groups: list[list[int]] = []
     for row in rows[length_B[rows].argsort(stable=True)].tolist():
         if groups and (len(groups[-1]) + 1) * int(length_B[row]) <= max_tokens:

@@ -18,6 +18,7 @@ import verl  # noqa: F401
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils import tensordict_utils as tu
 
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig
@@ -55,7 +56,7 @@ class World:
 
     def __init__(self, mode="sync", lengths=(5, 7, 4, 6, 5, 5), uids=(*"aaabbb",), rewards=(1, 0, 0, 1, 1, 1), **oar):
         self.lengths, self.uids, self.rewards = lengths, uids, rewards
-        self.metrics, self.passes, self.held = {}, [], set()  # passes after other prompts, and their keys in the queue
+        self.metrics = {}
         self.fields = {
             "uid": NonTensorStack(*self.uids),
             "response_mask": nested([torch.ones(length, dtype=torch.long) for length in self.lengths]),
@@ -93,26 +94,15 @@ class World:
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
-        if partition_id == ours.CONTEXTS:
-            assert select_fields == ["log_probs"]
-            return {"log_probs": nested([log_probs_after(ids) for ids in self.passes[-1]["input_ids"].unbind()])}
         rows = [self.keys.index(key) for key in keys]
         found = {name: picked(self.fields[name], rows) for name in select_fields if name in self.fields}
         return TensorDict(found, len(rows))
 
-    def kv_batch_put(self, keys, partition_id, fields, tags=None):
-        if partition_id == ours.CONTEXTS:
-            self.passes.append(fields)
-            self.held |= {*keys}
-            return KVBatchMeta(keys=keys, partition_id=partition_id, tags=tags)
+    def kv_batch_put(self, keys, partition_id, fields):
         assert sorted(keys) == sorted(self.keys)
         rows = [keys.index(key) for key in self.keys]
         self.fields.update({name: picked(fields[name], rows) for name in fields.keys()})  # noqa: SIM118 - a TensorDict
         return self.batch
-
-    def kv_clear(self, keys, partition_id):
-        assert partition_id == ours.CONTEXTS
-        self.held -= {*keys}
 
     def rm_scores(self):
         rows = [torch.zeros(length) for length in self.lengths]
@@ -179,24 +169,32 @@ def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_rewa
 
 
 @pytest.mark.parametrize("bypass", [False, True])
-def test_a_contrast_is_made_of_the_hosts_own_passes_and_no_answer_stays_in_the_queue(world, monkeypatch, bypass):
+def test_a_contrast_is_made_of_the_hosts_own_passes_and_no_answer_gets_into_the_queue(world, monkeypatch, bypass):
     one = world(importance="contrast", answer_patterns=["hash"])
     one.report_from_actor([Status.SCORED] * 3 + [Status.NOT_NEEDED] * 3, importance=0.0)
     one.trainer._longest = 100
     one.trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
-    prompt, responses, asked = torch.arange(PROMPT), one.fields["responses"].unbind(), []
+    prompt, responses, passes = torch.arange(PROMPT), one.fields["responses"].unbind(), []
     own = [log_probs_after(torch.cat([prompt, response]))[PROMPT - 1 : -1] for response in responses]
     one.fields["old_log_probs"] = nested([torch.full_like(row, 9.0) if bypass else row for row in own])
     monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", lambda self, batch, metrics: batch)
-    one.trainer.actor_rollout_wg.compute_log_prob = lambda batch: asked.append(
-        (batch.partition_id, {**batch.extra_info})
-    )
+
+    def compute_log_prob(data):
+        if isinstance(data, TensorDict):  # not the queue's rows, which the request is for
+            passes.append(data)
+            return {"log_probs": nested([log_probs_after(ids) for ids in data["input_ids"].unbind()])}
+
+    one.trainer.actor_rollout_wg.compute_log_prob = compute_log_prob
     before = {*one.fields}
     one.log_probs()
-    passes = [extra for partition, extra in asked if partition == ours.CONTEXTS]
-    assert len(passes) == len(one.passes) == 1 + bypass, "the answer shown; in bypass mode also the own prompt"
-    assert all(extra == {"calculate_entropy": False, "compute_loss": False, "temperature": 0.6} for extra in passes)
-    prompts = [TOKENIZER.decode(row) for row in one.passes[0]["prompts"].unbind()]
+    assert len(passes) == 1 + bypass, "the answer shown; in bypass mode also the own prompt"
+    for data in passes:
+        assert [tu.get(data, name) for name in ("calculate_entropy", "compute_loss", "temperature")] == [
+            False,
+            False,
+            0.6,
+        ]
+    prompts = [TOKENIZER.decode(row) for row in passes[-1]["prompts"].unbind()]
     showing = f"The right answer is 7. {TOKENIZER.decode(prompt)}"
     nothing = TOKENIZER.decode([0])
     assert prompts == [nothing, showing, showing, nothing, nothing, nothing], "row 0 has no right answer"
@@ -213,7 +211,6 @@ def test_a_contrast_is_made_of_the_hosts_own_passes_and_no_answer_stays_in_the_q
             assert not weights.eq(1).all()
         else:
             assert weights.eq(1).all()
-    assert not one.held
     assert {*one.fields} - before == {NEEDED, IMPORTANCE, STATUS, WEIGHTS} - before
 
 

@@ -9,7 +9,6 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.importance import IMPORTANCES
-from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.passes.contexts import NOTHING, ContextPrompts, PromptSource
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine import world
@@ -103,26 +102,6 @@ def test_an_own_answer_is_searched_by_named_patterns_alone(patterns):
     assert OarConfig.parse({"importance": "contrast", **settings}).contexts == ("truth",)
     with pytest.raises(OarConfigError, match=r"answer_patterns=\[.*\]: contrast_own .*; allowed: one or more names"):
         OarConfig.parse({"importance": "contrast_own", **settings})
-
-
-class Raises(Contrast):
-    name = "raises"
-
-    def contrast(self, log_prob_L, sign):
-        return 1 / 0 if sign < 0 else log_prob_L["own"]
-
-
-def test_a_contrast_that_raises_falls_back_and_counts_at_reasoning_tokens_alone(monkeypatch):
-    said, status_B = [], torch.tensor([Status.SCORED, Status.SCORED])
-    monkeypatch.setattr("oar_plugin.passes.contexts.warn_once", said.append)
-    contexts = ContextPrompts(OarConfig(importance="contrast"), TOKENIZER, {"end": "!"}).contexts(
-        [asked(sign=1), asked()], 99
-    )
-    own, segments = [torch.ones(4)] * 2, [torch.tensor([0, 1, 1, 3]) for _ in range(2)]
-    better_L, worse_L = contexts.importance(Raises(), segments, status_B, lambda rows: own, own)
-    assert better_L.tolist() == [0, 1, 1, 0]
-    assert worse_L.isnan().tolist() == [False, True, True, False]
-    assert said == ["importance=raises: contrast raised"]
 
 
 @pytest.mark.parametrize("importance", BY_SIGN)

@@ -122,8 +122,8 @@ class Importance:
     copies: ClassVar[Copies | None] = None
     # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
-    # Contexts: other prompts, by what they show. The host's log-prob pass runs again with the response after each, for
-    # `contrast`. Only `contrast` and `contrast_own` have them.
+    # Other prompts, by what they show. The host's log-prob pass runs again with the response after each. Only `contrast` and
+    # `contrast_own` have contexts; a class of your own is refused with them.
     contexts: ClassVar[tuple[Shown, ...]] = ()
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
     # response's mean. False: the scores have a unit, such as nats.
@@ -140,14 +140,6 @@ class Importance:
     def combine(self, parts: Parts) -> Tensor:
         """The importance, `[B, L]`: finite and not negative where `reasoning_BL` is true, anything elsewhere."""
         return parts.score_KBL[0]
-
-    def contrast(self, log_prob_L: Mapping[Shown, Tensor], sign: int) -> Tensor:
-        """The importance of a response from its log-probs after the prompts of `contexts`, finite and not negative, `[L]`.
-
-        Without `own` among `contexts`, its log-probs are those after the response's own prompt. `sign` is that of the
-        advantage, -1 or 1.
-        """
-        raise NotImplementedError
 
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Yields a message per fault of the settings of `algorithm.oar`: key, value, reason and what is allowed."""

@@ -44,6 +44,7 @@ class Contrast(Importance):
         return torch.zeros_like(parts.reasoning_BL, dtype=torch.float32)  # only log-probs make it
 
     def contrast(self, log_prob_L: Mapping[Shown, Tensor], sign: int) -> Tensor:
+        """The importance `[L]` of a response from its log-probs after prompts, and from the sign of its advantage, -1 or 1."""
         return (sign * (log_prob_L["truth"] - log_prob_L["own"])).clamp(0.0, CLIP)
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import tensordict_utils as tu
@@ -164,38 +162,15 @@ class OarRayTrainer(TrainerCredit):
 
     def _contrast(self, batch: DataProto, answer: dict[str, Tensor], own_BL: Tensor | None) -> None:
         """Puts the importance of contexts, with its weights, in place of the actor's. `own_BL`: the actor's log-probs."""
-        sign_B, status_B = answer[NEEDED][:, 0], answer[STATUS][:, 0]
-        held = padded_batch(self.global_steps, batch, status_B, answer)
-        segments = held.read(keys=held.keys, select_fields=[SEGMENTS])[SEGMENTS].unbind()
-        own = None if own_BL is None else [row[: len(of)] for row, of in zip(own_BL, segments, strict=True)]
-        log_probs = partial(self._log_probs_after, batch)
-        found = self._contrasted(sign_B, segments, status_B, held.keys, held.read, log_probs, own)
-        for name in answer.keys() & found.keys():
-            if name in (*SHOWN, WEIGHTS):
-                answer[name] = _padded(found[name], answer[name].shape[1], int(name == WEIGHTS))
-            else:
-                answer[name] = torch.stack(found[name])
-
-    def _log_probs_after(self, batch: DataProto, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """`LogProbs` of verl's own pass."""
-        prompt_BP = pad_sequence([prompt for prompt, _ in rows], True, padding_side="left")
-        prompt_mask_BP = pad_sequence([torch.ones_like(prompt) for prompt, _ in rows], True, padding_side="left")
-        width, responses = batch.batch["responses"].shape[1], [response for _, response in rows]
-        response_BL = _padded(responses, width)
-        mask_BL = _padded([torch.ones_like(response) for response in responses], width)
-        mask_BT = torch.cat([prompt_mask_BP, mask_BL], 1)
-        tensors = {
-            "prompts": prompt_BP,
-            "responses": response_BL,
-            "response_mask": mask_BL,
-            "input_ids": torch.cat([prompt_BP, response_BL], 1),
-            "attention_mask": mask_BT,
-            "position_ids": (mask_BT.cumsum(-1) - 1).clamp_min(0),
-        }
-        shown = DataProto.from_dict(tensors=tensors, meta_info=batch.meta_info)
-        result, *_ = super()._compute_old_log_prob(shown)  # type: ignore[misc]
-        log_prob_BL = result.batch["old_log_probs"].cpu()
-        return [log_prob_L[: len(response_L)] for log_prob_L, (_, response_L) in zip(log_prob_BL, rows, strict=True)]
+        held = padded_batch(self.global_steps, batch, answer[STATUS][:, 0], answer)
+        nested = {SEGMENTS: held.read(held.keys, [SEGMENTS])[SEGMENTS]}
+        nested[STATUS] = torch.nested.as_nested_tensor(list(answer[STATUS]), layout=torch.jagged)
+        own = None
+        if own_BL is not None:
+            own = [row[: len(of)] for row, of in zip(own_BL, nested[SEGMENTS].unbind(), strict=True)]
+        for name, field in self._contrasted(answer[NEEDED][:, 0], nested, held.keys, held.read, own).items():
+            if name in answer:
+                answer[name] = padded_field(name, field, *answer[WEIGHTS].shape)
 
     # ---- the host's advantage, times the weights
 
@@ -233,9 +208,14 @@ class OarRayTrainer(TrainerCredit):
         return result
 
 
-def _padded(rows: Sequence[Tensor], width: int, fill: int = 0) -> Tensor:
-    """Rows `[L_i]` as `[B, width]`."""
-    return torch.stack([pad(row, (0, width - len(row)), value=fill) for row in rows])
+def padded_field(name: str, field: Tensor, rows: int, width: int) -> Tensor:
+    """A nested field of an actor's answer as `[B, ...]`; those with a value per token as `[B, width]`."""
+    if name not in (*SHOWN, WEIGHTS):  # rows of one length
+        return field.values().view(rows, -1)
+    fill = int(name == WEIGHTS)
+    padded = field.to_padded_tensor(fill)
+    missing = width - padded.shape[1]
+    return pad(padded, (0, missing), value=fill) if missing > 0 else padded  # `pad` by 0 copies
 
 
 class _Asking:
@@ -259,14 +239,7 @@ class _Asking:
             raise RuntimeError(no_importance(self._step))
         answer = {name: output.pop(name) for name in FIELDS}
         self.answer[NEEDED] = self._needed_B1
-        for name in self._fields:
-            if name not in (*SHOWN, WEIGHTS):  # rows of one length
-                self.answer[name] = answer[name].values().view(len(data), -1)
-                continue
-            fill = int(name == WEIGHTS)
-            field = answer[name].to_padded_tensor(fill)
-            missing = width - field.shape[1]
-            self.answer[name] = pad(field, (0, missing), value=fill) if missing > 0 else field  # `pad` by 0 copies
+        self.answer |= {name: padded_field(name, answer[name], len(data), width) for name in self._fields}
         return output
 
 

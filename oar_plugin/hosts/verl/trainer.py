@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("oar_plugin")
 
-CONTEXTS = "oar_contexts"  # partition of the queue
-
 
 class OarTrainerMixin(TrainerCredit):
     """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
@@ -122,39 +120,10 @@ class OarTrainerMixin(TrainerCredit):
 
     def _contrast(self, batch: Any, own: Sequence[Tensor] | None) -> None:
         """Writes the importance of contexts, with its weights, in place of the actor's. `own`: the actor's log-probs."""
-        data, read = _read(batch, NEEDED, SEGMENTS, STATUS), partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        segments, log_probs = data[SEGMENTS].unbind(), partial(self._log_probs_after, batch.keys)
-        answer = self._contrasted(
-            data[NEEDED].values(), segments, data[STATUS].values(), batch.keys, read, log_probs, own
-        )
-        for name, rows in answer.items():
-            _write(batch, name, torch.nested.as_nested_tensor(rows, layout=torch.jagged))
-
-    def _log_probs_after(self, keys: Sequence[str], rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """`LogProbs` of the actor, in rows of the queue that are cleared at the end."""
-        input_ids = [torch.cat(row) for row in rows]
-        columns = {
-            "prompts": [prompt for prompt, _ in rows],
-            "responses": [response for _, response in rows],
-            "response_mask": [torch.ones_like(response) for _, response in rows],
-            "loss_mask": [torch.ones_like(response) for _, response in rows],
-            "input_ids": input_ids,
-            "position_ids": [torch.arange(len(ids)) for ids in input_ids],
-        }
-        fields = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
-        tags = [{"seq_len": len(ids)} for ids in input_ids]
-        # In a partition of their own: trainers watch theirs for rows of new responses.
-        batch = {"keys": list(keys), "partition_id": CONTEXTS}
-        meta = tq.kv_batch_put(**batch, fields=TensorDict(fields, batch_size=len(rows)), tags=tags)
-        try:
-            temperature = self.config.actor_rollout_ref.rollout.temperature
-            meta.extra_info = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-            self.actor_rollout_wg.compute_log_prob(meta)
-            log_probs = tq.kv_batch_get(**batch, select_fields=["log_probs"])["log_probs"]
-        finally:
-            tq.kv_clear(**batch)
-        # The log-prob of a token is where the token before it is.
-        return [row[-len(response) - 1 : -1] for row, (_, response) in zip(log_probs.unbind(), rows, strict=True)]
+        answer, read = _read(batch, SEGMENTS, STATUS), partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        sign_B = _read(batch, NEEDED)[NEEDED].values()
+        for name, field in self._contrasted(sign_B, answer, batch.keys, read, own).items():
+            _write(batch, name, field)
 
     def _bypasses_log_probs(self) -> bool:
         correction = self.config.algorithm.get("rollout_correction", None)

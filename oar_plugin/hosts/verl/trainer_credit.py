@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.importance import importance_of
+from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.settings import STRATEGIES
 from oar_plugin.hosts.verl.viewer import Viewer
-from oar_plugin.passes.contexts import ContextPrompts, LogProbs, PromptSource, longest_of
+from oar_plugin.passes.contexts import ContextPrompts, PromptSource, longest_of
+from oar_plugin.passes.request import SEGMENTS, STATUS
 from oar_plugin.token_credit import TokenCredit
 
 if TYPE_CHECKING:
@@ -93,17 +96,15 @@ class TrainerCredit:
     def _contrasted(
         self,
         sign_B: Tensor,
-        segments: Sequence[Tensor],
-        status_B: Tensor,
+        answer: Any,
         keys: Sequence[str],
         read: Callable[..., Any],
-        log_probs: LogProbs,
         own: Sequence[Tensor] | None,
-    ) -> dict[str, list[Tensor]]:
-        """Returns an actor's answer, a row per response, with the importance of contexts and its weights.
+    ) -> dict[str, Tensor]:
+        """Returns the nested fields of an actor's answer, with the importance of contexts and its weights.
 
-        `sign_B` has the marks of `NEEDED`; `segments` and `status_B` are the actor's. For `keys` and `read` see `QueuedBatch`,
-        for `log_probs` and `own` see `Contexts.importance`.
+        `sign_B` has the marks of `NEEDED`; `answer` the actor's nested `SEGMENTS` and `STATUS`. For `keys` and `read` see
+        `QueuedBatch`, for `own` see `Contexts.importance`.
         """
         rows, sources = sign_B.nonzero()[:, 0].tolist(), list[PromptSource | None]([None] * len(sign_B))
         fields = read(keys=[keys[row] for row in rows], select_fields=list(SOURCES)) if rows else {}
@@ -112,17 +113,41 @@ class TrainerCredit:
         for row, prompt_L, response_L, own_L, messages, data in zip(rows, *columns, strict=True):
             truth = data.get("ground_truth") if isinstance(data, Mapping) else None
             sources[row] = PromptSource(messages, prompt_L, response_L, own_L.bool(), truth, int(sign_B[row]))
-        contexts, segments = self._context_prompts.contexts(sources, self._longest), [row.clone() for row in segments]
+        segments, status_B = [row.clone() for row in answer[SEGMENTS].unbind()], answer[STATUS].values()
         # The actor's importance is 0 at every token. So it calls responses that can be scored CONSTANT.
         status_B = status_B.masked_fill(status_B == Status.CONSTANT, int(Status.SCORED))
-        config = self._credit.config
+        config, contexts = self._credit.config, self._context_prompts.contexts(sources, self._longest)
         kind = importance_of(config.actor_importance or config.importance)
-        importance = contexts.importance(kind, segments, status_B, log_probs, own)
-        return weigh_rows(importance, segments, status_B, config, kind)
+        assert isinstance(kind, Contrast)
+        importance = contexts.importance(kind, segments, status_B, self._log_probs_after, own)
+        return {
+            name: _nested(found) for name, found in weigh_rows(importance, segments, status_B, config, kind).items()
+        }
+
+    def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """`LogProbs` of verl's own pass."""
+        input_ids, responses = [torch.cat(row) for row in rows], [response for _, response in rows]
+        columns = {
+            "prompts": [prompt for prompt, _ in rows],
+            "responses": responses,
+            "response_mask": [torch.ones_like(response) for response in responses],
+            "input_ids": input_ids,
+            "position_ids": [torch.arange(len(ids)) for ids in input_ids],
+        }
+        data = tu.get_tensordict({name: _nested(column) for name, column in columns.items()})
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
+        log_probs = self.actor_rollout_wg.compute_log_prob(data)["log_probs"].cpu()
+        # The log-prob of a token is where the token before it is.
+        return [row[-len(response) - 1 : -1] for row, response in zip(log_probs.unbind(), responses, strict=True)]
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
+
+
+def _nested(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def signs(advantage_BL: Tensor) -> Tensor:
