@@ -99,7 +99,7 @@ def batch_importance(
     most = max_over_ranks(len(groups))
     if most:
         sequence = token[mask].to(next(model.parameters()).device)
-        check_by_trial(model, request, sequence, partial(_trial, model), max_over_ranks)
+        check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
         importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
@@ -164,13 +164,12 @@ def copies_importance(
     return importance_BL
 
 
-def _trial(model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int]]:
+def _read(model: nn.Module, sequences: list[Tensor]) -> Reading:
     token_BL, mask_BL = pad_sequence(sequences, True), pad_sequence([torch.ones_like(one) for one in sequences], True)
-    packed, layout = packed_rows(token_BL, token_BL, mask_BL)
     with torch.no_grad(), ModelTaps(model) as taps:
-        taps.tap = trial = Reading(layout)
+        taps.tap = reading = Reading(packed_rows(token_BL, token_BL, mask_BL)[1])
         model(input_ids=token_BL, use_cache=False)
-    return trial, packed.offsets.diff().tolist()
+    return reading
 
 
 def _of_like_length(rows: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:

@@ -86,9 +86,11 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
     return f"they change by {figure:.2g} of their spread; rounding explains {allowed:.2g}" if figure > allowed else ""
 
 
-def fault(trial: Reading, lengths: list[int], changes: Mapping[str, float]) -> str:
-    """What differs, and by how much; empty if nothing does. `trial` has read two sequences, or the first tokens of one.
-    `changes` are those of the projection (`logit_changes`)."""
+def fault(trial: Reading, changes: Mapping[str, float]) -> str:
+    """What differs, and by how much; empty if nothing does.
+
+    `trial` has read the two sequences of `check_by_trial`, or the first `TOKENS` of one. `changes`: see `logit_changes`.
+    """
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
     shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:
@@ -110,7 +112,8 @@ def fault(trial: Reading, lengths: list[int], changes: Mapping[str, float]) -> s
         said = ", ".join(f"{name}={value}" for name, value in changes.items())
         does = f"its logits are not changed as its configuration says ({said})"
         return f"{does if said else 'it changes its logits after the vocabulary projection'}: {found}"
-    moved = change(tapped_NV[lengths[0] :], tapped_NV[: lengths[1]], trial.eps) if lengths[1:] else ""
+    again_NV = tapped_NV[TOKENS:]
+    moved = change(again_NV, tapped_NV[: len(again_NV)], trial.eps) if len(again_NV) else ""
     return moved and f"logits depend on padding, other rows or later tokens: {moved}"
 
 
@@ -130,7 +133,7 @@ def check_by_trial(
     model: nn.Module,
     request: Request,
     token_T: Tensor,
-    forward: Callable[[list[Tensor]], tuple[Reading, list[int]]],
+    read: Callable[[list[Tensor]], Reading],
     max_over_ranks: Callable[[int], int],
 ) -> None:
     """Runs the trial, unless this model object passed one or the importance runs no model.
@@ -139,7 +142,7 @@ def check_by_trial(
 
     Args:
         token_T: tokens of the batch; the first ones are used.
-        forward: takes two sequences and runs the host's model on them; returns a `Reading` of all tokens, and the lengths.
+        read: takes two sequences and runs the host's model on them; returns a `Reading` of all tokens.
         max_over_ranks: takes a count, returns its maximum over ranks, which must decide alike.
 
     Raises:
@@ -149,7 +152,7 @@ def check_by_trial(
     if inner in _ACCEPTED or not request.importance_object.runs_model:
         return
     sequence = trial_tokens(token_T)
-    found = fault(*forward([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None)))
+    found = fault(read([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None)))
     if max_over_ranks(int(bool(found))):
         raise UnsupportedModelError(f"{type(inner).__name__} is not supported: {found or 'another rank says why'}")
     _ACCEPTED.add(inner)

@@ -53,8 +53,8 @@ class ActorPass:
                 log_prob_BA[rows] = self.actor(token_BT[rows], action_mask_BA[rows], mask_BT[rows], **self.more)
         if count := self._max_over_ranks(len(parts)):
             with self._without_engine() as model:
-                forward = partial(self._trial, model)
-                check_by_trial(model, self.request, token_BT[mask_BT.bool()], forward, self._max_over_ranks)
+                read = partial(self._read, model)
+                check_by_trial(model, self.request, token_BT[mask_BT.bool()], read, self._max_over_ranks)
                 for rows in [first] * (count - len(parts)) + parts:
                     inputs = token_BT[rows], segments_BT[rows], action_mask_BA[rows], mask_BT[rows]
                     log_prob_BA[rows], importance_BT[rows] = self._score(model, *inputs)
@@ -89,14 +89,13 @@ class ActorPass:
         layout = Layout(at_T, at_T, len(at_T), token_RT.device) if self.actor.packing_samples else padded
         return packed, layout, padded.local_T
 
-    def _trial(self, model: nn.Module, sequences: list[Tensor]) -> tuple[Reading, list[int]]:
+    def _read(self, model: nn.Module, sequences: list[Tensor]) -> Reading:
         ones = [torch.ones_like(sequence) for sequence in sequences]
         token_RT, mask_RT = (pad_sequence(rows, True, padding_side="left") for rows in (sequences, ones))
-        packed, layout, _ = self._packed(token_RT, token_RT, mask_RT)
         with torch.no_grad(), ModelTaps(model) as taps:
-            taps.tap = trial = Reading(layout)
+            taps.tap = reading = Reading(self._packed(token_RT, token_RT, mask_RT)[1])
             self.actor(token_RT, None, mask_RT, return_output=True, **self.more)
-        return trial, packed.offsets.diff().tolist()
+        return reading
 
     @contextmanager
     def _without_engine(self) -> Iterator[nn.Module]:

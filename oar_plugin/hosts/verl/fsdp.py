@@ -196,14 +196,13 @@ class OarFSDPMixin(ImportancePass):
                 "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
 
-        def forward(sequences: list[Tensor]) -> tuple[Reading, list[int]]:
+        def read(sequences: list[Tensor]) -> Reading:
             row_0 = tu.index_select_tensor_dict(data, torch.tensor([0]))
             if images:  # they need all of their tokens; only the first logits are compared, because a row may be long
-                return self.read(row_0, torch.arange(min(TOKENS, row_0["input_ids"].values().numel()))), [TOKENS]
-            micro_batch = like_first_row(row_0, sequences)
-            return self.read(micro_batch), micro_batch["input_ids"].offsets().diff().tolist()
+                return self.read(row_0, torch.arange(min(TOKENS, row_0["input_ids"].values().numel())))
+            return self.read(like_first_row(row_0, sequences))
 
-        check_by_trial(self.module, request, data["input_ids"].values(), forward, self.max_over_ranks)
+        check_by_trial(self.module, request, data["input_ids"].values(), read, self.max_over_ranks)
 
 
 class _CopiesThroughVerl(MaskedCopies):

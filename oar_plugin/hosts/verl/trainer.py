@@ -24,7 +24,6 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
 
-from oar_plugin.credit.watch import Watch
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
@@ -183,7 +182,7 @@ class OarTrainerMixin(TrainerCredit):
             return batch
         with marked_timer("oar", self.timing_raw):
             of_engines = [ENGINE_FIELDS[name] for name in USED if name in ENGINE_FIELDS] if self.oar.offloads else []
-            data = _read(batch, "advantages", NEEDED, *USED, *of_engines)
+            data = _read(batch, "advantages", "rm_scores", NEEDED, *USED, *of_engines)
             asked_B = by_actor_B = data[NEEDED].values() != 0
             if WEIGHTS not in data and (asked_B.any() or not self.oar.offloads):
                 raise RuntimeError(no_importance(self.global_steps))
@@ -192,14 +191,15 @@ class OarTrainerMixin(TrainerCredit):
             else:
                 weights, status_B, by_actor_B = data[WEIGHTS], data[STATUS].values(), torch.ones_like(asked_B)
                 measure_B4 = data[MEASURES].values().view(len(status_B), -1)
-            metrics.update(credit_metrics(measure_B4, status_B))
+            credited = credit_metrics(measure_B4, status_B)
+            metrics.update(credited)
+            self._credit.watch.see(self.global_steps, credited, data["rm_scores"].values().sum().item() / len(batch))
             advantages = weighted(data["advantages"], weights)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
         queued = QueuedBatch(self.global_steps, batch.keys, ~_padding_rows(batch), by_actor_B, status_B, read)
         metrics.update(self._viewer.show(queued, self.logger.logger))  # while the queue has the host's own advantages
-        self.logger.logger.setdefault("oar_watch", _WatchingLogger(self._credit.watch))
         with marked_timer("oar", self.timing_raw):
             _write(batch, "advantages", advantages)
         return batch
@@ -212,16 +212,6 @@ class OarTrainerMixin(TrainerCredit):
             yield
         finally:
             self.config.algorithm.adv_estimator = "oar"
-
-
-class _WatchingLogger:
-    """Among verl's loggers: passes the metrics of each step to OAR's watch."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def log(self, data: dict[str, Any], step: int) -> None:
-        self._watch.see(step, data, data.get("critic/score/mean"))
 
 
 def weighted(advantages: Any, weights: Any) -> torch.Tensor:

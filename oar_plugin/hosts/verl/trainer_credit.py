@@ -127,10 +127,12 @@ class TrainerCredit:
     def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """`LogProbs` of verl's own pass."""
         input_ids, responses = [torch.cat(row) for row in rows], [response for _, response in rows]
+        masks = [torch.ones_like(response) for response in responses]
         columns = {
             "prompts": [prompt for prompt, _ in rows],
             "responses": responses,
-            "response_mask": [torch.ones_like(response) for response in responses],
+            "response_mask": masks,
+            "loss_mask": masks,  # Megatron's schedule reads it
             "input_ids": input_ids,
             "position_ids": [torch.arange(len(ids)) for ids in input_ids],
         }
