@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fidelity.estimators import REFERENCE, Score, counted_work, loaded_estimators, without_copies
-from benchmarks.fidelity.marked import marked_figures, marked_notes, marked_table, read_marked
+from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work
 from benchmarks.fidelity.pictures import draw, page_of
 from benchmarks.fidelity.responses import MicroBatch, Source, micro_batches, task_sources
 from benchmarks.fidelity.scores import deletion_curves, judged
@@ -32,12 +31,8 @@ class Settings:
     """Warm models a task, trained once and kept on disk."""
     responses: int = 48
     """A model."""
-    also: tuple[Path, ...] = ()
-    """Files with more estimators."""
-    marked: Path | None = None
-    """File of marked responses, in place of --tasks; they are judged in the first of --dtypes."""
-    model: str | None = None
-    """That wrote them: a folder, or a name on the Hugging Face Hub."""
+    also: tuple[str, ...] = ()
+    """Importances of yours: python:<module>:<class>."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """Of weights and computation. The reference is float32 whatever they are."""
     probe: Probe = OarConfig().probe
@@ -60,22 +55,19 @@ class Settings:
         check_at_least_one(self, "models", "responses", "micro_batch", "rounds")
         if not self.dtypes or len(set(self.dtypes)) < len(self.dtypes):
             raise ValueError(f"--dtypes {' '.join(self.dtypes)}: give float32, bfloat16, or both, each once")
-        if (self.marked is None) != (self.model is None):
-            raise ValueError("--marked and --model go together: responses, and the model that wrote them")
+        added_estimators(self.also)
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
-    """Raises: ValueError for a task that is unknown or has no models, and for files that cannot be used."""
-    if settings.marked is not None:
-        return report_on_marked(settings, settings.marked, progress)
+    """Raises: ValueError for a task that is unknown or has no models."""
     sources = task_sources(settings.tasks, settings.models, settings.responses, settings.seed, progress)
     return report_on(settings, sources, progress)
 
 
 def report_on(settings: Settings, sources: Iterable[Source], progress: Progress) -> Report:
-    """Judge every estimator on every source. Settings and files are read first: sources may take hours of training."""
+    """Judge every estimator on every source."""
     device = choose_device(settings.device)
-    findings = Findings(settings.dtypes, loaded_estimators(settings.also))
+    findings = Findings(settings.dtypes, added_estimators(settings.also))
     for source in sources:
         batches = list(micro_batches(source.responses, settings.micro_batch, device, settings.probe, settings.seed))
         exact = _scores(_copy(source.model, device, "float32"), batches, findings.estimators[REFERENCE])
@@ -87,13 +79,7 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
             progress(where, done, len(settings.tasks) * settings.models * len(settings.dtypes))
             model, scores = _copy(source.model, device, dtype), {REFERENCE: exact} if dtype == "float32" else {}
             for name, score in findings.estimators.items():
-                try:
-                    scores[name] = scores.get(name) or _scores(model, batches, score)
-                except Exception as error:
-                    if name not in findings.added:
-                        raise
-                    # One bad candidate must not lose a run.
-                    findings.failed.append(f"{name} on {where}: {type(error).__name__}: {error}")
+                scores[name] = scores.get(name) or _scores(model, batches, score)
             key = {"task": source.task, "model": f"model {source.number}", "dtype": dtype}
             curves = settings.curves if dtype == "float32" else 0
             findings.judged += [{**key, **row} for row in _judged(source, scores, exact, model, curves)]
@@ -116,33 +102,6 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
     )
 
 
-def report_on_marked(settings: Settings, file: Path, progress: Progress) -> Report:
-    """Judge the estimators without masked copies by how they rank the tokens that are marked in a file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device, dtype = choose_device(settings.device), settings.dtypes[0]
-    added = loaded_estimators(settings.also)
-    found = read_marked(file, AutoTokenizer.from_pretrained(settings.model))
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
-    model.eval().requires_grad_(False)
-    batches = list(micro_batches(found.responses, settings.micro_batch, device, settings.probe, settings.seed))
-    scores = {}
-    for name, score in (without_copies() | added).items():
-        progress(name)
-        scores[name] = _scores(model, batches, score)
-    figures = marked_figures(found, scores)
-    known = {
-        name: {key: [None if x != x else round(x, 4) for x in of[key]] for key in of} for name, of in figures.items()
-    }
-    return Report(
-        title=f"Marked tokens of {file.name}",
-        stem=f"fidelity_marked_{device.type}",
-        tables=[marked_table(figures)],
-        notes=marked_notes(found, f"{settings.model} in {dtype}", settings.probe),
-        runs={"settings": asdict(settings), "judged": known},
-    )
-
-
 def _copy(model: nn.Module, device: torch.device, dtype: str) -> nn.Module:
     """Without the gradients that a training has left behind."""
     copied: nn.Module = copy.deepcopy(model).to(device=device, dtype=getattr(torch, dtype))
@@ -154,8 +113,6 @@ def _scores(model: nn.Module, batches: Sequence[tuple[list[int], MicroBatch]], s
     found: dict[int, Tensor] = {}
     for indices, batch in batches:
         score_BT = score(model, batch)
-        if score_BT.shape != batch.token_BT.shape:
-            raise ValueError(f"scores of shape {tuple(score_BT.shape)}, expected {tuple(batch.token_BT.shape)}")
         for index, response, score_T in zip(indices, batch.responses, score_BT.detach().double().cpu(), strict=True):
             found[index] = score_T[response.reasoning_R]
             if not bool(torch.isfinite(found[index]).all()):

@@ -45,7 +45,6 @@ class Findings:
     models: list[dict[str, Any]] = field(default_factory=list)
     judged: list[dict[str, Any]] = field(default_factory=list)
     costs: list[dict[str, Any]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
 
     @cached_property
@@ -53,10 +52,8 @@ class Findings:
         return {**package_estimators(), **self.added}
 
     def rows(self, dtype: str) -> pd.DataFrame:
-        """`judged` in a dtype, of the estimators that never failed in it."""
-        rows = pd.DataFrame([row for row in self.judged if row["dtype"] == dtype])
-        counts = rows.groupby("estimator")["overlap"].transform("size")
-        return rows[counts == counts.max()]
+        """`judged` in a dtype."""
+        return pd.DataFrame([row for row in self.judged if row["dtype"] == dtype])
 
     @cached_property
     def main(self) -> pd.DataFrame:
@@ -82,10 +79,13 @@ class Findings:
         return [name for name in ranked if name in own] + [name for name in ranked if name in self.added][:added]
 
     def runs(self) -> dict[str, Any]:
-        """Every single figure, for the JSON."""
-        judged = pd.DataFrame(self.judged).round(4).astype(object)
-        columns = judged.where(judged.notna(), None).to_dict("list")
-        return {"models": self.models, "judged": columns, "costs": self.costs, "failed": self.failed}
+        """For the JSON: means over each model's right and wrong responses, and every single figure of the costs."""
+        keys = ["task", "model", "dtype", "estimator", "answer"]
+        groups = pd.DataFrame(self.judged).groupby(keys, sort=False)
+        means = groups[["spearman", "overlap", "recall", "area"]].mean().round(4)
+        means = means.assign(responses=groups.size()).reset_index()
+        columns = means.astype(object).where(means.notna(), None).to_dict("list")
+        return {"models": self.models, "means": columns, "costs": self.costs}
 
 
 def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
@@ -168,12 +168,7 @@ def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
         f"scores are replaced by PAD, up to {DELETED[-1]:.0%} of the reasoning; the area under it. Smaller is better, "
         f"`random` is the baseline; the first {curves} responses of each model.",
         "Names: `fisher 4`: mean of 4 draws; `oar_p span 2`: 2 tokens replaced at a time; `oar_p sampled`: by a drawn token; "
-        "`hybrid 0.3`: exact copies of 30 %; `attention`: attention patching towards PAD (no engine has it).",
-        *(
-            f"`{name}`: " + (getattr(score, "func", score).__doc__ or "").strip().split("\n")[0]
-            for name, score in findings.added.items()
-        ),
+        "`hybrid 0.3`: exact copies of 30 %.",
         "Models (task, number, share of right answers when sampled / share of answers that repeat the model's own results): "
         f"{models}.",
-        *(f"LEFT OUT: {failure}" for failure in findings.failed),
     ]

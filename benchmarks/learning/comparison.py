@@ -224,11 +224,6 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     some = (judged or chosen_from)[0][1].run
     trainings = Counter((one.run.warm, one.run.seed) for _, one in judged)
     finished = sum(count == len(plan.settings) * len(plan.methods) for count in trainings.values())
-    trainer = (
-        "Real verl, Ray and vLLM on a CPU. Runs of one pair see the same problems in the same order; sampling noise is vLLM's."
-        if plan.through_verl
-        else "Runs of one pair see the same problems and the same sampling noise. Importance and update share one forward."
-    )
     ready = f"{finished} of {len(plan.judge.all())} pairs are finished."
     rates = f"One learning rate for all methods: another may suit some of them better. {ready}"
     if len(plan.rates) > 1:
@@ -252,7 +247,8 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
         *([left_out] if alone else []),
         *(f"Levels that have no table of their own are trainings of `{file}`, of other models." for file in files),
         f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
-        f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. {trainer}",
+        f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. Runs of one pair see the same "
+        "problems and the same sampling noise. Importance and update share one forward.",
         rates,
         f"Intervals and p are those of a t-test over warm models, of the mean difference of each{trimmed}. p of "
         f"{_list(plan.named) or 'none'} is corrected (Holm) for their number on all tasks of the page; the others are controls "

@@ -4,7 +4,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -82,32 +81,27 @@ def records(
     settings: Settings, plan: Plan, runs: Iterable[tuple[str, Run]], progress: Progress
 ) -> list[tuple[str, Record]]:
     """Those on disk, and the others trained now; with `finished` only those on disk."""
-    folder = settings.results / "verl" if plan.through_verl else settings.results
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = [(name, run, run_file(run, folder)) for name, run in runs]
+    settings.results.mkdir(parents=True, exist_ok=True)
+    wanted = [(name, run, run_file(run, settings.results)) for name, run in runs]
     missing = {file: run for _, run, file in wanted if not file.exists() and not settings.finished}
     if missing:
-        train = _train_through_verl if plan.through_verl else _train
         spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         with ProcessPoolExecutor(settings.workers, spawn, _begin) as pool:
             starts = sorted({(run.warm, run.task) for run in missing.values()})
             _all(pool, [pool.submit(_taught, task, warm) for warm, task in starts], "warm models", progress)
-            _all(pool, [pool.submit(train, run, file) for file, run in missing.items()], "trainings", progress)
+            _all(pool, [pool.submit(_train, run, file) for file, run in missing.items()], "trainings", progress)
     return [(name, read(file)) for name, _, file in wanted if file.exists()]
 
 
 def _begin() -> None:
-    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever.
-
-    By a signal, so that a run of verl is ended with it.
-    """
+    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def follow() -> None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
 
@@ -132,16 +126,6 @@ def _taught(task: str, warm: int) -> None:
 
 def _train(run: Run, file: Path) -> None:
     _keep(file, training.train(run, warm_model(run.task, run.warm)))
-
-
-def _train_through_verl(run: Run, file: Path) -> None:
-    from benchmarks.learning import verl
-
-    try:
-        record = verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve())
-    except SystemExit as ended:  # by a signal; the pool would go on with the next training
-        os._exit(int(ended.code or 1))
-    _keep(file, record)
 
 
 def _keep(file: Path, record: Record) -> None:

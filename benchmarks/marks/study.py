@@ -14,7 +14,6 @@ from scipy import stats
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.fidelity.scores import auc, mean_over_groups
 from benchmarks.fidelity.tables import plus_minus
 from benchmarks.learning.sentences import Sentences
@@ -175,11 +174,6 @@ def scores(model: PreTrainedModel, rollout: Rollout, seed: int) -> dict[str, Ten
         if importance_of(path).backwards:
             found[f"{name} x (1 - p)"] = found[name] * doubt_BL
     found["surprisal"] = -log_prob_BL
-    found |= {name: torch.zeros(rollout.token_BL.shape) for name in MARKS}
-    for one in passes:
-        sight = Sight(one, rollout)
-        for name, mark in MARKS.items():
-            found[name][one.rows, : one.token_bL.shape[1]] = mark(sight)
     return found
 
 
@@ -263,7 +257,5 @@ def notes(found: pd.DataFrame) -> list[str]:
         "Weights: two_level, tau 0.85, beta 2, of the scores as they are, signed ones included.",
         "p: the probability that a token was drawn with. These models learned from demonstrations that err in one step of four "
         "or five, so that a wrong result is an unlikely one; a model that is sure of what is wrong has nothing to show there.",
-        "Gold credits know the right answer: in a wrong response they set the right answer's logits against its own's. They "
-        "and `margin variance` are no importances of the package; formulas: `benchmarks/candidates/learning/marks.py`.",
         "Small models on made-up tasks: what is marked here need not be elsewhere.",
     ]

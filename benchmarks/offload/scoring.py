@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import free_bytes
-from benchmarks.step.passes import Passes
+from benchmarks.offload.passes import Passes
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, units
@@ -24,7 +24,6 @@ from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.request import Request
 
 BUDGET = 0.3
-SPAN = 8
 PROBE: Probe = "answer_mean"
 
 FORWARD_TOKENS = 8192
@@ -41,12 +40,12 @@ class Response:
     candidate: Candidate
     reasoning: tuple[bool, ...]
 
-    def offered(self, span: int, at_most: int | None, budget: float = 1.0) -> tuple[list[Unit], float]:
-        """Runs of `span` reasoning tokens: all, or the middles of equal parts, so that `budget` makes `at_most` copies of them.
+    def offered(self, at_most: int | None, budget: float = 1.0) -> tuple[list[Unit], float]:
+        """The reasoning tokens, each a unit: all, or the middles of equal parts, so that `budget` makes `at_most` copies of them.
 
         Copies of these compute as many tokens on average as copies of all. With them: how many times as many there are in all.
         """
-        every = units(self.reasoning, span)
+        every = units(self.reasoning, 1)
         parts = len(every) if at_most is None else min(max(at_most, round(at_most / budget)), len(every))
         return [every[(2 * part + 1) * len(every) // (2 * parts)] for part in range(parts)], len(every) / parts
 
@@ -106,7 +105,6 @@ class InTorch:
             "p": partial(self.score, published=True),
             "l": self.score,
             "l30": partial(self.score, hybrid=True),
-            "l8": partial(self.score, span=SPAN),
         }
 
     def grpo(self, work: Callable[[int | None], object], responses: Sequence[Response], at_most: int | None) -> Run:
@@ -114,24 +112,19 @@ class InTorch:
         return Run()
 
     def score(
-        self,
-        responses: Sequence[Response],
-        at_most: int | None,
-        span: int = 1,
-        published: bool = False,
-        hybrid: bool = False,
+        self, responses: Sequence[Response], at_most: int | None, published: bool = False, hybrid: bool = False
     ) -> Run:
-        """Every unit, the published way or ours; `hybrid`: the gradient of every token, then the units with the largest."""
+        """Every token, the published way or ours; `hybrid`: the gradient of every token, then the tokens with the largest."""
         run, begin, budget = Run(), time.perf_counter(), 1.0
         gradients: Sequence[Any] = [None] * len(responses)
         request = Request("oar_p", PROBE, replacement_token=self.padding)
         if hybrid:
-            scores = self.passes.importance_only(self._micro_batches(responses))
-            gradients = torch.cat(scores.importance)[:, self.passes.batch.prompt_length :].tolist()
+            importance_BL = self.passes.importance(self._micro_batches(responses))
+            gradients = importance_BL[:, self.passes.batch.prompt_length :].tolist()
             run.fixed_s = time.perf_counter() - begin
             budget = BUDGET
         for response, gradient_L in zip(responses, gradients, strict=False):
-            unit_list, scale = response.offered(span, at_most, budget)
+            unit_list, scale = response.offered(at_most, budget)
             search = Search(unit_list, len(response.reasoning), budget, gradient_L)
             if published:
                 exact, tokens = self._published(response.candidate, search.wanted)

@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from benchmarks.machine import Device, choose_device, synchronize
 from benchmarks.offload.engine import GENERATING, MOST_TOKENS, SHARES, Engine, serving
-from benchmarks.offload.scoring import FORWARD_TOKENS, SPAN, InTorch, Run, copies_that_fit, made_responses
+from benchmarks.offload.passes import Passes
+from benchmarks.offload.scoring import FORWARD_TOKENS, InTorch, Run, copies_that_fit, made_responses
 from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.statistics import Ratio, ratio_table
-from benchmarks.step.passes import Passes
 from benchmarks.tiny.model import SHAPES
 from benchmarks.workload import Workload, model_line
 from oar_plugin.config import OarConfig
@@ -38,10 +38,8 @@ TITLES = {
     "p": "published OAR-P: whole copies, all logits",
     "l": "exact, in the actor: prefix shared, answer rows",
     "l30": "same, gradient and 30 % of the copies",
-    "l8": f"same, runs of {SPAN} tokens",
     "o": "exact, on the idle engine (vLLM)",
     "o30": "same, budget 0.3, by blocks",
-    "o8": f"same, runs of {SPAN} tokens",
     "t0": f"{GENERATING} requests generated alone (seconds of all)",
     "t15": f"same beside scoring, share {SHARES['t15']:g} (default)",
     "t100": "same beside scoring, share 1",
@@ -51,8 +49,6 @@ RATIOS = (
     Ratio("p / l", "published over exact in the actor"),
     Ratio("l30 / l", "30 % by gradient, of exact in the actor", 0.4),
     Ratio("o30 / o", "30 % by blocks, of exact on the engine", 0.4),
-    Ratio("l8 / l", "eight tokens a copy, of exact in the actor"),
-    Ratio("o8 / o", "eight tokens a copy, of exact on the engine"),
     *(Ratio(f"{letter} / g", "over a GRPO step") for letter in ("o", "o30", "l", "l30", "p")),
     Ratio("t0 / t15", "tokens a second beside scoring, default share, of those alone", 0.85, at_most=False),
     Ratio("t0 / t100", "same, copies without a limit in time"),
@@ -200,7 +196,7 @@ def report_of(settings: Settings, device: str, facts: dict[str, Any], runs: Mapp
             "vLLM is NOT installed: nothing was measured on an engine, g has no generation in it, and its ratios are too large."
         )
     else:
-        in_torch = [run for letter in ("g2", "g3", "p", "l", "l30", "l8") for run in runs[letter]]
+        in_torch = [run for letter in ("g2", "g3", "p", "l", "l30") for run in runs[letter]]
         busy = sum(run.busy_s for run in in_torch) / sum(run.seconds for run in in_torch)
         retried = sum(run.retried for each in runs.values() for run in each)
         notes += [
