@@ -7,7 +7,6 @@ right and wrong responses.
 Reported for each estimator:
   Spearman, top 20 %   agreement with exact OAR-P in float32: rank correlation, overlap of the 20 % largest scores
   causal recall        share of the known causal tokens among as many top scores
-  deletion             area under the answer's probability as the tokens with the largest scores are replaced; small is good
   forward, backward    passes through the layers, counted; and seconds over those of one plain forward
 
 examples:

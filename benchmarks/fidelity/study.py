@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work
 from benchmarks.fidelity.pictures import draw, page_of
 from benchmarks.fidelity.responses import MicroBatch, Source, micro_batches, task_sources
-from benchmarks.fidelity.scores import deletion_curves, judged
+from benchmarks.fidelity.scores import judged
 from benchmarks.fidelity.tables import BASELINE, Findings, notes_of, tables_of
 from benchmarks.machine import Device, choose_device, timed
 from benchmarks.report import Progress, Report
@@ -37,8 +37,6 @@ class Settings:
     """Of weights and computation. The reference is float32 whatever they are."""
     probe: Probe = OarConfig().probe
     """The outcome that is watched."""
-    curves: int = 12
-    """Responses a model with a deletion curve."""
     micro_batch: int = 8
     """Responses at a time."""
     rounds: int = 3
@@ -81,8 +79,7 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
             for name, score in findings.estimators.items():
                 scores[name] = scores.get(name) or _scores(model, batches, score)
             key = {"task": source.task, "model": f"model {source.number}", "dtype": dtype}
-            curves = settings.curves if dtype == "float32" else 0
-            findings.judged += [{**key, **row} for row in _judged(source, scores, exact, model, curves)]
+            findings.judged += [{**key, **row} for row in _judged(source, scores, exact)]
             if source.number == 0 and place == 0:
                 working = {name: partial(findings.estimators[name], model, batches[0][1]) for name in scores}
                 costs = _costs(model, batches[0][1], working, settings.rounds, device)
@@ -95,7 +92,7 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
         title="Fidelity of importance estimators",
         stem=f"fidelity{'_candidates' if settings.also else ''}_{device.type}",
         tables=tables_of(findings),
-        notes=notes_of(findings, settings.probe, settings.curves),
+        notes=notes_of(findings, settings.probe),
         runs={"settings": asdict(settings), **findings.runs()},
         figure=partial(draw, findings),
         extra={"html": page_of(findings)},
@@ -120,15 +117,12 @@ def _scores(model: nn.Module, batches: Sequence[tuple[list[int], MicroBatch]], s
     return [found[index] for index in range(len(found))]
 
 
-def _judged(
-    source: Source, scores: Mapping[str, list[Tensor]], reference: list[Tensor], model: nn.Module, curves: int
-) -> Iterable[dict[str, Any]]:
+def _judged(source: Source, scores: Mapping[str, list[Tensor]], reference: list[Tensor]) -> Iterable[dict[str, Any]]:
     """A row for each estimator on each response."""
     for index, response in enumerate(source.responses):
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]
-        curves_of = deletion_curves(model, response, here) if index < curves else {}
-        rows = {name: judged(x_R, reference[index], causal_R, curves_of.get(name)) for name, x_R in here.items()}
+        rows = {name: judged(score_R, reference[index], causal_R) for name, score_R in here.items()}
         for name, row in rows.items():
             yield {
                 "estimator": name,
@@ -156,6 +150,6 @@ def _costs(
         rows.append({"estimator": name, **passes, "seconds": []})
     for _ in range(rounds):
         for row in rows:
-            row["seconds"].append(timed(work[row["estimator"]], device)[0])
+            row["seconds"].append(timed(work[row["estimator"]], device))
     plain = statistics.median(rows[0]["seconds"])
     return [{**row, "time": statistics.median(row["seconds"]) / plain} for row in rows]

@@ -11,11 +11,11 @@ has as well, and sums are small ones.
 | `chain_quiet`    | as `chain`                            |                   | filler has the entropy of results            |
 
 `parallel_1`, `parallel_2` and `chain_2` have one step or two in place of four; `parallel_2_terse` has hardly any filler;
-imitators of `parallel_2_rare` are right less often; prompts of `parallel_2_shown` and
-`chain_2_shown` have a place for the answer. `sentences` are word problems (`benchmarks.learning.sentences`).
+imitators of `parallel_2_rare` are right less often; prompts of `parallel_2_shown` and `chain_2_shown` have a place for the
+answer. `sentences` are word problems (`benchmarks.learning.sentences`).
 
-In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, in `chain_quiet`,
- like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
+In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, in
+`chain_quiet`, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
 """
 
 import random
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from benchmarks.learning.sentences import Sentences
 from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
-from benchmarks.tiny.words import DIGITS, MARK, NAMES, VOCABULARY, WORDS
+from benchmarks.tiny.words import DIGITS, EVERY, MARK, NAMES, VOCABULARY, WORDS
 
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
@@ -34,7 +34,7 @@ _SUM = "+-"
 
 def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading: Reading) -> tuple[int, ...]:
     """Positions of the results that do not follow from what stands before them in their own step."""
-    words = task.said(response)
+    words = [EVERY[token] for token in response]
     return tuple(at for at in reading.causal if task.result_of(problem, words, at) != words[at])
 
 

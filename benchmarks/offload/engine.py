@@ -125,7 +125,7 @@ class Engine:
                     task.cancel()
                 await asyncio.gather(*work, return_exceptions=True)
             await self._generate(responses[0], 1)  # it takes requests in order: what was cancelled is dropped
-            return Run(copies=copies, all_copies=copies, seconds=seconds)
+            return Run(copies=copies, seconds=seconds)
 
         return self.loop.run_until_complete(batch())
 
@@ -151,12 +151,12 @@ class Engine:
         self, scorer: Any, run: Run, response: Response, at_most: int | None = None, budget: float = 1.0
     ) -> None:
         """Raises: RuntimeError, where the engine could not score it."""
-        candidate, (unit_list, scale) = response.candidate, response.offered(at_most, budget)
+        candidate = response.candidate
         task = ScoringTask(
             token_ids=candidate.token_T.tolist(),
             prompt_length=candidate.prompt_length,
             answer_start=candidate.answer_start,
-            units=unit_list,
+            units=response.offered(at_most),
             response_length=len(response.reasoning),
             probe=PROBE,
             budget=budget,
@@ -168,7 +168,7 @@ class Engine:
         if result.importance is None:
             raise RuntimeError(f"the engine could not score a response: {result.fault}")
         computed = result.tokens - result.cached_tokens
-        run.add(response, torch.from_numpy(result.importance), scale, result.copies, computed)
+        run.add(torch.from_numpy(result.importance), result.copies, computed)
         run.retried += result.retried
 
     async def _generate(self, response: Response, tokens: int) -> None:
