@@ -1,4 +1,4 @@
-"""What `step`, `offload` and `scaling` measure on, and the options for it: a model with random weights and its responses."""
+"""What `offload` and `scaling` measure on, and the options for it: a model with random weights and its responses."""
 
 import random
 from collections.abc import Sequence
