@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.learning import comparison, factors, study, training
+from benchmarks.learning import comparison, factors
 from benchmarks.learning.cost import flops_of, gain_at_equal, reward_until
 from benchmarks.learning.plan import PLANS, Pairs, Plan, Setting, read_plan
 from benchmarks.learning.training import Credit, Record, Run
@@ -45,16 +45,6 @@ def test_models_that_rates_are_chosen_on_are_not_judged_and_plans_that_say_so_sh
     file.write_text((PLANS / "judged.yaml").read_text().replace("warm: [0, 1]", "warm: [0, 3]"))
     with pytest.raises(ValueError, match=r"mine.yaml: choose and judge share warm model 3"):
         read_plan(file)
-
-
-def test_a_study_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    """A record is found by all that it depends on, and the same one comes back."""
-    monkeypatch.setattr(training, "train", lambda run, model: pytest.fail("trained again"))
-    settings, runs = study.Settings(results=tmp_path), [(name, one.run) for name, one in [record(RISES, 0.5)]]
-    study._keep(study.run_file(runs[0][1], tmp_path), record(RISES, 0.5)[1])
-    assert study.records(settings, runs, lambda *_: None) == [record(RISES, 0.5)]
-    others = [{"flips": 0.1}, {"copies": 3}, {"credit": Credit(tau=0.5)}, {"seed": 1}, {"warm": 1}, {"lr": 1.0}]
-    assert not any(study.run_file(replace(runs[0][1], **other), tmp_path).exists() for other in others)
 
 
 def test_the_trimmed_mean_is_yuens_and_models_that_fall_apart_decide_nothing():

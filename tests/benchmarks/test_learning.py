@@ -1,4 +1,4 @@
-"""The small trainer of the study of learning against the package and the textbook, and its warm models."""
+"""The small trainer of the study of learning against the package and the textbook."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.learning import training, warm_start
+from benchmarks.learning import training
 from benchmarks.learning.tasks import TASKS, NamedParallel
 from benchmarks.learning.training import Credit, Rollout, Run, forward, roll_out
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
@@ -208,44 +208,3 @@ def test_weights_of_the_oracle_by_hand():
     torch.testing.assert_close(weight_BL, torch.tensor([[1, 0, 2.4, 0.8, 0.8, 1], [1, 1.5, 1.5, 0.5, 0.5, 1]]))
     kinds = {"wrong_in_wrong": 2.4, "right_in_wrong": 0, "other_in_wrong": 0.8}
     assert told == pytest.approx(kinds | {"result_in_right": 1.5, "other_in_right": 0.5, "recall": 0.75})
-
-
-def test_spare_by_hand():
-    """In the wrong response two tokens of importance 1 nat have probability 1/4 and 1/2; all others have importance 0."""
-    importance_BL = torch.tensor([[5.0, 0.0, 1.0, 0.0, 1.0, 5.0]] * 2)
-    log_prob_BL = torch.tensor([[1.0, 1.0, 0.25, 1.0, 0.5, 1.0]] * 2).log()
-    run = replace(RUN, credit=Credit(importance="decision", gate="spare", beta=2.0))
-    weight_BL, _ = training.weights(run, by_hand(), importance_BL, log_prob_BL)
-    raw_BL = torch.tensor([[1, 0.5 + 0.5 * 3 * 0.75, 1, 0.5 + 0.5 * 3 * 0.5], [1, 2, 1, 2]])
-    torch.testing.assert_close(weight_BL[:, 1:-1], raw_BL / raw_BL.mean())
-    assert (weight_BL[:, [0, -1]] == 1).all()
-    assert torch.equal(weight_BL[:, 1], weight_BL[:, 3]), "what decides nothing weighs the same in right and wrong"
-
-
-# ---- warm models
-
-
-@pytest.fixture
-def quick(monkeypatch, tmp_path):
-    """Lessons of two tests of the model, one after every second step."""
-    for name, value in {"EVERY": 2, "LONGEST": 6, "BATCH": 2, "IMITATION": 1}.items():
-        monkeypatch.setattr(warm_start, name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(warm_start, "warm_weights", warm_start.warm_weights.__wrapped__)  # nothing is remembered
-    monkeypatch.setitem(warm_start.SIZES, "0.1M", (32, 1))
-    return lambda shares: monkeypatch.setattr(warm_start, "accuracy", lambda *_, greedy: shares.pop(0))
-
-
-def test_a_model_that_is_stuck_says_so_and_a_taught_one_is_kept(quick, tmp_path, monkeypatch):
-    quick([0.5] * 100)
-    with pytest.raises(warm_start.StuckError, match="parallel"):
-        warm_start.warm_model("parallel", 0)
-    assert not list(tmp_path.rglob("*.pt*"))
-    quick([1.0] * 3)
-    first = warm_start.warm_model("parallel", 0)
-    monkeypatch.setattr(warm_start, "teach", lambda *_: pytest.fail("taught again"))
-    again = warm_start.warm_model("parallel", 0)
-    assert torch.equal(flat(first), flat(again))
-    with torch.no_grad():
-        next(again.parameters()).zero_()
-    assert torch.equal(flat(first), flat(warm_start.warm_model("parallel", 0))), "a copy of its own"

@@ -1,7 +1,6 @@
 """The small world that tests, demo and studies share: tasks, words, samples, and the files that verl reads."""
 
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -10,13 +9,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.sentences import Sentences
-from benchmarks.learning.tasks import BLANK, QUIET, OrderedLookup, showing, wrong_results
 from benchmarks.learning.tasks import TASKS as LEARNING
+from benchmarks.learning.tasks import OrderedLookup, wrong_results
 from benchmarks.tiny.data import compute_score, write_problems
 from benchmarks.tiny.model import build_model, sample
-from benchmarks.tiny.tasks import TASKS, Parallel
-from benchmarks.tiny.warm_start import WarmStart, batches, train
-from benchmarks.tiny.words import EOS, MARK, NAMES, PAD, VOCABULARY, encode, make_tokenizer, pieces, text
+from benchmarks.tiny.tasks import TASKS
+from benchmarks.tiny.words import EOS, MARK, NAMES, PAD, VOCABULARY, make_tokenizer, pieces, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -87,25 +85,6 @@ def test_error_rate_leaves_as_many_right_as_it_should(task):
     assert abs(sum(right) / 400 - wanted) < 0.1
 
 
-def test_quiet_filler_has_the_entropy_of_results():
-    words = Counter(w for s in range(300) for w in text(drawn(LEARNING["chain_quiet"], s)[1]).split() if w in QUIET)
-    shares = sorted((n / words.total() for n in words.values()), reverse=True)
-    assert shares == pytest.approx([0.8] + [0.05] * 4, abs=0.02), "one of five is another word, as with results"
-
-
-@pytest.mark.parametrize("name", ["parallel_2_shown", "chain_2_shown"])
-def test_a_shown_answer_is_that_of_the_demonstration_and_problems_show_none(name):
-    task, rng = LEARNING[name], random.Random(0)
-    problem = task.problem(rng)
-    blank = encode([BLANK] * len(problem.answer))
-    examples = [task.example(rng, None) for _ in range(400)]
-    shown = [([*prompt[-len(blank) :]], response[response.index(MARK) + 1 : -1]) for prompt, response in examples]
-    assert all(given in (answer, blank) for given, answer in shown)
-    assert 0.4 < sum(given != blank for given, _ in shown) / 400 < 0.6
-    assert list(problem.prompt[-len(blank) :]) == blank
-    assert showing(problem.prompt, problem.answer) == [*problem.prompt[: -len(blank)], *problem.answer]
-
-
 # ---- words and verl's files
 
 
@@ -126,22 +105,6 @@ def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, arch
         assert TokenBytes(tokenizer).pieces(response) == pieces(response)
 
 
-@pytest.mark.parametrize("by_bytes", [True, False])
-def test_any_text_survives_a_tokenizer_with_bytes(by_bytes):
-    tokenizer = make_tokenizer(400, by_bytes=by_bytes)
-    words = "Übung:\n  naïve so 34 lets \U0001f600 {}"
-    ids = tokenizer(words)["input_ids"]
-    assert tokenizer.decode(ids) == words
-    assert (len(ids) == len(words.encode())) == by_bytes
-
-
-@pytest.mark.parametrize(
-    ("response", "score"), [("#### 1 1 1 1 then ####   7 7 4 6 <eos>\nand more", 1.0), ("7 7 4 6", 0.0), ("####", 0.0)]
-)
-def test_reward_looks_behind_the_last_marker_on_its_line(response, score):
-    assert compute_score("tiny", response, "7 7 4 6", extra_info={}, anything=1) == {"score": score, "acc": score}
-
-
 def test_verl_gets_the_columns_it_reads(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     problem, response = drawn(TASKS["chain"], 1)
@@ -149,10 +112,12 @@ def test_verl_gets_the_columns_it_reads(tmp_path):
     (row,) = pq.read_table(tmp_path / "file").to_pylist()
     assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
     assert row["prompt"] == [{"role": "user", "content": text(problem.prompt)}]
-    assert compute_score("", text(response), row["reward_model"]["ground_truth"])["score"] == 1
+    truth = row["reward_model"]["ground_truth"]
+    for said, score in ((text(response), 1), ("#### 1 then " + text(response) + " <eos>\nand more", 1), (truth, 0)):
+        assert compute_score("", said, truth) == {"score": score, "acc": score}
 
 
-# ---- samples and the warm start
+# ---- samples
 
 
 @pytest.fixture(scope="module")
@@ -184,22 +149,3 @@ def test_samples_follow_the_models_distribution_and_the_generator(model, prompts
         row = model(torch.cat([prompts[0], torch.tensor([first])])[None]).logits[0, -1].softmax(-1)
     share = torch.bincount(seconds, minlength=len(VOCABULARY)) / len(seconds)
     assert (share - row).abs().max() < 5 * (0.25 / len(seconds)) ** 0.5
-
-
-def test_nothing_but_padding_follows_the_end(model, prompts):
-    tokens = sample(model, prompts, 50, 40, torch.Generator().manual_seed(0))
-    behind = (tokens == EOS).cumsum(1).roll(1, 1)
-    behind[:, 0] = 0
-    assert behind.any()
-    assert (tokens[behind > 0] == PAD).all()
-
-
-def test_imitation_learns_the_responses():
-    task = TASKS["chain"]
-    token_BL, label_BL = next(batches(task, 4, 0, None))
-    assert (label_BL[:, : task.prompt_length] == PAD).all()
-    assert torch.equal(label_BL[label_BL != PAD], token_BL[label_BL != PAD])
-    easy, losses = Parallel("easy", steps=1, filler=(0, 0), error_rate=0.0), []
-    settings = WarmStart(short_steps=40, full_steps=0, batch=8)
-    train(build_model(0, hidden=32), easy, 0, settings, lambda what, *_: losses.append(float(what.split()[-1])))
-    assert losses[-1] < losses[0] / 2
