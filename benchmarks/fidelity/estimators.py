@@ -49,21 +49,15 @@ def package_estimators() -> dict[str, Score]:
 
 
 def added_estimators(importances: Sequence[str]) -> dict[str, Score]:
-    """Those of importances that the package does not have, `python:<module>:<class>`, by the name of the class.
+    """Those of importances that the package does not have, by `<module>:<class>`.
 
     Raises:
-        ValueError: there is no such importance, it shows right answers, or its name is taken.
+        ValueError: there is no such importance, or it shows right answers.
     """
-    found: dict[str, Score] = {}
     for path in importances:
-        importance = importance_of(path)
-        if importance.contexts:
+        if importance_of(path).contexts:
             raise ValueError(f"--also {path}: it shows right answers, which this study lacks")
-        name = path.rpartition(":")[2]
-        if name in {**package_estimators(), **found}:
-            raise ValueError(f"--also {path}: the name {name!r} is taken; give the importance another one")
-        found[name] = partial(by_importance, importance=path)
-    return found
+    return {path.removeprefix("python:"): partial(by_importance, importance=path) for path in importances}
 
 
 @contextmanager

