@@ -14,7 +14,6 @@ from rich.status import Status
 from benchmarks.machine import choose_device, describe_machine, load_average
 
 STUDIES = {
-    "step": "what importance costs in a training step, beside the log-prob pass, the published code and the update",
     "count": "FLOPs, memory and collectives of a step of models that do not fit here, on tensors without data",
     "run": "what OAR costs in whole runs of verl, GRPO's steps and OAR's in turn",
     "offload": "what masked copies (OAR-P) cost in the actor and on a vLLM engine",
@@ -28,7 +27,7 @@ STUDIES = {
 
 def usage() -> str:
     lines = [__doc__ or "", "", *(f"  {name:<10}{summary}" for name, summary in STUDIES.items())]
-    return "\n".join([*lines, "", "examples:", "  python -m benchmarks step --size 10m --responses 16 --rounds 3"])
+    return "\n".join([*lines, "", "examples:", "  python -m benchmarks fidelity --models 1 --responses 16"])
 
 
 def main(arguments: list[str]) -> int:

@@ -65,13 +65,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Wall seconds and processor seconds of this process that `work` takes, the device's work included in the first."""
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Wall seconds that `work` takes, the device's work included."""
     synchronize(device)
-    wall, cpu = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
     work()
     synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return time.perf_counter() - begin
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:

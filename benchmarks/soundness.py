@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.candidates.learning import Onward
-from benchmarks.candidates.learning.onward import TEMPERATURE
 from benchmarks.fidelity.scores import largest, rank_correlation
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import roll_out
@@ -22,21 +20,18 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
-from oar_plugin.credit.importance.decision import margin_coefficients
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 
 LOOKED_AT = {name: one for name, one in SHIPPED.items() if one.copies is None and not one.contexts}
-IMPORTANCES = {name: name for name, one in LOOKED_AT.items() if one.backwards or one.reads}
-IMPORTANCES["onward"] = f"python:{Onward.__module__}:{Onward.__name__}"
+IMPORTANCES = [name for name, one in LOOKED_AT.items() if one.backwards or one.reads]
 GATES = ("two_level", "bi_level")
 STARTS = ("chain", "parallel")
 RESPONSES = 32
 TOP = 0.15
 """What `two_level` boosts by default."""
 VOCABULARIES, MASSES = (32_000, 152_000), (0.01, 0.05)
-PLAUSIBLE = 1e-3
 SCALES = (1e-3, 1e3)
 LEAST = 0.9
 SLACK = 0.05
@@ -46,7 +41,7 @@ COLUMNS = ("overlap", "Spearman", *(f"`{gate}`, {what}" for gate in GATES for wh
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "another draw": COLUMNS,
     "bf16": COLUMNS,
-    "vocabulary": ("words", "mass", *COLUMNS, "on plausible tokens"),
+    "vocabulary": ("words", "mass", *COLUMNS),
     "scale": ("times", *COLUMNS),
 }
 """What is changed, and the columns of its table."""
@@ -70,21 +65,7 @@ that should not matter:
 "Spearman" is of all its reasoning tokens; then come mean and largest change of a weight under each gate (weights average 1). In
 the first table an importance counts as unchanged where the worst overlap is {least} or more, or within {slack} of what another
 draw leaves.
-
-"On plausible tokens" is the share of the squared coefficients on the answer's logits that lies on tokens with p > {plausible},
-in expectation over signs; for `fisher` that is the share of the trace of the Fisher matrix. Where most of it lies elsewhere,
-the importance reads what moves tokens that are never written. A row that is sure of one token has half of it there, whatever it
-does elsewhere. It is at least {fisher:.2f} for `fisher`, {decision:.2f} for `decision`, and {onward:.3f} for `onward`, which
-reads at a temperature of {temperature:g}.
 """
-
-
-class Plausible(NamedTuple):
-    """Shares of squared coefficients, by importance."""
-
-    fisher: float
-    onward: float
-    decision: float
 
 
 class Batch(NamedTuple):
@@ -109,20 +90,12 @@ class Change:
 
 @dataclass
 class Found:
-    """Of the model of one task: changes by question, importance and case; of each vocabulary the share on plausible tokens by
-    importance; and the largest difference of a logit between models that differ in scale alone."""
+    """Of the model of one task: changes by question, importance and case; and the largest difference of a logit between models
+    that differ in scale alone."""
 
     start: str
     changes: dict[tuple[str, str, tuple[str, ...]], Change] = field(default_factory=dict)
-    plausible: dict[tuple[str, ...], Plausible] = field(default_factory=dict)
     error: float = 0.0
-
-    def share(self, name: str, case: tuple[str, ...]) -> list[str]:
-        """A cell where there is such a column."""
-        if case not in self.plausible:
-            return []
-        shares = self.plausible[case]._asdict()
-        return [f"{shares[name]:.3f}" if name in shares else ""]
 
 
 def study(start: str) -> Found:
@@ -139,9 +112,7 @@ def study(start: str) -> Found:
     ask("bf16", copy.deepcopy(model).bfloat16())
     for vocabulary, mass in itertools.product(VOCABULARIES, MASSES):
         case = f"{vocabulary:,}", f"{mass:g}"
-        wide = widened(model, TASKS[start], vocabulary, mass)
-        ask("vocabulary", wide, *case)
-        found.plausible[case] = on_plausible(logits(wide, batch, batch.segments_BL == Segment.ANSWER))
+        ask("vocabulary", widened(model, TASKS[start], vocabulary, mass), *case)
     for factor in SCALES:
         other = rescaled(model, factor)
         difference_NV = logits(other, batch, batch.mask_BL) - logits(model, batch, batch.mask_BL)
@@ -160,7 +131,7 @@ def responses(model: PreTrainedModel, start: str) -> Batch:
 
 def scores(model: PreTrainedModel, name: str, batch: Batch, seed: int = 0) -> Tensor:
     """Importance, float32 `[B, L]`."""
-    config = OarConfig.parse({"importance": IMPORTANCES[name], "seed": seed})
+    config = OarConfig.parse({"importance": name, "seed": seed})
     return batch_importance(model, Request.from_config(config, 1, batch.token_BL.shape[1]), *batch)
 
 
@@ -174,7 +145,7 @@ def change(name: str, before_BL: Tensor, after_BL: Tensor, batch: Batch) -> Chan
         spearman += rank_correlation(after_R, before_R) / len(lengths)
     weights = []
     for gate in GATES:
-        config = OarConfig.parse({"importance": IMPORTANCES[name], "gate": gate})
+        config = OarConfig.parse({"importance": name, "gate": gate})
         scored_B = torch.full((len(lengths),), int(Status.SCORED))
         before, after = (
             reshape(torch.ones_like(of_BL), of_BL, reasoning_BL, scored_B, config).weight_BL[reasoning_BL]
@@ -212,27 +183,16 @@ def logits(model: PreTrainedModel, batch: Batch, wanted_BL: Tensor) -> Tensor:
     return rows
 
 
-def on_plausible(logits_NV: Tensor) -> Plausible:
-    """The shares on plausible tokens, in expectation over signs."""
-    probability_NV, flat_NV = logits_NV.softmax(-1), (logits_NV / TEMPERATURE).softmax(-1)
-    squares = (p_NV * (1 - p_NV) for p_NV in (probability_NV, flat_NV))
-    plausible_NV = probability_NV > PLAUSIBLE
-    every = (*squares, margin_coefficients(logits_NV).square())
-    return Plausible(*((square_NV[plausible_NV].sum() / square_NV.sum()).item() for square_NV in every))
-
-
 def page(found: Sequence[Found]) -> str:
     tables = [summary(found)]
     for question, columns in QUESTIONS.items():
         rows = [
-            (name, one.start, *case, *of.cells(), *one.share(name, case))
+            (name, one.start, *case, *of.cells())
             for one in found
             for (asked, name, case), of in one.changes.items()
             if asked == question
         ]
         tables.append(Table(question, ("importance", "task", *columns), rows))
-    shares = [of for one in found for of in one.plausible.values()]
-    fewest = {name: min(getattr(of, name) for of in shares) for name in Plausible._fields}
     text = TEXT.format(
         responses=RESPONSES,
         starts=" and ".join(f"`{start}`" for start in STARTS),
@@ -240,10 +200,7 @@ def page(found: Sequence[Found]) -> str:
         slack=SLACK,
         spread=SPREAD,
         vocabularies=" or ".join(f"{size:,}" for size in VOCABULARIES),
-        plausible=PLAUSIBLE,
-        temperature=TEMPERATURE,
         error=max(one.error for one in found),
-        **fewest,
     )
     return "\n".join([text, *(line for table in tables for line in table.markdown())]).rstrip()
 

@@ -112,10 +112,9 @@ class Ratio:
 
     def of(self, figures: pd.DataFrame) -> list[float]:
         """One value a row; none where a letter was not measured."""
-        formula = self.formula.replace("mem", "")
-        if not set(re.findall(r"[a-z]\w*[*']?", formula)) <= set(figures):
+        if not set(re.findall(r"[a-z]\w*", self.formula)) <= set(figures):
             return []
-        return list(map(float, figures.eval(re.sub(r"\w+[*']", r"`\g<0>`", formula))))
+        return list(map(float, figures.eval(self.formula)))
 
     def verdict(self, estimate: Estimate) -> str:
         if self.limit is None:
@@ -127,24 +126,12 @@ class Ratio:
         return estimate.verdict(self.limit, self.at_most)
 
 
-def ratio_table(
-    title: str,
-    ratios: Sequence[Ratio],
-    figures: pd.DataFrame,
-    cpu_seconds: pd.DataFrame | None = None,
-    peaks: pd.DataFrame | None = None,
-) -> Table:
-    """The ratios whose letters were measured, in `figures` (a row a round) or, for `mem(letter)`, in `peaks` (one row).
-
-    `cpu_seconds`: the same rounds in processor seconds, where they say something.
-    """
+def ratio_table(title: str, ratios: Sequence[Ratio], figures: pd.DataFrame) -> Table:
+    """The ratios whose letters were measured, in `figures` (a row a round)."""
     rows = []
     for ratio in ratios:
-        of_memory = peaks is not None and "mem" in ratio.formula
-        if rounds := ratio.of(peaks if of_memory else figures):
-            estimate = Estimate(rounds[0], rounds[0], rounds[0], 1) if of_memory else median(rounds)
-            cpu = "" if of_memory or cpu_seconds is None else f"{np.median(ratio.of(cpu_seconds)):.3g}"
+        if rounds := ratio.of(figures):
+            estimate = median(rounds)
             limit = "" if ratio.limit is None else f"{'<=' if ratio.at_most else '>='} {ratio.limit:g}"
-            verdict = ratio.verdict(estimate)
-            rows.append((f"`{ratio.formula}`", ratio.what, str(estimate), cpu, limit, verdict))
-    return Table(title, ("ratio", "what", "median (95 %)", "CPU time", "target", "verdict"), rows)
+            rows.append((f"`{ratio.formula}`", ratio.what, str(estimate), limit, ratio.verdict(estimate)))
+    return Table(title, ("ratio", "what", "median (95 %)", "target", "verdict"), rows)

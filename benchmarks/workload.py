@@ -1,4 +1,4 @@
-"""What `step`, `offload` and `scaling` measure on, and the options for it: a model with random weights and its responses."""
+"""What `offload` and `scaling` measure on, and the options for it: a model with random weights and its responses."""
 
 import random
 from collections.abc import Sequence
@@ -24,7 +24,6 @@ class Batch:
     """Sequences of one length: prompt, reasoning, `\\boxed{`, answer, `}` and an end-of-sequence token."""
 
     token_BL: Tensor  # int64 ids, prompt and response
-    answer_BL: Tensor  # bool, the planted answer's tokens
     prompt_length: int
     token_bytes: TokenBytes
     scored: int  # how many sequences (the first ones) are to get importance
@@ -86,9 +85,7 @@ class Workload:
             answer = source.choices(digits, k=self.answer_length)
             rows.append([*text, *opening, *answer, *closing, tokenizer.eos_token_id])
         token_BL = torch.tensor(rows, device=device)
-        answer_BL = torch.zeros_like(token_BL, dtype=torch.bool)
-        answer_BL[:, text_length + len(opening) :][:, : self.answer_length] = True
-        return Batch(token_BL, answer_BL, self.prompt_length, TokenBytes(tokenizer), scored or self.responses)
+        return Batch(token_BL, self.prompt_length, TokenBytes(tokenizer), scored or self.responses)
 
 
 @dataclass(frozen=True)

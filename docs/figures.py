@@ -46,7 +46,6 @@ def fidelity() -> str:
         "`oar_p`, sampled replacements": "oar_p sampled",
         "`hybrid`, budget 0.5": "hybrid 0.5",
         "`hybrid`, budget 0.3": "hybrid 0.3",
-        "attention patching (only in the study)": "attention",
         "**`fisher`** (default)": "fisher 1",
         "`decision`": "decision 1",
         "`oar_g` (published)": "oar_g 1",
@@ -62,17 +61,6 @@ def fidelity() -> str:
     return f"{table(head, lines)}\n{count}\n"
 
 
-def candidates() -> str:
-    rows = {row["name"]: row for row in load("fidelity_candidates_cpu")["summary"]["float32"]}
-    value = {name: row["means"]["overlap"]["value"] for name, row in rows.items()}
-    cheap = [name for name, row in rows.items() if (row["forward"], row["backward"]) == (1, 1) and name != "fisher 1"]
-    more = max(value[name] for name in cheap) - value["fisher 1"]
-    return (
-        f"{len(rows)} estimators were compared. {len(cheap)} candidates cost what `fisher` costs, one forward and one "
-        f"backward. The best of these has {more:.2f} more overlap than `fisher`.\n"
-    )
-
-
 def marks() -> str:
     wrong, first, results, *_ = load("marks_cpu")["tables"]
     names = {
@@ -85,8 +73,6 @@ def marks() -> str:
         "`fisher` x doubt": "fisher x (1 - p)",
         "`oar_g` (published)": "oar_g",
         "surprisal": "surprisal",
-        "right answer known: gradient": "gold norm",
-        "right answer known: signed, 8 backwards": "gold sweep 8 signed",
         "random": "random",
     }
     tasks = ("chain", "parallel", "lookup")
@@ -121,10 +107,6 @@ TASKS = ("chain", "parallel", "chain_quiet")
 def against_grpo(stem: str, task: str) -> dict[str, Any]:
     """Method -> its row in the comparison with GRPO on a task."""
     return {row["method"]: row for row in rows_of(stem, f"{task}: mean reward over the run, against GRPO")}
-
-
-def gain(stem: str, task: str, method: str) -> str:
-    return against_grpo(stem, task)[method][GAIN].split()[0]
 
 
 def ahead(stem: str, tasks: Iterable[str], method: str) -> str:
@@ -177,53 +159,6 @@ def decision_recall() -> str:
     tables = [load("learning_judged")["tables"][f"{task}: mean weights, and what importance cost"] for task in TASKS]
     shares = [row["recall"] for rows in tables for row in rows if row["method"] == "decision"]
     return f"Over a run the recall of results by `decision` is {min(shares)} to {max(shares)}.\n"
-
-
-def through_verl() -> str:
-    rows = (
-        [f"`{task}`", against_grpo("learning_verl", task)["fisher"][GAIN], ahead("learning_verl", [task], "fisher")]
-        for task in ("chain", "parallel")
-    )
-    return table(" task | `fisher` minus GRPO (95 %) | pairs ahead ", rows)
-
-
-def explored() -> str:
-    stem, three = "learning_explored", ("chain", "parallel", "parallel_quiet")
-    names = {
-        "oracle: the tokens that decide are known": "decides",
-        "oracle: the same, with doubt in the worse responses": "known decisions, spare",
-        "oracle: the wrong results are known": "blame",
-        "oracle: wrong results are paid below zero": "signed",
-        "`fisher`, `two_level` (default)": "fisher",
-        "`fisher`, `bi_level` (the paper's gate)": "fisher, bi_level",
-        "`onward` (candidate)": "onward",
-    }
-    five = (*three, "lookup", "chain_quiet")
-    rows = (
-        [label, *(gain(stem, task, name) for task in three), ahead(stem, three, name), ahead(stem, five, name)]
-        for label, name in names.items()
-    )
-    runs = load(stem)["runs"]["judged_on"]
-    fallen = [run for run in runs if run["held_out"] < 0.6]
-    counts = {task: sum(run["task"] == task for run in fallen) for task in five}
-    shown = ", ".join(f"{count} on `{task}`" for task, count in counts.items() if count)
-    head = " credit | `chain` | `parallel` | `parallel_quiet` | pairs ahead, three tasks | all five tasks "
-    collapsed = f"{len(fallen)} of {len(runs)} trainings collapsed (held-out accuracy below 0.6): {shown}."
-    return f"{table(head, rows)}\n{collapsed}\n"
-
-
-def paper() -> str:
-    stem, tasks = "learning_paper", ("chain", "parallel")
-    names = ("published", "boost only", "suppress only", "tau 0.2 beta 1", "tau 0.9 beta 4")
-    p = [float(row["p"]) for task in tasks for name, row in against_grpo(stem, task).items() if name != "grpo"]
-    rows = ([name, *(gain(stem, task, name) for task in tasks)] for name in names)
-    smallest = f"The smallest p of {len(p)} comparisons is {min(p)}."
-    return f"{table(' `oar_g`, `bi_level` | `chain` | `parallel` ', rows)}\n{smallest}\n"
-
-
-def vocabulary() -> str:
-    fisher, decision = (gain("learning_vocabulary", "chain_32k", name) for name in ("fisher", "decision"))
-    return f"Two models with one seed each, minus GRPO: `fisher` {fisher} and `decision` {decision}.\n"
 
 
 CONTRASTS = {
@@ -362,21 +297,6 @@ def projection_sizes() -> str:
     return table(" GPUs | the batch grows with the GPUs | the same batch ", rows)
 
 
-def step() -> str:
-    stems = ("step_cpu_10m", "step_cpu_0.1b")
-    of = [{row["ratio"].strip("`"): row["median (95 %)"] for row in load(stem)["tables"]["Ratios"]} for stem in stems]
-    names = {
-        "importance, of a log-prob forward": "(b - a) / a",
-        "importance, of log-probs and update": "(b - a) / (a + e)",
-        "published procedure, over importance": "d / (b - a)",
-        "published procedure, over log-probs and importance": "d / b",
-        "peak memory of the log-prob pass with importance, over the update's": "mem(b) / mem(e)",
-        "answers, gate and diagnostics, of a log-prob forward": "f / a",
-    }
-    rows = ([label, *(ratios[formula] for ratios in of)] for label, formula in names.items())
-    return table(" ratio, median (95 %) | 11M, 64 x 512 tokens | 0.1B, 8 x 128 tokens ", rows)
-
-
 def scaling() -> str:
     of = {target["name"]: target for target in load("scaling_cpu")["targets"]}
     kinds = ("data, weak", "data, strong", "tensor", "pipeline", "sequence", "context")
@@ -503,11 +423,9 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity, candidates, marks, continuation, learning, collapse, decision_recall, through_verl, explored, paper,
-        vocabulary, rivals, contrasts, in_sentences, confirmation, levels,
-        run_cost, projection, projection_sizes, step, scaling, copies, copies_range, errors, faults, long_run,
-        architectures,
-        one_gpu,
+        fidelity, marks, continuation, learning, collapse, decision_recall, rivals, contrasts, in_sentences,
+        confirmation, levels, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
+        long_run, architectures, one_gpu,
     )
 }  # fmt: skip
 

@@ -7,19 +7,10 @@ right and wrong responses.
 Reported for each estimator:
   Spearman, top 20 %   agreement with exact OAR-P in float32: rank correlation, overlap of the 20 % largest scores
   causal recall        share of the known causal tokens among as many top scores
-  deletion             area under the answer's probability as the tokens with the largest scores are replaced; small is good
   forward, backward    passes through the layers, counted; and seconds over those of one plain forward
 
 examples:
   python -m benchmarks fidelity --tasks parallel --models 1 --responses 16      a first look
   python -m benchmarks fidelity --out DIR                                       all tasks, three models each
-  python -m benchmarks fidelity --also my_estimators.py                         with estimators of yours
-  python -m benchmarks fidelity --marked FILE --model FOLDER                    on responses that people have marked
-
-my_estimators.py has a dictionary ESTIMATORS of functions (model, batch) -> scores [B, T] by name. `batch` is a
-benchmarks.fidelity.responses.MicroBatch; benchmarks/candidates/fidelity/attention.py is an example.
-
-FILE has a response a line, as JSON; spans are characters of the response's text, from the first to behind the last:
-  {"prompt": "3 + 4 = ?", "response": "It is 8. #### 8", "right": false, "causal": [[6, 7]], "wrong": [[6, 7]]}
-Either kind of marks may be missing. Estimators that make no masked copies are judged by how they rank the marked tokens.
+  python -m benchmarks fidelity --also python:MODULE:CLASS                      with an importance of yours
 """

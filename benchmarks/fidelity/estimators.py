@@ -1,19 +1,16 @@
 """Estimators of importance under one signature, and what each of them computes."""
 
-import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from benchmarks.fidelity.attention import attention_patching
 from benchmarks.fidelity.responses import MicroBatch
 from benchmarks.tiny.words import PAD
-from oar_plugin.credit.importance import IMPORTANCES
+from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 
@@ -32,7 +29,7 @@ def by_importance(model: nn.Module, batch: MicroBatch, importance: str, **asked:
 
 
 def package_estimators() -> dict[str, Score]:
-    """The package's importances, each at its own cost first and then at others, and attention patching, by name."""
+    """The package's importances, each at its own cost first and then at others, by name."""
     found: dict[str, Score] = {}
     for name, importance in IMPORTANCES.items():
         if importance.contexts:  # it does not estimate how far a token moves the answer
@@ -48,37 +45,19 @@ def package_estimators() -> dict[str, Score]:
         elif importance.backwards:
             variants = {f" {draws}": {"num_draws": draws} for draws in (1, 4)}
         found |= {name + suffix: partial(by_importance, importance=name, **kw) for suffix, kw in variants.items()}
-    return {**found, "attention": attention_patching}
+    return found
 
 
-def without_copies() -> dict[str, Score]:
-    """Of the package those that any model can be scored with at the cost of a few passes, by name."""
-    copying = {name for name, importance in IMPORTANCES.items() if importance.copies is not None}
-    return {
-        name: score for name, score in package_estimators().items() if name.split()[0] not in {*copying, "attention"}
-    }
-
-
-def loaded_estimators(files: Sequence[Path]) -> dict[str, Score]:
-    """Those of files.
+def added_estimators(importances: Sequence[str]) -> dict[str, Score]:
+    """Those of importances that the package does not have, by `<module>:<class>`.
 
     Raises:
-        ValueError: a file cannot be run, has no dictionary `ESTIMATORS`, or has a name that is taken.
+        ValueError: there is no such importance, or it shows right answers.
     """
-    found: dict[str, Score] = {}
-    for file in files:
-        try:
-            functions = runpy.run_path(str(file)).get("ESTIMATORS")
-        except Exception as error:  # a user's file runs code of its own
-            raise ValueError(f"--also {file}: cannot be run: {error!r}") from error
-        if not isinstance(functions, dict) or not functions or not all(map(callable, functions.values())):
-            raise ValueError(
-                f"--also {file}: needs a dictionary ESTIMATORS of functions (model, batch) -> scores by name"
-            )
-        if taken := [name for name in functions if name in {**package_estimators(), **found}]:
-            raise ValueError(f"--also {file}: the name {taken[0]!r} is taken; give the estimator another one")
-        found |= functions
-    return found
+    for path in importances:
+        if importance_of(path).contexts:
+            raise ValueError(f"--also {path}: it shows right answers, which this study lacks")
+    return {path.removeprefix("python:"): partial(by_importance, importance=path) for path in importances}
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 import torch
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE
 from benchmarks.fidelity.responses import Response
-from benchmarks.fidelity.scores import DELETED
-from benchmarks.fidelity.tables import GOALS, Findings
+from benchmarks.fidelity.tables import Findings
 from benchmarks.report import COLOURS, subplots
 from benchmarks.tiny.words import EVERY, text
 from oar_plugin.credit.answer import Segment
@@ -39,29 +37,14 @@ def shade(weight: float) -> str:
 
 
 def draw(findings: Findings) -> Figure:
-    """Overlap against cost, and deletion curves."""
-    figure, (cost, curve) = subplots(1, 2, figsize=(12, 5))
-    for overlap, passes, _ in GOALS:
-        cost.plot([0.5, passes, passes], [overlap, overlap, 1.02], color=COLOURS[-1], ls="--", lw=1)
-    added, best = findings.added, findings.shown(added=6)
+    """Overlap against cost."""
+    figure, cost = subplots()
     for name, row in findings.summary[findings.summary["passes"] > 0].drop(index=REFERENCE).iterrows():
         mean = row.overlap
         error = [[mean.value - mean.low], [mean.high - mean.value]]
-        cost.errorbar(row.passes, mean.value, error, fmt="o", color=COLOURS[int(name in added)])
-        if name not in added or name in best:
-            cost.annotate(name, (row.passes, mean.value), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        cost.errorbar(row.passes, mean.value, error, fmt="o", color=COLOURS[int(name in findings.added)])
+        cost.annotate(name, (row.passes, mean.value), xytext=(4, 3), textcoords="offset points", fontsize=7)
     cost.set(xscale="log", xlabel="passes, forward and backward", ylabel="overlap of the top 20 % with exact OAR-P")
-    cost.set_title("dashed: goals; orange: given with --also, the best named", fontsize=9)
-    drawn = findings.main[findings.main["curve"].notna()]
-    names = findings.shown() if len(drawn) else []
-    for name in names:
-        models = drawn[drawn["estimator"] == name].groupby(["task", "model"])["curve"]
-        points = np.mean([np.mean(list(curves), 0) for _, curves in models], 0)
-        curve.plot([100 * share for share in DELETED], points, "o-", label=name, markersize=3)
-    if names:
-        curve.legend(frameon=False, fontsize=8)
-    xlabel = "% of the reasoning tokens replaced, largest scores first"
-    curve.set(xlabel=xlabel, ylabel="answer's probability, untouched = 1")
     return figure
 
 

@@ -1,37 +1,26 @@
-"""How good a ranking of tokens is: against exact OAR-P, against the truth, and by what happens when tokens go."""
+"""How good a ranking of tokens is: against exact OAR-P, and against the truth."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.fidelity.responses import Response
 from benchmarks.statistics import Estimate
-from benchmarks.tiny.words import PAD
-from oar_plugin.credit.answer import Segment
 
 TOP = 0.2
 """Share of the reasoning tokens whose overlap is reported."""
 
-DELETED = (0.0, 0.05, 0.1, 0.2, 0.4)
-"""Shares of the reasoning tokens that the deletion curve replaces."""
 
-
-def judged(score_R: Tensor, reference_R: Tensor, causal_R: Tensor, curve: list[float] | None) -> dict[str, Any]:
-    """The figures of one estimator on one response; `recall_gap` is its recall less the reference's."""
-    pair_2R = torch.stack([score_R, reference_R])
-    recall, exact = causal_recall(pair_2R, torch.ones_like(pair_2R, dtype=torch.bool), causal_R[None]).tolist()
+def judged(score_R: Tensor, reference_R: Tensor, causal_R: Tensor) -> dict[str, float]:
+    """The figures of one estimator on one response."""
+    everywhere_1R = torch.ones(1, len(score_R), dtype=torch.bool)
     return {
         "spearman": rank_correlation(score_R, reference_R),
         "overlap": top_overlap(score_R, reference_R),
-        "recall": recall,
-        "recall_gap": recall - exact,
-        "curve": curve,
-        "area": np.trapezoid(curve, DELETED) / DELETED[-1] if curve else math.nan,
+        "recall": causal_recall(score_R[None], everywhere_1R, causal_R[None]).item(),
     }
 
 
@@ -69,21 +58,6 @@ def auc(score_R: np.ndarray, positive_R: np.ndarray) -> float:
     if not positives or not others:
         return math.nan
     return float((stats.rankdata(score_R)[positive_R].mean() - (positives + 1) / 2) / others)
-
-
-@torch.no_grad()
-def deletion_curves(model: nn.Module, response: Response, scores: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """The answer's probability (geometric mean over its tokens) as the tokens with the largest scores are replaced by PAD.
-
-    By estimator (`scores` are its `[R]`), for each share of `DELETED`: over that of the untouched response.
-    """
-    answer_N = (response.segments_T == Segment.ANSWER).nonzero()[:, 0]
-    gone = [response.reasoning_R[largest(score_R, share)] for score_R in scores.values() for share in DELETED]
-    token_KT = torch.stack([response.token_T.index_fill(0, at, PAD) for at in gone]).to(next(model.parameters()).device)
-    logits_KmV = model(input_ids=token_KT, use_cache=False).logits[:, answer_N - 1].float()
-    log_prob_K = logits_KmV.log_softmax(-1).gather(-1, token_KT[:, answer_N, None]).mean((1, 2))
-    log_prob_ED = log_prob_K.view(len(scores), len(DELETED))
-    return dict(zip(scores, (log_prob_ED - log_prob_ED[:, :1]).exp().tolist(), strict=True))
 
 
 def mean_over_groups(groups: Sequence[Sequence[float]]) -> Estimate:

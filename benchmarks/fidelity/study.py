@@ -11,11 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fidelity.estimators import REFERENCE, Score, counted_work, loaded_estimators, without_copies
-from benchmarks.fidelity.marked import marked_figures, marked_notes, marked_table, read_marked
+from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work
 from benchmarks.fidelity.pictures import draw, page_of
 from benchmarks.fidelity.responses import MicroBatch, Source, micro_batches, task_sources
-from benchmarks.fidelity.scores import deletion_curves, judged
+from benchmarks.fidelity.scores import judged
 from benchmarks.fidelity.tables import BASELINE, Findings, notes_of, tables_of
 from benchmarks.machine import Device, choose_device, timed
 from benchmarks.report import Progress, Report
@@ -32,18 +31,12 @@ class Settings:
     """Warm models a task, trained once and kept on disk."""
     responses: int = 48
     """A model."""
-    also: tuple[Path, ...] = ()
-    """Files with more estimators."""
-    marked: Path | None = None
-    """File of marked responses, in place of --tasks; they are judged in the first of --dtypes."""
-    model: str | None = None
-    """That wrote them: a folder, or a name on the Hugging Face Hub."""
+    also: tuple[str, ...] = ()
+    """Importances of yours: python:<module>:<class>."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """Of weights and computation. The reference is float32 whatever they are."""
     probe: Probe = OarConfig().probe
     """The outcome that is watched."""
-    curves: int = 12
-    """Responses a model with a deletion curve."""
     micro_batch: int = 8
     """Responses at a time."""
     rounds: int = 3
@@ -60,22 +53,19 @@ class Settings:
         check_at_least_one(self, "models", "responses", "micro_batch", "rounds")
         if not self.dtypes or len(set(self.dtypes)) < len(self.dtypes):
             raise ValueError(f"--dtypes {' '.join(self.dtypes)}: give float32, bfloat16, or both, each once")
-        if (self.marked is None) != (self.model is None):
-            raise ValueError("--marked and --model go together: responses, and the model that wrote them")
+        added_estimators(self.also)
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
-    """Raises: ValueError for a task that is unknown or has no models, and for files that cannot be used."""
-    if settings.marked is not None:
-        return report_on_marked(settings, settings.marked, progress)
+    """Raises: ValueError for a task that is unknown or has no models."""
     sources = task_sources(settings.tasks, settings.models, settings.responses, settings.seed, progress)
     return report_on(settings, sources, progress)
 
 
 def report_on(settings: Settings, sources: Iterable[Source], progress: Progress) -> Report:
-    """Judge every estimator on every source. Settings and files are read first: sources may take hours of training."""
+    """Judge every estimator on every source."""
     device = choose_device(settings.device)
-    findings = Findings(settings.dtypes, loaded_estimators(settings.also))
+    findings = Findings(settings.dtypes, added_estimators(settings.also))
     for source in sources:
         batches = list(micro_batches(source.responses, settings.micro_batch, device, settings.probe, settings.seed))
         exact = _scores(_copy(source.model, device, "float32"), batches, findings.estimators[REFERENCE])
@@ -87,16 +77,9 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
             progress(where, done, len(settings.tasks) * settings.models * len(settings.dtypes))
             model, scores = _copy(source.model, device, dtype), {REFERENCE: exact} if dtype == "float32" else {}
             for name, score in findings.estimators.items():
-                try:
-                    scores[name] = scores.get(name) or _scores(model, batches, score)
-                except Exception as error:
-                    if name not in findings.added:
-                        raise
-                    # One bad candidate must not lose a run.
-                    findings.failed.append(f"{name} on {where}: {type(error).__name__}: {error}")
+                scores[name] = scores.get(name) or _scores(model, batches, score)
             key = {"task": source.task, "model": f"model {source.number}", "dtype": dtype}
-            curves = settings.curves if dtype == "float32" else 0
-            findings.judged += [{**key, **row} for row in _judged(source, scores, exact, model, curves)]
+            findings.judged += [{**key, **row} for row in _judged(source, scores, exact)]
             if source.number == 0 and place == 0:
                 working = {name: partial(findings.estimators[name], model, batches[0][1]) for name in scores}
                 costs = _costs(model, batches[0][1], working, settings.rounds, device)
@@ -107,39 +90,12 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
                     findings.examples.append((source.task, source.responses[i], example))
     return Report(
         title="Fidelity of importance estimators",
-        stem=f"fidelity{'_candidates' if settings.also else ''}_{device.type}",
+        stem=f"fidelity_{device.type}",
         tables=tables_of(findings),
-        notes=notes_of(findings, settings.probe, settings.curves),
+        notes=notes_of(findings, settings.probe),
         runs={"settings": asdict(settings), **findings.runs()},
         figure=partial(draw, findings),
         extra={"html": page_of(findings)},
-    )
-
-
-def report_on_marked(settings: Settings, file: Path, progress: Progress) -> Report:
-    """Judge the estimators without masked copies by how they rank the tokens that are marked in a file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device, dtype = choose_device(settings.device), settings.dtypes[0]
-    added = loaded_estimators(settings.also)
-    found = read_marked(file, AutoTokenizer.from_pretrained(settings.model))
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
-    model.eval().requires_grad_(False)
-    batches = list(micro_batches(found.responses, settings.micro_batch, device, settings.probe, settings.seed))
-    scores = {}
-    for name, score in (without_copies() | added).items():
-        progress(name)
-        scores[name] = _scores(model, batches, score)
-    figures = marked_figures(found, scores)
-    known = {
-        name: {key: [None if x != x else round(x, 4) for x in of[key]] for key in of} for name, of in figures.items()
-    }
-    return Report(
-        title=f"Marked tokens of {file.name}",
-        stem=f"fidelity_marked_{device.type}",
-        tables=[marked_table(figures)],
-        notes=marked_notes(found, f"{settings.model} in {dtype}", settings.probe),
-        runs={"settings": asdict(settings), "judged": known},
     )
 
 
@@ -154,8 +110,6 @@ def _scores(model: nn.Module, batches: Sequence[tuple[list[int], MicroBatch]], s
     found: dict[int, Tensor] = {}
     for indices, batch in batches:
         score_BT = score(model, batch)
-        if score_BT.shape != batch.token_BT.shape:
-            raise ValueError(f"scores of shape {tuple(score_BT.shape)}, expected {tuple(batch.token_BT.shape)}")
         for index, response, score_T in zip(indices, batch.responses, score_BT.detach().double().cpu(), strict=True):
             found[index] = score_T[response.reasoning_R]
             if not bool(torch.isfinite(found[index]).all()):
@@ -163,15 +117,12 @@ def _scores(model: nn.Module, batches: Sequence[tuple[list[int], MicroBatch]], s
     return [found[index] for index in range(len(found))]
 
 
-def _judged(
-    source: Source, scores: Mapping[str, list[Tensor]], reference: list[Tensor], model: nn.Module, curves: int
-) -> Iterable[dict[str, Any]]:
+def _judged(source: Source, scores: Mapping[str, list[Tensor]], reference: list[Tensor]) -> Iterable[dict[str, Any]]:
     """A row for each estimator on each response."""
     for index, response in enumerate(source.responses):
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]
-        curves_of = deletion_curves(model, response, here) if index < curves else {}
-        rows = {name: judged(x_R, reference[index], causal_R, curves_of.get(name)) for name, x_R in here.items()}
+        rows = {name: judged(score_R, reference[index], causal_R) for name, score_R in here.items()}
         for name, row in rows.items():
             yield {
                 "estimator": name,
@@ -199,6 +150,6 @@ def _costs(
         rows.append({"estimator": name, **passes, "seconds": []})
     for _ in range(rounds):
         for row in rows:
-            row["seconds"].append(timed(work[row["estimator"]], device)[0])
+            row["seconds"].append(timed(work[row["estimator"]], device))
     plain = statistics.median(rows[0]["seconds"])
     return [{**row, "time": statistics.median(row["seconds"]) / plain} for row in rows]

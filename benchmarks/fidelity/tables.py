@@ -10,22 +10,13 @@ from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE, Score, package_estimators
 from benchmarks.fidelity.responses import Response
-from benchmarks.fidelity.scores import DELETED, mean_over_groups
+from benchmarks.fidelity.scores import mean_over_groups
 from benchmarks.report import Table
 from benchmarks.statistics import Estimate
 from benchmarks.workload import DEFAULT
 
 BASELINE = f"{DEFAULT} 1"
 """What others are compared with: the package's default importance."""
-
-RECALL_LOSS = 0.03
-"""How far the recall of causal tokens may be below exact OAR-P's for a goal to count."""
-
-GOALS = (
-    (0.80, 2.0, "one forward and one backward"),
-    (0.90, 4.5, "4.5 passes (1.5 times OAR-G's two forwards and one backward)"),
-)
-"""At least this overlap of the top 20 % with exact OAR-P, for at most so many passes, forward and backward together."""
 
 TITLES = {"overlap": "Overlap of the top 20 % with exact OAR-P", "recall": "Recall of causal tokens"}
 
@@ -45,7 +36,6 @@ class Findings:
     models: list[dict[str, Any]] = field(default_factory=list)
     judged: list[dict[str, Any]] = field(default_factory=list)
     costs: list[dict[str, Any]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
 
     @cached_property
@@ -53,10 +43,8 @@ class Findings:
         return {**package_estimators(), **self.added}
 
     def rows(self, dtype: str) -> pd.DataFrame:
-        """`judged` in a dtype, of the estimators that never failed in it."""
-        rows = pd.DataFrame([row for row in self.judged if row["dtype"] == dtype])
-        counts = rows.groupby("estimator")["overlap"].transform("size")
-        return rows[counts == counts.max()]
+        """`judged` in a dtype."""
+        return pd.DataFrame([row for row in self.judged if row["dtype"] == dtype])
 
     @cached_property
     def main(self) -> pd.DataFrame:
@@ -66,7 +54,7 @@ class Findings:
     @cached_property
     def summary(self) -> pd.DataFrame:
         """By estimator, the best first: an `Estimate` of each metric in the first dtype, and costs."""
-        metrics = ("spearman", "overlap", "gain", "recall", "recall_gap", "area")
+        metrics = ("spearman", "overlap", "gain", "recall")
         groups = self.main.groupby("estimator", sort=False)
         found = {name: {metric: estimate(rows, metric) for metric in metrics} for name, rows in groups}
         costs = pd.DataFrame(self.costs).groupby("estimator")
@@ -75,17 +63,19 @@ class Findings:
         best_first = sorted(found, key=lambda name: -found[name]["overlap"].value)
         return pd.DataFrame.from_dict(found, orient="index").join(passes).loc[best_first]
 
-    def shown(self, added: int = 2) -> list[str]:
-        """Names that curves and examples have room for: each importance at its own cost, and the best of `--also`."""
-        own = {name.split()[0]: name for name in reversed(package_estimators())}.values()
-        ranked = list(self.summary.index)
-        return [name for name in ranked if name in own] + [name for name in ranked if name in self.added][:added]
+    def shown(self) -> list[str]:
+        """Names that examples have room for: each importance at its own cost, the best first."""
+        own = {name.split()[0]: name for name in reversed(self.estimators)}.values()
+        return [name for name in self.summary.index if name in own]
 
     def runs(self) -> dict[str, Any]:
-        """Every single figure, for the JSON."""
-        judged = pd.DataFrame(self.judged).round(4).astype(object)
-        columns = judged.where(judged.notna(), None).to_dict("list")
-        return {"models": self.models, "judged": columns, "costs": self.costs, "failed": self.failed}
+        """For the JSON: means over each model's right and wrong responses, and every single figure of the costs."""
+        keys = ["task", "model", "dtype", "estimator", "answer"]
+        groups = pd.DataFrame(self.judged).groupby(keys, sort=False)
+        means = groups[["spearman", "overlap", "recall"]].mean().round(4)
+        means = means.assign(responses=groups.size()).reset_index()
+        columns = means.astype(object).where(means.notna(), None).to_dict("list")
+        return {"models": self.models, "means": columns, "costs": self.costs}
 
 
 def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
@@ -100,7 +90,7 @@ def plus_minus(found: Estimate, sign: str = "") -> str:
 
 def tables_of(findings: Findings) -> list[Table]:
     """The most important first."""
-    tables = [_main(findings), _goals(findings)]
+    tables = [_main(findings)]
     for column in ("task", "answer", "model"):
         if findings.main[column].nunique() > 1:
             tables += [_split(findings, f"{title}, by {column}", column, metric) for metric, title in TITLES.items()]
@@ -109,33 +99,17 @@ def tables_of(findings: Findings) -> list[Table]:
 
 def _main(findings: Findings) -> Table:
     first, *others = findings.dtypes
-    columns = ["estimator", "Spearman", "top 20 %", f"less {BASELINE}", "causal recall", "deletion"]
+    columns = ["estimator", "Spearman", "top 20 %", f"less {BASELINE}", "causal recall"]
     columns += ["forward", "backward", "time", *(f"top 20 %, {dtype}" for dtype in others)]
     elsewhere = [dict(list(findings.rows(dtype).groupby("estimator"))) for dtype in others]
     lines = []
     for name, row in findings.summary.iterrows():
         line = [name, f"{row.spearman.value:.2f}", plus_minus(row.overlap)]
         line += ["" if name == BASELINE else plus_minus(row.gain, "+"), plus_minus(row.recall)]
-        line += [f"{row.area.value:.2f}" if row.area.count else ""]
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
         line += [plus_minus(estimate(rows[name], "overlap")) if name in rows else "" for rows in elsewhere]
         lines.append(line)
     return Table(f"Estimators against exact OAR-P ({first})", columns, lines)
-
-
-def _goals(findings: Findings) -> Table:
-    """For each goal the best that is cheap enough, and whether its whole interval is there."""
-    lines, summary = [], findings.summary
-    loses = summary["recall_gap"].map(lambda gap: gap.value < -RECALL_LOSS)
-    able = summary[~loses & ~summary.index.str.startswith(REFERENCE)]
-    for overlap, passes, text in GOALS:
-        line = [f"at least {overlap:.2f} for at most {text}", "", "", "", "NOT reached: nobody is cheap enough"]
-        for name, best in able[able["passes"] <= passes + 0.05].head(1).iterrows():
-            verdict = best.overlap.verdict(overlap, at_most=False)
-            line[1:] = [f"`{name}`", plus_minus(best.overlap), f"{best.passes:.1f}", verdict]
-        lines.append(line)
-    title = f"Goals: overlap of the top 20 % with exact OAR-P, recall of causal tokens at most {RECALL_LOSS} below its"
-    return Table(title, ("goal", "best", "top 20 %", "passes", "verdict"), lines)
 
 
 def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
@@ -148,7 +122,7 @@ def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
     return Table(title, ("estimator", *values), lines)
 
 
-def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
+def notes_of(findings: Findings, probe: str) -> list[str]:
     """What docs/evidence/studies.md says about how the study is kept fair is not repeated."""
     responses = findings.main[findings.main["estimator"] == REFERENCE]
     unusable = sum(model["unusable"] for model in findings.models)
@@ -160,20 +134,12 @@ def notes_of(findings: Findings, probe: str, curves: int) -> list[str]:
         "causal tokens (results of steps) among as many top scores. In chain and lookup only the last step's are in "
         "reach of the answer once it is teacher-forced: no such score reaches 1.",
         "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task and model. They say "
-        "nothing about other models; those are told apart below. A goal is reached when its whole interval is above.",
+        "nothing about other models; those are told apart below.",
         "Passes count tokens that went through the layers, over those of the micro-batch: masked copies read the prefix from a "
         "cache. A backward to the inputs alone costs about a forward. Time: median seconds of rounds, all in turn, over "
         "one plain forward with logits. On models this small they are mostly the overhead of calls.",
-        "Deletion: the answer's probability (geometric mean over its tokens, untouched = 1) as the tokens with the largest "
-        f"scores are replaced by PAD, up to {DELETED[-1]:.0%} of the reasoning; the area under it. Smaller is better, "
-        f"`random` is the baseline; the first {curves} responses of each model.",
         "Names: `fisher 4`: mean of 4 draws; `oar_p span 2`: 2 tokens replaced at a time; `oar_p sampled`: by a drawn token; "
-        "`hybrid 0.3`: exact copies of 30 %; `attention`: attention patching towards PAD (no engine has it).",
-        *(
-            f"`{name}`: " + (getattr(score, "func", score).__doc__ or "").strip().split("\n")[0]
-            for name, score in findings.added.items()
-        ),
+        "`hybrid 0.3`: exact copies of 30 %.",
         "Models (task, number, share of right answers when sampled / share of answers that repeat the model's own results): "
         f"{models}.",
-        *(f"LEFT OUT: {failure}" for failure in findings.failed),
     ]

@@ -7,7 +7,6 @@ kept; a training takes 10 to 15 seconds of a core. Every finished one is a file 
 time, and go on with the same command.
 
 examples:
-  python -m benchmarks learning --plan look --workers 2                    (a first look, ten minutes)
   python -m benchmarks learning --plan judged --workers 2 --out DIR        (the study; two hours on two cores)
   python -m benchmarks learning --plan rivals --out DIR                    (published methods at equal cost; an hour and a half)
   python -m benchmarks learning --plan my_plan.yaml                        (your own importance: python:MODULE:CLASS)

@@ -14,8 +14,8 @@ from benchmarks.learning.training import MAX_GRADIENT_NORM, Record
 from benchmarks.report import COLOURS, Table, subplots
 from benchmarks.statistics import Estimate, holm, mean_over_clusters
 
-THRESHOLD, WINDOW = 0.7, 5
-"""Steps are counted to this share of right responses, the mean of so many steps."""
+WINDOW = 5
+"""Rewards are shown, and trainings judged to fall apart, on means of so many steps."""
 SIGNIFICANT = 0.05
 FALLEN = 0.1
 """A training fell apart if the share of right answers to held-out problems at its end is so far below that of its best `WINDOW`
@@ -32,8 +32,6 @@ KINDS = {
 SECONDS = ["sample_seconds", "importance_seconds", "update_seconds"]
 MEANS = [*KINDS, "recall", "entropy", "length", "ess_ratio", "gradient_norm", "fallback/any", *SECONDS]
 
-NAMED = ["task", "method", "lr", "warm", "seed", "start"]
-
 Named = Sequence[tuple[str, Record]]
 """Records, each with the name of its method."""
 
@@ -48,24 +46,13 @@ def by_run(records: Named) -> pd.DataFrame:
     """A row a training."""
     rows = []
     for name, record in records:
-        reward = pd.Series([step["reward"] for step in record.steps]).rolling(WINDOW, min_periods=1).mean()
-        there = reward.index[reward >= THRESHOLD]
         run = record.run
-        rows.append(
-            {
-                "task": run.setting,
-                "method": name,
-                "lr": run.lr,
-                "warm": run.warm,
-                "seed": run.seed,
-                "start": record.start,
-            }
-            | {"held_out": record.held_out, "steps": there[0] + 1 if len(there) else math.inf}
-            | {"rewards": [step["reward"] for step in record.steps]}
-            | {"tokens": tokens_of(record.steps), "flops": flops_of(record.steps)}
-            | means(record)
-        )
-    return pd.DataFrame(rows, columns=[*NAMED, "held_out", "steps", "rewards", "tokens", "flops", "reward", *MEANS])
+        row = {"task": run.setting, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed}
+        row |= {"start": record.start, "held_out": record.held_out}
+        row |= {"rewards": [step["reward"] for step in record.steps]}
+        rows.append(row | {"tokens": tokens_of(record.steps), "flops": flops_of(record.steps)} | means(record))
+    columns = ["task", "method", "lr", "warm", "seed", "start", "held_out", "rewards", "tokens", "flops", "reward"]
+    return pd.DataFrame(rows, columns=[*columns, *MEANS])
 
 
 def fell_apart(runs: pd.DataFrame) -> pd.Series:
@@ -154,9 +141,9 @@ def _compared(
         held_out = gain(plan, runs, task, name, "held_out")[0]
         late = "" if name == BASELINE else signed(held_out)
         fallen = f"{fell_apart(of).sum()} of {len(of)}"
-        rows.append([*line, fallen, f"{of['held_out'].mean():.3f}", late, _number(of["steps"].median(), "g")])
+        rows.append([*line, fallen, f"{of['held_out'].mean():.3f}", late])
     columns = ["method", "lr", "mean reward", "minus GRPO's (95 %)", "ahead in", f"of {HEADROOM}'s gain"]
-    columns += ["p", "verdict", "fell apart", "held-out at the end", "minus GRPO's", f"steps to {THRESHOLD:.0%}"]
+    columns += ["p", "verdict", "fell apart", "held-out at the end", "minus GRPO's"]
     return Table(f"{task}: mean reward over the run, against GRPO", columns, rows)
 
 
@@ -224,11 +211,6 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     some = (judged or chosen_from)[0][1].run
     trainings = Counter((one.run.warm, one.run.seed) for _, one in judged)
     finished = sum(count == len(plan.settings) * len(plan.methods) for count in trainings.values())
-    trainer = (
-        "Real verl, Ray and vLLM on a CPU. Runs of one pair see the same problems in the same order; sampling noise is vLLM's."
-        if plan.through_verl
-        else "Runs of one pair see the same problems and the same sampling noise. Importance and update share one forward."
-    )
     ready = f"{finished} of {len(plan.judge.all())} pairs are finished."
     rates = f"One learning rate for all methods: another may suit some of them better. {ready}"
     if len(plan.rates) > 1:
@@ -252,7 +234,8 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
         *([left_out] if alone else []),
         *(f"Levels that have no table of their own are trainings of `{file}`, of other models." for file in files),
         f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
-        f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. {trainer}",
+        f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. Runs of one pair see the same "
+        "problems and the same sampling noise. Importance and update share one forward.",
         rates,
         f"Intervals and p are those of a t-test over warm models, of the mean difference of each{trimmed}. p of "
         f"{_list(plan.named) or 'none'} is corrected (Holm) for their number on all tasks of the page; the others are controls "

@@ -2,16 +2,16 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-from benchmarks.learning.tasks import TASKS, Shown, WideChain
-from benchmarks.learning.training import ORACLES, SPARE, Credit, Run
+from benchmarks.learning.tasks import TASKS, Shown
+from benchmarks.learning.training import BLAME, SPARE, Credit, Run
 from oar_plugin.config import OarConfigError
 
 PLANS = Path(__file__).parent / "plans"
@@ -67,7 +67,6 @@ class Plan:
         rates: the learning rates that every method has to choose from.
         choose: pairs that a rate is chosen on; none where there is one rate.
         judge: pairs that methods are compared on; they share no model with `choose`.
-        through_verl: trained with real verl, Ray and vLLM.
     """
 
     name: str
@@ -81,7 +80,6 @@ class Plan:
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     named: tuple[str, ...] = ()
     steps: Annotated[int, Field(ge=1)] = 40
-    through_verl: bool = False
 
     @cached_property
     def settings(self) -> dict[str, Setting]:
@@ -110,20 +108,8 @@ def read_plan(file: Path) -> Plan:
     """Raises ValueError for a plan that cannot work; the message names the file, the key and what is allowed."""
     try:
         return _plan(file.stem, yaml.safe_load(file.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise ValueError(f"{file}: {'; '.join(map(_told, error.errors()))}") from None
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, OSError, yaml.YAMLError) as error:  # of pydantic too
         raise ValueError(f"{file}: {error}") from None
-
-
-def _told(fault: Any) -> str:
-    place = fault["loc"]
-    value = "" if fault["type"] == "missing" else f"={fault['input']!r}"
-    told = f"{'.'.join(map(str, place))}{value}: {fault['msg']}"
-    if fault["type"] == "unexpected_keyword_argument":
-        kind = {"methods": Credit, "choose": Pairs, "judge": Pairs}.get(place[0], Plan)
-        told += f"; allowed: {', '.join(key.name for key in fields(kind) if key.name != 'name')}"
-    return told
 
 
 def _plan(name: str, values: Any) -> Plan:
@@ -135,8 +121,6 @@ def _plan(name: str, values: Any) -> Plan:
     tasks = [setting.task for setting in plan.settings.values()]
     if unknown := set(tasks) - set(TASKS):
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")
-    if plan.through_verl and (wide := [task for task in tasks if isinstance(TASKS[task], WideChain)]):
-        raise ValueError(f"tasks: {', '.join(wide)}: its further words have no tokenizer that verl could use")
     if BASELINE not in plan.methods:
         raise ValueError(f"methods: no {BASELINE}, which the others are held against")
     if unknown := set(plan.named) - set(plan.methods):
@@ -147,24 +131,15 @@ def _plan(name: str, values: Any) -> Plan:
         raise ValueError("judge: no pair to compare methods on; allowed: a model and a seed or more")
     if len(plan.rates) > 1 and not plan.choose.all():
         raise ValueError("rates: of several one is chosen on the pairs of choose, which has none")
+    blind = [task for task in tasks if not isinstance(TASKS[task], Shown)]
     for method, credit in plan.methods.items():
         try:
             copies, contexts = credit.config(0).copies, credit.config(0).importance_object.contexts
         except (ValueError, OarConfigError) as error:
-            raise ValueError(
-                f"methods.{method}: {error} (importance: or {', '.join(ORACLES)}; gate: or {SPARE})"
-            ) from None
-        if contexts and (
-            plan.through_verl or (blind := [task for task in tasks if not isinstance(TASKS[task], Shown)])
-        ):
-            where = "through_verl" if plan.through_verl else f"tasks: {', '.join(blind)}"
-            raise ValueError(
-                f"methods.{method}: importance={credit.importance} needs prompts with a place for the answer; {where}"
-            )
-        if plan.through_verl and (credit.importance in ORACLES or credit.gate == SPARE or credit.only):
-            raise ValueError(f"methods.{method}: verl serves no oracle, no gate {SPARE} and no `only`")
-        if copies and copies.by_gradient and not plan.through_verl:
-            raise ValueError(
-                f"methods.{method}: importance={credit.importance}: copies that a gradient chooses need through_verl"
-            )
+            raise ValueError(f"methods.{method}: {error} (importance: or {BLAME}; gate: or {SPARE})") from None
+        of = f"methods.{method}: importance={credit.importance}"
+        if contexts and blind:
+            raise ValueError(f"{of} needs prompts with a place for the answer; tasks: {', '.join(blind)}")
+        if copies and copies.by_gradient:
+            raise ValueError(f"{of}: copies that a gradient chooses, which the small trainer does not run")
     return plan

@@ -4,13 +4,12 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -31,8 +30,6 @@ _SHIPPED = ", ".join(sorted(file.stem for file in PLANS.glob("*.yaml")))
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     plan: Annotated[str, tyro.conf.arg(help=f"A YAML file, or one of those that are kept here: {_SHIPPED}.")] = "judged"
-    part: Literal["choose", "all"] = "all"
-    """choose: stop when the learning rates are chosen."""
     results: Path = Path("learning_runs")
     """Folder of the finished trainings, a file each."""
     workers: int = 1
@@ -46,8 +43,7 @@ class Settings:
         """Raises: ValueError for what cannot work."""
         if self.workers < 1:
             raise ValueError(f"--workers {self.workers}: must be at least 1")
-        if len(self.read().rates) == 1 and self.part == "choose":
-            raise ValueError("--part choose: this plan has one learning rate")
+        self.read()
 
     def read(self) -> Plan:
         shipped = PLANS / f"{self.plan}.yaml"
@@ -60,10 +56,10 @@ class Settings:
 def measure(settings: Settings, progress: Progress) -> Report:
     """Raises ValueError where nothing is finished and nothing may be trained, RuntimeError where a training failed."""
     plan = settings.read()
-    chosen_from = records(settings, plan, plan.grid() if len(plan.rates) > 1 else [], progress)
+    chosen_from = records(settings, plan.grid() if len(plan.rates) > 1 else [], progress)
     rates = comparison.chosen_rates(plan, chosen_from)
-    wanted = [] if settings.part == "choose" else plan.runs(plan.judge, {key: [rate] for key, rate in rates.items()})
-    judged = records(settings, plan, wanted, progress)
+    wanted = plan.runs(plan.judge, {key: [rate] for key, rate in rates.items()})
+    judged = records(settings, wanted, progress)
     if not judged and not chosen_from:
         raise ValueError(f"{settings.results} holds no training of this plan; leave --finished out to make them")
     return Report(
@@ -71,43 +67,36 @@ def measure(settings: Settings, progress: Progress) -> Report:
         f"learning_{plan.name}",
         factors.tables(plan, judged) + comparison.tables(plan, chosen_from, judged),
         comparison.notes(plan, chosen_from, judged),
-        {"chosen_on": [_plain(*one) for one in chosen_from], "judged_on": [_plain(*one) for one in judged]},
+        {"chosen_on": [_named(*one) for one in chosen_from], "judged_on": [_plain(*one) for one in judged]},
         figure=lambda: (
             factors.draw(plan, judged) if plan.factors else comparison.draw(plan, rates, judged or chosen_from)
         ),
     )
 
 
-def records(
-    settings: Settings, plan: Plan, runs: Iterable[tuple[str, Run]], progress: Progress
-) -> list[tuple[str, Record]]:
+def records(settings: Settings, runs: Iterable[tuple[str, Run]], progress: Progress) -> list[tuple[str, Record]]:
     """Those on disk, and the others trained now; with `finished` only those on disk."""
-    folder = settings.results / "verl" if plan.through_verl else settings.results
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = [(name, run, run_file(run, folder)) for name, run in runs]
+    settings.results.mkdir(parents=True, exist_ok=True)
+    wanted = [(name, run, run_file(run, settings.results)) for name, run in runs]
     missing = {file: run for _, run, file in wanted if not file.exists() and not settings.finished}
     if missing:
-        train = _train_through_verl if plan.through_verl else _train
         spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         with ProcessPoolExecutor(settings.workers, spawn, _begin) as pool:
             starts = sorted({(run.warm, run.task) for run in missing.values()})
             _all(pool, [pool.submit(_taught, task, warm) for warm, task in starts], "warm models", progress)
-            _all(pool, [pool.submit(train, run, file) for file, run in missing.items()], "trainings", progress)
+            _all(pool, [pool.submit(_train, run, file) for file, run in missing.items()], "trainings", progress)
     return [(name, read(file)) for name, _, file in wanted if file.exists()]
 
 
 def _begin() -> None:
-    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever.
-
-    By a signal, so that a run of verl is ended with it.
-    """
+    """A worker has one thread, and ends with the study, however that ends: it would wait for work for ever."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def follow() -> None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
 
@@ -134,16 +123,6 @@ def _train(run: Run, file: Path) -> None:
     _keep(file, training.train(run, warm_model(run.task, run.warm)))
 
 
-def _train_through_verl(run: Run, file: Path) -> None:
-    from benchmarks.learning import verl
-
-    try:
-        record = verl.train(run, warm_model(run.task, run.warm), file.with_suffix("").resolve())
-    except SystemExit as ended:  # by a signal; the pool would go on with the next training
-        os._exit(int(ended.code or 1))
-    _keep(file, record)
-
-
 def _keep(file: Path, record: Record) -> None:
     write_whole(file, json.dumps(asdict(record)))
 
@@ -161,18 +140,21 @@ def read(file: Path) -> Record:
     return Record(**values)
 
 
+def _named(name: str, record: Record) -> dict[str, Any]:
+    """For the JSON: what a training was, and its mean reward."""
+    told = {key: getattr(record.run, key) for key in ("lr", "warm", "seed")}
+    return {"method": name, "task": record.run.setting, **told, "reward": round(comparison.means(record)["reward"], 4)}
+
+
 def _plain(name: str, record: Record) -> dict[str, Any]:
-    """For the JSON: what a training was, its reward at each step, and means of the rest."""
-    run = record.run
-    means = comparison.means(record)
+    """The same with its reward at each step, what it spent, and means of the rest but seconds."""
+    means = {key: of for key, of in comparison.means(record).items() if key not in comparison.SECONDS}
     return {
-        "method": name,
-        "task": run.setting,
-        **{key: getattr(run, key) for key in ("lr", "warm", "seed")},
+        **_named(name, record),
         "start": record.start,
         "held_out": round(record.held_out, 4),
         **{key: round(value, 4) for key, value in means.items()},
-        "rewards": [round(step["reward"], 4) for step in record.steps],
+        "rewards": [round(step["reward"], 3) for step in record.steps],
         "tokens": float(tokens_of(record.steps).sum()),
-        "flops": float(flops_of(record.steps).sum()),
+        "flops": float(f"{flops_of(record.steps).sum():.4g}"),
     }

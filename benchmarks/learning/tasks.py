@@ -8,16 +8,14 @@ has as well, and sums are small ones.
 | `parallel`       | `A 3 + 2 ; B 9 - 1 ; ... = ?`         | `A 3 + 2 = 5 ;`   | directly: the answer lists them all          |
 | `chain`          | `3 ; A + 2 ; B - 1 ; ... = ?`         | `A 3 + 2 = 5 ;`   | each through the next, the last one directly |
 | `lookup`         | `A 5 ; B 4 ; C 0 ; ... 1 ?`           | `/ C 0 ; = B 4 ;` | likewise; what stands behind `/` never does  |
-| `parallel_quiet` | as `parallel`                         |                   | filler has the entropy of results            |
-| `chain_quiet`    | as `chain`                            |                   | likewise                                     |
-| `chain_32k`      | as `chain`                            |                   | as there; the model knows 32,000 words       |
+| `chain_quiet`    | as `chain`                            |                   | filler has the entropy of results            |
 
 `parallel_1`, `parallel_2` and `chain_2` have one step or two in place of four; `parallel_2_terse` has hardly any filler;
-imitators of `parallel_2_rare` are right less often; prompts of `parallel_2_shown` and
-`chain_2_shown` have a place for the answer. `sentences` are word problems (`benchmarks.learning.sentences`).
+imitators of `parallel_2_rare` are right less often; prompts of `parallel_2_shown` and `chain_2_shown` have a place for the
+answer. `sentences` are word problems (`benchmarks.learning.sentences`).
 
-In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, where the task
-is quiet, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
+In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, in
+`chain_quiet`, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
 """
 
 import random
@@ -26,24 +24,18 @@ from typing import Any, ClassVar
 
 from benchmarks.learning.sentences import Sentences
 from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
-from benchmarks.tiny.words import DIGITS, MARK, NAMES, VOCABULARY, WORDS, encode
+from benchmarks.tiny.words import DIGITS, EVERY, MARK, NAMES, VOCABULARY, WORDS
 
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
 BLANK = "/"
 _SUM = "+-"
-(_HMM,) = encode(["hmm"])
 
 
 def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading: Reading) -> tuple[int, ...]:
     """Positions of the results that do not follow from what stands before them in their own step."""
-    words = task.said(response)
+    words = [EVERY[token] for token in response]
     return tuple(at for at in reading.causal if task.result_of(problem, words, at) != words[at])
-
-
-def known(response: Sequence[int]) -> list[int]:
-    """The response in words of the task: any other word of a wide vocabulary reads as filler."""
-    return [token if token < len(VOCABULARY) else _HMM for token in response]
 
 
 def _named(steps: Sequence[Step]) -> list[Step]:
@@ -146,24 +138,8 @@ class OrderedLookup(Task):
         return Reading(found.length, found.ended, found.segments, found.right, digits)
 
 
-class QuietParallel(NamedParallel):
-    FILLER: ClassVar[Sequence[str]] = QUIET
-
-
 class QuietChain(NamedChain):
     FILLER: ClassVar[Sequence[str]] = QUIET
-
-
-class WideChain(NamedChain):
-    """For models that know many more words than the task's own, as language models do; none of them belongs in a response."""
-
-    VOCAB: ClassVar[int] = 32_000
-
-    def read(self, problem: Problem, response: Sequence[int]) -> Reading:
-        return super().read(problem, known(response))
-
-    def said(self, response: Sequence[int]) -> list[str]:
-        return super().said(known(response))
 
 
 TASKS: dict[str, Task] = {
@@ -172,9 +148,7 @@ TASKS: dict[str, Task] = {
         NamedParallel("parallel", steps=4, filler=(5, 8), error_rate=0.2),
         NamedChain("chain", steps=4, filler=(5, 8), error_rate=0.2),
         OrderedLookup("lookup", steps=3, filler=(4, 7), error_rate=0.27),
-        QuietParallel("parallel_quiet", steps=4, filler=(5, 8), error_rate=0.2),
         QuietChain("chain_quiet", steps=4, filler=(5, 8), error_rate=0.2),
-        WideChain("chain_32k", steps=4, filler=(5, 8), error_rate=0.2),
         NamedParallel("parallel_1", steps=1, filler=(5, 8), error_rate=0.6),
         NamedParallel("parallel_2", steps=2, filler=(5, 8), error_rate=0.36),
         NamedParallel("parallel_2_terse", steps=2, filler=(0, 2), error_rate=0.36),

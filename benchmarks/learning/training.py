@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -44,14 +43,11 @@ from oar_plugin.passes.request import Request
 MAX_GRADIENT_NORM = 1.0
 HELD_OUT = 512
 BOOST = 3.0
-"""What oracles pay for a result, before the mass of a response is restored; other tokens get 1."""
-ORACLES = {"decides": BOOST, "blame": 0.0, "signed": -BOOST}
-"""They know the results, and pay this for those of a wrong response that are right: like a wrong one, nothing, the opposite."""
+"""What the oracle pays for a result, before the mass of a response is restored; other tokens get 1."""
+BLAME = "blame"
+"""As an importance: the oracle that knows the results, and pays nothing for those of a wrong response that are right."""
 SPARE = "spare"
-"""As a gate: `benchmarks.candidates.learning.spare`, which the package's gates cannot be: it looks at more than importance.
-With the oracle `decides` it knows which tokens decide, and has the policy's doubt for which of them are wrong."""
-CERTAIN = 1e3
-"""Nats, for `SPARE`: a result, where the results are known."""
+"""As a gate: `benchmarks.candidates.learning.spare`, which the package's gates cannot be: it looks at more than importance."""
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 ATTENTION = {
     getattr(torch.ops.aten, _CPU_ATTENTION): lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
@@ -67,23 +63,20 @@ ATTENTION = {
 class Credit:
     """How credit is spread; what is None is the package's default."""
 
-    importance: str | None = None  # None: plain GRPO; one of `ORACLES`; or as `importance_of` takes it
+    importance: str | None = None  # None: plain GRPO; `BLAME`; or as `importance_of` takes it
     gate: str = OarConfig().gate
     tau: float | None = None
     beta: float = 2.0
     floor: float = 0.1
     probe: Probe = "answer_mean"
-    warmup_steps: int = 0
-    # boost: no weight below 1 before mass is restored; suppress: none above
-    only: Literal["", "boost", "suppress"] = ""
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
-        if self.gate == SPARE and self.importance in (None, "blame", "signed"):
-            raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats, or decides")
+        if self.gate == SPARE and self.importance in (None, BLAME):
+            raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats")
         gate = OarConfig().gate if self.gate == SPARE else self.gate
-        settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe", "warmup_steps")}
-        importance = {} if self.importance in (None, *ORACLES) else {"importance": self.importance}
+        settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe")}
+        importance = {} if self.importance in (None, BLAME) else {"importance": self.importance}
         return OarConfig.parse({**settings, **importance, "gate": gate, "seed": seed, "answer_patterns": ("hash",)})
 
 
@@ -312,13 +305,11 @@ def forward(model: PreTrainedModel, rollout: Rollout) -> list[Forward]:
 
 
 def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int) -> Tensor:
-    """Of the package, `[B, L]`; of an oracle, its weights before mass is restored; zeros for plain GRPO."""
+    """Of the package, `[B, L]`; of the oracle, its weights before mass is restored; zeros for plain GRPO."""
     importance_BL = torch.zeros(rollout.token_BL.shape)
     name = run.credit.importance
-    if name in ORACLES and run.credit.gate == SPARE:
-        return rollout.causal_BL * CERTAIN
-    if name in ORACLES:
-        return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, ORACLES[name])
+    if name == BLAME:
+        return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, 0.0)
     if name is not None:
         config = run.credit.config(run.seed)
         request = Request.from_config(config, step + 1, rollout.token_BL.shape[1], replacement_token=PAD)
@@ -399,25 +390,21 @@ def weights(run: Run, rollout: Rollout, importance_BL: Tensor, log_prob_BL: Tens
     if credit.gate == SPARE:
         doubt_BL = -torch.expm1(log_prob_BL)
         weight_BL = spare(importance_BL, reasoning_BL, doubt_BL, rollout.negative_B1, credit.beta)
-    elif credit.importance in ORACLES:
+    elif credit.importance == BLAME:
         weight_BL = _restored(importance_BL, reasoning_BL)
     else:
         advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)
         config = credit.config(run.seed)
         _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, reasoning_BL, rollout.status_B, config)
         reasoning_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
-    if credit.only in ("boost", "suppress"):
-        one_BL = torch.ones_like(weight_BL)
-        kept_BL = torch.maximum(weight_BL, one_BL) if credit.only == "boost" else torch.minimum(weight_BL, one_BL)
-        weight_BL = _restored(kept_BL, reasoning_BL)
     described = {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
     return weight_BL, described | _paid(rollout, weight_BL, importance_BL, reasoning_BL)
 
 
 def _restored(weight_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
-    """Sizes average 1 over each response's reasoning, 1 elsewhere."""
+    """Weights that average 1 over each response's reasoning, 1 elsewhere."""
     kept_BL = weight_BL.masked_fill(~reasoning_BL, 0.0)
-    mean_B1 = kept_BL.abs().sum(-1, keepdim=True) / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
+    mean_B1 = kept_BL.sum(-1, keepdim=True) / reasoning_BL.sum(-1, keepdim=True).clamp_min(1)
     return torch.where(reasoning_BL, kept_BL / mean_B1.clamp_min(1e-9), 1.0)
 
 

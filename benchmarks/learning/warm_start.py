@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.learning.sentences import Sentences
-from benchmarks.learning.tasks import TASKS, Shown, WideChain, lessons, showing
+from benchmarks.learning.tasks import TASKS, Shown, lessons, showing
 from benchmarks.tiny.fast import head_of, rows_of
 from benchmarks.tiny.model import build_model, sample
 from benchmarks.tiny.tasks import Problem, Task
@@ -51,8 +51,8 @@ SENTENCES = 32, 5e-3, 0.8, 50, 4000, 0.6
 """`BATCH`, `LEARNING_RATE`, `LEARNED`, `EVERY`, `LONGEST` and `ENOUGH` of word problems, which are harder to learn.
 
 Their lessons are of whole problems: easier ones would hardly ever have as many steps as the question that ends the lesson."""
-TAIL, SPREAD = 0.002, 2.0
-"""Of a wide vocabulary: the mass of the words that are not the task's, and the standard deviation of their logits, in nats."""
+SPREAD = 2.0
+"""Of a wide vocabulary: the standard deviation of the logits of the words that are not the task's, in nats."""
 Progress = Callable[..., object]
 
 
@@ -68,23 +68,20 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
         StuckError: it did not learn the task.
     """
     task = TASKS[name]
-    if isinstance(task, WideChain):
-        chain = TASKS["chain"]
-        return widened(warm_model(chain.name, number, progress), chain, task.VOCAB, TAIL).state_dict()
     recipe = [FORMAT, RAMP, IMITATION, ASKED, *_recipe(task), *SIZES[task.SIZE], HEAD]
     words = [FILLER_WEIGHT, VALUE_WEIGHT, EVERY_WORD[: task.VOCAB], type(task).__name__, task.FILLER]
     key = [asdict(task), number, recipe, words]
     return kept_weights("learning", f"{name}-{number}", key, lambda: _taught(task, number, progress))
 
 
-def _new(seed: int, task: Task, vocab: int) -> PreTrainedModel:
+def _new(seed: int, task: Task) -> PreTrainedModel:
     hidden, layers = SIZES[task.SIZE]
-    return build_model(seed, hidden, layers, heads=hidden // HEAD, vocab=vocab)
+    return build_model(seed, hidden, layers, heads=hidden // HEAD, vocab=task.VOCAB)
 
 
 def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
     for attempt in range(ATTEMPTS):
-        model = _new(number + 1000 * attempt, task, task.VOCAB)
+        model = _new(number + 1000 * attempt, task)
         if teach(model, task, number, progress) and (
             not isinstance(task, Shown) or shown_is_used(model, task) >= ENOUGH
         ):
@@ -110,7 +107,7 @@ def shown_is_used(model: PreTrainedModel, task: Task) -> float:
 def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:
     """A new copy of it; see `warm_weights`."""
     weights = warm_weights(name, number, progress)
-    model = _new(number, TASKS[name], len(weights["lm_head.weight"]))
+    model = _new(number, TASKS[name])
     model.load_state_dict(weights)
     return model
 

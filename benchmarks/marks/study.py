@@ -1,6 +1,5 @@
 """Every credit on responses of warm models, and how it treats each kind of token."""
 
-import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,25 +13,21 @@ from scipy import stats
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.candidates.learning.marks import MARKS, Sight
 from benchmarks.fidelity.scores import auc, mean_over_groups
 from benchmarks.fidelity.tables import plus_minus
-from benchmarks.learning.sentences import Sentences
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import Credit, Rollout, Run, forward, importance, log_probs, roll_out
 from benchmarks.learning.warm_start import warm_model
 from benchmarks.machine import choose_device, describe_machine
 from benchmarks.marks import continuation
 from benchmarks.report import Progress, Report, Table
-from benchmarks.tiny.words import FILLER, make_tokenizer, text
+from benchmarks.tiny.words import FILLER, make_tokenizer
 from benchmarks.workload import check_at_least_one
 from oar_plugin.credit.gate import two_level
 from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
 from oar_plugin.credit.importance import importance_of
 
 PROMPTS, COPIES = 16, 8
-SHOWN = 5
-"""Problems of a task in sentences that the page prints with a response."""
 _CANDIDATES = "python:benchmarks.candidates.learning"
 IMPORTANCES = {
     **{name: name for name, one in SHIPPED.items() if one.copies is None and not one.contexts},
@@ -92,14 +87,11 @@ def measure(settings: Settings, progress: Progress) -> Report:
     if settings.by == "continuation":
         return by_continuation(settings, progress)
     rows: list[dict[str, Any]] = []
-    printed: dict[str, Table] = {}
     for task, number, model, rollout in rollouts(settings, progress):
-        if isinstance(TASKS[task], Sentences) and task not in printed:
-            printed[task] = responses(task, rollout)
         for name, score_BL in scores(model, rollout, settings.seed).items():
             rows += [{"task": task, "model": number, "credit": name, **row} for row in judged(score_BL, rollout)]
     found = pd.DataFrame(rows)
-    return report(settings, found, "What does credit mark?", [*tables(found), *printed.values()], notes(found))
+    return report(settings, found, "What does credit mark?", tables(found), notes(found))
 
 
 def by_continuation(settings: Settings, progress: Progress) -> Report:
@@ -149,19 +141,6 @@ def rollouts(settings: Settings, progress: Progress) -> Iterator[tuple[str, int,
             yield task, number, model, roll_out(model, TASKS[task], problems, noise, PROMPTS, COPIES)
 
 
-def responses(task: str, rollout: Rollout) -> Table:
-    """The first response to each of a few problems that has an advantage, with its wrong results in bold."""
-    rows: dict[str, str] = {}
-    for token_L, wrong_L in zip(rollout.token_BL.tolist(), rollout.wrong_BL.tolist(), strict=True):
-        words = (
-            f"**{text([token])}**" if wrong else text([token]) for token, wrong in zip(token_L, wrong_L, strict=True)
-        )
-        written = " ".join(filter(None, itertools.islice(words, rollout.prompt_length, None)))
-        rows.setdefault(text(token_L[: rollout.prompt_length]), written)
-    shown = [list(row) for row in itertools.islice(rows.items(), SHOWN)]
-    return Table(f"{task}: what model 0 writes, wrong results in bold", ("problem", "response"), shown)
-
-
 def scores(model: PreTrainedModel, rollout: Rollout, seed: int) -> dict[str, Tensor]:
     """Of each credit, `[B, L]`, read at reasoning tokens; with any sign."""
     passes = forward(model, rollout)
@@ -175,11 +154,6 @@ def scores(model: PreTrainedModel, rollout: Rollout, seed: int) -> dict[str, Ten
         if importance_of(path).backwards:
             found[f"{name} x (1 - p)"] = found[name] * doubt_BL
     found["surprisal"] = -log_prob_BL
-    found |= {name: torch.zeros(rollout.token_BL.shape) for name in MARKS}
-    for one in passes:
-        sight = Sight(one, rollout)
-        for name, mark in MARKS.items():
-            found[name][one.rows, : one.token_bL.shape[1]] = mark(sight)
     return found
 
 
@@ -263,7 +237,5 @@ def notes(found: pd.DataFrame) -> list[str]:
         "Weights: two_level, tau 0.85, beta 2, of the scores as they are, signed ones included.",
         "p: the probability that a token was drawn with. These models learned from demonstrations that err in one step of four "
         "or five, so that a wrong result is an unlikely one; a model that is sure of what is wrong has nothing to show there.",
-        "Gold credits know the right answer: in a wrong response they set the right answer's logits against its own's. They "
-        "and `margin variance` are no importances of the package; formulas: `benchmarks/candidates/learning/marks.py`.",
         "Small models on made-up tasks: what is marked here need not be elsewhere.",
     ]

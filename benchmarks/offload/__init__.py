@@ -10,6 +10,5 @@ add to a step if none of it were hidden behind generation; t0 / t15 says what hi
 
 examples:
   python -m benchmarks offload --size 1m --response-length 128              a minute or two on a laptop
-  python -m benchmarks offload --size 0.1b --copies-at-most 12              some copies of each response, scaled up
   python -m benchmarks offload --size 1.5b --dtype bfloat16 --device cuda   on a GPU (not tested)
 """

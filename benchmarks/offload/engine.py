@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.offload.scoring import BUDGET, FORWARD_TOKENS, PROBE, SPAN, Response, Run, Work
+from benchmarks.offload.scoring import BUDGET, FORWARD_TOKENS, PROBE, Response, Run, Work
 from oar_plugin.config import PerturbationConfig
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
@@ -79,16 +79,15 @@ class Engine:
             "g1": partial(self.generate, None, tokens, None),
             "o": self.score,
             "o30": partial(self.score, budget=BUDGET),
-            "o8": partial(self.score, span=SPAN),
             **{letter: partial(self.generate, share, few, GENERATING) for letter, share in SHARES.items()},
         }
 
-    def score(self, responses: Sequence[Response], at_most: int | None, span: int = 1, budget: float = 1.0) -> Run:
-        """All responses at once, every unit, as a host would ask for it; with a budget block by block, as long as it lasts."""
+    def score(self, responses: Sequence[Response], at_most: int | None, budget: float = 1.0) -> Run:
+        """All responses at once, every token, as a host would ask for it; with a budget block by block, as long as it lasts."""
         run, scorer = Run(), self._scorer(1.0)
 
         async def score() -> None:
-            await asyncio.gather(*[self._score(scorer, run, each, at_most, span, budget) for each in responses])
+            await asyncio.gather(*[self._score(scorer, run, each, at_most, budget) for each in responses])
 
         self.loop.run_until_complete(score())
         return run
@@ -126,7 +125,7 @@ class Engine:
                     task.cancel()
                 await asyncio.gather(*work, return_exceptions=True)
             await self._generate(responses[0], 1)  # it takes requests in order: what was cancelled is dropped
-            return Run(copies=copies, all_copies=copies, seconds=seconds)
+            return Run(copies=copies, seconds=seconds)
 
         return self.loop.run_until_complete(batch())
 
@@ -149,15 +148,15 @@ class Engine:
         return ResponseScorer(self.engine, throttle, self.max_model_len)
 
     async def _score(
-        self, scorer: Any, run: Run, response: Response, at_most: int | None = None, span: int = 1, budget: float = 1.0
+        self, scorer: Any, run: Run, response: Response, at_most: int | None = None, budget: float = 1.0
     ) -> None:
         """Raises: RuntimeError, where the engine could not score it."""
-        candidate, (unit_list, scale) = response.candidate, response.offered(span, at_most, budget)
+        candidate = response.candidate
         task = ScoringTask(
             token_ids=candidate.token_T.tolist(),
             prompt_length=candidate.prompt_length,
             answer_start=candidate.answer_start,
-            units=unit_list,
+            units=response.offered(at_most),
             response_length=len(response.reasoning),
             probe=PROBE,
             budget=budget,
@@ -169,7 +168,7 @@ class Engine:
         if result.importance is None:
             raise RuntimeError(f"the engine could not score a response: {result.fault}")
         computed = result.tokens - result.cached_tokens
-        run.add(response, torch.from_numpy(result.importance), scale, result.copies, computed)
+        run.add(torch.from_numpy(result.importance), result.copies, computed)
         run.retried += result.retried
 
     async def _generate(self, response: Response, tokens: int) -> None:

@@ -5,7 +5,6 @@ token in place of one of its reasoning tokens: float32 logits of all positions, 
 memory it is cut into several.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import free_bytes
-from benchmarks.step.passes import Passes
+from benchmarks.offload.passes import Passes
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, units
@@ -24,7 +23,6 @@ from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.request import Request
 
 BUDGET = 0.3
-SPAN = 8
 PROBE: Probe = "answer_mean"
 
 FORWARD_TOKENS = 8192
@@ -41,14 +39,11 @@ class Response:
     candidate: Candidate
     reasoning: tuple[bool, ...]
 
-    def offered(self, span: int, at_most: int | None, budget: float = 1.0) -> tuple[list[Unit], float]:
-        """Runs of `span` reasoning tokens: all, or the middles of equal parts, so that `budget` makes `at_most` copies of them.
-
-        Copies of these compute as many tokens on average as copies of all. With them: how many times as many there are in all.
-        """
-        every = units(self.reasoning, span)
-        parts = len(every) if at_most is None else min(max(at_most, round(at_most / budget)), len(every))
-        return [every[(2 * part + 1) * len(every) // (2 * parts)] for part in range(parts)], len(every) / parts
+    def offered(self, at_most: int | None) -> list[Unit]:
+        """The reasoning tokens, each a unit: all, or so many spread evenly."""
+        every = units(self.reasoning, 1)
+        parts = len(every) if at_most is None else min(at_most, len(every))
+        return [every[(2 * part + 1) * len(every) // (2 * parts)] for part in range(parts)]
 
 
 def made_responses(passes: Passes) -> list[Response]:
@@ -65,30 +60,20 @@ class Run:
 
     importance: list[Tensor] = field(default_factory=list)  # one a response, `[L]`
     copies: int = 0  # that were scored
-    all_copies: float = 0.0  # if all units had been measured
     tokens: int = 0  # that were computed, clean references included
-    all_tokens: float = 0.0  # if all units had been measured
     retried: int = 0  # requests that had to be made twice
     seconds: float = 0.0  # that it took
-    fixed_s: float = 0.0  # of them, those that do not grow with the copies
     busy_s: float = 0.0  # processor seconds of an engine that was to rest meanwhile
 
-    def add(self, response: Response, importance_L: Tensor, scale: float, copies: int, tokens: int) -> None:
-        """Account for a response that has `scale` times as many units as were measured."""
-        reference = len(response.candidate.token_T)
+    def add(self, importance_L: Tensor, copies: int, tokens: int) -> None:
+        """Account for a response."""
         self.importance.append(importance_L)
         self.copies += copies
-        self.all_copies += copies * scale
         self.tokens += tokens
-        self.all_tokens += reference + (tokens - reference) * scale
-
-    def all_seconds(self) -> float:
-        """What all units would have taken, from what the measured ones took: seconds grow with tokens."""
-        return self.fixed_s + (self.seconds - self.fixed_s) * (self.all_tokens / self.tokens if self.tokens else 1.0)
 
 
 Work = Callable[[Sequence[Response], int | None], Run]
-"""Takes some responses, each with at most so many copies (None: all that the candidate wants)."""
+"""Takes some responses, and of each at most so many reasoning tokens (None: all)."""
 
 
 @dataclass
@@ -106,7 +91,6 @@ class InTorch:
             "p": partial(self.score, published=True),
             "l": self.score,
             "l30": partial(self.score, hybrid=True),
-            "l8": partial(self.score, span=SPAN),
         }
 
     def grpo(self, work: Callable[[int | None], object], responses: Sequence[Response], at_most: int | None) -> Run:
@@ -114,25 +98,18 @@ class InTorch:
         return Run()
 
     def score(
-        self,
-        responses: Sequence[Response],
-        at_most: int | None,
-        span: int = 1,
-        published: bool = False,
-        hybrid: bool = False,
+        self, responses: Sequence[Response], at_most: int | None, published: bool = False, hybrid: bool = False
     ) -> Run:
-        """Every unit, the published way or ours; `hybrid`: the gradient of every token, then the units with the largest."""
-        run, begin, budget = Run(), time.perf_counter(), 1.0
+        """Every token, the published way or ours; `hybrid`: the gradient of every token, then the tokens with the largest."""
+        run, budget = Run(), 1.0
         gradients: Sequence[Any] = [None] * len(responses)
         request = Request("oar_p", PROBE, replacement_token=self.padding)
         if hybrid:
-            scores = self.passes.importance_only(self._micro_batches(responses))
-            gradients = torch.cat(scores.importance)[:, self.passes.batch.prompt_length :].tolist()
-            run.fixed_s = time.perf_counter() - begin
+            importance_BL = self.passes.importance(self._micro_batches(responses))
+            gradients = importance_BL[:, self.passes.batch.prompt_length :].tolist()
             budget = BUDGET
         for response, gradient_L in zip(responses, gradients, strict=False):
-            unit_list, scale = response.offered(span, at_most, budget)
-            search = Search(unit_list, len(response.reasoning), budget, gradient_L)
+            search = Search(response.offered(at_most), len(response.reasoning), budget, gradient_L)
             if published:
                 exact, tokens = self._published(response.candidate, search.wanted)
             else:
@@ -140,7 +117,7 @@ class InTorch:
                 exact, tokens = copies.run(response.candidate, search.wanted), copies.tokens
             search.send(exact)
             assert search.importance is not None, "one round: all units, or those with the largest gradient"
-            run.add(response, search.importance, scale, len(exact), tokens)
+            run.add(search.importance, len(exact), tokens)
         return run
 
     def _micro_batches(self, responses: Sequence[Response]) -> int | None:

@@ -20,14 +20,14 @@ from transformers.utils import logging
 
 from benchmarks.machine import Device, choose_device, synchronize
 from benchmarks.offload.engine import GENERATING, MOST_TOKENS, SHARES, Engine, serving
-from benchmarks.offload.scoring import FORWARD_TOKENS, SPAN, InTorch, Run, copies_that_fit, made_responses
+from benchmarks.offload.passes import Passes
+from benchmarks.offload.scoring import FORWARD_TOKENS, InTorch, Run, copies_that_fit, made_responses
 from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.statistics import Ratio, ratio_table
-from benchmarks.step.passes import Passes
 from benchmarks.tiny.model import SHAPES
 from benchmarks.workload import Workload, model_line
 from oar_plugin.config import OarConfig
-from oar_plugin.hosts.vllm.versions import installed, untried
+from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.passes.request import Request
 
 TITLES = {
@@ -38,10 +38,8 @@ TITLES = {
     "p": "published OAR-P: whole copies, all logits",
     "l": "exact, in the actor: prefix shared, answer rows",
     "l30": "same, gradient and 30 % of the copies",
-    "l8": f"same, runs of {SPAN} tokens",
     "o": "exact, on the idle engine (vLLM)",
     "o30": "same, budget 0.3, by blocks",
-    "o8": f"same, runs of {SPAN} tokens",
     "t0": f"{GENERATING} requests generated alone (seconds of all)",
     "t15": f"same beside scoring, share {SHARES['t15']:g} (default)",
     "t100": "same beside scoring, share 1",
@@ -51,8 +49,6 @@ RATIOS = (
     Ratio("p / l", "published over exact in the actor"),
     Ratio("l30 / l", "30 % by gradient, of exact in the actor", 0.4),
     Ratio("o30 / o", "30 % by blocks, of exact on the engine", 0.4),
-    Ratio("l8 / l", "eight tokens a copy, of exact in the actor"),
-    Ratio("o8 / o", "eight tokens a copy, of exact on the engine"),
     *(Ratio(f"{letter} / g", "over a GRPO step") for letter in ("o", "o30", "l", "l30", "p")),
     Ratio("t0 / t15", "tokens a second beside scoring, default share, of those alone", 0.85, at_most=False),
     Ratio("t0 / t100", "same, copies without a limit in time"),
@@ -72,8 +68,6 @@ class Settings(Workload):
     prompt_length: int = 64
     response_length: int = 512
     """Tokens of each response."""
-    copies_at_most: int | None = None
-    """Run so many copies of each response, evenly spaced, and scale up, which the report then says (default: all of them)."""
     device: Device = "auto"
     """auto takes CUDA where there is one."""
     threads: int = 2
@@ -119,7 +113,7 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
         for done, (number, letter) in enumerate(pieces):
             progress(f"round {number} of {settings.rounds}: {TITLES[letter]}", done, len(pieces))
             if number:
-                work = partial(works[letter], responses, settings.copies_at_most)
+                work = partial(works[letter], responses, None)
                 runs[letter].append(timed_run(work, device, None if letter in there else engine))
             elif letter not in SHARES:
                 works[letter](responses[:1], 4)  # a warm-up
@@ -168,15 +162,13 @@ def disagreements(importance: Mapping[str, Tensor], tolerance: float) -> dict[st
 
 def report_of(settings: Settings, device: str, facts: dict[str, Any], runs: Mapping[str, Sequence[Run]]) -> Report:
     sharing = {letter: 1 if letter in SHARES else settings.responses for letter in runs}
-    figures = pd.DataFrame({x: [run.all_seconds() / sharing[x] for run in each] for x, each in runs.items()})
+    figures = pd.DataFrame({x: [run.seconds / sharing[x] for run in each] for x, each in runs.items()})
     figures["g"] = figures.filter(["g1", "g2", "g3"]).sum(axis=1)
-    totals = {x: [(run.all_copies, run.all_tokens) for run in each] for x, each in runs.items()}
+    totals = {x: [(run.copies, run.tokens) for run in each] for x, each in runs.items()}
     counts = {x: pd.DataFrame(each).mean() / sharing[x] for x, each in totals.items()}
-    first = {letter: each[0] for letter, each in runs.items()}
-    scaled = {x: f"{x} {run.copies} of {run.all_copies:.0f}" for x, run in first.items() if run.all_copies > run.copies}
     rows = []
     for letter in filter(figures.__contains__, TITLES):
-        mark = " (scaled)" if letter in scaled else " WITHOUT generation" if letter == "g" and "g1" not in runs else ""
+        mark = " WITHOUT generation" if letter == "g" and "g1" not in runs else ""
         seconds, shown = figures[letter], [f"{count:.0f}" if count else "" for count in counts.get(letter, (0, 0))]
         spread = f"{seconds.min():.4g} .. {seconds.max():.4g}"
         rows.append([f"{letter}: {TITLES[letter]}{mark}", f"{seconds.median():.4g}", spread, *shown])
@@ -200,20 +192,14 @@ def report_of(settings: Settings, device: str, facts: dict[str, Any], runs: Mapp
             "vLLM is NOT installed: nothing was measured on an engine, g has no generation in it, and its ratios are too large."
         )
     else:
-        in_torch = [run for letter in ("g2", "g3", "p", "l", "l30", "l8") for run in runs[letter]]
+        in_torch = [run for letter in ("g2", "g3", "p", "l", "l30") for run in runs[letter]]
         busy = sum(run.busy_s for run in in_torch) / sum(run.seconds for run in in_torch)
         retried = sum(run.retried for each in runs.values() for run in each)
         notes += [
             f"vLLM {vllm}: while PyTorch was timed, its processes used {busy:.3f} processor seconds a second. Beside scoring "
             f"each request generates as many tokens as the response has but at most {MOST_TOKENS}; copies meanwhile are work "
             f"that is then no longer to be done (references included). Requests made twice, in all rounds: {retried}.",
-            *filter(None, [untried(vllm)]),
         ]
-    if scaled:
-        notes.append(
-            f"SCALED UP (--copies-at-most {settings.copies_at_most}): evenly spaced copies of each response were run, and "
-            f"seconds, copies and tokens multiplied: {', '.join(scaled.values())}."
-        )
     each_run = {letter: [asdict(replace(run, importance=[])) for run in each] for letter, each in runs.items()}
     return Report(
         f"What counterfactual masking costs: {settings.size}, {tokens} tokens, {settings.dtype}, {device}",

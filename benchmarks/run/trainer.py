@@ -5,6 +5,7 @@ calls the methods of verl's own trainer and carries no request, so that the acto
 is our trainer's.
 """
 
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -24,17 +25,20 @@ def _register(module: ModuleType) -> None:
     class AlternatingTrainer(OarTrainerMixin, PPOTrainerSync):
         """GRPO and OAR in turn, as `is_oar` has it."""
 
+        def _turn(self) -> Any:
+            """The methods of the trainer whose step it is."""
+            return super() if is_oar(self.global_steps) else super(OarTrainerMixin, self)
+
+        def _balance_batch(self, batch: Any, metrics: dict, *given: Any, **more: Any) -> Any:
+            return self._turn()._balance_batch(batch, metrics, *given, **more)
+
         def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
             metrics[METHOD] = float(is_oar(self.global_steps))
-            if is_oar(self.global_steps):
-                return super()._compute_old_log_prob(batch, metrics)
-            return super(OarTrainerMixin, self)._compute_old_log_prob(batch, metrics)
+            return self._turn()._compute_old_log_prob(batch, metrics)
 
         def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-            if is_oar(self.global_steps):
-                return super()._compute_advantage(batch, metrics)
-            with self._base_estimator():
-                return super(OarTrainerMixin, self)._compute_advantage(batch, metrics)
+            with nullcontext() if is_oar(self.global_steps) else self._base_estimator():
+                return self._turn()._compute_advantage(batch, metrics)
 
     trainer_base.TRAINER_REGISTRY["sync"] = AlternatingTrainer
 

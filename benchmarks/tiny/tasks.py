@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.tiny.words import EOS, EVERY, MARK, MARKER, NUMBERS, VALUES, VOCABULARY, WORDS, encode, pieces
+from benchmarks.tiny.words import EOS, MARK, MARKER, NUMBERS, VALUES, VOCABULARY, WORDS, encode, pieces
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 
 _FINDER = make_finder(("hash",))
@@ -113,9 +113,6 @@ class Task(ABC):
         """A prompt and a demonstration, for the warm start."""
         problem = self.problem(rng)
         return problem.prompt, self.demonstration(problem, rng, self.error_rate, filler)
-
-    def said(self, response: Sequence[int]) -> list[str]:
-        return [EVERY[token] for token in response]
 
     def result_of(self, problem: Problem, words: Sequence[str], at: int) -> str | None:
         """What the result at `at` ought to be by what stands before it in its own step; None: nothing follows."""

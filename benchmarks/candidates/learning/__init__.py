@@ -11,9 +11,8 @@ from benchmarks.candidates.learning.onward import Onward, decision
 from oar_plugin.credit.gate import relative, two_level
 from oar_plugin.credit.importance import Importance, Parts
 from oar_plugin.credit.importance.decision import Decision
-from oar_plugin.credit.noise import uniform
 
-__all__ = ["Doubted", "EntropyFactor", "Onward", "RandomTimesEntropyFactor", "inverted", "spare"]
+__all__ = ["Doubted", "EntropyFactor", "Onward", "inverted", "spare"]
 
 
 class EntropyFactor(Importance):
@@ -24,14 +23,6 @@ class EntropyFactor(Importance):
 
     def combine(self, parts: Parts) -> Tensor:
         return decision(parts.entropy_BL)
-
-
-class RandomTimesEntropyFactor(EntropyFactor):
-    name = "RandomTimesEntropyFactor"
-    help = "A control: random influence times the factors of onward that look at entropy."
-
-    def combine(self, parts: Parts) -> Tensor:
-        return super().combine(parts) * uniform(parts.seed_BL.flatten(), 1).view(parts.seed_BL.shape)
 
 
 class Doubted(Decision):
