@@ -132,7 +132,7 @@ def responses(model: PreTrainedModel, start: str) -> Batch:
 def scores(model: PreTrainedModel, name: str, batch: Batch, seed: int = 0) -> Tensor:
     """Importance, float32 `[B, L]`."""
     config = OarConfig.parse({"importance": name, "seed": seed})
-    return batch_importance(model, Request.from_config(config, 1, batch.token_BL.shape[1]), *batch)
+    return batch_importance(model, Request.of_step(config, 1), *batch)
 
 
 def change(name: str, before_BL: Tensor, after_BL: Tensor, batch: Batch) -> Change:

@@ -373,12 +373,6 @@ def faults() -> str:
     return faults()
 
 
-def long_run() -> str:
-    from tests.faults.table import long_run
-
-    return long_run()
-
-
 def architectures() -> str:
     """Of each causal LM of transformers: whether its scores are right, or why it is refused."""
     seen = json.loads((ROOT / "tests" / "passes" / "architectures.json").read_text(encoding="utf-8"))
@@ -425,7 +419,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for figure in (
         fidelity, marks, continuation, learning, collapse, decision_recall, rivals, contrasts, in_sentences,
         confirmation, levels, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
-        long_run, architectures, one_gpu,
+        architectures, one_gpu,
     )
 }  # fmt: skip
 

@@ -65,11 +65,13 @@ def write_pages() -> None:
         links = LINK.findall(text) if (ROOT / path).is_dir() or path.suffix == ".md" else []
         for before, link, after in links:
             target = Path(os.path.normpath(page.parent / link))
-            if (ROOT / target).exists():  # not of the web; tests/test_documents.py finds what is missing
+            if (ROOT / target).exists():
                 waiting.append(target)
                 text = text.replace(
                     before + link + after, before + os.path.relpath(page_of(target), page.parent) + after
                 )
+            elif not link.startswith("http"):  # zensical looks for pages and anchors only
+                sys.exit(f"{path}: the link {link} leads nowhere")
         (PAGES / page).write_text(text, encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.fidelity.responses import MicroBatch
 from benchmarks.tiny.words import PAD
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
@@ -23,8 +24,11 @@ REFERENCE = "oar_p"
 
 
 def by_importance(model: nn.Module, batch: MicroBatch, importance: str, **asked: Any) -> Tensor:
-    """An importance of the package, as an engine computes it; `asked` are fields of its `Request`."""
-    request = Request(importance, batch.probe, seed=batch.seed, **{"replacement_token": PAD, **asked})
+    """An importance of the package, as an engine computes it; `asked` are settings, and `budget` and `span` of copies."""
+    copies = {name: asked.pop(name) for name in ("budget", "span") if name in asked}
+    replacement = asked.pop("replacement_token", PAD)
+    config = OarConfig(importance=importance, probe=batch.probe, perturbation=copies, **asked)
+    request = Request(config, batch.probe, batch.seed, replacement_token=replacement)
     return batch_importance(model, request, batch.token_BT, batch.segments_BT, batch.mask_BT)
 
 

@@ -29,8 +29,9 @@ def masked_importance(model: PreTrainedModel, request: Request, token_BL: Tensor
     """
     reasoning_BL = segments_BL == Segment.REASONING
     assert request.replacement_token is not None
+    span = request.config.perturbation.span
     searches = {
-        row: Search(units(reasoning_BL[row].tolist(), request.span), token_BL.shape[1], request.budget)
+        row: Search(units(reasoning_BL[row].tolist(), span), token_BL.shape[1], request.config.budget)
         for row in reasoning_BL.any(-1).nonzero()[:, 0].tolist()
     }
     reference = _outcomes(model, request.probe, token_BL, segments_BL)

@@ -32,10 +32,10 @@ from benchmarks.tiny.words import PAD
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance import Importance
+from oar_plugin.credit.importance.base import Shown
+from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
-from oar_plugin.passes.contexts import contrast_of
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
@@ -312,10 +312,10 @@ def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int)
         return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, 0.0)
     if name is not None:
         config = run.credit.config(run.seed)
-        request = Request.from_config(config, step + 1, rollout.token_BL.shape[1], replacement_token=PAD)
+        request = Request.of_step(config, step + 1, replacement_token=PAD)
         if request.importance_object.copies is not None:
             return masked_importance(passes[0].model, request, rollout.token_BL, rollout.segments_BL)
-        if request.importance_object.contexts:
+        if isinstance(request.importance_object, Contrast):
             return _contrast(request.importance_object, rollout, passes)
         for one in passes:
             length = one.token_bL.shape[1]
@@ -324,26 +324,25 @@ def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int)
     return importance_BL
 
 
-def _contrast(importance: Importance, rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
+def _contrast(importance: Contrast, rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
     """Of an importance with contexts: the same response behind prompts with an answer in its place (`tasks.Shown`).
 
     NaN, which falls back, in a response without one: its own answer is right or of another length.
     """
     answers = {"truth": rollout.gold_Bm, "own": rollout.own_Bm}
-    own_BL, shown = -log_probs(rollout, passes), {}
+    found: dict[Shown, Tensor] = {"own": log_probs(rollout, passes)}
     for what in importance.contexts:
         at = torch.arange(rollout.prompt_length - rollout.gold_Bm.shape[1], rollout.prompt_length)
         other = replace(rollout, token_BL=rollout.token_BL.index_copy(1, at, answers[what]))
         with torch.no_grad():
-            shown[what] = -log_probs(other, forward(passes[0].model, other))
+            found[what] = log_probs(other, forward(passes[0].model, other))
     rows = [
-        contrast_of(
-            importance, own_L, {what: of_BL[row] for what, of_BL in shown.items()}, sign, rollout.segments_BL[row]
-        )
-        for row, (own_L, sign) in enumerate(zip(own_BL, rollout.advantage_B.sign().int().tolist(), strict=True))
+        importance.contrast({what: of_BL[row] for what, of_BL in found.items()}, sign)
+        for row, sign in enumerate(rollout.advantage_B.sign().int().tolist())
     ]
+    contrast_BL = torch.stack(rows).masked_fill(rollout.segments_BL != Segment.REASONING, 0.0)
     without_B = (rollout.own_Bm == PAD).any(1) | (rollout.own_Bm == rollout.gold_Bm).all(1)
-    return torch.stack(rows).masked_fill((without_B & ("own" in importance.contexts))[:, None], torch.nan)
+    return contrast_BL.masked_fill((without_B & ("own" in importance.contexts))[:, None], torch.nan)
 
 
 def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Tensor) -> Tensor:
@@ -354,16 +353,13 @@ def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Te
     def project(hidden_NH: Tensor) -> Tensor:
         return F.linear(hidden_NH, one.head_VH.detach())
 
-    noise_free_BV: Tensor | None = None
-    for planned in pass_.importance.forwards(request.num_draws, log_probs=False):
-        tap = pass_.tap(planned, noise_free_BV)
+    for planned in pass_.importance.forwards(request.config.num_draws, log_probs=False):
+        tap = pass_.tap(planned)
         leaf_bLH, hidden_bLH = one.embedding_bLH, one.hidden_bLH
         if tap.noise is not None:  # a forward of its own
             leaf_bLH = leaf_bLH.detach().requires_grad_(True)
             hidden_bLH = rows_of(one.model, leaf_bLH + tap.noise(leaf_bLH.detach()))
         scalar = tap.probe(project, hidden_bLH.flatten(0, 1)[tap.row_position_N])
-        if tap.measured.noise_free_BV is not None:
-            noise_free_BV = tap.measured.noise_free_BV
         if scalar is not None and tap.receive is not None:
             (gradient_bLH,) = torch.autograd.grad(scalar, leaf_bLH, retain_graph=tap.noise is None)
             tap.receive(gradient_bLH, leaf_bLH.detach())

@@ -59,7 +59,7 @@ class Passes:
 
     def __init__(self, model: PreTrainedModel, batch: Batch, request: Request, micro_batch: int) -> None:
         self.model, self.batch, self.request, self.micro_batch = model, batch, request, micro_batch
-        finder, found = make_finder(request.answer_patterns), []
+        finder, found = make_finder(request.config.answer_patterns), []
         for response in batch.token_BL[:, batch.prompt_length :].tolist():
             segments = segment_tokens(batch.token_bytes.pieces(response), finder)
             assert segments is not None, "the planted answer was not found"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.machine import free_bytes
 from benchmarks.offload.passes import Passes
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
 from oar_plugin.credit.perturbation import Search, Unit, units
@@ -103,7 +104,7 @@ class InTorch:
         """Every token, the published way or ours; `hybrid`: the gradient of every token, then the tokens with the largest."""
         run, budget = Run(), 1.0
         gradients: Sequence[Any] = [None] * len(responses)
-        request = Request("oar_p", PROBE, replacement_token=self.padding)
+        request = Request(OarConfig(importance="oar_p"), PROBE, 0, replacement_token=self.padding)
         if hybrid:
             importance_BL = self.passes.importance(self._micro_batches(responses))
             gradients = importance_BL[:, self.passes.batch.prompt_length :].tolist()

@@ -86,7 +86,7 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     device, tokens, vllm = choose_device(settings.device), settings.response_length, installed()
     context = settings.prompt_length + tokens + 1  # one for the token that a scoring request generates
     model = settings.model(context, device)
-    request = Request.from_config(OarConfig.parse({"importance": "hybrid"}), 1, tokens)
+    request = Request.of_step(OarConfig.parse({"importance": "hybrid"}), 1)
     passes = Passes(model, settings.batch(tokens, device=device), request, micro_batch=4)
     responses = made_responses(passes)
     padding = int(passes.batch.token_BL[0, -1])  # the end-of-sequence token pads, as with most tokenizers

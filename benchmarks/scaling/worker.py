@@ -106,7 +106,7 @@ class Actor:
         self.token_BL, self.prompt_length, self.total = batch.token_BL[mine], batch.prompt_length, len(batch)
         self.needed_B = torch.arange(len(batch))[mine] < batch.scored
         self.config = OarConfig.parse({"importance": work.importance})
-        self.request = Request.from_config(self.config, 1, work.response_length).to_dict()
+        self.request = Request.of_step(self.config, 1).to_dict()
         self.size, strategy = work.micro_batch, engine.engine_config.strategy
         ppo = verl_config.ActorConfig(strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=self.size)
         self.loss = partial(ppo_loss, ppo)

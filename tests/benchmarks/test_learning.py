@@ -105,7 +105,7 @@ def test_a_rollout_has_the_responses_that_teach_something(rollout):
 def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(name, probe, model, rollout, monkeypatch):
     monkeypatch.setattr(training, "micro_batches", partial(micro_batches, rows=4))
     run = replace(RUN, credit=Credit(importance=name, probe=probe))
-    request = Request.from_config(run.credit.config(run.seed), 1, rollout.token_BL.shape[1], replacement_token=PAD)
+    request = Request.of_step(run.credit.config(run.seed), 1, replacement_token=PAD)
     there_BL = batch_importance(model, request, rollout.token_BL, rollout.segments_BL, rollout.token_BL != PAD)
     here_BL = training.importance(run, rollout, forward(model, rollout), 0)
     assert (here_BL > 0).sum() > 20

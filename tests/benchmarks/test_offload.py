@@ -21,7 +21,7 @@ SMALL += ["--response-length=40"]
 @pytest.fixture
 def passes():
     tiny = Workload(size="tiny", responses=3, prompt_length=8, answer_length=4)
-    return Passes(tiny.model(56), tiny.batch(48), Request.from_config(OarConfig(), 1, 48), micro_batch=2)
+    return Passes(tiny.model(56), tiny.batch(48), Request.of_step(OarConfig(), 1), micro_batch=2)
 
 
 def test_published_and_ours_agree_whatever_the_batch(passes):

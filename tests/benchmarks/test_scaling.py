@@ -71,7 +71,7 @@ def test_two_engines_over_two_processes(tmp_path):
         parallel=("tensor",), processes=(2,), layout=("fsdp:data=2",), runs=tmp_path,
     )  # fmt: skip
     report = measure(settings)
-    model, request = Workload.model(settings, 48), Request.from_config(OarConfig.parse({}), 1, 40)
+    model, request = Workload.model(settings, 48), Request.of_step(OarConfig.parse({}), 1)
     want = Passes(model, settings.batch(40, settings.scored), request, 2).importance()[0, 8:]
     assert [launch["layout"] for launch in report.runs["launches"]] == ["fsdp:data=2", "megatron:tensor=2"]
     for launch in report.runs["launches"]:

@@ -1,7 +1,6 @@
 """Rewards that fail like users' rewards, for about every ninth response. `name=` chooses one."""
 
 import functools
-import threading
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +23,6 @@ def _raise() -> None:
 
 
 raises = _sometimes(_raise)
-hangs = _sometimes(threading.Event().wait)
-nothing = _sometimes(lambda: None)
 not_a_number = _sometimes(lambda: {"score": float("nan"), "acc": 0.0})
 infinite = _sometimes(lambda: {"score": float("inf"), "acc": 0.0})
 a_string = _sometimes(lambda: "right")
