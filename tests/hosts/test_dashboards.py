@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("verl")
 
+from oar_plugin.runs.report.logs import _wandb_records
 from verl.utils.tracking import Tracking
 
 from oar_plugin.hosts.verl import viewer
 from oar_plugin.hosts.verl.dashboards import Picture, code_block
-from oar_plugin.runs.report.logs import _wandb_records
 from tests.hosts.test_dump import World
 from tests.page.dumped import RESPONSE
 
