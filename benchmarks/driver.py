@@ -24,7 +24,6 @@ from benchmarks.report import Table
 from oar_plugin.config import OarConfig
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl import ray_trainer
-from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.passes.request import NEEDED, SECONDS, USED
 from oar_plugin.token_credit import TokenCredit
 
@@ -81,7 +80,7 @@ def ready(one: Any) -> Any:
     """A trainer, made without `__init__`, with what OAR's part of a step uses."""
     one.oar, one.global_steps, one.logger = OarConfig(), 1, SimpleNamespace(logger={})
     one.config, one._credit = OmegaConf.create(CONFIG), TokenCredit(one.oar, None)
-    one._viewer, one.actor_rollout_wg = Viewer(one._credit), SimpleNamespace(_dispatch_info={"actor": [0]})
+    one.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
     return one
 
 
