@@ -48,7 +48,7 @@ setup(
     long_description_content_type="text/markdown",
     author="oar_plugin contributors",
     license="Apache-2.0",
-    license_files=["LICENSE", "oar_plugin/runs/report/uplot/LICENSE"],  # uPlot (MIT) draws the charts of `oar report`
+    license_files=["LICENSE"],
     url=PAPER,
     project_urls={"Paper": PAPER} | ({"Source": REPOSITORY} if REPOSITORY else {}),
     keywords=["reinforcement learning", "GRPO", "credit assignment", "reasoning", "LLM", "verl", "RLVR"],
@@ -77,10 +77,6 @@ setup(
             "page/*.j2",
             "page/*.js",
             "page/*.css",
-            "runs/report/*.j2",
-            "runs/report/*.js",
-            "runs/report/*.css",
-            "runs/report/uplot/*",
             "runs/plan/*.json",
             "runs/plan/*.yaml",
         ],
@@ -112,8 +108,6 @@ setup(
         "recipes": [*lines(HERE / "recipes" / "requirements.txt"), "datasets>=4,<6", "hydra-core>=1.3,<2"],
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
         "trl": ["trl>=1.15,<2"],
-        # For `oar report`.
-        "report": ["pandas>=2.2,<4", "scipy>=1.11,<2"],
         # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
             "matplotlib>=3.9,<4",

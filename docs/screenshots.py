@@ -1,4 +1,4 @@
-"""`python docs/screenshots.py FOLDER` draws inspect.png and report.png from the pages in a folder of the demo (Chromium)."""
+"""`python docs/screenshots.py FOLDER` draws inspect.png from the page in a folder of the demo (Chromium)."""
 
 import io
 import shutil
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).parent
 
@@ -20,17 +20,8 @@ def main() -> None:
         )
         page.goto((folder / "tokens.html").as_uri())
         page.wait_for_selector("article .t")
-        save(page, "inspect.png")
-        page.set_viewport_size({"width": 1240, "height": 720})
-        page.goto((folder / "report" / "report.html").as_uri())
-        page.evaluate("document.getElementById('curves').scrollIntoView()")
-        page.locator(".u-over").first.hover()
-        save(page, "report.png")
-
-
-def save(page: Page, name: str) -> None:
-    """Save a screenshot with 64 colours, which takes a third of the bytes."""
-    Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(64).save(HERE / name, optimize=True)
+        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    picture.quantize(64).save(HERE / "inspect.png", optimize=True)  # 64 colours take a third of the bytes
 
 
 if __name__ == "__main__":

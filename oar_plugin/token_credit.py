@@ -275,21 +275,24 @@ class TokenCredit:
             **fields,
         )
 
-    def header(self, scales: Mapping[str, bool] | None = None, **versions: str) -> Header:
+    def header(self, **versions: str) -> Header:
         """Returns `header_for` with the name of the run, and with the model that the tokenizer was loaded from."""
         model = str(getattr(self.tokenizer, "name_or_path", ""))
-        return header_for(self.config, scales, run=self.dumps.run, model=model, **versions)
+        return header_for(self.config, run=self.dumps.run, model=model, **versions)
 
     def dump(
         self,
         batch: PaddedBatch,
-        reshaped: ReshapedBatch,
+        credited: CreditedBatch,
         metrics: dict[str, float],
         rows: Iterable[tuple[int, str, str, float]],
         known: Callable[[int], Mapping[str, Any]],
         gather: Callable[[list[Any]], list[Any]] = list,
-    ) -> None:
-        """Writes the responses of some groups into a file, at the steps that the settings `dump` select.
+        *,
+        header: Header | None = None,
+        always: bool = False,
+    ) -> list[Response]:
+        """Writes the responses of some groups into a file, at the steps that the settings `dump` select, and returns them.
 
         All ranks must call this method. If writing fails, the run continues, and `metrics` gets `DUMP_FAILED` = 1.
 
@@ -297,18 +300,20 @@ class TokenCredit:
             rows: (row, group, id, reward) per response of this rank, in the order of the dump. Used only at steps with a dump.
             known: takes a row, returns other fields of its `Response` (see `record`).
             gather: takes the list of this rank, returns the concatenated lists of all ranks.
+            header: of the file. None: `self.header()`.
+            always: return the responses also where the settings name no folder, for a host that shows them elsewhere.
         """
-        if self.config.dump.dir is None:
-            return
+        if self.config.dump.dir is None and not always:
+            return []
         metrics[DUMP_FAILED] = 0.0
-        if not self.dumps.due(reshaped.step):
-            return
-        counted = partial(self.dumps.counted, reshaped.step, metrics)
+        if not self.dumps.due(credited.step):
+            return []
+        counted = partial(self.dumps.counted, credited.step, metrics)
         siblings, row_of_uid, chosen, records = list[Sibling](), dict[str, int](), list[Sibling](), list[Response]()
         with counted("reading responses", DUMP_FAILED):
             for row, group, uid, reward in rows:
                 row_of_uid[uid] = row
-                siblings.append(Sibling(group, uid, reward, int(reshaped.status_B[row])))
+                siblings.append(Sibling(group, uid, reward, int(credited.status_B[row])))
         # `gather` is a collective operation. A rank that failed must call it too, here and below.
         siblings = gather(siblings)
         with counted("reading responses", DUMP_FAILED):
@@ -317,14 +322,15 @@ class TokenCredit:
                 span, token_L, own_L = batch.responses[row := row_of_uid[uid]]
                 mask = None if batch.own_BL is None else own_L.long().tolist()
                 fields = {"group": group, "uid": uid, "reward": reward, "mask": mask, **known(row)}
-                records.append(self.record(reshaped, row, span, token_L.tolist(), **fields))
+                records.append(self.record(credited, row, span, token_L.tolist(), **fields))
         record_of = {record.uid: record for record in gather(records)}
-        failed = metrics[DUMP_FAILED] or len(record_of) < len(chosen)  # another rank failed if records are missing
+        responses = [record_of[uid] for _, uid, *_ in chosen if uid in record_of]
+        failed = metrics[DUMP_FAILED] or len(responses) < len(chosen)  # another rank failed if records are missing
         metrics[DUMP_FAILED] = float(failed)
-        if self.dumps.folder is not None and (record_of or not failed):
+        if self.dumps.folder is not None and (responses or not failed):
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):
-                responses = [record_of[uid] for _, uid, *_ in chosen if uid in record_of]
-                self.dumps.write(self.header(), reshaped.step, responses)
+                self.dumps.write(header or self.header(), credited.step, responses)
+        return responses
 
 
 def _columns(batch: PaddedBatch, rows: Sequence[Tensor], fill: int, dtype: torch.dtype) -> Tensor:

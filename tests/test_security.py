@@ -22,7 +22,7 @@ from oar_plugin.runs.evaluate.generate import ResponseFile, Sampling
 from oar_plugin.runs.evaluate.grade import Problem, ProblemSet
 from oar_plugin.runs.math.answer import _parse, final_answer
 from oar_plugin.runs.math.sources import DataError, load
-from oar_plugin.runs.report.logs import NoLogs, read_run
+from oar_plugin.runs.run_folder import RunRefused, logged, record_of
 from tests.cli.test_inspect import model_folder as model_folder
 from tests.hostile import PIECES, Bomb
 from tests.page.dumped import HEADER, RESPONSE, write_dump
@@ -142,15 +142,16 @@ def test_a_folder_of_data_brings_no_code(brings, tmp_path, monkeypatch):
     assert not made.exists()
 
 
-@pytest.mark.parametrize("name", ["run.yaml", "metrics.jsonl", "events.out.tfevents.1", "run-1.wandb"])
-def test_logs_are_data(name, tmp_path):
-    made = tmp_path / "made"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"x": 1}}\n')
-    bomb = pickle.dumps(Bomb(made))
-    yaml = f"state: finished\nsettings: !!python/object/apply:os.mkdir [{made}]\n".encode()
-    (tmp_path / name).write_bytes(yaml if name == "run.yaml" else bomb)
-    with pytest.raises(NoLogs):
-        read_run(tmp_path if name == "run.yaml" else tmp_path / name)
+def test_records_and_metrics_of_runs_are_data(tmp_path):
+    made, metrics = tmp_path / "made", tmp_path / "metrics" / "start.jsonl"
+    metrics.parent.mkdir()
+    broken = ["5", "[]", '{"step": Infinity, "data": {}}', '{"step": 2, "data": [1]}', "[" * 100_000]
+    lines = [*broken, '{"step": 1, "data": {"x": 1, "y": "a"}}', '{"step": 2, "da']
+    metrics.write_bytes(pickle.dumps(Bomb(made)) + b"\n" + "\n".join(lines).encode())
+    assert logged(tmp_path) == {1: {"x": 1}}
+    (tmp_path / "run.yaml").write_text(f"state: finished\nsettings: !!python/object/apply:os.mkdir [{made}]\n")
+    with pytest.raises(RunRefused):
+        record_of(tmp_path)
     assert not made.exists()
 
 
@@ -215,16 +216,11 @@ def test_a_run_folder_and_responses_are_not_written_through_links(tmp_path):
     assert [file.read_text() for file in outside] == [SECRET] * 2
 
 
-def test_pages_and_reports_are_not_written_through_links(tmp_path):
+def test_a_page_is_not_written_through_links(tmp_path):
     dump = write_dump(tmp_path / "dump", 3)
-    run = tmp_path / "run"
-    run.mkdir()
-    rows = [{"step": step, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}} for step in (1, 2)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outside = lead(dump, "inspect.html") + lead(tmp_path / "out", "report.html")
+    (outside,) = lead(dump, "inspect.html")
     assert main(["inspect", str(dump)]) == 0
-    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
-    assert [file.read_text() for file in outside] == [SECRET] * 2
+    assert outside.read_text() == SECRET
 
 
 def test_no_name_in_a_response_leads_out_of_the_dumps_folder(tmp_path):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from oar_plugin.cli.arguments import listed
-from oar_plugin.cli.tables import console, open_page, table
+from oar_plugin.cli.tables import console, open_page
 from oar_plugin.output import say, write_whole
 from oar_plugin.page.record import Header, Response
 from oar_plugin.page.sources import TOKENS, NothingYet, SourceError, Text, files, read, steps_text, unscored
@@ -112,7 +112,10 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
     for note in loaded.notes():
         say(f"oar inspect: {note}", sys.stderr)
     if args.format != "html":
-        text = _json(header, responses) if args.format == "json" else _text(responses, to_file=args.out is not None)
+        from oar_plugin.page.terminal import text_of
+
+        shown = console(file=io.StringIO() if args.out else None)
+        text = _json(header, responses) if args.format == "json" else text_of(responses, shown)
         if args.out:
             write_whole(args.out, text)
         else:
@@ -132,15 +135,6 @@ def _json(header: Header, responses: list[Response]) -> str:
     document = {"header": vars(header), "responses": list(map(vars, responses))}
     # JSON has no NaN and no infinity.
     return json.dumps(json.loads(json.dumps(document), parse_constant=lambda _: None)) + "\n"
-
-
-def _text(responses: list[Response], to_file: bool) -> str:
-    from oar_plugin.page.terminal import print_responses
-
-    shown = console(file=io.StringIO() if to_file else None)
-    with shown.capture() as capture:
-        print_responses(responses, shown, table())
-    return capture.get()
 
 
 def _follow(args: argparse.Namespace, places: list[Path]) -> int:

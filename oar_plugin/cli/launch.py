@@ -1,7 +1,6 @@
 """`oar launch` runs a recipe on this machine, on bare nodes, under SLURM or on Kubernetes."""
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import re
@@ -258,18 +257,18 @@ def _report(runs: "list[Run]") -> int:
     """Print the table of the runs. Return 1 if one has failed, else 0."""
     from oar_plugin.cli.tables import console, table
     from oar_plugin.runs.plan.setup import training_steps
-    from oar_plugin.runs.report.logs import NoLogs, read_run
-    from oar_plugin.runs.run_folder import mean_accuracy, state
+    from oar_plugin.runs.run_folder import logged, mean_accuracy, state
 
     shown = table("run", "state", "steps", "validated", "best")
     for run in runs:
         steps, accuracy, total = 0, ["", ""], training_steps(run.config)
-        with contextlib.suppress(NoLogs, OSError, ImportError):
-            metrics = read_run(run.folder).metrics
-            steps = int(metrics.index.max())
-            means = metrics.apply(lambda row: mean_accuracy(row.dropna()), axis=1).astype(float).dropna()
-            if len(means):
-                accuracy = [f"{means[step]:.3f} (step {step})" for step in (means.index.max(), means.idxmax())]
+        if metrics := logged(run.folder):
+            steps = max(metrics)
+            means = {step: mean for step, row in metrics.items() if (mean := mean_accuracy(row)) is not None}
+            if means:
+                accuracy = [
+                    f"{means[step]:.3f} (step {step})" for step in (max(means), max(means, key=means.__getitem__))
+                ]
         shown.add_row(run.name, state(run.folder), f"{steps}" if total is None else f"{steps} of {total}", *accuracy)
     console().print(shown)
     return 1 if any(state(run.folder) == "failed" for run in runs) else 0

@@ -20,7 +20,6 @@ COMMANDS = {
     "eval": "grade checkpoints on benchmarks: avg@k, pass@k and maj@k with standard errors, one table for several runs",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
     "patch": "add a hook to an installed host that has none (OpenRLHF), or remove it again",
-    "report": "make a page of runs from their logs: curves, differences from a baseline, faults with their steps",
 }
 
 

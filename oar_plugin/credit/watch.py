@@ -1,4 +1,4 @@
-"""Warns on the console about a run in which OAR does little or nothing."""
+"""Warns on the console about a run in which OAR does little or nothing, or in which credit or responses go astray."""
 
 import logging
 from collections import Counter, deque
@@ -9,6 +9,8 @@ from oar_plugin.credit.diagnostics import FALLBACKS, Status
 STEPS = 20
 """Warnings are about means over so many steps. The first one alone is judged only if every response fell back."""
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
+LOW_ESS_RATIO = 0.05
+"""One token in twenty has all the credit of its response."""
 ROUNDING = 1e-6
 
 _ENGINES = "see docs/oar-p.md, or set perturbation.backend=actor"
@@ -64,6 +66,12 @@ class Watch:
         elif whole and found < LOW_ANSWER_FOUND and rewarded > SOME_REWARD:
             text = f"the mean reward is {rewarded:.2f}, but only {found:.0%} of the responses have an answer that OAR finds"
             self._warn("answer_found", f"{text}; {ADVICE[Status.NO_ANSWER]}")
+        ratios = [metrics["oar/ess_ratio"] for _, metrics in self._seen if "oar/ess_ratio" in metrics]
+        if whole and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
+            self._warn("ess_ratio", f"few tokens have all credit (ESS ratio {ratio:.3f}); lower beta or raise floor")
+        if lost := self._mean("oar/lost_responses"):
+            text = f"{lost:.1%} of the responses are lost, and the rest of their groups is trained on"
+            self._warn("lost", f"{text}; did a reward function or an engine fail? The log has the error")
 
     def _mean(self, name: str) -> float:
         return sum(metrics.get(name, 0.0) for _, metrics in self._seen) / len(self._seen)

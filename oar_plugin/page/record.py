@@ -108,11 +108,13 @@ def header_for(
 ) -> Header:
     """Returns the header of responses with these settings.
 
-    `scales` is `Header.arbitrary_scale`, by default that of the settings' own importance. `versions` are added to those of the
-    installed `PACKAGES`.
+    `scales` is `Header.arbitrary_scale`, by default that of the importances in the settings. `versions` are added to those of
+    the installed `PACKAGES`.
     """
-    importance = config.importance_object
-    scales = {importance.name: importance.arbitrary_scale} if scales is None else scales
+    from oar_plugin.credit.importance import importance_of  # imports torch
+
+    importances = {config.importance_object, importance_of(config.actor_importance or config.importance)}
+    scales = {one.name: one.arbitrary_scale for one in importances} if scales is None else scales
     installed = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     versions |= {name: package.version for name, package in installed.items() if package}
     return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales, run=run, model=model)

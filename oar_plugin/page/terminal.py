@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Line
@@ -14,17 +15,24 @@ from oar_plugin.page.inspector import KINDS, kind_of
 from oar_plugin.page.record import Response
 
 
-def print_responses(responses: Sequence[Response], console: Console, table: Table) -> None:
-    """Print a block per response, then the empty `table` with the mean weight of each kind of scored reasoning token."""
-    styled = console.color_system is not None
-    for response in responses:
-        numbers = {"advantage": response.advantage, "reward": response.reward}
-        figures = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
-        figures += "" if response.truth is None else f"  truth {response.truth}"
-        head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{figures}"
-        console.print(Line(printable(head), "bold"))
-        console.print(Line(printable(response.prompt.strip()), "dim"))
-        console.print(Line.assemble(*_styled(response)) if styled else Line(_marked(response)), end="\n\n")
+def text_of(responses: Sequence[Response], console: Console) -> str:
+    """Returns a block per response and a table of mean weights by kind of scored reasoning token, as `console` prints them."""
+    with console.capture() as capture:
+        for response in responses:
+            numbers = {"advantage": response.advantage, "reward": response.reward}
+            figures = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
+            figures += "" if response.truth is None else f"  truth {response.truth}"
+            head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{figures}"
+            console.print(Line(printable(head), "bold"))
+            console.print(Line(printable(response.prompt.strip()), "dim"))
+            tokens = Line(_marked(response)) if console.color_system is None else Line.assemble(*_styled(response))
+            console.print(tokens, end="\n\n")
+        if (table := _kinds(responses)).row_count:
+            console.print(table)
+    return capture.get()
+
+
+def _kinds(responses: Sequence[Response]) -> Table:
     weights: dict[str, list[float]] = defaultdict(list)
     for response in responses:
         if response.status != "scored" or response.weights is None:
@@ -32,13 +40,13 @@ def print_responses(responses: Sequence[Response], console: Console, table: Tabl
         for token, weight, segment in zip(response.tokens, response.weights, response.segments, strict=True):
             if segment == Segment.REASONING:
                 weights[kind_of(token)].append(weight)
-    for title in ("reasoning tokens", "how many", "mean weight"):
-        table.add_column(title, justify="left" if title == "reasoning tokens" else "right")
+    table = Table("reasoning tokens", box=SIMPLE_HEAD, show_edge=False)
+    for title in ("how many", "mean weight"):
+        table.add_column(title, justify="right")
     for kind in KINDS:
         if own := weights[kind]:
             table.add_row(kind, str(len(own)), f"{sum(own) / len(own):.2f}")
-    if table.row_count:
-        console.print(table)
+    return table
 
 
 def _styled(response: Response) -> Iterator[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""What surrounds a run: recipes, launch, run folders, rewards, plan, data, evaluation, report. Hosts never import it."""
+"""What surrounds a run: recipes, launch, run folders, rewards, plan, data, evaluation. Hosts never import it."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
@@ -150,6 +151,19 @@ def variables(folder: Path) -> dict[str, str]:
     metrics = free_path(folder / "metrics" / "start.jsonl")
     places = {"VERL_FILE_LOGGER_PATH": str(metrics), "TENSORBOARD_DIR": str(folder / "tensorboard")}
     return {name: value for name, value in places.items() if name not in os.environ}
+
+
+def logged(folder: Path) -> dict[int, dict[str, float]]:
+    """Return step -> metrics of verl's file logger. Of a step that a later start repeated, the later values count."""
+    steps: dict[int, dict[str, float]] = {}
+    for file in sorted((folder / "metrics").glob("start*.jsonl"), key=lambda file: file.stat().st_mtime_ns):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            # A line may be incomplete: the run was killed, or is writing it.
+            with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                record = json.loads(line)
+                row = {name: value for name, value in record["data"].items() if isinstance(value, int | float)}
+                steps[int(record["step"])] = steps.get(int(record["step"]), {}) | row
+    return steps
 
 
 def mean_accuracy(metrics: Mapping[str, Any]) -> float | None:

@@ -21,8 +21,6 @@ from benchmarks.tiny.words import make_tokenizer, text
 from oar_plugin.page import sources
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.record import Response
-from oar_plugin.runs.report.logs import read_run
-from oar_plugin.runs.report.page import Side, write_report
 from recipes.cpu_demo import report
 from recipes.cpu_demo.report import Accuracy, MethodResult, Share
 from recipes.cpu_demo.training import PROMPTS, TASK, Method, Run, TrainingFailed, run_training
@@ -61,14 +59,14 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
     run = Run(folder, "oar", steps, seed)
     dumped = sources.read([run.weights_folder])
     responses = [item for item in dumped.items if isinstance(item, Response)]
-    sides = [Side(method, [read_run(Run(folder, method, steps, seed).folder)]) for method in methods]
     files = {
-        "curves": write_report(sides, folder / "report").page,
+        "curves": folder / "curves.png",
         "tokens and weights": folder / "tokens.html",
         "the command, to repeat": run.script_file,
         "numbers": folder / "results.json",
         "the trained model": run.trained_model,
     }
+    report.draw_curves({method: result.metrics for method, result in results.items()}, files["curves"])
     assert dumped.header is not None
     page = inspector_page(responses, dumped.header, "demo of OAR")
     files["tokens and weights"].write_text(page, encoding="utf-8")

@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def find_obstacle() -> str | None:
     """What keeps the demo from running here, and what to do about it."""
-    missing = [name for name in ("verl", "vllm", "psutil", "scipy") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("verl", "vllm", "psutil", "scipy", "matplotlib") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         return f"{', '.join(missing)} is not installed here: start it with `bash recipes/cpu_demo/run.sh`, which installs it"
     free = free_memory() / 1024**3

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +22,16 @@ CAVEAT = (
     "One seed, a model of a third of a million parameters, one made-up task: this shows that the whole path works and where "
     "OAR puts its weight. It does not show that OAR beats GRPO."
 )
+
+CURVES = {
+    "Reward": ("critic/score/mean",),
+    "Entropy of the policy, in nats per token": ("actor/entropy", "actor/entropy_loss"),
+    "Response length, in tokens": ("response_length/mean",),
+    "ESS ratio (1: all tokens have the same credit)": ("oar/ess_ratio",),
+    "Responses that fall back to GRPO (share)": ("oar/fallback/any",),
+    "Seconds per step, without the first": ("timing_s/step",),
+}
+"""Title of a curve -> its metric in verl's log; where there are two, verl's versions name it differently."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,26 @@ def weights_by_kind(responses: Sequence[Response]) -> dict[str, float]:
     return {kind: fmean(weights[kind]) for kind in ("results", "sums", "filler words") if weights[kind]}
 
 
+def draw_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
+    """Draws `CURVES` over the steps, a line per method, as one PNG. `metrics`: of each method, those of its steps."""
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    for axes, (title, names) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
+        for method, rows in metrics.items():
+            points = [(row["step"], row[name]) for row in rows for name in names if name in row]
+            if names == ("timing_s/step",):
+                points = points[1:]  # the first step still imports
+            if points:
+                axes.plot(*zip(*points, strict=True), label=method.upper())
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    figure.axes[0].legend()
+    figure.savefig(file, dpi=120)
+
+
 def print_summary(
     console: Console,
     before: Accuracy,
@@ -120,6 +151,5 @@ def print_summary(
         "\nNext\n"
         "  the same line in your own verl command   [bold]algorithm.adv_estimator=oar[/]\n"
         "  is my machine ready?                     [bold]oar doctor[/]\n"
-        "  token weights of your own run            [bold]algorithm.oar.dump.dir=DIR[/], then [bold]oar inspect DIR[/]\n"
-        "  a page of your own runs                  [bold]oar report RUN --baseline RUN[/]"
+        "  token weights of your own run            [bold]algorithm.oar.dump.dir=DIR[/], then [bold]oar inspect DIR[/]"
     )

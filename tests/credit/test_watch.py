@@ -58,6 +58,21 @@ def test_rewards_without_answers_point_to_the_patterns(caplog, found, reward, du
     assert [("answer_patterns" in message, "0.30" in message) for message in messages] == [(True, True)] * due
 
 
+@pytest.mark.parametrize(
+    ("steps", "said_of"),
+    [
+        ([NONE | {"oar/ess_ratio": 0.04}] * (STEPS - 1), []),
+        ([NONE | {"oar/ess_ratio": 0.04}] * (STEPS - 1) + [NONE], ["few tokens have all credit (ESS ratio 0.040)"]),
+        ([NONE | {"oar/ess_ratio": 0.06}] * STEPS, []),
+        ([NONE | {"oar/lost_responses": 0.0}] * STEPS, []),
+        ([NONE | {"oar/lost_responses": 0.25}, *[NONE] * 10], ["25.0% of the responses are lost"]),
+    ],
+)
+def test_credit_on_few_tokens_and_lost_responses_are_told(caplog, steps, said_of):
+    messages = said(caplog, steps)
+    assert [part in message for message, part in zip(messages, said_of, strict=True)] == [True] * len(said_of)
+
+
 def test_every_reason_that_is_counted_has_its_advice():
     import torch
 

@@ -14,7 +14,7 @@ from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.verl.viewer import QueuedBatch, Viewer
+from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.page.dumps import choose
 from oar_plugin.page.record import parse_header, parse_response
 from oar_plugin.token_credit import TokenCredit
@@ -86,7 +86,6 @@ class World:
 
     def restart(self):
         self.credit = TokenCredit(self.oar, TOKENIZER, home=self.folder.parent)
-        self.viewer = Viewer(self.credit)
 
     def read(self, keys, select_fields):
         self.asked.append((len(keys), tuple(select_fields)))
@@ -109,7 +108,7 @@ class World:
         self.fields |= answer_of(*rows[:2], [SCORED] * 6, self.oar) | {"advantages": nested(rows[2])}
         every_B = torch.ones(6).bool()
         batch = QueuedBatch(step, self.keys, every_B, every_B, torch.zeros(6).long(), self.read)
-        return self.viewer.show(batch, dict(loggers))
+        return show(self.credit, batch, dict(loggers))
 
     def lines(self, step):
         first, *others = (self.folder / f"step_{step:06d}.jsonl").read_text().splitlines()
@@ -137,7 +136,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert row.mask == [1, 0, 1, 1]
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
     assert max(row.importance["fisher"]) > 0
-    assert [rows for rows, _ in world.asked] == [6, 4, 4], "text and scores of the chosen rows only"
+    assert [rows for rows, _ in world.asked] == [6, 4], "text and scores of the chosen rows only"
     assert world.asked[0] == (6, ("rm_scores",))
 
 
@@ -145,23 +144,10 @@ def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):
     world = World(tmp_path, groups=1)
     metrics = [world.show(step) for step in range(1, 8)]
     assert world.files() == [f"step_00000{step}.jsonl" for step in (1, 3, 6)]
-    assert len(world.asked) == 3 * (1 + 2)
+    assert len(world.asked) == 3 * 2
     assert [one["oar/dump_failed"] for one in metrics] == [0] * 7
     assert ["timing_s/oar_dump" in one for one in metrics] == [step in (1, 3, 6) for step in range(1, 8)]
     assert World(tmp_path, dir=None).show(3) == {}, "nothing is asked for"
-
-
-def test_the_batches_of_one_step_share_its_file_and_a_resume_replaces_it(tmp_path):
-    world = World(tmp_path, groups=4)
-    for _ in range(2):  # twice the same run
-        world.restart()
-        world.show(3)
-        # As `parameter_sync_step` of verl's separate trainer has it.
-        world.keys = [f"{key[0] * 2}{key[1:]}" for key in world.keys]
-        world.show(3)
-        assert [row.group for row in world.lines(3)[1][::2]] == ["a", "b", "c", "aa"]
-        world.keys = [key[1:] for key in world.keys]
-    assert world.files() == ["step_000003.jsonl"]
 
 
 def test_steps_after_the_one_that_a_run_resumed_from_are_no_longer_its_newest(tmp_path, monkeypatch, caplog):

@@ -28,7 +28,6 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl import offload, trainer_credit
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
-from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.page.record import parse_response
 from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS, WEIGHTS, Request
@@ -85,7 +84,6 @@ class World:
         self.trainer.oar = OarConfig.parse(oar)
         self.trainer.timing_raw = {}
         self.trainer.global_steps = 1
-        self.trainer._viewer = SimpleNamespace(show=lambda batch, loggers: {})
         self.trainer.logger = SimpleNamespace(logger={})
         self.trainer.use_critic = False
         self.trainer.tokenizer = TOKENIZER
@@ -420,7 +418,7 @@ def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(wo
 
 def test_groups_are_dumped_with_the_advantage_before_reshaping(world, tmp_path):
     one = world(dump={"dir": "dump"})
-    one.trainer._viewer = Viewer(TokenCredit(one.trainer.oar, one.trainer.tokenizer, home=tmp_path))
+    one.trainer._credit = TokenCredit(one.trainer.oar, one.trainer.tokenizer, home=tmp_path)
     one.batch.tags[2]["is_padding"] = True
     one.report_from_actor()
     plain = one.host_advantage()

@@ -8,8 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import yaml
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from oar_plugin.cli.main import main
@@ -72,45 +71,6 @@ def test_the_inspector_shows_hostile_text_in_every_field(opened, fields, words, 
         page.close()
 
 
-@settings(FEW, max_examples=4)
-@given(names, names, st.lists(texts, min_size=2, max_size=2, unique=True), texts, st.sampled_from(TERMINALS))
-@example("a", "b", ["c", "\ud83d"], "\udcff", TERMINALS[0])
-def test_a_report_shows_hostile_names_settings_and_metrics_on_its_page_and_in_the_terminal(
-    opened, tmp_path_factory, capsys, first, second, metrics, value, terminal
-):
-    folder = tmp_path_factory.mktemp("runs")
-    runs = [folder / first, folder / f"{second}2"]
-    for place, run in enumerate(runs):
-        (run / "metrics").mkdir(parents=True)
-        known = {"algorithm.adv_estimator": f"{value}{place}", value: place, "data.seed": value}
-        (run / "run.yaml").write_text(yaml.safe_dump({"state": value, "settings": known}))
-        data = {f"val-core/{name}/mean@1": 0.5 for name in metrics}
-        data |= {f"timing_s/{metrics[0]}": 1.0, "timing_s/step": 2.0}
-        rows = [{"step": step, "data": {"critic/score/mean": 0.1 * step, **data}} for step in (1, 2)]
-        (run / "metrics" / "start.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    before = {path for path in tmp_path_factory.getbasetemp().rglob("*") if folder not in path.parents}
-    capsys.readouterr()
-    # With the loader of users: the faster one of the tests does not accept half characters.
-    with mock.patch.dict(os.environ, terminal), mock.patch.object(yaml, "SafeLoader", yaml.loader.SafeLoader):
-        assert main(["report", str(runs[0]), "--baseline", str(runs[1]), "--out", str(folder / "out")]) == 0
-    said = capsys.readouterr()
-    assert not steers(said, terminal)
-    assert {path for path in tmp_path_factory.getbasetemp().rglob("*") if folder not in path.parents} - before == set()
-    assert [path.name for path in (folder / "out").iterdir()] == ["report.html"]
-    page, faults = opened((folder / "out" / "report.html").read_text(encoding="utf-8"))
-    assert page.locator("img, a, base, iframe, object").count() == 0
-    assert (page.locator("script").count(), page.locator("h1").count()) == (3, 1)
-    assert page.locator("section:not(:has(canvas))").count() == 0
-    page.locator("summary").last.click()
-    shown = "".join(page.locator("body > :not(script)").all_text_contents())
-    assert UNSEEN.search(shown.replace("\xa0", " ")) is None
-    if (value, metrics[1]) == ("\udcff", "\ud83d"):
-        assert "\\udcff0" in shown
-        assert "\\ud83d" in shown
-    assert faults == []
-    page.close()
-
-
 @settings(FEW, max_examples=60)
 @given(FIELDS, texts, names, st.sampled_from(TERMINALS))
 def test_responses_steer_no_terminal_and_names_are_no_paths(tmp_path_factory, capsys, fields, word, name, terminal):
@@ -122,7 +82,6 @@ def test_responses_steer_no_terminal_and_names_are_no_paths(tmp_path_factory, ca
         assert main(["inspect", str(folder / name)]) == 0
         assert main(["inspect", str(folder / name), "--steps", "7"]) == 2
         assert main(["inspect", str(folder / name / "no")]) == 2
-        assert main(["report", str(folder / name)]) == 2
     said = capsys.readouterr()
     assert not steers(said, terminal)
     assert sorted(path.name for path in folder.iterdir()) == [name]

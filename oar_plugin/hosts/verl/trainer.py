@@ -28,7 +28,7 @@ from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
-from oar_plugin.hosts.verl.viewer import QueuedBatch
+from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, USED, WEIGHTS
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class OarTrainerMixin(TrainerCredit):
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
         queued = QueuedBatch(self.global_steps, batch.keys, ~_padding_rows(batch), by_actor_B, status_B, read)
-        metrics.update(self._viewer.show(queued, self.logger.logger))  # while the queue has the host's own advantages
+        metrics.update(show(self._credit, queued, self.logger.logger))  # while the queue has the host's own advantages
         with marked_timer("oar", self.timing_raw):
             _write(batch, "advantages", advantages)
         return batch

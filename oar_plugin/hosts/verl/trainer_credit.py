@@ -19,7 +19,6 @@ from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.settings import STRATEGIES
-from oar_plugin.hosts.verl.viewer import Viewer
 from oar_plugin.passes.contexts import ContextPrompts, PromptSource, longest_of
 from oar_plugin.passes.request import SEGMENTS, STATUS
 from oar_plugin.token_credit import TokenCredit
@@ -49,7 +48,6 @@ class TrainerCredit:
         # Ray runs the trainer on any node, in a folder of its own.
         home = self.config.trainer.default_local_dir
         self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True, contexts=True)
-        self._viewer = Viewer(self._credit)
         # verl's agent loops give it to their own tokenizers.
         template = {"chat_template": OmegaConf.select(self.config, "actor_rollout_ref.model.custom_chat_template")}
         template |= OmegaConf.select(self.config, "data.apply_chat_template_kwargs") or {}

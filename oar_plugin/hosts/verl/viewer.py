@@ -1,4 +1,4 @@
-"""What `algorithm.oar.dump` asks for, at the steps that it names: a file for `oar inspect`, and pictures on dashboards.
+"""What `algorithm.oar.dump` asks for, at the steps that it names: a file for `oar inspect`, and one group on dashboards.
 
 No fault in it stops the run: a metric counts it, and the log says it once.
 """
@@ -6,30 +6,31 @@ No fault in it stops the run: a metric counts it, and the log says it once.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from itertools import chain
+from textwrap import indent
 from typing import Any
 
 import torch
+from rich.console import Console
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 
-from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.verl.capabilities import host_version
-from oar_plugin.hosts.verl.dashboards import DASHBOARDS, Picture
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.page.dumps import DUMP_FAILED, Sibling, choose
-from oar_plugin.page.record import Response
+from oar_plugin.page.inspector import inspector_page
+from oar_plugin.page.record import Header, Response
+from oar_plugin.page.terminal import text_of
 from oar_plugin.passes.request import SHOWN, WEIGHTS
-from oar_plugin.token_credit import CreditedBatch, TokenCredit
+from oar_plugin.token_credit import CreditedBatch, PaddedBatch, TokenCredit
 
 DASHBOARD_FAILED = "oar/dashboard_failed"
-QUEUED = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "reward_model", "data_source"]
-"""Fields that are read for the chosen responses only. There is no entropy where old log-probs are the rollout's."""
+CREDIT = ["advantages", *SHOWN, WEIGHTS]
+TEXTS = ["prompts", "responses", "old_log_probs", "entropy", "response_mask", "reward_model", "data_source"]
+Known = Callable[[int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -45,136 +46,105 @@ class QueuedBatch:
 
     def siblings(self) -> Iterator[Sibling]:
         """The responses, a group's in the order of sampling, without the rows that verl added."""
-        scores = self.read(keys=list(self.keys), select_fields=["rm_scores"])["rm_scores"]
-        reward_B = torch.stack([row.sum() for row in scores.unbind()])
+        scores = self.read(keys=list(self.keys), select_fields=["rm_scores"])["rm_scores"].unbind()
         places, first_row = list[tuple[int, int, int, int, str]](), dict[str, int]()
         for row in self.own_B.nonzero()[:, 0].tolist():
             uid, session, index = self.keys[row].rsplit("_", 2)
             places.append((first_row.setdefault(uid, row), int(session), int(index), row, uid))
         for *_, row, uid in sorted(places):
-            yield Sibling(uid, self.keys[row], reward_B[row].item(), int(self.status_B[row]))
+            yield Sibling(uid, self.keys[row], scores[row].sum().item(), int(self.status_B[row]))
 
 
 def padded_batch(step: int, batch: DataProto, status_B: Tensor, more: Mapping[str, Tensor]) -> QueuedBatch:
     """The batch of a trainer that holds it padded: prompts on the left, responses on the right. `more`: other fields."""
-    keys = [f"{uid}_{row}_0" for row, uid in enumerate(batch.non_tensor_batch["uid"])]
+    tensors, others = {**batch.batch, **more}, batch.non_tensor_batch
+    keys = [f"{uid}_{row}_0" for row, uid in enumerate(others["uid"])]
+    real_BT, prompt = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
 
     def read(keys: Sequence[str], select_fields: Sequence[str]) -> Any:
         rows = [int(key.split("_")[-2]) for key in keys]
-        real_BT, prompt = batch.batch["attention_mask"].bool(), batch.batch["prompts"].shape[1]
-        fields: dict[str, Any] = {}
-        for name in select_fields:
-            tensors = more if name in more else batch.batch
-            if name in tensors:
-                keep_BT = real_BT[:, :prompt] if name == "prompts" else real_BT[:, prompt:]
-                fields[name] = torch.nested.masked_select(tensors[name][rows], keep_BT[rows])
-            elif name in batch.non_tensor_batch:
-                fields[name] = batch.non_tensor_batch[name][rows]
+        fields: dict[str, Any] = {name: others[name][rows] for name in select_fields if name in others}
+        for name in tensors.keys() & set(select_fields):
+            real_BL = real_BT[:, :prompt] if name == "prompts" else real_BT[:, prompt:]
+            fields[name] = torch.nested.masked_select(tensors[name][rows], real_BL[rows])
         return fields
 
-    everything_B = torch.ones(len(keys), dtype=torch.bool)
-    return QueuedBatch(step, keys, everything_B, everything_B, status_B, read)
+    every_B = torch.ones(len(keys), dtype=torch.bool)
+    return QueuedBatch(step, keys, every_B, every_B, status_B, read)
 
 
-class Viewer:
-    def __init__(self, credit: TokenCredit) -> None:
-        self.credit, oar = credit, credit.config
-        fallback = oar.actor_importance or oar.importance
-        # The engines' importance where they score, and the actor's.
-        self._names = importance_of(oar.importance).name, importance_of(fallback).name
-        arbitrary = {one.name: one.arbitrary_scale for one in map(importance_of, (oar.importance, fallback))}
-        self._header = credit.header(arbitrary, verl=host_version())
-        self._step, self._responses = 0, list[Response]()
+def show(credit: TokenCredit, batch: QueuedBatch, loggers: Mapping[str, Any]) -> dict[str, float]:
+    """Shows some groups of a batch if it is time to; `loggers` are verl's, by name.
 
-    def show(self, batch: QueuedBatch, loggers: Mapping[str, Any]) -> dict[str, float]:
-        """Shows some groups of a batch if it is time to; `loggers` are verl's, by name.
+    Returns metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
+    """
+    boards = [name for name in DASHBOARDS if name in loggers]
+    metrics = ({DUMP_FAILED: 0.0} if credit.dumps.folder else {}) | ({DASHBOARD_FAILED: 0.0} if boards else {})
+    if not metrics or not credit.dumps.due(batch.step):
+        return metrics
+    start = time.perf_counter()
+    with credit.dumps.counted(batch.step, metrics, "reading responses", *metrics):
+        everyone, header = list(batch.siblings()), credit.header(verl=host_version())
+        # Of other rows only the reward is read. One row at least: `dump` leaves it out if it does not matter.
+        chosen = list(chain(*choose(everyone, credit.config.dump.groups))) or everyone[:1]
+        padded, credited, known = _read(credit, batch, [batch.keys.index(one.uid) for one in chosen])
+        rows = [(row, one.group, one.uid, one.reward) for row, one in enumerate(chosen)]
+        responses = credit.dump(padded, credited, metrics, rows, known, header=header, always=True)
+        first = [response for response in responses if response.group == responses[0].group]
+        for name in boards if first else ():
+            with credit.dumps.counted(batch.step, metrics, name, DASHBOARD_FAILED):
+                DASHBOARDS[name](loggers[name], batch.step, first, header)
+    return metrics | {"timing_s/oar_dump": time.perf_counter() - start}
 
-        A step may have several batches: each may add groups to the step's file, and dashboards get the first one's.
 
-        Returns metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
-        """
-        dumps = self.credit.dumps
-        boards = [name for name in DASHBOARDS if name in loggers]
-        metrics = {DUMP_FAILED: 0.0} if dumps.folder else {}
-        metrics |= {DASHBOARD_FAILED: 0.0} if boards else {}
-        if not metrics or not dumps.due(batch.step):
-            return metrics
-        start, first = time.perf_counter(), batch.step != self._step
-        if first:
-            self._step, self._responses = batch.step, []
-        counted = partial(dumps.counted, batch.step, metrics)
-        with counted("reading responses", *metrics):
-            groups = self._groups(batch)
-            self._responses += [response for group in groups for response in group]
-            if dumps.folder is not None:
-                with counted(f"writing into {dumps.folder}", DUMP_FAILED):
-                    dumps.write(self._header, batch.step, self._responses)
-            if boards and first:
-                with counted("reading all scores", DASHBOARD_FAILED):
-                    picture = self._picture(batch, groups)
-                    for name in boards:
-                        with counted(name, DASHBOARD_FAILED):
-                            DASHBOARDS[name](loggers[name], picture)
-        return metrics | {"timing_s/oar_dump": time.perf_counter() - start}
+def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[PaddedBatch, CreditedBatch, Known]:
+    """Some rows of a batch, padded on the right: the responses, their credit, and what else is `known` of a row."""
+    keys, by_actor = [batch.keys[row] for row in rows], batch.by_actor_B[rows].tolist()
+    fields = batch.read(keys=keys, select_fields=[*TEXTS, *CREDIT, *ENGINE_FIELDS.values()])
+    columns = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
 
-    def _groups(self, batch: QueuedBatch) -> list[list[Response]]:
-        """The groups that there is still room for in this step. Of a row that is not chosen only the reward is read."""
-        room = self.credit.config.dump.groups - len({response.group for response in self._responses})
-        chosen = choose(batch.siblings(), room)
-        shown = [sibling for group in chosen for sibling in group]
-        if not shown:
-            return []
-        keys, row_of = [sibling.uid for sibling in shown], {key: row for row, key in enumerate(batch.keys)}
-        queued, rows = batch.read(keys=keys, select_fields=QUEUED), [row_of[key] for key in keys]
-        columns = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in queued.items()}
-        credited, by_actor = self._credited(batch, rows), batch.by_actor_B[rows].tolist()
-        responses = iter(
-            [
-                self._response(credited, at, self._names[by_actor[at]], sibling, {n: c[at] for n, c in columns.items()})
-                for at, sibling in enumerate(shown)
-            ]
-        )
-        return [list(islice(responses, len(group))) for group in chosen]
+    def padded(name: str) -> Tensor:
+        names = [name if actor else ENGINE_FIELDS.get(name, name) for actor in by_actor]
+        return pad_sequence([columns[name][place] for place, name in enumerate(names)], batch_first=True)
 
-    def _credited(self, batch: QueuedBatch, rows: Sequence[int]) -> CreditedBatch:
-        """Some rows of a batch, padded, with what the actor or the engines say of them."""
-        names = ["advantages", *SHOWN, WEIGHTS]
-        fields = batch.read(keys=[batch.keys[row] for row in rows], select_fields=[*names, *ENGINE_FIELDS.values()])
-        columns = {name: field.unbind() for name, field in fields.items()}
+    def known(place: int) -> dict[str, Any]:
+        one = {name: column[place] for name, column in columns.items()}
+        asked, oar = one.get("reward_model"), credit.config
+        name = oar.actor_importance if by_actor[place] else oar.importance
+        return {
+            # The engines' importance where they score, and the actor's.
+            "importance": importance_of(name or oar.importance).name,
+            "source": str(one.get("data_source", "")),
+            "prompt": credit.tokenizer.decode(one["prompts"]),
+            "truth": asked.get("ground_truth") if isinstance(asked, Mapping) else None,
+            "log_probs": one.get("old_log_probs"),
+            "entropies": one.get("entropy"),  # not there where old log-probs are the rollout's
+        }
 
-        def padded(name: str) -> Tensor:
-            of = [name if batch.by_actor_B[row] else ENGINE_FIELDS.get(name, name) for row in rows]
-            return pad_sequence([columns[name][at] for at, name in enumerate(of)], batch_first=True)
+    response_BL = pad_sequence([torch.ones_like(row) for row in columns["responses"]], batch_first=True).bool()
+    own_BL = padded("response_mask").bool() if "response_mask" in columns else None
+    credited = CreditedBatch(batch.step, *map(padded, CREDIT), batch.status_B[rows])
+    return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
 
-        advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, names)
-        return CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows])
 
-    def _response(
-        self, credited: CreditedBatch, place: int, importance: str, sibling: Sibling, fields: Mapping[str, Any]
-    ) -> Response:
-        """The response in row `place` of `credited`. `importance`: its name. `fields`: those of `QUEUED`."""
-        ids, asked = fields["responses"].tolist(), fields.get("reward_model")
-        return self.credit.record(
-            credited,
-            place,
-            slice(len(ids)),
-            ids,
-            importance=importance,
-            group=sibling.group,
-            uid=sibling.uid,
-            reward=sibling.reward,
-            source=str(fields.get("data_source", "")),
-            prompt=self.credit.tokenizer.decode(fields["prompts"]),
-            truth=asked.get("ground_truth") if isinstance(asked, Mapping) else None,
-            log_probs=fields.get("old_log_probs"),
-            entropies=fields.get("entropy"),
-            mask=fields.get("response_mask"),
-        )
+def _wandb(logger: Any, step: int, responses: Sequence[Response], header: Header) -> None:
+    """The page, beside the step's scalars: nothing is sent before verl logs these."""
+    from wandb import Html
 
-    def _picture(self, batch: QueuedBatch, groups: list[list[Response]]) -> Picture:
-        weights = importance = torch.zeros(0)
-        if scored := (batch.status_B == Status.SCORED).nonzero()[:, 0].tolist():
-            credited = self._credited(batch, scored)
-            paid_BL = credited.segments_BL == Segment.REASONING
-            weights, importance = credited.weight_BL[paid_BL], credited.importance_BL[paid_BL]
-        return Picture(batch.step, weights.numpy(), importance.numpy(), groups[0] if groups else [], self._header)
+    page = Html(inspector_page(responses, header, header.run), inject=False)
+    logger.log({"oar/responses": page}, step=step, commit=False)
+
+
+def _mlflow(logger: Any, step: int, responses: Sequence[Response], header: Header) -> None:
+    from mlflow import log_text
+
+    log_text(inspector_page(responses, header, header.run), f"oar/step_{step:06d}.html")
+
+
+def _tensorboard(logger: Any, step: int, responses: Sequence[Response], header: Header) -> None:
+    """A block of code in Markdown, the only form in which TensorBoard keeps hostile text as it is."""
+    text = text_of(responses, Console(width=100, color_system=None))
+    logger.writer.add_text("oar/responses", indent(text, "    ", lambda line: True), step)
+
+
+DASHBOARDS = {"wandb": _wandb, "tensorboard": _tensorboard, "mlflow": _mlflow}  # by the name of verl's logger

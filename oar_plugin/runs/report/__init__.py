@@ -1,1 +1,0 @@
-"""Reports of runs: metrics read from logs, findings, the page."""

@@ -1,2 +1,0 @@
-from tests.browser import browser as browser
-from tests.browser import opened as opened
