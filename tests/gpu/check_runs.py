@@ -62,16 +62,6 @@ def benchmark(study, log, options):
     return json.loads(file.read_text())
 
 
-@pytest.mark.needs(packages=BENCHMARK, memory_gb=20)
-def test_benchmark_of_a_step(log, figures):
-    small = "--size 1m --responses 4 --response-length 64 --rounds 1"
-    told = benchmark("step", log, small if here.REHEARSAL else "--size 0.5b --dtype bfloat16")
-    for row in told["tables"]["Ratios"][:5]:
-        figures(row["ratio"], row["median (95 %)"])
-    peaks = told["runs"]["peak_bytes"]
-    assert peaks["b"] <= peaks["e"]
-
-
 @pytest.mark.needs(packages=(*RUN, *BENCHMARK, "flash_attn"), memory_gb=38)
 def test_benchmark_of_whole_runs(log, figures):
     small = "--size 1m --prompts 2 --n 2 --prompt-length 8 --response-length 32 --micro-batch 4 --steps 1 --rounds 1"
