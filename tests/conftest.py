@@ -17,7 +17,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ["verl_run", "smoke", "engine", "offload_run", "engine_scoring", "megatron_run", "openrlhf"]
+LONGEST = ["engine", "verl_run", "engine_scoring", "handshake", "real_run", "offload_run", "smoke", "openrlhf"]
 
 
 def pytest_collection_modifyitems(config, items):

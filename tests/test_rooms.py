@@ -70,12 +70,6 @@ def test_arrows_between_rooms_point_down():
     assert up({module: others & GRAPH.keys() for module, others in GRAPH.items()}) == []
 
 
-def test_an_arrow_that_runs_back_up_would_be_found():
-    assert up({"oar_plugin.credit.gate": {"oar_plugin.config"}})
-    assert up({"oar_plugin.hosts.verl.trainer": {"oar_plugin.runs.launch"}})
-    assert not up({"oar_plugin.cli.main": {"oar_plugin.credit.gate"}})
-
-
 @pytest.mark.parametrize(
     ("package", "never"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from tests import in_order
+from tests.hosts import in_order
 
 NAME = "seeded"
 

@@ -349,11 +349,3 @@ def test_log_probs_may_be_computed_again_before_the_update_and_reference_workers
     one._compute_ref_log_prob(batch)
     assert not [name for name in one.actor_rollout_wg.asked[-1].keys() if name.startswith("oar_")]  # noqa: SIM118
     assert {WEIGHTS, ours.ENTROPY} < {*batch.batch.keys()}
-
-
-@pytest.mark.parametrize("config", [None, {"algorithm": {"adv_estimator": "grpo"}}])
-def test_a_trainer_may_hold_any_configuration(config):
-    one = object.__new__(host.RayPPOTrainer)
-    one.config = config
-    assert one.config is config
-    assert one.oar is None

@@ -65,7 +65,7 @@ def whole(mode: str, folder: Path) -> None:
         "trainer.resume_mode=disable",
         "trainer.default_local_dir=${oc.env:OAR_CHECKPOINTS}",
         "trainer.experiment_name=replayed",
-        "trainer.v1.sampler.custom_sampler.path=pkg://tests.in_order",
+        "trainer.v1.sampler.custom_sampler.path=pkg://tests.hosts.in_order",
         f"trainer.v1.sampler.custom_sampler.name={'InOrderAsync' if mode.endswith('async') else 'InOrder'}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
         "actor_rollout_ref.actor.optim.lr=1e-3",

@@ -234,13 +234,6 @@ def test_a_step_without_an_update_scores_nothing(world, monkeypatch):
     assert [name for name in one.metrics if name.startswith("oar/")] == ["oar/lost_responses"]
 
 
-def test_without_std_normalisation(world):
-    one = world()
-    one.trainer.config.algorithm.norm_adv_by_std_in_grpo = False
-    one.report_from_actor(Status.NO_ANSWER)
-    torch.testing.assert_close(one.credited()[:, 0], torch.tensor([2 / 3, -1 / 3, -1 / 3, 0, 0, 0]))
-
-
 def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
     one = world()
     one.report_from_actor(Status.NO_ANSWER)

@@ -196,6 +196,7 @@ def test_scores_of_the_run_are_those_of_the_front_door(launched):
         torch.testing.assert_close(credit.weights[place, here], torch.tensor(row.weights))
 
 
+@pytest.mark.nightly
 def test_asynchronous_in_bypass_mode_with_lora_as_published(assets, tmp_path):
     """The rollout's log-probs are the old ones, so importance has passes of its own."""
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)

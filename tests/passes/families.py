@@ -6,10 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import sentencepiece
-from tiktoken import _educational
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 from oar_plugin.passes.tokens import TokenBytes
@@ -72,52 +70,10 @@ def word_piece():
     return trained(backend, trainers.WordPieceTrainer(vocab_size=200, **COMMON))
 
 
-class ByRanks(PreTrainedTokenizer):
-    """The part of a model's own tokenizer around tiktoken (Qwen 1, Kimi) that is used."""
-
-    model_input_names = ("input_ids",)
-
-    def __init__(self, ranks, **names):
-        letters = bytes_to_unicode()
-        self._ranks = ranks
-        self._names = {rank: "".join(letters[byte] for byte in token) for token, rank in ranks.items()}
-        self._bytes = {letter: byte for byte, letter in letters.items()}
-        super().__init__(**names)
-
-    @property
-    def vocab_size(self):
-        return len(self._ranks)
-
-    def get_vocab(self):
-        return {name: rank for rank, name in self._names.items()} | self.added_tokens_encoder
-
-    def _tokenize(self, text, **_):
-        pattern = r"\s*\w+|\s*[^\w\s]|\s+"
-        encoding = _educational.SimpleBytePairEncoding(pat_str=pattern, mergeable_ranks=self._ranks)
-        return [self._names[rank] for rank in encoding.encode(text, visualise=None)]
-
-    def _convert_token_to_id(self, token):
-        return next(rank for rank, name in self._names.items() if name == token)
-
-    def _convert_id_to_token(self, index):
-        return self._names[index]
-
-    def convert_tokens_to_string(self, tokens):
-        letters = "".join(tokens)
-        parts = (bytes([self._bytes[one]]) if one in self._bytes else one.encode() for one in letters)
-        return b"".join(parts).decode("utf-8", "replace")
-
-
 def with_added_tokens(tokenizer):
     """For tokenizers in pure Python."""
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("<答案>", special=False)])
     return tokenizer
-
-
-def tiktoken():
-    text = "".join(SENTENCES * 3)
-    ranks = _educational.bpe_train(text, 300, r"\s*\w+|\s*[^\w\s]|\s+", visualise=None)
-    return with_added_tokens(ByRanks(ranks, eos_token="<|end|>", pad_token="<|pad|>"))
 
 
 def sentence_piece(kind, **options):
@@ -139,7 +95,6 @@ BUILDERS = {
     "no_first_space": lambda: unigram_metaspace("never"),
     "word_piece": word_piece,
     "unknown_decoder": lambda: byte_level(nested=True),
-    "tiktoken": tiktoken,
     "sentence_piece": lambda: sentence_piece("unigram", vocab_size=73),
     "sentence_piece_bytes": lambda: sentence_piece("bpe", vocab_size=350, byte_fallback=True),
 }

@@ -11,9 +11,9 @@ from oar_plugin.credit.importance.base import squared_norm
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
+from oar_plugin.passes.gradient import MicroBatchPass, Packed, Scores, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.taps import ModelTaps, Projection, Tap
+from oar_plugin.passes.taps import ModelTaps, Projection
 from tests.asked import asked
 from tests.passes.batch import distance, padded, positions, rows_of
 
@@ -61,16 +61,6 @@ class Surprise(Reads):
 
 class NoisySurprise(Surprise):
     backwards = (Backward("reasoning", noise=True),)
-
-
-class Later(Surprise):
-    """From the rows of reasoning and answer."""
-
-    backwards = (Backward("later"),)
-
-
-class NoisyLater(Surprise):
-    backwards = (Backward("later", noise=True),)
 
 
 class Mixed(Reads):
@@ -122,24 +112,13 @@ def measure(model, kind, batch=None, **more):
     return one.scores, packed
 
 
-def assert_same_scores(got, want):
-    for name in ("score_KT", "entropy_T", "log_prob_T"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-7)
-
-
-def read_by(kind):
-    """The segments of the tokens whose distributions are read."""
-    later = any(backward.rows == "later" for backward in kind.backwards)
-    return [Segment.REASONING, Segment.ANSWER] if later else [Segment.REASONING]
-
-
-def directly(model, rows, read, temperature=TEMPERATURE):
-    """Entropy and log-probability of each token of these segments, 0 elsewhere, from the model's logits."""
+def directly(model, rows, temperature=TEMPERATURE):
+    """Entropy and log-probability of each token of the reasoning, 0 elsewhere, from the model's logits."""
     entropy, log_prob = [], []
     for ids, segments in rows:
         with torch.no_grad():
             log_p = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        keep = torch.isin(segments[1:], torch.tensor(read))
+        keep = segments[1:] == Segment.REASONING
         entropy.append(torch.cat([torch.zeros(1), -(log_p.exp() * log_p).sum(-1) * keep]))
         log_prob.append(torch.cat([torch.zeros(1), log_p.gather(-1, ids[1:, None])[:, 0] * keep]))
     return torch.cat(entropy), torch.cat(log_prob)
@@ -150,16 +129,14 @@ def directly(model, rows, read, temperature=TEMPERATURE):
 
 @pytest.mark.parametrize("chunk", [5, 256])
 @pytest.mark.parametrize("draws", [1, 2])
-@pytest.mark.parametrize(
-    "kind", [Reads, NoisyReads, NothingButReads, Surprise, NoisySurprise, Later, NoisyLater, Mixed]
-)
+@pytest.mark.parametrize("kind", [Reads, NoisyReads, NothingButReads, Surprise, NoisySurprise, Mixed])
 def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(model, monkeypatch, kind, draws, chunk):
     """At the temperature of the rollout; also where a backward's forward is noisy; once, however many draws there are."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
     for temperature in (0.5, 1.5):
         batch = padded(rows_of(), left=chunk == 5)
         scores, packed = measure(model, kind, batch, num_draws=draws, temperature=temperature)
-        entropy_T, log_prob_T = directly(model, rows_of(), read_by(kind), temperature)
+        entropy_T, log_prob_T = directly(model, rows_of(), temperature)
         torch.testing.assert_close(scores.log_prob_T, log_prob_T, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(scores.entropy_T, entropy_T, rtol=1e-4, atol=1e-5)
         if not kind.backwards:  # an importance of readings alone
@@ -177,26 +154,26 @@ def test_reading_does_not_change_what_a_backward_gives(model):
 
 
 @pytest.mark.parametrize("chunk", [5, 256])
-@pytest.mark.parametrize("kind", [Surprise, NoisySurprise, Later, NoisyLater])
-def test_a_backward_from_the_reasonings_rows_and_the_answers_equals_plain_autograd(model, monkeypatch, kind, chunk):
+@pytest.mark.parametrize("kind", [Surprise, NoisySurprise])
+def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, monkeypatch, kind, chunk):
     """Coefficients are of clean entropies, the gradient goes through noisy embeddings."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
     scores, _ = measure(model, kind)
     want, vocabulary, hidden = [], model.config.vocab_size, model.config.hidden_size
     for ids, segments in rows_of():
-        at, reasoning = torch.cat([positions(segments, segment) for segment in read_by(kind)]), positions(segments)
+        reasoning = positions(segments)
         seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, 0)
-        seed_N = seed_1.expand(len(at))
+        seed_N = seed_1.expand(len(reasoning))
         noise_TH = torch.zeros(len(ids), hidden)
         if kind.backwards[0].noise:
             noise = gaussian(position_seeds(seed_1.expand(len(reasoning)), reasoning), hidden)
             noise_TH[reasoning] = request_of(kind).config.sigma * noise
-        entropy_T, _ = directly(model, [(ids, segments)], read_by(kind))
-        sign_NV = signs(position_seeds(seed_N, torch.arange(len(at))), 0, vocabulary)
+        entropy_T, _ = directly(model, [(ids, segments)])
+        sign_NV = signs(position_seeds(seed_N, torch.arange(len(reasoning))), 0, vocabulary)
         embedding = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
-        logits_NV = model(inputs_embeds=embedding + noise_TH).logits[0, at - 1]
-        chosen_N = (sign_NV * logits_NV).gather(-1, ids[at][:, None])[:, 0]
-        (gradient,) = torch.autograd.grad((entropy_T[at] * chosen_N).sum(), embedding)
+        logits_NV = model(inputs_embeds=embedding + noise_TH).logits[0, reasoning - 1]
+        chosen_N = (sign_NV * logits_NV).gather(-1, ids[reasoning][:, None])[:, 0]
+        (gradient,) = torch.autograd.grad((entropy_T[reasoning] * chosen_N).sum(), embedding)
         want.append(squared_norm(gradient)[0])
     assert distance(scores.score_KT[0].split([len(ids) for ids, _ in rows_of()]), want) < 1e-4
 
@@ -259,54 +236,6 @@ def test_a_linear_projection_is_gone_back_through_once_per_response(model, monke
 
 
 # ---- many micro-batches, many ranks, many responses
-
-
-def test_micro_batches_write_into_one_place(model):
-    """As Megatron's schedules have it: in any order, each at the places of its rows."""
-    request, rows = request_of(TWO), rows_of()
-    whole, packed = measure(model, TWO)
-    scores = Scores(importance_of(TWO), len(packed.token_T), CPU)
-    with ModelTaps(model) as taps:
-        for chosen in ([3, 1], [0, 2]):
-            batch = padded([rows[i] for i in chosen])
-            place_T = torch.cat([torch.arange(*packed.offsets[i : i + 2].tolist()) for i in chosen])
-            forward_and_backward(model, taps, batch, MicroBatchPass(request, *packed_rows(*batch), scores, place_T))
-    assert_same_scores(scores, whole)
-
-
-def joined(first, second):
-    """One forward that serves the taps of two ranks."""
-    count = len(first.row_position_N)
-
-    def probe(project, hidden_NH):
-        return first.probe(project, hidden_NH[:count]) + second.probe(project, hidden_NH[count:])
-
-    def receive(gradient, embedding):
-        first.receive(gradient, embedding)
-        second.receive(gradient, embedding)
-
-    return Tap(torch.cat([first.row_position_N, second.row_position_N]), probe, receive=receive)
-
-
-@pytest.mark.parametrize("kind", [Reads, Surprise])
-def test_a_rank_that_holds_a_part_adds_its_part(model, kind):
-    """Rows and embeddings cut between two ranks: scalars, scores and readings add up. Each row of the answer by itself."""
-    batch, request = padded(rows_of()), request_of(kind, probe="answer_joint")
-    whole, packed = measure(model, kind, probe="answer_joint")
-    layout = packed_rows(*batch)[1]
-    first_T = torch.arange(len(packed.token_T)) % 2 == 0
-    local = [torch.where(mine_T, layout.local_T, -1) for mine_T in (first_T, ~first_T)]
-    ones = [MicroBatchPass(request, packed, Layout(local_T, local_T, layout.num_embeddings)) for local_T in local]
-    with ModelTaps(model) as taps:
-        tap = taps.tap = joined(*(one.tap(one.importance.forwards(1)[0]) for one in ones))
-        model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-        tap.scalar.backward()
-    total = Scores(kind(), len(packed.token_T), CPU)
-    for name in ("score_KT", "entropy_T", "log_prob_T"):
-        parts = [getattr(one.scores, name) for one in ones]
-        getattr(total, name)[:] = sum(parts)
-        assert all(part.any() for part in parts)
-    assert_same_scores(total, whole)
 
 
 def test_scores_are_summed_over_ranks_in_one_call_and_keep_their_places():

@@ -7,12 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.credit.noise import signs
 from oar_plugin.passes import masked_copies, rows
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
-from oar_plugin.passes.taps import Projection
 from tests.asked import asked
 from tests.passes.batch import random_model
 
@@ -93,19 +91,6 @@ def test_masked_copies_of_a_response_of_any_length_take_a_few_chunks(monkeypatch
     short, long = most(8 * CHUNK), most(16 * CHUNK)
     assert long < (12 if drawn else 5) * FLOAT32
     assert long < 1.1 * short
-
-
-def test_every_importance_with_gradients_is_looked_at():
-    assert {name for name, one in IMPORTANCES.items() if one.backwards} <= {*(name for name, _ in CASES), "hybrid"}
-
-
-def test_capped_logits_take_the_place_of_the_others():
-    """A backward needs one tensor more."""
-    model = random_model(logits_soft_cap=5.0, vocab_size=VOCABULARY).requires_grad_(False)
-    for backward in (False, True):
-        with Counted() as memory:
-            Projection(model)(torch.randn(CHUNK, 32).requires_grad_(backward))
-        assert (memory.most - model.lm_head.weight.nbytes) // FLOAT32 == 1 + backward
 
 
 def test_signs_take_little_more_than_what_is_returned():

@@ -58,21 +58,3 @@ def test_where_there_are_no_rows_the_shape_of_the_logits_is_seen_nevertheless(te
     shapes = []
     read_logits(lambda chosen: chosen @ weight_VH.T, hidden_NH[:0], lambda logits, _: shapes.append(logits.shape))
     assert shapes == [(0, VOCABULARY)]
-
-
-def test_no_logits_and_no_weights_stay_in_the_graph(tensors):
-    """What autograd keeps for the backward is of the size of the hidden states."""
-    hidden_NH, weight_VH = tensors
-    gradient_NH = projected_back(lambda chosen: chosen @ weight_VH.T, hidden_NH, lambda logits_NV, chosen: logits_NV)
-    assert not gradient_NH.requires_grad
-    nodes, seen = [scalar_with(gradient_NH, hidden_NH).grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for name in dir(node):
-            if name.startswith("_saved") and isinstance(saved := getattr(node, name), torch.Tensor):
-                assert VOCABULARY not in saved.shape
-        nodes += [parent for parent, _ in node.next_functions]
-    assert len(seen) > 1

@@ -116,21 +116,6 @@ def test_only_the_first_embedding_of_a_forward_is_the_leaf(model):
             assert torch.equal(leaf, embedding)
 
 
-def test_two_forwards_may_go_on_before_their_backwards(model):
-    """As a pipeline's schedule does: each gradient goes to its own tap."""
-    batches = (IDS, IDS.flip(0))
-    with ModelTaps(model) as taps:
-        alone = [Reader().gradient(model, taps, ids) for ids in batches]
-        readers = [Reader(), Reader()]
-        for reader, ids in zip(readers, batches, strict=True):
-            reader.run(model, taps, ids)
-        for reader in readers:
-            reader.tap.scalar.backward()
-    for reader, pair in zip(readers, alone, strict=True):
-        assert len(reader.delivered) == 1
-        torch.testing.assert_close(reader.delivered[0], pair)
-
-
 def test_nothing_of_a_micro_batch_stays_behind(model):
     """Not its hidden states, its leaf or its gradient, while the hooks wait for the next one."""
     kept = []

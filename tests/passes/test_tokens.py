@@ -38,15 +38,6 @@ def test_pieces_add_up_to_the_decoded_text(name, text):
     assert joined == decoded
 
 
-@given(data=st.data())
-@settings(max_examples=60)
-def test_any_sequence_of_byte_level_ids_adds_up(data):
-    size = len(tokenizer_and_bytes("byte_level")[0])
-    ids = data.draw(st.lists(st.integers(0, size - 1), max_size=40))
-    joined, decoded = joined_and_decoded("byte_level", ids, "replace")
-    assert joined == decoded
-
-
 @pytest.mark.parametrize("name", ["byte_level", "llama_2", "gemma"])
 def test_a_character_may_be_split_over_several_tokens_and_half_of_one_stays_what_it_is(name):
     tokenizer, token_bytes = tokenizer_and_bytes(name)

@@ -34,6 +34,7 @@ HERE = {
     ]
 }
 NIGHTLY = {
+    "qwen2_5_14b_deepmath": [],
     "qwen2_5_7b_deepmath": [],  # the synchronous trainer replaces groups; a penalty for long responses
     "qwen3_30b_a3b_fsdp": [],  # a mixture of experts
     # The same with expert parallelism, and routes that the log-prob pass records for the update.
@@ -51,7 +52,6 @@ NIGHTLY = {
 """Recipes that are run here, with what overrides."""
 ELSEWHERE = {
     "qwen2_5_7b_math": "tests/hosts/test_verl_run.py",
-    "qwen2_5_14b_deepmath": "tests/hosts/test_lost_node.py",
     "qwen2_5_32b_megatron": "tests/hosts/test_megatron_run.py",
     "qwen2_5_7b_colocate_async": "tests/hosts/test_verl_run.py",
     "qwen2_5_7b_oar_p": "tests/hosts/test_offload_run.py",

@@ -25,7 +25,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "joint": {"probe": "answer_joint"},
     "dynamic": {"dynamic": True},
     "only": {"only": True},
-    **{f"draws{number}": {"num_draws": number} for number in (3, 16, 64)},
+    "draws3": {"num_draws": 3},
     "loud": {"sigma": 0.2},  # changes routes
     "again": {},
     "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
@@ -42,8 +42,7 @@ SINGLE: dict[str, list[str]] = {
     "packed": [
         *_probed("fisher", "oar_g", "oar_p"),
         *(f"{name} {how}" for name in EVERYTHING for how in ("dynamic", "only")),
-        *(f"{name}{only}" for name in OTHERS for only in ("", " only")),
-        *("fisher again", "fisher draws64", "decision", "decision draws16", "onward", "onward last"),
+        *(*OTHERS, "entropy only", "fisher again", "decision", "onward", "onward last"),
         *("oar_p span", "oar_p sampled", "oar_p half", "hybrid"),
     ],
     **({"compiled": ["fisher"]} if shutil.which("g++") else {}),  # torch's compiler calls it on a CPU
@@ -64,16 +63,7 @@ DOUBLE: dict[str, list[str]] = {
     "wrapped": ["fisher", "fisher joint", "decision"],
     "ulysses fp16": ["fisher", "decision"],
     "ulysses": [
-        *(
-            *EVERYTHING,
-            "fisher fails",
-            "oar_p fails",
-            "fisher joint",
-            "oar_g",
-            *OTHERS,
-            "oar_p joint",
-            "oar_p sampled",
-        )
+        *(*EVERYTHING, *OTHERS, "fisher joint", "fisher fails", "oar_g", "oar_p joint", "oar_p sampled", "oar_p fails"),
     ],
     "ulysses fused tied": ["fisher", "oar_p"],
 }
@@ -90,11 +80,11 @@ MEGATRON: dict[str, list[str]] = {
     "tp2 vocabulary": ["fisher", "decision"],
     "pp2": [
         *("fisher", "fisher fails", "fisher dynamic", "fisher only", "fisher draws3"),
-        *("oar_g", "decision", "onward", *OTHERS),
+        *("oar_g", "decision", "random"),
     ],
     "pp2 full": ["fisher"],
-    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", "onward"],
-    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "onward", *OTHERS],
+    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward"],
+    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "random"],
     **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
     "dp2": ["fisher", "fisher dynamic"],
     "dp2 overlap": ["fisher"],

@@ -15,7 +15,7 @@ import verl  # noqa: F401  loads the plugin, as in a run
 from verl.utils.device import get_device_name
 
 from tests.hosts.engine import cases, world
-from tests.hosts.engine.worker import afterwards, asked_of, join, kinds, run, start
+from tests.hosts.engine.worker import afterwards, asked_of, join, run, start
 from tests.processes import worker
 from verl_cpu import megatron
 
@@ -182,14 +182,6 @@ def refusals(engine: Any) -> dict[str, str]:
     return said
 
 
-def unfrozen(engine: Any) -> list[str]:
-    """Negative control for freezing: traces of a pass whose taps leave the parameters as they are."""
-    from oar_plugin.passes.taps import Taps
-
-    with mock.patch.object(Taps, "freeze"):
-        return kinds(score(engine)["traces"])
-
-
 def two(folder: str) -> dict[str, Any]:
     """One layout after the other."""
     out: dict[str, Any] = {}
@@ -204,8 +196,6 @@ def two(folder: str) -> dict[str, Any]:
         if layout == "tp2 sp":
             out["refusals"] = refusals(engine)
             out |= afterwards(engine, partial(engine_of, folder, layout))
-        if layout == "pp2":
-            out["unfrozen"] = unfrozen(engine)
     return out
 
 

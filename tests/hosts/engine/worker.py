@@ -191,11 +191,6 @@ def ready(engine: Any, *how: Any) -> TensorDict:
     return data
 
 
-def kinds(traces: list[str]) -> list[str]:
-    """Entries of `state` that differ."""
-    return sorted({path.split("/")[1] for path in traces})
-
-
 def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
     defaults = {"importance": "fisher", "answer_patterns": ("hash",), "sigma": world.SIGMA}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
@@ -251,28 +246,6 @@ def run(
     return result
 
 
-def noticed(engine: Any) -> list[str]:
-    """Negative control: what `state` says of a pass that leaves a trace of every kind."""
-    before = state(engine)
-    module = chunks(engine)[0]
-    parameter = next(module.parameters())
-    parameter.grad = torch.ones_like(parameter)
-    parameter.requires_grad_(False)
-    module.training = not module.training
-    module.register_forward_hook(lambda *args: None)
-    optimizers(engine)[0].state[parameter] = {"step": 1}
-    for draw in (torch.rand, np.random.rand, lambda _: random.random()):
-        draw(1)
-    with torch.no_grad():
-        parameter.mul_(2)
-    engine.scaler = "touched"
-    if module is not engine.module:  # Megatron
-        module.buffers[0].grad_data[0] = 1.0
-        module.register_buffer("counted", torch.ones(1))
-        module.config.finalize_model_grads_func = print
-    return kinds(differences(before, state(engine)))
-
-
 def recomputed(engine: Any) -> int:
     """Layers that are computed once more in a pass, for its backward."""
     calls: list[Any] = []
@@ -300,9 +273,9 @@ def updated(engine: Any) -> dict[str, Any]:
 
 def afterwards(engine: Any, build: Callable[[bool], Any]) -> dict[str, Any]:
     """Of an engine that scored: whether it goes on as a fresh one, and that one as verl's own."""
-    norms, found = updated(engine)["norms"], noticed(engine)
+    norms = updated(engine)["norms"]
     inert = [updated(build(host_only)) for host_only in (False, True)]
-    return {"inert": inert, "grad_norms": [norms, inert[0]["norms"]], "noticed": found}
+    return {"inert": inert, "grad_norms": [norms, inert[0]["norms"]]}
 
 
 def behind(folder: str, layout: str, what: Callable[[Any], Any]) -> tuple[list[list[float]], Any]:
@@ -390,10 +363,9 @@ def single(folder: str) -> dict[str, Any]:
         for layout in ("packed", "checkpointing", "bf16", "offload")
         for where in ("forward", "backward")
     }
-    alone = {i: run(engine, [i, 2]) for i in world.SCORED}
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
     fresh = {layout: behind(folder, layout, partial(run, first=True))[0] for layout in ("bf16", "fsdp1", "lora")}
-    out |= {"one by one": alone, "out of memory": starved, "recomputed": again, "behind a pass": fresh}
+    out |= {"out of memory": starved, "recomputed": again, "behind a pass": fresh}
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
     out["to padded"] = {
         words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "fisher only")
