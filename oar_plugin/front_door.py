@@ -286,7 +286,7 @@ def _contexts(
         PromptSource(prompt, ids[~own], ids[own], own[own], truth, sign) if sign else None
         for (ids, own), prompt, truth, sign in zip(rows, prompts, truths, sign_B.tolist(), strict=True)
     ]
-    return ContextPrompts(credit.config, credit.tokenizer).contexts(sources, longest_of(model.config))
+    return ContextPrompts(credit.config, credit.tokenizer, longest_of(model.config)).contexts(sources)
 
 
 def _check(holds: bool, what: str, wanted: str) -> None:

@@ -99,10 +99,16 @@ def longest_of(config: Any) -> int:
 
 
 class ContextPrompts:
-    """Makes the prompts of contexts. `template`: keyword arguments with which the host calls `apply_chat_template`."""
+    """Makes the prompts of contexts.
 
-    def __init__(self, config: OarConfig, tokenizer: Any, template: Mapping[str, Any] | None = None) -> None:
-        self._config, self._tokenizer, self._find = config, tokenizer, make_finder(config.answer_patterns)
+    `longest`: most tokens of a sequence. `template`: keyword arguments with which the host calls `apply_chat_template`.
+    """
+
+    def __init__(
+        self, config: OarConfig, tokenizer: Any, longest: int, template: Mapping[str, Any] | None = None
+    ) -> None:
+        self._config, self._tokenizer, self._longest = config, tokenizer, longest
+        self._find = make_finder(config.answer_patterns)
         self._template = {**(template or {}), "add_generation_prompt": True, "tokenize": False}
 
     @cached_property
@@ -110,7 +116,7 @@ class ContextPrompts:
         """Special tokens, without the one of an unknown character, which any text may have."""
         return TokenBytes(self._tokenizer).special - {self._tokenizer.unk_token_id}
 
-    def contexts(self, sources: Sequence[PromptSource | None], longest: int) -> Contexts:
+    def contexts(self, sources: Sequence[PromptSource | None]) -> Contexts:
         """The contexts of some responses. Raises nothing: a prompt that cannot be made is None."""
         made: dict[Shown, list[Tensor | None]] = {shown: [] for shown in self._config.contexts}
         known = dict[tuple[str, str], Tensor | None]()  # siblings share a prompt and its right answer
@@ -126,7 +132,7 @@ class ContextPrompts:
                 except Exception:  # of a chat template or a tokenizer, or the prompt is of another type
                     warn_once("a prompt that shows an answer could not be made")
                 prompts.append(prompt_L)
-        return Contexts(sources, made, longest)
+        return Contexts(sources, made, self._longest)
 
     def _wrong_answer(self, row: PromptSource, truth: str) -> str:
         """The response's own answer; empty if there is none, or if it is not wrong by the reward and by its text."""

@@ -88,7 +88,7 @@ class World:
         self.trainer.use_critic = False
         self.trainer.tokenizer = TOKENIZER
         self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True, contexts=True)
-        self.trainer._context_prompts = ContextPrompts(self.trainer.oar, self.trainer.tokenizer)
+        self.trainer._context_prompts = ContextPrompts(self.trainer.oar, self.trainer.tokenizer, 100)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
@@ -170,7 +170,6 @@ def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_rewa
 def test_a_contrast_is_made_of_the_hosts_own_passes_and_no_answer_gets_into_the_queue(world, monkeypatch, bypass):
     one = world(importance="contrast", answer_patterns=["hash"])
     one.report_from_actor([Status.SCORED] * 3 + [Status.NOT_NEEDED] * 3, importance=0.0)
-    one.trainer._longest = 100
     one.trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
     prompt, responses, passes = torch.arange(PROMPT), one.fields["responses"].unbind(), []
     own = [log_probs_after(torch.cat([prompt, response]))[PROMPT - 1 : -1] for response in responses]

@@ -32,7 +32,7 @@ def asked(prompt=CHAT, text=PLAIN, response="3+4 is 8 #### 8<eos>", truth="7", s
 def shown(*rows, importance="contrast_own", **settings):
     """The texts of the prompts that show the right answers, and those that show the responses' own."""
     config = OarConfig(importance=importance, answer_patterns=("hash",), max_answer_tokens=4, context=settings)
-    made = ContextPrompts(config, TOKENIZER, {"end": "!"}).contexts(rows, 100).prompts
+    made = ContextPrompts(config, TOKENIZER, 100, {"end": "!"}).contexts(rows).prompts
     return {name: [None if prompt is None else TOKENIZER.decode(prompt) for prompt in prompts]
             for name, prompts in made.items()}  # fmt: skip
 
@@ -77,9 +77,9 @@ def test_numbers_are_shown_as_one_would_write_them(truth, text):
 
 def test_without_a_chat_template_there_is_no_prompt_and_no_error():
     config, tokenizer = OarConfig(importance="contrast"), world.make_tokenizer()
-    assert ContextPrompts(config, tokenizer).contexts([asked()], 100).prompts == {"truth": [None]}
+    assert ContextPrompts(config, tokenizer, 100).contexts([asked()]).prompts == {"truth": [None]}
     template = {"chat_template": TOKENIZER.chat_template, "end": "!"}
-    assert len(ContextPrompts(config, tokenizer, template).contexts([asked()], 100).prompts["truth"][0]) > 1
+    assert len(ContextPrompts(config, tokenizer, 100, template).contexts([asked()]).prompts["truth"][0]) > 1
 
 
 def test_a_long_answer_is_not_shown():
@@ -107,7 +107,7 @@ def test_an_own_answer_is_searched_by_named_patterns_alone(patterns):
 @pytest.mark.parametrize("importance", BY_SIGN)
 def test_what_has_no_contexts_falls_back_is_counted_and_costs_no_pass(importance):
     """Every pass has as many rows as the batch, so that ranks have equal numbers. A row that is not scored has two tokens."""
-    prompts = ContextPrompts(OarConfig(importance=importance, answer_patterns=["hash"]), TOKENIZER, {"end": "!"})
+    prompts = ContextPrompts(OarConfig(importance=importance, answer_patterns=["hash"]), TOKENIZER, 90, {"end": "!"})
     long = asked([{"role": "user", "content": "3+4?" * 20}], "[user]" + "3+4?" * 20 + "!>")
     sources = [asked(), asked(truth=None), None, long, asked()]
     statuses, calls = [Status.SCORED] * 4 + [Status.NO_ANSWER], []
@@ -118,7 +118,7 @@ def test_what_has_no_contexts_falls_back_is_counted_and_costs_no_pass(importance
         calls.append([tuple(len(part) for part in row) for row in rows])
         return [torch.zeros(4) for _ in rows]
 
-    prompts.contexts(sources, 90).importance(IMPORTANCES[importance], segments, status_B, log_probs)
+    prompts.contexts(sources).importance(IMPORTANCES[importance], segments, status_B, log_probs)
     names = [Status(int(status)).name for status in status_B]
     assert names == ["SCORED", "NO_CONTEXT", "NO_CONTEXT", "CONTEXT_TOO_LONG", "NO_ANSWER"]
     assert [bool(row.any()) for row in segments] == [True, False, False, False, True]

@@ -64,7 +64,7 @@ class OarGRPOTrainer(GRPOTrainer):
         home, ends = self.args.output_dir if self.accelerator.is_main_process else None, self.model.generation_config
         self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home, contexts=True)
         template = {**self.chat_template_kwargs, "chat_template": self.chat_template, "tools": self.tools or None}
-        self._context_prompts = ContextPrompts(self.oar, self._tokenizer, template)
+        self._context_prompts = ContextPrompts(self.oar, self._tokenizer, longest_of(self.model.config), template)
 
     def _faults(self) -> list[str]:
         """What cannot work of OAR's and TRL's settings: key, value and what is allowed."""
@@ -157,7 +157,7 @@ class OarGRPOTrainer(GRPOTrainer):
             else None
             for row, ids, keep, (_, response_L, own_L), sign in zip(*columns, strict=True)
         ]
-        return self._context_prompts.contexts(sources, longest_of(self.model.config))
+        return self._context_prompts.contexts(sources)
 
     @torch.no_grad()
     def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

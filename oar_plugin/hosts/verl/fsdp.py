@@ -185,10 +185,10 @@ class OarFSDPMixin(ImportancePass):
         if self._fused and (fault := fused_fault(model)):
             raise UnsupportedModelError(f"actor_rollout_ref.model.use_fused_kernels=True with {fault}; allowed: False")
         images = hasattr(model.config, "vision_config")
-        if images and (request.importance_object.copies is not None or request.importance_object.contexts):
+        if images and request.importance_object.copies is not None:
             raise UnsupportedModelError(
-                f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies and contexts carry "
-                f"no images; allowed: {without_copies()}, without contexts"
+                f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no images; "
+                f"allowed: {without_copies()}"
             )
         if images and self.use_ulysses_sp:
             raise UnsupportedModelError(

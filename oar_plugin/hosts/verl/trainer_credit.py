@@ -11,9 +11,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from oar_plugin.config import OarConfig
+from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.credit.importance import importance_of
+from oar_plugin.credit.importance import importance_of, without_contexts
 from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import balanced_partitions
@@ -51,7 +51,7 @@ class TrainerCredit:
         # verl's agent loops give it to their own tokenizers.
         template = {"chat_template": OmegaConf.select(self.config, "actor_rollout_ref.model.custom_chat_template")}
         template |= OmegaConf.select(self.config, "data.apply_chat_template_kwargs") or {}
-        self._context_prompts = ContextPrompts(oar, self.tokenizer, template)
+        self._context_prompts = ContextPrompts(oar, self.tokenizer, self._longest if oar.contexts else 0, template)
 
     def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
         strategy = self.config.actor_rollout_ref.actor.strategy
@@ -85,7 +85,13 @@ class TrainerCredit:
     def _longest(self) -> int:
         """Most tokens of a sequence: the model's positions, and those of a micro-batch if these are limited in tokens."""
         rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
-        longest = longest_of(omega_conf_to_dataclass(self.config.actor_rollout_ref.model).hf_config)
+        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model).hf_config
+        if hasattr(model, "vision_config"):
+            raise OarConfigError(
+                f"{PREFIX}.importance={self._credit.config.importance} with a vision-language model: prompts that show "
+                f"an answer carry no images; allowed: {without_contexts()}"
+            )
+        longest = longest_of(model)
         if rollout.log_prob_use_dynamic_bsz:
             ranks = (OmegaConf.select(actor, key) or 1 for key in SEQUENCE_RANKS)
             longest = min(longest, max(ranks) * rollout.log_prob_max_token_len_per_gpu)
@@ -114,7 +120,7 @@ class TrainerCredit:
         segments, status_B = [row.clone() for row in answer[SEGMENTS].unbind()], answer[STATUS].values()
         # The actor's importance is 0 at every token. So it calls responses that can be scored CONSTANT.
         status_B = status_B.masked_fill(status_B == Status.CONSTANT, int(Status.SCORED))
-        config, contexts = self._credit.config, self._context_prompts.contexts(sources, self._longest)
+        config, contexts = self._credit.config, self._context_prompts.contexts(sources)
         kind = importance_of(config.actor_importance or config.importance)
         assert isinstance(kind, Contrast)
         importance = contexts.importance(kind, segments, status_B, self._log_probs_after, own)
