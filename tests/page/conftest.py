@@ -1,2 +1,2 @@
-from tests.browser import browser as browser
-from tests.browser import opened as opened
+from tests.page.browser import browser as browser
+from tests.page.browser import opened as opened
