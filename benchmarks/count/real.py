@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import distributed, multiprocessing
 
-from oar_plugin.runs.plan.count import Memory, dimensions
-from oar_plugin.runs.plan.fake_step import Step, gradient_pass
-from oar_plugin.runs.plan.meter import Meter, Numbers
+from benchmarks.count.fake_step import Step, gradient_pass
+from benchmarks.count.meter import Meter, Numbers
+from benchmarks.count.shapes import Memory
 
 DENSE = {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
 DENSE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096}
 LAYERS = 3
-SMALL = Memory(dimensions(DENSE), tokens=512, entropy_rows=256, shards=1)
+SMALL = Memory(json.dumps(DENSE, sort_keys=True), tokens=512, entropy_rows=256, shards=1)
 Peaks = dict[str, float]
 
 

@@ -7,10 +7,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.count import real
+from benchmarks.count.shapes import Counts, Memory, Work, at
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.credit.importance import IMPORTANCES, Importance
-from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
-from oar_plugin.runs.plan.models import KNOWN, load_model
+from oar_plugin.runs.plan.known import KNOWN, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
 MORE = ("Qwen2.5-7B",)
@@ -43,9 +43,9 @@ class Settings:
 
 def count_model(name: str) -> dict[str, Counts]:
     """Return the counts of a model: FLOPs by kind, bytes by layout."""
-    from oar_plugin.runs.plan.fake_step import count
+    from benchmarks.count.fake_step import count
 
-    model = dimensions(vars(load_model(name).config))
+    model = load_model(name).dimensions
     memory = Memory(model, TOKENS, shards=64)
     keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
     keys |= {"64 ranks": memory, f"64 ranks, {WHOLE}": replace(memory, recompute=False)}
@@ -59,10 +59,10 @@ def count_model(name: str) -> dict[str, Counts]:
 def added_flops(counts: Counts, layers: int, length: int, importance: Importance) -> float:
     """Return what an importance adds to the FLOPs of log-probs: forwards, backwards, and the rows that these start from."""
     of = counts["flops"]
-    backward = of["importance"].at(layers, length) - of["log-probs"].at(layers, length)
-    forwards = (len(importance.forwards(1)) - 1) * of["layers"].at(layers, length)
+    backward = at(of["importance"], layers, length) - of["log-probs"].at(layers, length)
+    forwards = (len(importance.forwards(1)) - 1) * at(of["layers"], layers, length)
     rows = sum(length - PROMPT - ANSWER if each.of_reasoning else ANSWER for each in importance.backwards)
-    return len(importance.backwards) * backward + forwards + 2 * of["head"].at(layers, rows)
+    return len(importance.backwards) * backward + forwards + 2 * at(of["head"], layers, rows)
 
 
 def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: int, prefix: bool) -> float:
@@ -72,12 +72,12 @@ def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: 
     """
     whole, head, reasoning = (
         counts["flops"]["layers"],
-        ANSWER * counts["flops"]["head"].base[1],
+        ANSWER * counts["flops"]["head"][0][1],
         length - PROMPT - ANSWER,
     )
     starts = [PROMPT + reasoning * (i + 0.5) / 64 for i in range(64)]
-    cached = statistics.fmean(whole.at(layers, start) for start in starts) if prefix else 0.0
-    forward = whole.at(layers, length) + head
+    cached = statistics.fmean(at(whole, layers, start) for start in starts) if prefix else 0.0
+    forward = at(whole, layers, length) + head
     return forward + max(1.0, budget * reasoning / span) * (forward - cached)
 
 
@@ -93,7 +93,8 @@ def measure(settings: Settings, progress: Progress) -> Report:
 
 
 def _layers(name: str) -> int:
-    return load_model(name).layers
+    layers: int = load_model(name).num_hidden_layers
+    return layers
 
 
 def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
@@ -114,7 +115,7 @@ def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
 
 def _phases(counts: Counts, layers: int, length: int) -> tuple[float, float, float]:
     """FLOPs of log-probs, of what importance adds to them, and of the update."""
-    plain, scored, update = (counts["flops"][phase].at(layers, length) for phase in PHASES)
+    plain, scored, update = (at(counts["flops"][phase], layers, length) for phase in PHASES)
     return plain, scored - plain, update
 
 
@@ -155,7 +156,7 @@ def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
         for layout, one in counts.items():
             if "update" not in one:
                 continue
-            peaks = [max((of.at(_layers(name)) / 2**30, part) for part, of in one[phase].items()) for phase in PHASES]
+            peaks = [max((at(of, _layers(name)) / 2**30, part) for part, of in one[phase].items()) for phase in PHASES]
             rows.append([name, layout, *(f"{peak:,.1f} ({part})" for peak, part in peaks)])
     title = f"Peak GiB of a phase above weights, gradients and optimizer, {TOKENS:,} tokens in a micro-batch"
     return Table(title, ["model", "layout", *PHASES], rows)
@@ -166,14 +167,14 @@ def _traffic(all_counts: dict[str, dict[str, Counts]]) -> Table:
     for name, counts in all_counts.items():
         one = counts["64 ranks"]
         for phase in PHASES:
-            number, size = (one[what][phase].at(_layers(name)) for what in ("collectives", "sent"))
+            number, size = (at(one[what][phase], _layers(name)) for what in ("collectives", "sent"))
             rows.append([name, phase, f"{number:,.0f}", f"{size / 2**30:,.1f}"])
     return Table("FSDP2's collectives of one micro-batch", ["model", "phase", "number", "GiB of whole tensors"], rows)
 
 
 def check() -> Table:
     """A small model on real tensors, beside its counts."""
-    from oar_plugin.runs.plan.fake_step import measure
+    from benchmarks.count.fake_step import measure
 
     rows, keys = [], [replace(real.SMALL, element="fp32"), replace(real.SMALL, recompute=False)]
     for key, peaks in zip(keys, real.measured(keys), strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from benchmarks.count.meter import Meter
 from benchmarks.machine import Device, choose_device, peak_bytes, timed
 from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.statistics import Ratio, ratio_table
@@ -20,7 +21,6 @@ from benchmarks.step.passes import CHUNK, Passes
 from benchmarks.workload import ScoredWorkload, model_line
 from oar_plugin.config import OarConfig
 from oar_plugin.passes.request import Request
-from oar_plugin.runs.plan.meter import Meter
 
 CANDIDATES: dict[str, tuple[str, Callable[..., object]]] = {
     "a": ("log-prob forward", Passes.log_prob),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.count.meter import Meter
 from benchmarks.machine import peak_bytes
 from benchmarks.statistics import Ratio
 from benchmarks.step import study
@@ -18,7 +19,6 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.runs.plan.meter import Meter
 
 WITHOUT_COPIES = [
     name for name, importance in IMPORTANCES.items() if importance.copies is None and not importance.contexts

@@ -1,4 +1,4 @@
-"""A training step of one FSDP rank on fake tensors, under a meter (`count.py` says what is counted)."""
+"""A training step of one FSDP rank on fake tensors, under a meter (`shapes.py` says what is counted)."""
 
 import json
 import warnings
@@ -18,14 +18,14 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from benchmarks.count.meter import Meter, Numbers
+from benchmarks.count.shapes import Counts, Memory, Polynomial, Work
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.gradient import MicroBatchPass, SetTap, run_forwards
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
-from oar_plugin.runs.plan.count import Counts, Memory, Polynomial, Work
-from oar_plugin.runs.plan.meter import Meter, Numbers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEPTHS = 3, 4  # numbers of layers; from three on, FSDP's prefetches have their final form
@@ -214,7 +214,7 @@ def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
 
 
 def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numbers:
-    """Run a step for one sequence of `length` tokens; return the sections of `count.Counts`, as numbers.
+    """Run a step for one sequence of `length` tokens; return the sections of `shapes.Counts`, as numbers.
 
     Without `sharded` there is no FSDP and no optimizer, and bytes mean nothing.
     """
@@ -251,7 +251,7 @@ def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numb
 
 
 def count(key: Work | Memory) -> Counts:
-    """Count a step; see `count.counts`."""
+    """Count a step. Raise RuntimeError if a process group exists."""
     if isinstance(key, Memory):
         low, high = (measure(key, layers, key.tokens) for layers in DEPTHS)
         kept = [section for section in low if section not in ("flops", "parameters")]
@@ -268,7 +268,7 @@ def count(key: Work | Memory) -> Counts:
 def _line(low: list[float], high: list[float]) -> Polynomial:
     """Return the coefficients without layers and of each layer, from those at `DEPTHS`."""
     slopes = [(b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(low, high, strict=True)]
-    return Polynomial(tuple(a - DEPTHS[0] * slope for a, slope in zip(low, slopes, strict=True)), tuple(slopes))
+    return [a - DEPTHS[0] * slope for a, slope in zip(low, slopes, strict=True)], slopes
 
 
 def _powers(values: list[float]) -> list[float]:
