@@ -1,6 +1,6 @@
 """What a training step costs, counted on fake tensors: no GPU, no weights. Nothing is timed.
 
-It runs `oar_plugin.runs.plan.count`: the package's own gradient pass, and the host's forward and update.
+It runs the host's forward and update, and the package's own gradient pass.
 
 Reported:
   FLOPs      of one response in log-probs, importance and update, and what each importance adds
@@ -11,4 +11,6 @@ Reported:
 examples:
   python -m benchmarks count --models Qwen2.5-0.5B      a first look
   python -m benchmarks count --out DIR                  all models
+  python -m benchmarks count --recipe qwen2_5_7b_math actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192
+                                                        shapes that `oar plan` lacks, for its counts.json
 """

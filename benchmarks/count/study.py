@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+import tyro
+
 from benchmarks.count import real
-from benchmarks.count.shapes import Counts, Memory, Work, at
+from benchmarks.count.shapes import Counts, Memory, Work
+from benchmarks.count.ship import ship
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.credit.importance import IMPORTANCES, Importance
-from oar_plugin.runs.plan.known import KNOWN, load_model
+from oar_plugin.runs.plan.known import KNOWN, at, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
 MORE = ("Qwen2.5-7B",)
@@ -30,6 +33,10 @@ COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0
 class Settings:
     models: tuple[str, ...] = MODELS
     """Names that `oar plan` knows."""
+    recipe: str | None = None
+    """Instead of models: this recipe (a name, a folder, or all), whose counts are added to those of `oar plan`."""
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    """key=value, as for `oar plan`."""
     processes: int = 2
     """Models counted at once."""
     out: Path | None = None
@@ -59,7 +66,7 @@ def count_model(name: str) -> dict[str, Counts]:
 def added_flops(counts: Counts, layers: int, length: int, importance: Importance) -> float:
     """Return what an importance adds to the FLOPs of log-probs: forwards, backwards, and the rows that these start from."""
     of = counts["flops"]
-    backward = at(of["importance"], layers, length) - of["log-probs"].at(layers, length)
+    backward = at(of["importance"], layers, length) - at(of["log-probs"], layers, length)
     forwards = (len(importance.forwards(1)) - 1) * at(of["layers"], layers, length)
     rows = sum(length - PROMPT - ANSWER if each.of_reasoning else ANSWER for each in importance.backwards)
     return len(importance.backwards) * backward + forwards + 2 * at(of["head"], layers, rows)
@@ -70,18 +77,17 @@ def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: 
 
     With a shared prefix, a copy computes from its first masked token on; these tokens are spread evenly over the reasoning.
     """
-    whole, head, reasoning = (
-        counts["flops"]["layers"],
-        ANSWER * counts["flops"]["head"][0][1],
-        length - PROMPT - ANSWER,
-    )
+    flops, reasoning = counts["flops"], length - PROMPT - ANSWER
+    whole, head = flops["layers"], at(flops["head"], layers, ANSWER)
     starts = [PROMPT + reasoning * (i + 0.5) / 64 for i in range(64)]
     cached = statistics.fmean(at(whole, layers, start) for start in starts) if prefix else 0.0
     forward = at(whole, layers, length) + head
     return forward + max(1.0, budget * reasoning / span) * (forward - cached)
 
 
-def measure(settings: Settings, progress: Progress) -> Report:
+def measure(settings: Settings, progress: Progress) -> Report | str:
+    if settings.recipe is not None:
+        return ship(settings.recipe, settings.overrides)
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
         futures = {name: pool.submit(count_model, name) for name in settings.models}
         counts: dict[str, dict[str, Counts]] = {}
@@ -101,15 +107,10 @@ def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for response in RESPONSES:
-            values = [
-                value / 1e12
-                for kind in (CHECKPOINTING, WHOLE)
-                for value in _phases(counts[kind], _layers(name), PROMPT + response)
-            ]
-            rows.append([name, f"{response:,}", *(f"{value:,.1f}" for value in values)])
-    columns = [
-        f"{phase}{end}" for end in (", checkpointing", ", whole") for phase in ("log-probs", "fisher adds", "update")
-    ]
+            kinds = (_phases(counts[kind], _layers(name), PROMPT + response) for kind in (CHECKPOINTING, WHOLE))
+            rows.append([name, f"{response:,}", *(f"{value / 1e12:,.1f}" for kind in kinds for value in kind)])
+    phases = ("log-probs", "fisher adds", "update")
+    columns = [f"{phase}, {kind}" for kind in ("checkpointing", "whole") for phase in phases]
     return Table("TFLOP of one response", ["model", "response", *columns], rows)
 
 

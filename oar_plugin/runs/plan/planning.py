@@ -483,10 +483,10 @@ class Plan:
             "sequences of maximum length.",
             *said,
             f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length), prompts of "
-            f"{s.mean_prompt:.0f}; {filtered}of the datasheet {e.training:.0%} of the arithmetic in training, {e.inference:.0%} "
-            f"in inference, {e.decoding:.0%} of the memory's bandwidth, {e.link:.0%} of the links. The range is from a very good "
-            f"run to an untuned one. Upper bounds of memory add {hardware.WORKSPACES / GIB:g} GiB for libraries and "
-            f"{hardware.FRAGMENTATION:.0%} of temporary tensors for fragmentation. No run on GPUs was measured.",
+            f"{s.mean_prompt:.0f}; {filtered}of the datasheet {e.training:.0%} of the arithmetic in training, "
+            f"{e.inference:.0%} in inference, {e.decoding:.0%} of the memory's bandwidth, {e.link:.0%} of the links. The range "
+            f"is from a very good run to an untuned one. Upper bounds of memory add {hardware.WORKSPACES / GIB:g} GiB for "
+            f"libraries and {hardware.FRAGMENTATION:.0%} of temporary tensors for fragmentation. No run on GPUs was measured.",
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from oar_plugin.runs.plan.count import Polynomial, Work, dimensions
+from oar_plugin.runs.plan.counted import NotCountedError, counts
+from oar_plugin.runs.plan.fake_step import count, measure
+from oar_plugin.runs.plan.setup import Setup
 from torch import distributed
 
 from benchmarks.count import real
 from oar_plugin.runs.plan import counted as counting
 from oar_plugin.runs.plan import fake_step
-from oar_plugin.runs.plan.count import Polynomial, Work, dimensions
-from oar_plugin.runs.plan.counted import NotCountedError, counts
-from oar_plugin.runs.plan.fake_step import count, measure
-from oar_plugin.runs.plan.setup import Setup
 from oar_plugin.runs.recipe import compose_recipe, find_recipe, recipe_names
 
 DENSE, SMALL = real.DENSE, real.SMALL

@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from oar_plugin.runs.plan.costs import COPIES, GATE, GENERATION, IMPORTANCE, UPDATE, cache_bytes, states, step_flops
 from oar_plugin.runs.plan.count import dimensions
 from oar_plugin.runs.plan.models import Model, PlanError, load_model
-from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.plan.setup import Expected, Setup
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 from tests.runs.plan.conftest import with_overrides
 
