@@ -57,4 +57,4 @@ def ship(recipe: str, overrides: Sequence[str]) -> str:
             logging.warning("%s: not counted: %s", name, error)  # its model is made on the user's machine
     lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in COUNTS.items())
     SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    return f"{len(COUNTS) - before} shapes added to {SHIPPED}: `oar plan` has them"
+    return f"shapes added to {SHIPPED}: {len(COUNTS) - before}"

@@ -54,6 +54,10 @@ class Setup:
         data, trainer, host = config.data, config.trainer, config.actor_rollout_ref
         self.config, self.actor, self.rollout = config, host.actor, host.rollout
         self.megatron: bool = host.actor.strategy == "megatron"
+        if host.actor.strategy not in ("fsdp", "fsdp2", "megatron"):
+            raise PlanError(f"{ACTOR}.strategy={host.actor.strategy}: allowed: fsdp, fsdp2, megatron")
+        if response is not None and response > data.max_response_length:
+            raise PlanError(f"--response-length {response:g}: must be above 0 and at most {data.max_response_length}")
         self.group = f"{ACTOR}.megatron" if self.megatron else f"{ACTOR}.fsdp_config"  # keys of the trainer's engine
         self.engine, self.model = OmegaConf.select(config, self.group), load_model(str(host.model.path))
         self.oar = resolve(config) if switched_on(config) else None  # None for a run without OAR
@@ -137,6 +141,10 @@ class Setup:
         length, steps = self.max_length / self.sequence_ranks, self.updates / self.actor.ppo_epochs if update else 1
         if not self.actor.use_dynamic_bsz:
             rows = self.actor.ppo_micro_batch_size_per_gpu if update else self.rollout.log_prob_micro_batch_size_per_gpu
+            if rows is None:
+                raise PlanError(
+                    f"{ACTOR}.use_dynamic_bsz=False: ppo_ and log_prob_micro_batch_size_per_gpu must be set"
+                )
             return float(rows * length)
         budget = self.actor.ppo_max_token_len_per_gpu if update else self.rollout.log_prob_max_token_len_per_gpu
         # A micro-batch cannot hold more tokens than its rank has in total.
@@ -163,12 +171,24 @@ def _check(s: Setup) -> None:
         allowed[f"{engine}.expert_model_parallel_size"] = divisors(m.num_experts or 1, max(1, s.gpus // (s.pp * s.etp)))
     else:
         allowed[f"{ACTOR}.ulysses_sequence_parallel_size"] = splits(s.gpus)
+    allowed[f"{ROLLOUT}.dtype"] = list(BYTES)
     values = {key: OmegaConf.select(s.config, key) for key in allowed}
-    faults = [f"{key}={values[key]}: allowed: {some}" for key, some in allowed.items() if values[key] not in some]
+    faults = [
+        f"{key}={values[key]}: allowed: {', '.join(map(str, some))}"
+        for key, some in allowed.items()
+        if values[key] not in some
+    ]
+    ranks, mini = s.dp // math.gcd(s.dp, s.rollout.n), s.actor.ppo_mini_batch_size
+    if ranks and mini % ranks:  # then it divides the batch too
+        faults.append(f"{ACTOR}.ppo_mini_batch_size={mini}: allowed: multiples of {ranks}")
+    budget = math.ceil(s.max_length / s.sequence_ranks) if s.actor.use_dynamic_bsz else 0
+    least = {f"{ACTOR}.ppo_max_token_len_per_gpu": budget, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": budget}
+    for key, number in {**least, f"{ROLLOUT}.max_model_len": s.max_length}.items():
+        if (value := OmegaConf.select(s.config, key)) is not None and value < number:
+            faults.append(f"{key}={value}: allowed: at least {number}")
     if s.max_length > m.max_position_embeddings:
-        faults.append(
-            f"data: {s.max_length} tokens of prompt and response; {m.name} has {m.max_position_embeddings} positions"
-        )
+        longest = m.max_position_embeddings - s.max_length + s.max_response
+        faults.append(f"data.max_response_length={s.max_response}: allowed for {m.name}: at most {longest}")
     if faults:
         raise PlanError("\n".join(faults))
 
@@ -178,7 +198,8 @@ def _check(s: Setup) -> None:
 
 def step_memory(s: Setup, gpu: Gpu) -> dict[str, Parts]:
     """Return phase -> parts. Weight sync needs less memory than generation, masked copies less than log-probs."""
-    updating = dict(zip(("weights", "gradients", "optimizer"), states(s), strict=True))
+    on_cpu = s.actor.strategy == "fsdp2" and s.engine.offload_policy
+    updating = {} if on_cpu else dict(zip(("weights", "gradients", "optimizer"), states(s), strict=True))
     # Megatron's gradient buffers are where its weights are; FSDP's gradients exist only during the update.
     waiting = updating | ({} if s.megatron and not s.engine.param_offload else {"gradients": 0.0})
     waiting |= {"optimizer": 0.0} if s.engine.optimizer_offload else {}
@@ -247,7 +268,7 @@ def _temporary(s: Setup, phase: str, update: bool) -> float:
     if not s.megatron:
         parts = s.memory(update)[phase]
         if trained:  # the optimizer's temporary tensors are a rank's share of the weights
-            parts["optimizer"] *= min(s.shards, COUNTED_RANKS) / s.shards
+            parts["optimizer"] *= 0.0 if s.engine.offload_policy else min(s.shards, COUNTED_RANKS) / s.shards
         return max(parts.values())
     entry = e * m.hidden_size / s.outer
     # The entropy needs a copy of the logits, the cross entropy a float32 copy. The chunks of importance are smaller.

@@ -1,21 +1,21 @@
-"""Counts of a step on fake tensors, beside closed formulas, a real rank with PyTorch's profiler, and a deeper model."""
+"""Counts on fake tensors: beside real tensors, closed formulas and other numbers of layers; those that the package ships."""
 
+import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
-from oar_plugin.runs.plan.count import Polynomial, Work, dimensions
-from oar_plugin.runs.plan.counted import NotCountedError, counts
-from oar_plugin.runs.plan.fake_step import count, measure
-from oar_plugin.runs.plan.setup import Setup
 from torch import distributed
 
-from benchmarks.count import real
-from oar_plugin.runs.plan import counted as counting
-from oar_plugin.runs.plan import fake_step
-from oar_plugin.runs.recipe import compose_recipe, find_recipe, recipe_names
+from benchmarks.count import real, ship
+from benchmarks.count.fake_step import count, measure
+from benchmarks.count.shapes import Work
+from oar_plugin.runs.plan.known import COUNTS, at
+from oar_plugin.runs.plan.planning import Plan
+from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
 DENSE, SMALL = real.DENSE, real.SMALL
+dimensions = partial(json.dumps, sort_keys=True)
 LAYERS, LENGTH = 6, 5000  # not among those that are counted
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
@@ -42,9 +42,8 @@ def products(config):
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_flops_follow_a_closed_formula(config):
-    flops = {
-        name: of.at(LAYERS, LENGTH) for name, of in work(Work(dimensions(config), recompute=False))["flops"].items()
-    }
+    counted = work(Work(dimensions(config), recompute=False))["flops"]
+    flops = {name: at(of, LAYERS, LENGTH) for name, of in counted.items()}
     layer, head, pairs = products(config)
     layers, head, row = 2 * LAYERS * layer * LENGTH, 2 * head * LENGTH, 2 * head
     attention = 2 * LAYERS * pairs * LENGTH**2  # a causal mask leaves half of 4
@@ -61,8 +60,8 @@ def test_checkpointing_computes_layers_again_and_torchs_leaves_out_the_last_proj
         work(Work(dimensions(DENSE), *how))["flops"] for how in ((False,), (True,), (True, True))
     )
     for phase in ("importance", "update"):
-        first, again, whole = (of[phase].at(LAYERS, LENGTH) for of in (plain, torchs, megatrons))
-        assert whole - first == pytest.approx(plain["layers"].at(LAYERS, LENGTH), rel=1e-3)
+        first, again, whole = (at(of[phase], LAYERS, LENGTH) for of in (plain, torchs, megatrons))
+        assert whole - first == pytest.approx(at(plain["layers"], LAYERS, LENGTH), rel=1e-3)
         assert whole - again == pytest.approx(2 * LAYERS * 256 * 704 * LENGTH, rel=1e-3)
 
 
@@ -75,55 +74,30 @@ def test_bytes_and_collectives_are_linear_in_the_number_of_layers(changes):
     key = replace(SMALL, **changes)
     counted, found = count(key), measure(key, LAYERS, key.tokens)
     for section, numbers in counted.items():
-        assert {name: of.at(LAYERS) for name, of in numbers.items()} == pytest.approx(found[section], rel=1e-4)
+        assert {name: at(of, LAYERS) for name, of in numbers.items()} == pytest.approx(found[section], rel=1e-4)
     # An all-gather for each layer, for the embedding, and for the root, with the projection in it or beside it.
-    assert counted["collectives"]["log-probs"].at(LAYERS) == LAYERS + (2 if changes.get("fused") else 3)
+    assert at(counted["collectives"]["log-probs"], LAYERS) == LAYERS + (2 if changes.get("fused") else 3)
 
 
-def test_counts_come_from_the_package_then_the_cache_and_a_broken_cache_stops_nobody(tmp_path, monkeypatch, capsys):
-    counted = {"states": {"weights": Polynomial((1.0, 2.0), (3.0, 4.0))}}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(fake_step, "count", lambda key: counted)
-    counting.counts.cache_clear()
-    assert counts(SMALL) == counted
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    counting.counts.cache_clear()
-    assert counts(SMALL) == counted
-    assert not capsys.readouterr().err
-    (file,) = tmp_path.rglob("*.json")
-    file.write_text("{")
-    counting.counts.cache_clear()
-    assert counts(SMALL) == counted
-    monkeypatch.setattr(counting, "_shipped", lambda: {counting.name_of(SMALL): counted})
-    counting.counts.cache_clear()
-    monkeypatch.setattr(fake_step, "count", None)
-    file.unlink()
-    assert counts(SMALL) == counted
-    counting.counts.cache_clear()
+def test_a_count_of_today_is_the_shipped_one_and_a_lacking_one_is_added(tmp_path, monkeypatch):
+    shipped, file = json.loads(ship.SHIPPED.read_text()), tmp_path / "counts.json"
+    monkeypatch.setattr(ship, "SHIPPED", file)
+    config = compose_recipe(find_recipe("qwen2_5_7b_lora"))
+    update = Plan(config).setup.memory(True)
+    for name in [name for name, of in shipped.items() if "sent" in of]:
+        monkeypatch.delitem(COUNTS, name)
+    assert ship.ship("qwen2_5_7b_lora", []).endswith(": 1"), "the same micro-batches in log-probs and update"
+    added = json.loads(file.read_text())
+    assert added == {name: of for name, of in shipped.items() if name in added}
+    assert Plan(config).setup.memory(True) == update
 
 
-def test_shipped_counts_are_those_of_today_and_have_all_recipes():
-    """One of them is counted again. `python -m benchmarks.count.ship` writes all of them."""
-    shipped = counting._shipped()
-    for name in recipe_names():
-        config = compose_recipe(find_recipe(name))
-        if config.trainer.device == "cpu":
-            continue
-        setup = Setup(config)
-        memory = [] if setup.megatron else [setup.memory_key(False), setup.memory_key(True)]
-        assert {counting.name_of(key) for key in (setup.work_key, *memory)} <= shipped.keys(), name
-    key = Setup(compose_recipe(find_recipe("qwen2_5_7b_lora"))).memory_key(True)
-    assert counting.parsed(shipped[counting.name_of(key)]) == count(key)
-
-
-def test_a_process_group_that_exists_is_refused_and_ours_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_process_group_that_exists_is_refused_and_ours_is_gone():
     measure(SMALL, 1, 512)
     assert not distributed.is_initialized()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(NotCountedError, match="process group"):
-            counts(SMALL)
+        with pytest.raises(RuntimeError, match="process group"):
+            count(SMALL)
     finally:
         distributed.destroy_process_group()
-        counts.cache_clear()
