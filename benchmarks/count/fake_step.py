@@ -214,10 +214,7 @@ def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
 
 
 def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numbers:
-    """Run a step for one sequence of `length` tokens; return the sections of `shapes.Counts`, as numbers.
-
-    Without `sharded` there is no FSDP and no optimizer, and bytes mean nothing.
-    """
+    """Return a step's `shapes.Counts`, as numbers. Without `sharded` there is no optimizer, and bytes mean nothing."""
     tables, meter = gradient_pass(length), Meter()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -111,7 +111,10 @@ def test_json_is_all_that_is_printed_and_overrides_may_stand_behind_options(caps
         (f"{RECIPE} --gpu abacus", "allowed: L4-24"),
         (f"{RECIPE} --response-length 9999", "--response-length 9999: must be above 0 and at most 2048"),
         (f"{RECIPE} algorithm.oar.tau=2", "algorithm.oar.tau=2: Input should be less than or equal to 1"),
-        (f"{RECIPE} actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192", "`python -m benchmarks count --recipe RECIPE key=value ...`"),
+        (
+            f"{RECIPE} actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+            "`python -m benchmarks count --recipe RECIPE",
+        ),
     ],
 )
 def test_wrong_input_is_named(words, message, capsys):

@@ -162,7 +162,7 @@ def _check(s: Setup) -> None:
         kv_heads = m.num_key_value_heads
         return [n for n in divisors(gpus, m.num_attention_heads) if kv_heads % n == 0 or n % kv_heads == 0]
 
-    allowed = {f"{ACTOR}.ppo_mini_batch_size": divisors(s.config.data.train_batch_size)}
+    allowed: dict[str, list[Any]] = {f"{ACTOR}.ppo_mini_batch_size": divisors(s.config.data.train_batch_size)}
     allowed[f"{ROLLOUT}.tensor_model_parallel_size"] = splits(s.rollout_gpus)
     if s.megatron:
         allowed[f"{engine}.tensor_model_parallel_size"] = splits(s.gpus)
@@ -351,14 +351,14 @@ def step_seconds(s: Setup, gpu: Gpu, efficiency: Efficiency) -> dict[str, float]
     seconds[LOG_PROB] = trainer(LOG_PROB, efficiency.inference, 1.0, 1, 0)
     if REFERENCE in flops:
         seconds[REFERENCE] = seconds[LOG_PROB]
-    if IMPORTANCE in flops:
-        rate = efficiency.training if oar.backwards else efficiency.inference
-        seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, s.scored_share, s.extra_forwards, oar.backwards)
-    if COPIES in flops:
-        hidden = oar.perturbation.share_while_generating * seconds[GENERATION] if oar.offloads else 0.0
-        gpus = s.rollout_gpus if oar.offloads else s.gpus
-        seconds[COPIES] = max(0.0, flops[COPIES] / (gpus * peak * efficiency.inference) - hidden)
     if oar is not None:
+        if IMPORTANCE in flops:
+            rate = efficiency.training if oar.backwards else efficiency.inference
+            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, s.scored_share, s.extra_forwards, oar.backwards)
+        if COPIES in flops:
+            hidden = oar.perturbation.share_while_generating * seconds[GENERATION] if oar.offloads else 0.0
+            gpus = s.rollout_gpus if oar.offloads else s.gpus
+            seconds[COPIES] = max(0.0, flops[COPIES] / (gpus * peak * efficiency.inference) - hidden)
         gate = hardware.GATE_SECONDS_PER_TOKEN / s.dp + hardware.DRIVER_SECONDS_PER_TOKEN
         seconds[GATE] = gate * s.sequences * s.max_response
     seconds[UPDATE] = trainer(UPDATE, efficiency.training, s.actor.ppo_epochs, 1, 1)
@@ -474,35 +474,36 @@ class Plan:
         return f"try {keys}, a smaller {ACTOR}.ppo_max_token_len_per_gpu, or more trainer.nnodes"
 
     @property
+    def summary(self) -> str:
+        """A sentence with the steps, hours and GPU-hours of the run."""
+        s, gpus = self.setup, self.setup.gpus + (self.setup.rollout_gpus if self.setup.dedicated else 0)
+        if (hours := self.hours) is None:
+            return "Hours are unknown: data.train_files has an unknown row count. Set trainer.total_training_steps=N."
+        one, all_ = ([f"{n * h:,.{0 if n * hours[0] > 9 else 1}f}" for h in hours] for n in (1, gpus))
+        share = 1 - (s.steps or 0) * self.step / 3600 / (hours[0] or 1)
+        validation = "without validation (unknown rows in data.val_files)"
+        if s.validated is not None:
+            validation = f"with {s.validations} validations ({share:.1%} of the time)"
+        return (
+            f"The run: {s.steps} steps, {one[0]} hours ({one[1]} to {one[2]}), {all_[0]} GPU-hours on {gpus} "
+            f"GPU{'s' * (gpus > 1)} ({all_[1]} to {all_[2]}), {validation}, without rewards and checkpoints."
+        )
+
+    @property
     def sentences(self) -> list[str]:
         """What is projected, and what is assumed."""
-        s, e, said = self.setup, EXPECTED, ["Without OAR."]
+        s, e, adds = self.setup, EXPECTED, "Without OAR."
         if s.oar is not None:
-            said = [
-                f"OAR ({s.oar.importance}) adds {self.oar:.1f} s to a step: {self.to_grpo:.2f} x the same step of GRPO, with "
-            ]
-            said[0] += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
-        if (hours := self.hours) is None:
-            said.append(
-                "Hours are unknown: data.train_files has an unknown row count. Set trainer.total_training_steps=N."
-            )
-        else:
-            gpus = s.gpus + (s.rollout_gpus if s.dedicated else 0)
-            one, all_ = ([f"{n * h:,.{0 if n * hours[0] > 9 else 1}f}" for h in hours] for n in (1, gpus))
-            validating = 1 - (s.steps or 0) * self.step / 3600 / (hours[0] or 1)
-            checked = f"with {s.validations} validations ({validating:.1%} of the time)"
-            checked = checked if s.validated is not None else "without validation (unknown rows in data.val_files)"
-            said.append(
-                f"The run: {s.steps} steps, {one[0]} hours ({one[1]} to {one[2]}), {all_[0]} GPU-hours on {gpus} "
-                f"GPU{'s' * (gpus > 1)} ({all_[1]} to {all_[2]}), {checked}, without rewards and checkpoints."
-            )
+            adds = f"OAR ({s.oar.importance}) adds {self.oar:.1f} s to a step: {self.to_grpo:.2f} x the same step of GRPO, with "
+            adds += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
         more = sum(s.rounds) / s.sequences
         filtered = f"algorithm.filter_groups generates {more:.1f} x a batch (--scored-share); " if more > 1 else ""
         return [
             f"{self.gpu.name} ({self.gpu.memory_gib:g} GiB), projected, not measured. {s.model.name}: "
             f"{s.parameters['all'] / 1e9:.2f}B parameters, data parallel {s.dp}; an engine's cache holds {self.cached:.0f} "
             "sequences of maximum length.",
-            *said,
+            adds,
+            self.summary,
             f"Assumed: responses of {s.mean_response:.0f} tokens on average (--response-length), prompts of "
             f"{s.mean_prompt:.0f}; {filtered}of the datasheet {e.training:.0%} of the arithmetic in training, "
             f"{e.inference:.0%} in inference, {e.decoding:.0%} of the memory's bandwidth, {e.link:.0%} of the links. The range "
