@@ -2,8 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -180,11 +180,10 @@ class Step:
 
     def optimizer(self) -> Callable[[], None]:
         """Return a function that clips gradients and makes a step of AdamW, as torch does by default on a GPU."""
-        trained = self.trained()
-        adam = torch.optim.AdamW(trained, lr=1e-6, foreach=True)
+        adam = torch.optim.AdamW(self.trained(), lr=1e-6, foreach=True)
 
         def step() -> None:
-            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+            torch.nn.utils.clip_grad_norm_(self.trained(), 1.0, foreach=True)
             adam.step()
 
         return step
@@ -202,24 +201,18 @@ def gradient_pass(length: int) -> MicroBatchPass:
     return MicroBatchPass(Request("fisher"), packed, layout)
 
 
-@contextmanager
-def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
-    if distributed.is_initialized():
-        raise RuntimeError("a process group exists")
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield distributed.init_device_mesh("cpu", (ranks,))
-    finally:
-        distributed.destroy_process_group()
-
-
 def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numbers:
     """Return a step's `shapes.Counts`, as numbers. Without `sharded` there is no optimizer, and bytes mean nothing."""
     tables, meter = gradient_pass(length), Meter()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        mesh = stack.enter_context(_one_rank_of(key.shards)) if sharded else None
+        if sharded:
+            if distributed.is_initialized():
+                raise RuntimeError("a process group exists")
+            distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=key.shards)
+            stack.callback(distributed.destroy_process_group)
+        mesh = distributed.init_device_mesh("cpu", (key.shards,)) if sharded else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         step = Step(key, layers, meter)
@@ -231,13 +224,13 @@ def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numb
         step.log_probs(length)
         meter.begin("importance")
         step.importance(length, tables)
-        if mesh is not None:
-            meter.begin(None)
+        meter.begin(None)
+        if sharded:
             step.update(8)
         meter.begin("update")
         step.update(length)
-        if mesh is not None:
-            meter.begin(None)
+        meter.begin(None)
+        if sharded:
             stepped = step.optimizer()
             stepped()
             meter.begin("update", "optimizer")

@@ -43,12 +43,9 @@ Counts = dict[str, dict[str, Polynomial]]
 """Section -> name -> polynomial. Phases are "log-probs", "importance" (instead of "log-probs", for rows that are scored) and
 "update".
 
-Of `Work`, for the whole model:
-* "parameters": "all", "experts", "embedding", "trained".
-* "flops": by phase, of one sequence of that length; and the forwards of "layers" and "head" (the projection).
-Of `Memory`:
-* "collectives" and "sent": by phase, their number and the bytes of the whole tensors, of one micro-batch.
-* A phase: bytes in its parts: "first layer" (forward or backward; FSDP has gathered the embedding), "forward" and "backward"
-  (of other layers), "logits" (from the projection to the end of its backward), "optimizer" (its step, after the update). The
-  peak is their maximum.
+Of `Work`: "parameters" ("all", "experts", "embedding", "trained"); "flops" of one sequence, by phase, and of the forwards of
+"layers" and "head" (the projection).
+Of `Memory`: "collectives" and "sent" by phase, their number and the bytes of the whole tensors, of one micro-batch. And each
+phase: bytes in its parts, "first layer" (forward or backward; FSDP has gathered the embedding), "forward" and "backward" (of
+other layers), "logits" (from the projection to the end of its backward), "optimizer" (its step). The peak is their maximum.
 """

@@ -19,6 +19,7 @@ MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-
 MORE = ("Qwen2.5-7B",)
 JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
 PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
+LAYERS: dict[str, int] = {name: load_model(name).num_hidden_layers for name in KNOWN["models"]}
 PHASES = "log-probs", "importance", "update"
 CHECKPOINTING, WHOLE, LORA = "checkpointing", "whole activations", "LoRA 32"
 SHARES = (0.3, 0.6, 1.0)
@@ -91,23 +92,18 @@ def measure(settings: Settings, progress: Progress) -> Report | str:
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
         futures = {name: pool.submit(count_model, name) for name in settings.models}
         counts: dict[str, dict[str, Counts]] = {}
-        for number, (name, future) in enumerate(futures.items()):
-            progress(f"counting {name}", number, len(futures))
+        for name, future in futures.items():
+            progress(f"counting {name}", len(counts), len(futures))
             counts[name] = future.result()
     tables = [_flops(counts), _ratios(counts), _copies(counts), _bytes(counts), _traffic(counts), check()]
     return Report("What a training step costs, counted", "count", tables, NOTES, dict(counts))
-
-
-def _layers(name: str) -> int:
-    layers: int = load_model(name).num_hidden_layers
-    return layers
 
 
 def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for response in RESPONSES:
-            kinds = (_phases(counts[kind], _layers(name), PROMPT + response) for kind in (CHECKPOINTING, WHOLE))
+            kinds = (_phases(counts[kind], LAYERS[name], PROMPT + response) for kind in (CHECKPOINTING, WHOLE))
             rows.append([name, f"{response:,}", *(f"{value / 1e12:,.1f}" for kind in kinds for value in kind)])
     phases = ("log-probs", "fisher adds", "update")
     columns = [f"{phase}, {kind}" for kind in ("checkpointing", "whole") for phase in phases]
@@ -131,8 +127,8 @@ def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
         for importance in KINDS if name in JUDGED else KINDS[:1]:
             for response in (4096, 16384):
                 one, length = counts[CHECKPOINTING], PROMPT + response
-                added = added_flops(one, _layers(name), length, IMPORTANCES[importance])
-                rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), length, added)])
+                added = added_flops(one, LAYERS[name], length, IMPORTANCES[importance])
+                rows.append([name, importance, f"{response:,}", *_ratio(one, LAYERS[name], length, added)])
     title = "What OAR adds, in units of the FLOPs of log-probs and update, by the share of rows that are scored"
     return Table(title, ["model", "importance", "response", *(f"{share:.0%}" for share in SHARES)], rows)
 
@@ -142,11 +138,11 @@ def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
     for name in (name for name in all_counts if name in JUDGED):
         counts = all_counts[name][CHECKPOINTING]
         for label, (budget, span) in COPIES.items():
-            gradient = _phases(counts, _layers(name), PROMPT + 4096)[1] if label.startswith("hybrid") else 0.0
+            gradient = _phases(counts, LAYERS[name], PROMPT + 4096)[1] if label.startswith("hybrid") else 0.0
             for prefix in (True, False):
-                added = gradient + copies_flops(counts, _layers(name), PROMPT + 4096, budget, span, prefix)
+                added = gradient + copies_flops(counts, LAYERS[name], PROMPT + 4096, budget, span, prefix)
                 how = "cached" if prefix else "computed again"
-                rows.append([name, label, how, *_ratio(counts, _layers(name), PROMPT + 4096, added)])
+                rows.append([name, label, how, *_ratio(counts, LAYERS[name], PROMPT + 4096, added)])
     columns = ["model", "importance, budget", "prefix", *(f"{share:.0%}" for share in SHARES)]
     return Table("The same for masked copies of 4,096 tokens (derived from the forward's polynomial)", columns, rows)
 
@@ -155,10 +151,9 @@ def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for layout, one in counts.items():
-            if "update" not in one:
-                continue
-            peaks = [max((at(of, _layers(name)) / 2**30, part) for part, of in one[phase].items()) for phase in PHASES]
-            rows.append([name, layout, *(f"{peak:,.1f} ({part})" for peak, part in peaks)])
+            phases = [one[phase].items() for phase in PHASES if phase in one]  # none in counts of FLOPs
+            peaks = [max((at(of, LAYERS[name]) / 2**30, part) for part, of in phase) for phase in phases]
+            rows += [[name, layout, *(f"{peak:,.1f} ({part})" for peak, part in peaks)]] if peaks else []
     title = f"Peak GiB of a phase above weights, gradients and optimizer, {TOKENS:,} tokens in a micro-batch"
     return Table(title, ["model", "layout", *PHASES], rows)
 
@@ -168,7 +163,7 @@ def _traffic(all_counts: dict[str, dict[str, Counts]]) -> Table:
     for name, counts in all_counts.items():
         one = counts["64 ranks"]
         for phase in PHASES:
-            number, size = (at(one[what][phase], _layers(name)) for what in ("collectives", "sent"))
+            number, size = (at(one[what][phase], LAYERS[name]) for what in ("collectives", "sent"))
             rows.append([name, phase, f"{number:,.0f}", f"{size / 2**30:,.1f}"])
     return Table("FSDP2's collectives of one micro-batch", ["model", "phase", "number", "GiB of whole tensors"], rows)
 

@@ -56,9 +56,8 @@ def test_flops_follow_a_closed_formula(config):
 
 
 def test_checkpointing_computes_layers_again_and_torchs_leaves_out_the_last_projection():
-    plain, torchs, megatrons = (
-        work(Work(dimensions(DENSE), *how))["flops"] for how in ((False,), (True,), (True, True))
-    )
+    kinds = (Work(dimensions(DENSE), *how) for how in ((False,), (True,), (True, True)))
+    plain, torchs, megatrons = (work(kind)["flops"] for kind in kinds)
     for phase in ("importance", "update"):
         first, again, whole = (at(of[phase], LAYERS, LENGTH) for of in (plain, torchs, megatrons))
         assert whole - first == pytest.approx(at(plain["layers"], LAYERS, LENGTH), rel=1e-3)

@@ -494,8 +494,8 @@ class Plan:
         """What is projected, and what is assumed."""
         s, e, adds = self.setup, EXPECTED, "Without OAR."
         if s.oar is not None:
-            adds = f"OAR ({s.oar.importance}) adds {self.oar:.1f} s to a step: {self.to_grpo:.2f} x the same step of GRPO, with "
-            adds += f"{s.scored_share:.0%} of the responses scored (--scored-share)."
+            adds = f"OAR ({s.oar.importance}) adds {self.oar:.1f} s to a step: {self.to_grpo:.2f} x the same step of GRPO, "
+            adds += f"with {s.scored_share:.0%} of the responses scored (--scored-share)."
         more = sum(s.rounds) / s.sequences
         filtered = f"algorithm.filter_groups generates {more:.1f} x a batch (--scored-share); " if more > 1 else ""
         return [
