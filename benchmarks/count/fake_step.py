@@ -33,9 +33,7 @@ LENGTHS = 1024, 2048, 3072
 PROMPT, ANSWER = 128, 16  # tokens; neither peaks nor FLOPs of the pass with a pooled row depend on them
 
 
-def _attend(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, scaling: float, **___: Any
-) -> tuple[Tensor, None]:
+def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, scaling: float, **___: Any) -> Any:
     """Causal attention that keeps what flash-attn keeps: queries, keys, values, output, and a float32 per row and head."""
     attend = nn.functional.scaled_dot_product_attention
     return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2), None
@@ -142,11 +140,9 @@ class Step:
 
     def _forward(self, length: int, entropy: bool) -> Tensor:
         """Run the host's forward: log-probs `[T]`; with `entropy` also the entropy, which nothing reads."""
-        token_BL = torch.zeros(1, length, dtype=torch.long)
-        if self.key.fused:
-            output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
-            return output.log_probs.flatten()
-        return self._log_probs(self.model(input_ids=token_BL, use_cache=False).logits[0], entropy)
+        token_BL = torch.zeros(1, length, dtype=torch.long)  # lives as long as the logits, and is counted
+        output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
+        return output.log_probs.flatten() if self.key.fused else self._log_probs(output.logits[0], entropy)
 
     def _log_probs(self, logits_TV: Tensor, entropy: bool) -> Tensor:
         if entropy:
@@ -250,7 +246,7 @@ def count(key: Work | Memory) -> Counts:
     with set_checkpoint_early_stop(not key.whole_layers):
         grid = [[measure(own, layers, length, sharded=False) for length in LENGTHS] for layers in DEPTHS]
     low, high = (row[0] for row in grid)
-    flops = {name: _line(*(_powers([one["flops"][name] for one in row]) for row in grid)) for name in low["flops"]}
+    flops = {name: _line(*(_powers(*(one["flops"][name] for one in row)) for row in grid)) for name in low["flops"]}
     parameters = {name: _line([number], [high["parameters"][name]]) for name, number in low["parameters"].items()}
     return {"parameters": parameters, "flops": flops}
 
@@ -261,9 +257,8 @@ def _line(low: list[float], high: list[float]) -> Polynomial:
     return [a - DEPTHS[0] * slope for a, slope in zip(low, slopes, strict=True)], slopes
 
 
-def _powers(values: list[float]) -> list[float]:
+def _powers(one: float, two: float, three: float) -> list[float]:
     """Return c0, c1, c2 of the polynomial with these values at `LENGTHS`, which are multiples of the first."""
-    one, two, three = values
     unit, second = LENGTHS[0], (three - 2 * two + one) / 2
     first = two - one - 3 * second
     return [one - first - second, first / unit, second / unit**2]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from benchmarks.count.fake_step import count
 from benchmarks.count.shapes import Memory, Work
 from oar_plugin.runs.plan import known
 from oar_plugin.runs.plan.known import COUNTS, NotCountedError, name_of
@@ -14,18 +15,11 @@ from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe, recipe_names
 
 SHIPPED = Path(known.__file__).with_name("counts.json")
-MODEL = "actor_rollout_ref.model"
-CHANGES = ([f"{MODEL}.use_fused_kernels=True"], [f"{MODEL}.enable_gradient_checkpointing=False"])
+CHANGES = "use_fused_kernels=True", "enable_gradient_checkpointing=False"
 
 
 def add_counts(config: DictConfig) -> None:
-    """Count what a plan of this configuration lacks, and add it to the counts in this process.
-
-    Raises:
-        PlanError: the configuration cannot run, or its model is unknown.
-    """
-    from benchmarks.count.fake_step import count
-
+    """Count what a plan of this configuration lacks, for this process. Raise PlanError if it cannot run or be known."""
     while True:
         try:
             Plan(config)
@@ -38,14 +32,14 @@ def add_counts(config: DictConfig) -> None:
 
 
 def ship(recipe: str, overrides: Sequence[str]) -> str:
-    """Add a recipe's counts to `counts.json`, and return what was done. "all": count all of the package's recipes anew.
-
-    Then the 7B recipe is counted with fused kernels and without activation checkpointing too.
-    """
+    """Add a recipe's counts to `counts.json`, or count "all" recipes and two changes anew; return what was done."""
     runs = [(recipe, list(overrides))]
     if recipe == "all":
         COUNTS.clear()
-        runs = [*((name, []) for name in recipe_names()), *(("qwen2_5_7b_math", change) for change in CHANGES)]
+        runs = [
+            *((name, []) for name in recipe_names()),
+            *(("qwen2_5_7b_math", [f"actor_rollout_ref.model.{one}"]) for one in CHANGES),
+        ]
     before = len(COUNTS)
     for name, changes in runs:
         add_counts(compose_recipe(find_recipe(name), "oar", changes))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from benchmarks.count import real
+from benchmarks.count import fake_step, real
 from benchmarks.count.shapes import Counts, Memory, Work
 from benchmarks.count.ship import ship
 from benchmarks.report import Progress, Report, Table
@@ -51,8 +51,6 @@ class Settings:
 
 def count_model(name: str) -> dict[str, Counts]:
     """Return the counts of a model: FLOPs by kind, bytes by layout."""
-    from benchmarks.count.fake_step import count
-
     model = load_model(name).dimensions
     memory = Memory(model, TOKENS, shards=64)
     keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
@@ -61,7 +59,7 @@ def count_model(name: str) -> dict[str, Counts]:
         keys |= {f"{ranks} rank{'s' * (ranks > 1)}": replace(memory, shards=ranks) for ranks in RANKS}
         keys |= {"64 ranks, fused": replace(memory, fused=True), "64 ranks, LoRA 32": replace(memory, lora_rank=32)}
         keys[LORA] = Work(model, lora_rank=32)
-    return {layout: count(key) for layout, key in keys.items()}
+    return {layout: fake_step.count(key) for layout, key in keys.items()}
 
 
 def added_flops(counts: Counts, layers: int, length: int, importance: Importance) -> float:
@@ -74,12 +72,10 @@ def added_flops(counts: Counts, layers: int, length: int, importance: Importance
 
 
 def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: int, prefix: bool) -> float:
-    """FLOPs of masked copies of one response and its unmasked forward, from the layers' polynomial.
-
-    With a shared prefix, a copy computes from its first masked token on; these tokens are spread evenly over the reasoning.
-    """
+    """FLOPs of masked copies of a response, with a shared prefix from a first masked token on, and its unmasked forward."""
     flops, reasoning = counts["flops"], length - PROMPT - ANSWER
     whole, head = flops["layers"], at(flops["head"], layers, ANSWER)
+    # First masked tokens are spread evenly over the reasoning.
     starts = [PROMPT + reasoning * (i + 0.5) / 64 for i in range(64)]
     cached = statistics.fmean(at(whole, layers, start) for start in starts) if prefix else 0.0
     forward = at(whole, layers, length) + head
@@ -105,8 +101,9 @@ def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
         for response in RESPONSES:
             kinds = (_phases(counts[kind], LAYERS[name], PROMPT + response) for kind in (CHECKPOINTING, WHOLE))
             rows.append([name, f"{response:,}", *(f"{value / 1e12:,.1f}" for kind in kinds for value in kind)])
-    phases = ("log-probs", "fisher adds", "update")
-    columns = [f"{phase}, {kind}" for kind in ("checkpointing", "whole") for phase in phases]
+    columns = [
+        f"{one}, {kind}" for kind in ("checkpointing", "whole") for one in ("log-probs", "fisher adds", "update")
+    ]
     return Table("TFLOP of one response", ["model", "response", *columns], rows)
 
 
@@ -161,21 +158,18 @@ def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
 def _traffic(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
-        one = counts["64 ranks"]
         for phase in PHASES:
-            number, size = (at(one[what][phase], LAYERS[name]) for what in ("collectives", "sent"))
+            number, size = (at(counts["64 ranks"][what][phase], LAYERS[name]) for what in ("collectives", "sent"))
             rows.append([name, phase, f"{number:,.0f}", f"{size / 2**30:,.1f}"])
     return Table("FSDP2's collectives of one micro-batch", ["model", "phase", "number", "GiB of whole tensors"], rows)
 
 
 def check() -> Table:
     """A small model on real tensors, beside its counts."""
-    from benchmarks.count.fake_step import measure
-
     rows, keys = [], [replace(real.SMALL, element="fp32"), replace(real.SMALL, recompute=False)]
     for key, peaks in zip(keys, real.measured(keys), strict=True):
         how = f"{key.element}, {CHECKPOINTING if key.recompute else WHOLE}"
-        for what, value in real.counted(measure(key, real.LAYERS, key.tokens)).items():
+        for what, value in real.counted(fake_step.measure(key, real.LAYERS, key.tokens)).items():
             difference = f"{value / peaks[what] - 1:+.1%}"
             rows.append([what, how, f"{value / 2**20:.2f}", f"{peaks[what] / 2**20:.2f}", difference])
     columns = ["peak MiB", "model", "counted", "measured", "difference"]

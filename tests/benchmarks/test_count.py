@@ -14,7 +14,7 @@ from oar_plugin.runs.plan.known import COUNTS, at
 from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
-DENSE, SMALL = real.DENSE, real.SMALL
+DENSE, SMALL, work = real.DENSE, real.SMALL, cache(count)
 dimensions = partial(json.dumps, sort_keys=True)
 LAYERS, LENGTH = 6, 5000  # not among those that are counted
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
@@ -25,9 +25,6 @@ def test_bytes_are_those_of_a_real_rank():
     keys = [replace(SMALL, element="fp32", recompute=recompute) for recompute in (True, False)]
     for key, measured in zip(keys, real.measured(keys), strict=True):
         assert real.counted(measure(key, real.LAYERS, key.tokens)) == pytest.approx(measured, rel=0.03)
-
-
-work = cache(count)
 
 
 def products(config):
@@ -64,11 +61,10 @@ def test_checkpointing_computes_layers_again_and_torchs_leaves_out_the_last_proj
         assert whole - again == pytest.approx(2 * LAYERS * 256 * 704 * LENGTH, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"shards": 8, "model": dimensions(EXPERTS)}, {"lora_rank": 4, "fused": True, "shards": 2}],
-    ids=["experts", "adapters, fused kernels"],
-)
+SHAPES = {"experts": {"shards": 8, "model": dimensions(EXPERTS)}, "fused": {"lora_rank": 4, "fused": True, "shards": 2}}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_bytes_and_collectives_are_linear_in_the_number_of_layers(changes):
     key = replace(SMALL, **changes)
     counted, found = count(key), measure(key, LAYERS, key.tokens)
