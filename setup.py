@@ -73,7 +73,6 @@ setup(
             "cli/*.json",
             "runs/*.yaml",
             "hosts/verl/conf/**/*.yaml",
-            "hosts/verl/conf_of_verl/**/*.yaml",
             "page/*.j2",
             "page/*.js",
             "page/*.css",

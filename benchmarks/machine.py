@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from oar_plugin.runs.plan.meter import Meter
+from benchmarks.count.meter import Meter
 
 Device = Literal["auto", "cpu", "cuda"]
 

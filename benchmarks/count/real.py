@@ -5,20 +5,20 @@ One rank, because threads of gloo free the tensors of a collective between two r
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
-from oar_plugin.runs.plan.count import Memory, dimensions
-from oar_plugin.runs.plan.fake_step import Step, gradient_pass
-from oar_plugin.runs.plan.meter import Meter, Numbers
+from benchmarks.count.fake_step import Step, gradient_pass
+from benchmarks.count.meter import Meter, Numbers
+from benchmarks.count.shapes import Memory
 
 DENSE = {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
 DENSE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096}
 LAYERS = 3
-SMALL = Memory(dimensions(DENSE), tokens=512, entropy_rows=256, shards=1)
+SMALL = Memory(json.dumps(DENSE, sort_keys=True), tokens=512, entropy_rows=256, shards=1)
 Peaks = dict[str, float]
 
 
@@ -42,26 +42,24 @@ def counted(numbers: Numbers) -> Peaks:
 
 def measured(keys: Sequence[Memory]) -> list[Peaks]:
     """Return, for each key, peak bytes by phase. In a process of its own."""
-    with TemporaryDirectory() as folder:
-        multiprocessing.start_processes(_rank, args=(folder, keys), start_method="spawn")
-        results: list[Peaks] = json.loads((Path(folder) / "peaks.json").read_text())
-    return results
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_measured, keys).result()
 
 
-def _rank(rank: int, folder: str, keys: Sequence[Memory]) -> None:
+def _measured(keys: Sequence[Memory]) -> list[Peaks]:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=1)
-    results = []
-    for key in keys:
-        length, tables, step = key.tokens, gradient_pass(key.tokens), Step(key, LAYERS, Meter())
-        step.shard(distributed.init_device_mesh("cpu", (1,)))
-        step.log_probs(8)
-        peaks: Peaks = {"log-probs": profiled(lambda: step.log_probs(length))}  # noqa: B023
-        peaks["importance"] = profiled(lambda: step.importance(length, tables))  # noqa: B023
-        step.update(8)
-        peaks["update"] = profiled(lambda: step.update(length))  # noqa: B023
-        optimizer = step.optimizer()
-        optimizer()
-        results.append(peaks | {"optimizer": profiled(optimizer)})
-    (Path(folder) / "peaks.json").write_text(json.dumps(results))
-    distributed.destroy_process_group()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    return [_peaks(key) for key in keys]
+
+
+def _peaks(key: Memory) -> Peaks:
+    length, tables, step = key.tokens, gradient_pass(key.tokens), Step(key, LAYERS, Meter())
+    step.shard(distributed.init_device_mesh("cpu", (1,)))
+    step.log_probs(8)
+    peaks: Peaks = {"log-probs": profiled(lambda: step.log_probs(length))}
+    peaks["importance"] = profiled(lambda: step.importance(length, tables))
+    step.update(8)
+    peaks["update"] = profiled(lambda: step.update(length))
+    optimizer = step.optimizer()
+    optimizer()
+    return peaks | {"optimizer": profiled(optimizer)}

@@ -1,40 +1,48 @@
-"""`python -m benchmarks.count.ship` counts the shapes of all recipes and writes them into the package, in some minutes.
-
-The 7B recipe is counted with fused kernels and without activation checkpointing too.
-"""
+"""Counts that the package ships: those of all recipes, and those that a user adds for a recipe of their own."""
 
 import json
-import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-from oar_plugin.runs.plan.count import Memory, Work
-from oar_plugin.runs.plan.counted import SHIPPED, name_of
-from oar_plugin.runs.plan.fake_step import count
-from oar_plugin.runs.plan.models import PlanError
-from oar_plugin.runs.plan.setup import Setup
+from omegaconf import DictConfig
+
+from benchmarks.count.fake_step import count
+from benchmarks.count.shapes import Memory, Work
+from oar_plugin.runs.plan import known
+from oar_plugin.runs.plan.known import COUNTS, NotCountedError, name_of
+from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe, recipe_names
 
-MODEL = "actor_rollout_ref.model"
-CHANGES = ([f"{MODEL}.use_fused_kernels=True"], [f"{MODEL}.enable_gradient_checkpointing=False"])
+SHIPPED = Path(known.__file__).with_name("counts.json")
+CHANGES = "use_fused_kernels=True", "enable_gradient_checkpointing=False"
 
 
-def main() -> None:
-    runs: list[tuple[str, list[str]]] = [(name, []) for name in recipe_names()]
-    counted = {}
-    for name, overrides in [*runs, *(("qwen2_5_7b_math", change) for change in CHANGES)]:
+def add_counts(config: DictConfig) -> None:
+    """Count what a plan of this configuration lacks, for this process. Raise PlanError if it cannot run or be known."""
+    while True:
         try:
-            setup = Setup(compose_recipe(find_recipe(name), "oar", overrides))
-        except PlanError as error:  # its model is made on the user's machine
-            logging.warning("%s: not counted: %s", name, error)
-            continue
-        keys: list[Work | Memory] = [setup.work_key]
-        keys += [] if setup.megatron else [setup.memory_key(update) for update in (False, True)]
-        for key in keys:
-            if name_of(key) not in counted:
-                print(name, key)
-                counted[name_of(key)] = count(key)
-    lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in counted.items())
+            Plan(config)
+        except NotCountedError as error:
+            shape = {"Work": Work, "Memory": Memory}[error.kind](**error.shape)
+            print(shape)
+            COUNTS[name_of(type(shape).__name__, asdict(shape))] = count(shape)
+        else:
+            return
+
+
+def ship(recipe: str, overrides: Sequence[str]) -> str:
+    """Add a recipe's counts to `counts.json`, or count "all" recipes and two changes anew; return what was done."""
+    runs = [(recipe, list(overrides))]
+    if recipe == "all":
+        COUNTS.clear()
+        runs = [
+            *((name, []) for name in recipe_names()),
+            *(("qwen2_5_7b_math", [f"actor_rollout_ref.model.{one}"]) for one in CHANGES),
+        ]
+    before = len(COUNTS)
+    for name, changes in runs:
+        add_counts(compose_recipe(find_recipe(name), "oar", changes))
+    lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in COUNTS.items())
     SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return f"shapes added to {SHIPPED}: {len(COUNTS) - before}"

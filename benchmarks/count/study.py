@@ -6,16 +6,20 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.count import real
+import tyro
+
+from benchmarks.count import fake_step, real
+from benchmarks.count.shapes import Counts, Memory, Work
+from benchmarks.count.ship import ship
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.credit.importance import IMPORTANCES, Importance
-from oar_plugin.runs.plan.count import Counts, Memory, Work, dimensions
-from oar_plugin.runs.plan.models import KNOWN, load_model
+from oar_plugin.runs.plan.known import KNOWN, at, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
 MORE = ("Qwen2.5-7B",)
 JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
 PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
+LAYERS: dict[str, int] = {name: load_model(name).num_hidden_layers for name in KNOWN["models"]}
 PHASES = "log-probs", "importance", "update"
 CHECKPOINTING, WHOLE, LORA = "checkpointing", "whole activations", "LoRA 32"
 SHARES = (0.3, 0.6, 1.0)
@@ -30,6 +34,10 @@ COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0
 class Settings:
     models: tuple[str, ...] = MODELS
     """Names that `oar plan` knows."""
+    recipe: str | None = None
+    """Instead of models: this recipe (a name, a folder, or all), whose counts are added to those of `oar plan`."""
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    """key=value, as for `oar plan`."""
     processes: int = 2
     """Models counted at once."""
     out: Path | None = None
@@ -43,9 +51,7 @@ class Settings:
 
 def count_model(name: str) -> dict[str, Counts]:
     """Return the counts of a model: FLOPs by kind, bytes by layout."""
-    from oar_plugin.runs.plan.fake_step import count
-
-    model = dimensions(vars(load_model(name).config))
+    model = load_model(name).dimensions
     memory = Memory(model, TOKENS, shards=64)
     keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
     keys |= {"64 ranks": memory, f"64 ranks, {WHOLE}": replace(memory, recompute=False)}
@@ -53,68 +59,57 @@ def count_model(name: str) -> dict[str, Counts]:
         keys |= {f"{ranks} rank{'s' * (ranks > 1)}": replace(memory, shards=ranks) for ranks in RANKS}
         keys |= {"64 ranks, fused": replace(memory, fused=True), "64 ranks, LoRA 32": replace(memory, lora_rank=32)}
         keys[LORA] = Work(model, lora_rank=32)
-    return {layout: count(key) for layout, key in keys.items()}
+    return {layout: fake_step.count(key) for layout, key in keys.items()}
 
 
 def added_flops(counts: Counts, layers: int, length: int, importance: Importance) -> float:
     """Return what an importance adds to the FLOPs of log-probs: forwards, backwards, and the rows that these start from."""
     of = counts["flops"]
-    backward = of["importance"].at(layers, length) - of["log-probs"].at(layers, length)
-    forwards = (len(importance.forwards(1)) - 1) * of["layers"].at(layers, length)
+    backward = at(of["importance"], layers, length) - at(of["log-probs"], layers, length)
+    forwards = (len(importance.forwards(1)) - 1) * at(of["layers"], layers, length)
     rows = sum(length - PROMPT - ANSWER if each.of_reasoning else ANSWER for each in importance.backwards)
-    return len(importance.backwards) * backward + forwards + 2 * of["head"].at(layers, rows)
+    return len(importance.backwards) * backward + forwards + 2 * at(of["head"], layers, rows)
 
 
 def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: int, prefix: bool) -> float:
-    """FLOPs of masked copies of one response and its unmasked forward, from the layers' polynomial.
-
-    With a shared prefix, a copy computes from its first masked token on; these tokens are spread evenly over the reasoning.
-    """
-    whole, head, reasoning = (
-        counts["flops"]["layers"],
-        ANSWER * counts["flops"]["head"].base[1],
-        length - PROMPT - ANSWER,
-    )
+    """FLOPs of masked copies of a response, with a shared prefix from a first masked token on, and its unmasked forward."""
+    flops, reasoning = counts["flops"], length - PROMPT - ANSWER
+    whole, head = flops["layers"], at(flops["head"], layers, ANSWER)
+    # First masked tokens are spread evenly over the reasoning.
     starts = [PROMPT + reasoning * (i + 0.5) / 64 for i in range(64)]
-    cached = statistics.fmean(whole.at(layers, start) for start in starts) if prefix else 0.0
-    forward = whole.at(layers, length) + head
+    cached = statistics.fmean(at(whole, layers, start) for start in starts) if prefix else 0.0
+    forward = at(whole, layers, length) + head
     return forward + max(1.0, budget * reasoning / span) * (forward - cached)
 
 
-def measure(settings: Settings, progress: Progress) -> Report:
+def measure(settings: Settings, progress: Progress) -> Report | str:
+    if settings.recipe is not None:
+        return ship(settings.recipe, settings.overrides)
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
         futures = {name: pool.submit(count_model, name) for name in settings.models}
         counts: dict[str, dict[str, Counts]] = {}
-        for number, (name, future) in enumerate(futures.items()):
-            progress(f"counting {name}", number, len(futures))
+        for name, future in futures.items():
+            progress(f"counting {name}", len(counts), len(futures))
             counts[name] = future.result()
     tables = [_flops(counts), _ratios(counts), _copies(counts), _bytes(counts), _traffic(counts), check()]
     return Report("What a training step costs, counted", "count", tables, NOTES, dict(counts))
-
-
-def _layers(name: str) -> int:
-    return load_model(name).layers
 
 
 def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for response in RESPONSES:
-            values = [
-                value / 1e12
-                for kind in (CHECKPOINTING, WHOLE)
-                for value in _phases(counts[kind], _layers(name), PROMPT + response)
-            ]
-            rows.append([name, f"{response:,}", *(f"{value:,.1f}" for value in values)])
+            kinds = (_phases(counts[kind], LAYERS[name], PROMPT + response) for kind in (CHECKPOINTING, WHOLE))
+            rows.append([name, f"{response:,}", *(f"{value / 1e12:,.1f}" for kind in kinds for value in kind)])
     columns = [
-        f"{phase}{end}" for end in (", checkpointing", ", whole") for phase in ("log-probs", "fisher adds", "update")
+        f"{one}, {kind}" for kind in ("checkpointing", "whole") for one in ("log-probs", "fisher adds", "update")
     ]
     return Table("TFLOP of one response", ["model", "response", *columns], rows)
 
 
 def _phases(counts: Counts, layers: int, length: int) -> tuple[float, float, float]:
     """FLOPs of log-probs, of what importance adds to them, and of the update."""
-    plain, scored, update = (counts["flops"][phase].at(layers, length) for phase in PHASES)
+    plain, scored, update = (at(counts["flops"][phase], layers, length) for phase in PHASES)
     return plain, scored - plain, update
 
 
@@ -129,8 +124,8 @@ def _ratios(all_counts: dict[str, dict[str, Counts]]) -> Table:
         for importance in KINDS if name in JUDGED else KINDS[:1]:
             for response in (4096, 16384):
                 one, length = counts[CHECKPOINTING], PROMPT + response
-                added = added_flops(one, _layers(name), length, IMPORTANCES[importance])
-                rows.append([name, importance, f"{response:,}", *_ratio(one, _layers(name), length, added)])
+                added = added_flops(one, LAYERS[name], length, IMPORTANCES[importance])
+                rows.append([name, importance, f"{response:,}", *_ratio(one, LAYERS[name], length, added)])
     title = "What OAR adds, in units of the FLOPs of log-probs and update, by the share of rows that are scored"
     return Table(title, ["model", "importance", "response", *(f"{share:.0%}" for share in SHARES)], rows)
 
@@ -140,11 +135,11 @@ def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
     for name in (name for name in all_counts if name in JUDGED):
         counts = all_counts[name][CHECKPOINTING]
         for label, (budget, span) in COPIES.items():
-            gradient = _phases(counts, _layers(name), PROMPT + 4096)[1] if label.startswith("hybrid") else 0.0
+            gradient = _phases(counts, LAYERS[name], PROMPT + 4096)[1] if label.startswith("hybrid") else 0.0
             for prefix in (True, False):
-                added = gradient + copies_flops(counts, _layers(name), PROMPT + 4096, budget, span, prefix)
+                added = gradient + copies_flops(counts, LAYERS[name], PROMPT + 4096, budget, span, prefix)
                 how = "cached" if prefix else "computed again"
-                rows.append([name, label, how, *_ratio(counts, _layers(name), PROMPT + 4096, added)])
+                rows.append([name, label, how, *_ratio(counts, LAYERS[name], PROMPT + 4096, added)])
     columns = ["model", "importance, budget", "prefix", *(f"{share:.0%}" for share in SHARES)]
     return Table("The same for masked copies of 4,096 tokens (derived from the forward's polynomial)", columns, rows)
 
@@ -153,10 +148,9 @@ def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
         for layout, one in counts.items():
-            if "update" not in one:
-                continue
-            peaks = [max((of.at(_layers(name)) / 2**30, part) for part, of in one[phase].items()) for phase in PHASES]
-            rows.append([name, layout, *(f"{peak:,.1f} ({part})" for peak, part in peaks)])
+            phases = [one[phase].items() for phase in PHASES if phase in one]  # none in counts of FLOPs
+            peaks = [max((at(of, LAYERS[name]) / 2**30, part) for part, of in phase) for phase in phases]
+            rows += [[name, layout, *(f"{peak:,.1f} ({part})" for peak, part in peaks)]] if peaks else []
     title = f"Peak GiB of a phase above weights, gradients and optimizer, {TOKENS:,} tokens in a micro-batch"
     return Table(title, ["model", "layout", *PHASES], rows)
 
@@ -164,21 +158,18 @@ def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:
 def _traffic(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name, counts in all_counts.items():
-        one = counts["64 ranks"]
         for phase in PHASES:
-            number, size = (one[what][phase].at(_layers(name)) for what in ("collectives", "sent"))
+            number, size = (at(counts["64 ranks"][what][phase], LAYERS[name]) for what in ("collectives", "sent"))
             rows.append([name, phase, f"{number:,.0f}", f"{size / 2**30:,.1f}"])
     return Table("FSDP2's collectives of one micro-batch", ["model", "phase", "number", "GiB of whole tensors"], rows)
 
 
 def check() -> Table:
     """A small model on real tensors, beside its counts."""
-    from oar_plugin.runs.plan.fake_step import measure
-
     rows, keys = [], [replace(real.SMALL, element="fp32"), replace(real.SMALL, recompute=False)]
     for key, peaks in zip(keys, real.measured(keys), strict=True):
         how = f"{key.element}, {CHECKPOINTING if key.recompute else WHOLE}"
-        for what, value in real.counted(measure(key, real.LAYERS, key.tokens)).items():
+        for what, value in real.counted(fake_step.measure(key, real.LAYERS, key.tokens)).items():
             difference = f"{value / peaks[what] - 1:+.1%}"
             rows.append([what, how, f"{value / 2**20:.2f}", f"{peaks[what] / 2**20:.2f}", difference])
     columns = ["peak MiB", "model", "counted", "measured", "difference"]

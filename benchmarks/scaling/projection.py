@@ -5,12 +5,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks.count.ship import add_counts
 from benchmarks.report import Progress, Report, Table
-from oar_plugin.runs.plan.costs import GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE
 from oar_plugin.runs.plan.hardware import DRIVER_SECONDS_PER_TOKEN, EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
-from oar_plugin.runs.plan.models import PlanError
-from oar_plugin.runs.plan.planning import Plan
-from oar_plugin.runs.plan.setup import ACTOR
+from oar_plugin.runs.plan.known import PlanError
+from oar_plugin.runs.plan.planning import ACTOR, GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE, Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
@@ -47,7 +46,7 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
     for done, folder in enumerate(map(find_recipe, recipes)):
         progress(folder.name, done, len(recipes))
         config = compose_recipe(folder, "oar")
-        Plan(config, GPU)
+        add_counts(config)
         for mode in MODES:
             rows = [planned(config, mode, gpus) for gpus in SIZES]
             cells = [
@@ -78,6 +77,7 @@ def planned(config: DictConfig, mode: str, gpus: int) -> dict[str, Any]:
         OmegaConf.update(changed, key, size)
     row: dict[str, Any] = {"mode": mode, "gpus": gpus}
     try:
+        add_counts(changed)
         plan = Plan(changed, GPU)
     except PlanError as error:
         return row | {"problem": str(error).splitlines()[-1]}

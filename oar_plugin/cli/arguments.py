@@ -3,23 +3,39 @@
 import argparse
 import math
 import sys
+from importlib.util import find_spec
 
 from oar_plugin.output import INSTALL, say
 
 _INSTALL = {
     **dict.fromkeys(("math_verify", "pebble", "scipy"), f"{INSTALL} in a checkout"),
-    **{"google": "pip install protobuf", "verl": "pip install 'verl>=0.9'", "yaml": "pip install pyyaml"},
-    "hydra": "pip install hydra-core",
+    **{"google": "pip install protobuf", "yaml": "pip install pyyaml"},
     "vllm": "oar doctor says how",  # it depends on the machine
 }
 """Module -> how to install it, where that is not `pip install MODULE`."""
 
 
+_COMPOSING = {
+    "verl": "verl",
+    "hydra": "hydra-core",
+    "omegaconf": "'omegaconf<2.4'",
+    "antlr4": "antlr4-python3-runtime==4.9.3",
+}
+"""Module -> package: what reads a recipe, which extends verl's own files. Hydra 1.3 works with this antlr only."""
+
+
 def missing_package(command: str, *modules: str | None) -> int:
     """Print that `oar command` needs these modules, one line each, and return the exit status 1."""
     for name in (str(module).partition(".")[0] for module in modules):
-        say(f"oar {command}: {name} is not installed here; {_INSTALL.get(name, f'pip install {name}')}", sys.stderr)
+        say(f"oar {command}: {name} is not installed here; {_install(name)}", sys.stderr)
     return 1
+
+
+def _install(name: str) -> str:
+    if name in _COMPOSING:  # one line for all of them, which leaves what is installed as it is
+        lacking = [package for module, package in _COMPOSING.items() if module == name or find_spec(module) is None]
+        return f"pip install --no-deps {' '.join(lacking)}"
+    return _INSTALL.get(name, f"pip install {name}")
 
 
 def whole(text: str, least: int = 0) -> int:

@@ -256,7 +256,7 @@ def _add_cpu_environment(environment: dict[str, str], one_machine: bool) -> None
 def _report(runs: "list[Run]") -> int:
     """Print the table of the runs. Return 1 if one has failed, else 0."""
     from oar_plugin.cli.tables import console, table
-    from oar_plugin.runs.plan.setup import training_steps
+    from oar_plugin.runs.plan.planning import training_steps
     from oar_plugin.runs.run_folder import logged, mean_accuracy, state
 
     shown = table("run", "state", "steps", "validated", "best")

@@ -52,9 +52,11 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    verl need not be installed. It is imported, which takes seconds, only for config groups of other plugins of verl.
+    It reads the files of the verl that is installed. verl is imported, which takes seconds, only for config groups of its other
+    plugins.
 
     Raises:
+        ModuleNotFoundError: verl or Hydra is not installed.
         RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
     """
     from hydra import compose, initialize_config_dir

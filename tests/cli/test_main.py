@@ -4,16 +4,13 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from oar_plugin import __version__
 from oar_plugin.cli.main import COMMANDS, main
-from oar_plugin.hosts.verl.hydra_conf import config_folder
 from oar_plugin.runs.recipe import find_recipe, recipe_names
-from tests import verl_defaults
 from tests.limits import PROCESS_S
 from tests.tracked import ROOT
 
@@ -114,7 +111,10 @@ def test_json_is_all_that_is_printed_and_overrides_may_stand_behind_options(caps
         (f"{RECIPE} --gpu abacus", "allowed: L4-24"),
         (f"{RECIPE} --response-length 9999", "--response-length 9999: must be above 0 and at most 2048"),
         (f"{RECIPE} algorithm.oar.tau=2", "algorithm.oar.tau=2: Input should be less than or equal to 1"),
-        (f"{RECIPE} actor_rollout_ref.actor.use_dynamic_bsz=False", "ppo_micro_batch_size_per_gpu"),
+        (
+            f"{RECIPE} actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+            "`python -m benchmarks count --recipe RECIPE",
+        ),
     ],
 )
 def test_wrong_input_is_named(words, message, capsys):
@@ -122,38 +122,45 @@ def test_wrong_input_is_named(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_plans_are_the_same_without_verl(capsys):
-    """Another process has neither verl nor what comes with it; this one has them, and the plan does not import them."""
-    others = [name for name in recipe_names() if name != "qwen2_5_7b_oar_p"]  # asks which vLLM is there
-    asked = [[name] for name in others] + [[RECIPE, "algorithm.oar.tau=0.5", "--variant", "grpo"]]
-    code = f"""
-import sys
-sys.modules.update(dict.fromkeys(["verl", "transformers", "ray", "tensordict", "vllm"]))
-from oar_plugin.cli.main import main
-for words in {asked!r}:
-    main(["plan", *words, "--json"])
-"""
+WITHOUT = (
+    "import sys; sys.modules.update(dict.fromkeys({modules!r})); from oar_plugin.cli.main import main; main({words!r})"
+)
+
+
+def printed(modules, *words):
+    """What a process prints in which these modules are not installed, on stdout and stderr."""
+    code = WITHOUT.format(modules=modules, words=[*words])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PROCESS_S)
-    for words in asked:
-        main(["plan", *words, "--json"])
-    assert done.stdout == capsys.readouterr().out
+    return done.stdout, done.stderr
 
 
-@pytest.mark.skipif(version("verl") != "0.9.1", reason="the defaults are those of verl 0.9.1")
-def test_the_defaults_without_verl_are_verls():
-    for engine in verl_defaults.ENGINES:
-        here = verl_defaults.composed(verl_defaults.FOLDER, engine)
-        assert here == verl_defaults.composed(config_folder(), engine), "python -m tests.verl_defaults"
+def test_a_plan_reads_the_files_of_the_installed_verl_and_imports_none_of_it(capsys):
+    words = ["plan", RECIPE, "algorithm.oar.tau=0.5", "--json"]
+    assert main(words) == 0
+    # verl's submodules come from an import of verl only; the package itself is found by its folder.
+    modules = [
+        "verl.protocol",
+        "verl.trainer",
+        "verl.utils",
+        "verl.workers",
+        "transformers",
+        "ray",
+        "tensordict",
+        "vllm",
+    ]
+    assert printed(modules, *words) == (capsys.readouterr().out, "")
 
 
-PLAN = "oar_plugin.hosts.verl.hydra_conf", "omegaconf"
-
-
-def test_a_package_that_the_plan_lacks_is_one_line(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith(("oar_plugin.runs.plan", "oar_plugin.hosts", *PLAN))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "omegaconf", None)
-    assert main(["plan", RECIPE]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "pip install omegaconf" in said
+@pytest.mark.parametrize("command", ["plan", "launch"])
+@pytest.mark.parametrize(
+    ("modules", "line"),
+    [
+        (["verl"], "verl is not installed here; pip install --no-deps verl"),
+        (["hydra"], "hydra is not installed here; pip install --no-deps hydra-core"),
+        (["verl", "hydra"], "pip install --no-deps verl hydra-core"),
+    ],
+)
+def test_what_composing_lacks_is_one_line_to_copy(command, modules, line):
+    out, err = printed(modules, command, RECIPE, *(["--dry-run"] if command == "launch" else []))
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.endswith(f"{line}\n")

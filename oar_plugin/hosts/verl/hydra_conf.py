@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import PREFIX, OarConfigError, unknown_key
-from oar_plugin.hosts.required_api import path_of
 from oar_plugin.hosts.verl.capabilities import version_note
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 
@@ -144,9 +144,15 @@ def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
 
 
 def config_folder() -> Path:
-    """verl's folder of configurations, found without an import of verl; without verl, what verl 0.9.1 composes."""
-    verl = path_of("verl")
-    return verl.parent / "trainer" / "config" if verl else Path(__file__).parent / "conf_of_verl"
+    """Return verl's folder of configurations, found without an import of verl.
+
+    Raises:
+        ModuleNotFoundError: verl is not installed.
+    """
+    verl = find_spec("verl")
+    if verl is None or not verl.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'verl'", name="verl")
+    return Path(verl.submodule_search_locations[0]) / "trainer" / "config"
 
 
 def _extended_primary_config(with_group: bool) -> str:

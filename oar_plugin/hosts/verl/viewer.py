@@ -123,7 +123,9 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
 
     response_BL = pad_sequence([torch.ones_like(row) for row in columns["responses"]], batch_first=True).bool()
     own_BL = padded("response_mask").bool() if "response_mask" in columns else None
-    credited = CreditedBatch(batch.step, *map(padded, CREDIT), batch.status_B[rows])
+    advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, CREDIT)
+    status_B = batch.status_B[rows]
+    credited = CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B)
     return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
 
 

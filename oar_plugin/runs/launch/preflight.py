@@ -89,8 +89,7 @@ def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None
 
     If the run's GPUs are unknown (not `seen`), the finding is "not checked".
     """
-    from oar_plugin.runs.plan.counted import NotCountedError
-    from oar_plugin.runs.plan.models import PlanError, load_model
+    from oar_plugin.runs.plan.known import NotCountedError, PlanError, load_model
     from oar_plugin.runs.plan.planning import Plan
 
     if config.trainer.device == "cpu":
@@ -98,7 +97,7 @@ def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None
     try:
         load_model(str(config.actor_rollout_ref.model.path))
     except PlanError as error:
-        return None, Finding("memory", "not checked", f"not planned: {error}", "oar plan RECIPE --model DIR")
+        return None, Finding("memory", "not checked", f"not planned: {error}", "oar plan RECIPE --model NAME")
     try:
         made = Plan(config, gpu)
     except NotCountedError as error:

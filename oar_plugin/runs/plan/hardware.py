@@ -35,10 +35,7 @@ GPUS = {
 
 
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
-    """Return the GPU called `name` (`H100-80`; `h100` if only one matches). A given `memory_gib` replaces its memory.
-
-    Raise ValueError if the name is unknown or ambiguous.
-    """
+    """Return the GPU called `name` (`h100` if one matches), with `memory_gib` if given. ValueError: unknown or ambiguous."""
     matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
         raise ValueError(f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}, with any --gpu-memory")
@@ -49,27 +46,24 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
 class Efficiency:
     """Shares of the datasheet's peak figures that a run reaches; assumed, based on reports of large runs."""
 
-    training: float = 0.40  # share of peak FLOPs, with recomputation; A100s: 40-55 % (arXiv 2104.04473, 2205.05198)
-    inference: float = 0.50  # share of peak FLOPs in forwards without a backward, including prefill
-    decoding: float = 0.60  # share of the memory bandwidth
-    link: float = 0.70  # share of the bandwidth within a node and between nodes
-    decode_overhead_s: float = 2e-3  # per decoding step, besides reads and arithmetic: launches, sampling, scheduling
-    all_reduce_s: float = 1.5e-5  # latency of one all-reduce; tensor parallelism has two per layer and decoding step
+    training: float  # share of peak FLOPs, with recomputation; A100s: 40-55 % (arXiv 2104.04473, 2205.05198)
+    inference: float  # share of peak FLOPs in forwards without a backward, including prefill
+    decoding: float  # share of the memory bandwidth
+    link: float  # share of the bandwidth within a node and between nodes
+    decode_overhead_s: float  # per decoding step, besides reads and arithmetic: launches, sampling, scheduling
+    all_reduce_s: float  # latency of one all-reduce; tensor parallelism has two per layer and decoding step
 
 
-EXPECTED = Efficiency()
+EXPECTED = Efficiency(0.40, 0.50, 0.60, 0.70, 2e-3, 1.5e-5)
 # The bounds of the projected hours: an untuned run, and a very good one.
 POOR, GOOD = Efficiency(0.25, 0.30, 0.35, 0.40, 6e-3, 3e-5), Efficiency(0.55, 0.65, 0.75, 0.85, 1e-3, 1e-5)
-
 MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # mean lengths as shares of the maximum lengths
 SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
 ANSWER = 8  # tokens per answer
 # Per response token, with padding, on one core (AMD EPYC; benchmarks/results/driver.md): the gate on each actor rank's CPU, and
 # the multiplication by verl's driver.
 GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 7.8e-8, 1.5e-9
-
 CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers
 ENGINE_OVERHEAD = 1.0 * GIB  # CUDA graphs and workspaces inside vLLM's share
-# What a trainer's phase may need beside the counted bytes: workspaces of libraries, and the allocator's fragmentation, as a
-# share of the tensors that come and go.
+# What a trainer's phase may need besides: workspaces of libraries, and fragmentation, as a share of the temporary tensors.
 WORKSPACES, FRAGMENTATION = 1.0 * GIB, 0.15

@@ -6,19 +6,11 @@ from omegaconf import OmegaConf
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
 
-@pytest.fixture(scope="session")
-def fsdp():
-    return compose_recipe(find_recipe("qwen2_5_7b_math"))
+def composed(name):
+    return pytest.fixture(scope="session")(lambda: compose_recipe(find_recipe(name)))
 
 
-@pytest.fixture(scope="session")
-def megatron():
-    return compose_recipe(find_recipe("qwen2_5_32b_megatron"))
-
-
-@pytest.fixture(scope="session")
-def experts():
-    return compose_recipe(find_recipe("qwen3_30b_a3b_megatron"))
+fsdp, megatron, experts = map(composed, ("qwen2_5_7b_math", "qwen2_5_32b_megatron", "qwen3_30b_a3b_megatron"))
 
 
 def with_overrides(config, overrides):

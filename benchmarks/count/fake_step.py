@@ -1,9 +1,9 @@
-"""A training step of one FSDP rank on fake tensors, under a meter (`count.py` says what is counted)."""
+"""A training step of one FSDP rank on fake tensors, under a meter (`shapes.py` says what is counted)."""
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +18,14 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from benchmarks.count.meter import Meter, Numbers
+from benchmarks.count.shapes import Counts, Memory, Polynomial, Work
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Forward
-from oar_plugin.passes.gradient import MicroBatchPass, SetTap, run_forwards
+from oar_plugin.passes.gradient import MicroBatchPass
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps
-from oar_plugin.runs.plan.count import Counts, Memory, Polynomial, Work
-from oar_plugin.runs.plan.meter import Meter, Numbers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEPTHS = 3, 4  # numbers of layers; from three on, FSDP's prefetches have their final form
@@ -33,9 +33,7 @@ LENGTHS = 1024, 2048, 3072
 PROMPT, ANSWER = 128, 16  # tokens; neither peaks nor FLOPs of the pass with a pooled row depend on them
 
 
-def _attend(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, scaling: float, **___: Any
-) -> tuple[Tensor, None]:
+def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, scaling: float, **___: Any) -> Any:
     """Causal attention that keeps what flash-attn keeps: queries, keys, values, output, and a float32 per row and head."""
     attend = nn.functional.scaled_dot_product_attention
     return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2), None
@@ -142,11 +140,9 @@ class Step:
 
     def _forward(self, length: int, entropy: bool) -> Tensor:
         """Run the host's forward: log-probs `[T]`; with `entropy` also the entropy, which nothing reads."""
-        token_BL = torch.zeros(1, length, dtype=torch.long)
-        if self.key.fused:
-            output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
-            return output.log_probs.flatten()
-        return self._log_probs(self.model(input_ids=token_BL, use_cache=False).logits[0], entropy)
+        token_BL = torch.zeros(1, length, dtype=torch.long)  # lives as long as the logits, and is counted
+        output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
+        return output.log_probs.flatten() if self.key.fused else self._log_probs(output.logits[0], entropy)
 
     def _log_probs(self, logits_TV: Tensor, entropy: bool) -> Tensor:
         if entropy:
@@ -162,16 +158,15 @@ class Step:
     def importance(self, length: int, tables: MicroBatchPass) -> None:
         """Run the package's gradient pass over a sequence that is scored, log-probs and entropy included."""
         self.model.eval()
-
-        def model_forward(forward: Forward, set_tap: SetTap) -> None:
-            set_tap(tables)
-            token_BL = torch.zeros(1, length, dtype=torch.long)
-            output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
-            if forward.log_probs and not self.key.fused:
-                self._log_probs(output.logits.detach()[0], entropy=True)
-
         with ModelTaps(self.model, self.key.recompute, self.key.fused) as taps:
-            run_forwards(taps, tables.importance.forwards(1), model_forward)
+            for forward in tables.importance.forwards(1):
+                with taps.running(forward):
+                    taps.tap = tables.tap(forward)
+                    token_BL = torch.zeros(1, length, dtype=torch.long)
+                    output = self.model(input_ids=token_BL, use_cache=False, return_dict=True)
+                    if forward.log_probs and not self.key.fused:
+                        self._log_probs(output.logits.detach()[0], entropy=True)
+                    del token_BL, output  # a host has let go of them before the backward
         self._reshard()
 
     def update(self, length: int) -> None:
@@ -180,11 +175,10 @@ class Step:
 
     def optimizer(self) -> Callable[[], None]:
         """Return a function that clips gradients and makes a step of AdamW, as torch does by default on a GPU."""
-        trained = self.trained()
-        adam = torch.optim.AdamW(trained, lr=1e-6, foreach=True)
+        adam = torch.optim.AdamW(self.trained(), lr=1e-6, foreach=True)
 
         def step() -> None:
-            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+            torch.nn.utils.clip_grad_norm_(self.trained(), 1.0, foreach=True)
             adam.step()
 
         return step
@@ -199,30 +193,21 @@ def gradient_pass(length: int) -> MicroBatchPass:
     segments_BL = torch.full((1, length), int(Segment.REASONING))
     segments_BL[:, :PROMPT], segments_BL[:, -ANSWER:] = int(Segment.OUTSIDE), int(Segment.ANSWER)
     packed, layout = packed_rows(torch.zeros(1, length, dtype=torch.long), segments_BL, None)
-    return MicroBatchPass(Request("fisher"), packed, layout)
-
-
-@contextmanager
-def _one_rank_of(ranks: int) -> Iterator[DeviceMesh]:
-    if distributed.is_initialized():
-        raise RuntimeError("a process group exists")
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield distributed.init_device_mesh("cpu", (ranks,))
-    finally:
-        distributed.destroy_process_group()
+    return MicroBatchPass(Request.of_step(OarConfig(), 1), packed, layout)
 
 
 def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numbers:
-    """Run a step for one sequence of `length` tokens; return the sections of `count.Counts`, as numbers.
-
-    Without `sharded` there is no FSDP and no optimizer, and bytes mean nothing.
-    """
+    """Return a step's `shapes.Counts`, as numbers. Without `sharded` there is no optimizer, and bytes mean nothing."""
     tables, meter = gradient_pass(length), Meter()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        mesh = stack.enter_context(_one_rank_of(key.shards)) if sharded else None
+        if sharded:
+            if distributed.is_initialized():
+                raise RuntimeError("a process group exists")
+            distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=key.shards)
+            stack.callback(distributed.destroy_process_group)
+        mesh = distributed.init_device_mesh("cpu", (key.shards,)) if sharded else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         step = Step(key, layers, meter)
@@ -234,13 +219,13 @@ def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numb
         step.log_probs(length)
         meter.begin("importance")
         step.importance(length, tables)
-        if mesh is not None:
-            meter.begin(None)
+        meter.begin(None)
+        if sharded:
             step.update(8)
         meter.begin("update")
         step.update(length)
-        if mesh is not None:
-            meter.begin(None)
+        meter.begin(None)
+        if sharded:
             stepped = step.optimizer()
             stepped()
             meter.begin("update", "optimizer")
@@ -251,7 +236,7 @@ def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numb
 
 
 def count(key: Work | Memory) -> Counts:
-    """Count a step; see `count.counts`."""
+    """Count a step. Raise RuntimeError if a process group exists."""
     if isinstance(key, Memory):
         low, high = (measure(key, layers, key.tokens) for layers in DEPTHS)
         kept = [section for section in low if section not in ("flops", "parameters")]
@@ -260,7 +245,7 @@ def count(key: Work | Memory) -> Counts:
     with set_checkpoint_early_stop(not key.whole_layers):
         grid = [[measure(own, layers, length, sharded=False) for length in LENGTHS] for layers in DEPTHS]
     low, high = (row[0] for row in grid)
-    flops = {name: _line(*(_powers([one["flops"][name] for one in row]) for row in grid)) for name in low["flops"]}
+    flops = {name: _line(*(_powers(*(one["flops"][name] for one in row)) for row in grid)) for name in low["flops"]}
     parameters = {name: _line([number], [high["parameters"][name]]) for name, number in low["parameters"].items()}
     return {"parameters": parameters, "flops": flops}
 
@@ -268,12 +253,11 @@ def count(key: Work | Memory) -> Counts:
 def _line(low: list[float], high: list[float]) -> Polynomial:
     """Return the coefficients without layers and of each layer, from those at `DEPTHS`."""
     slopes = [(b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(low, high, strict=True)]
-    return Polynomial(tuple(a - DEPTHS[0] * slope for a, slope in zip(low, slopes, strict=True)), tuple(slopes))
+    return [a - DEPTHS[0] * slope for a, slope in zip(low, slopes, strict=True)], slopes
 
 
-def _powers(values: list[float]) -> list[float]:
+def _powers(one: float, two: float, three: float) -> list[float]:
     """Return c0, c1, c2 of the polynomial with these values at `LENGTHS`, which are multiples of the first."""
-    one, two, three = values
     unit, second = LENGTHS[0], (three - 2 * two + one) / 2
     first = two - one - 3 * second
     return [one - first - second, first / unit, second / unit**2]

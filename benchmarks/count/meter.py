@@ -45,10 +45,9 @@ if hasattr(_aten, "_grouped_mm"):
 
 
 class Meter(TorchDispatchMode):
-    """Counts FLOPs, live bytes and collectives of the operations inside of `with`; `numbers` has sections as `count.Counts`.
+    """Counts FLOPs, bytes of storages until they are freed, and collectives inside of `with`, as sections of `shapes.Counts`.
 
-    Bytes are those of storages that operators allocate, until each is freed. Storages that existed before count nothing, nor
-    does scratch memory that a kernel allocates and frees within one operator.
+    Storages that existed before count nothing, nor does scratch memory that a kernel allocates and frees within one operator.
     """
 
     def __init__(self) -> None:

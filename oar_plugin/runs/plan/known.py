@@ -1,0 +1,66 @@
+"""What the planner knows without a network: models and numbers of rows (`known.yaml`), counts of a step (`counts.json`)."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+KNOWN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
+COUNTS: dict[str, Any] = json.loads(Path(__file__).with_name("counts.json").read_text(encoding="utf-8"))
+
+
+class PlanError(ValueError):
+    """The model is unknown, or the configuration cannot run. The message has a line per fault, with the allowed values."""
+
+
+class NotCountedError(PlanError):
+    """No counts of a `shape` are shipped; `kind` is "Work" or "Memory", which `benchmarks/count/shapes.py` defines."""
+
+    def __init__(self, kind: str, shape: Mapping[str, Any]) -> None:
+        advice = "`python -m benchmarks count --recipe RECIPE key=value ...` in a checkout adds them"
+        super().__init__(f"the package has no counts of this model with these micro-batches; {advice}")
+        self.kind, self.shape = kind, shape
+
+
+def counts(kind: str, layers: int, length: float = 0.0, **shape: Any) -> dict[str, dict[str, float]]:
+    """Return section -> name -> number, for a number of layers and a length. Raise NotCountedError if none are shipped."""
+    if (name := name_of(kind, shape)) not in COUNTS:
+        raise NotCountedError(kind, shape)
+    return {part: {one: at(powers, layers, length) for one, powers in of.items()} for part, of in COUNTS[name].items()}
+
+
+def at(powers: Sequence[Sequence[float]], layers: int, length: float = 0.0) -> float:
+    """Return a count: a polynomial of the length, with coefficients without any layer, and those of each layer."""
+    return sum((a + b * layers) * length**power for power, (a, b) in enumerate(zip(*powers, strict=True)))
+
+
+def name_of(kind: str, shape: Mapping[str, Any]) -> str:
+    """Return the name of a shape's counts in `counts.json`."""
+    return hashlib.sha256(f"{kind} {json.dumps(shape, sort_keys=True)}".encode()).hexdigest()[:16]
+
+
+@cache
+def load_model(name: str) -> SimpleNamespace:
+    """Return the sizes of a known model, as its config.json names them, and `dimensions`, of which counts depend.
+
+    Raise PlanError if the last part of the name, without variants as "Instruct", is not known.
+    """
+    words = name.rstrip("/").split("/")[-1].removeprefix("Meta-").split("-")
+    sizes = KNOWN["models"].get("-".join(word for word in words if word not in KNOWN["variants"]))
+    if sizes is None:
+        known = ", ".join(KNOWN["models"])
+        raise PlanError(
+            f"actor_rollout_ref.model.path={name}: no model that is known here; --model names one of {known}"
+        )
+    values = dict(zip(KNOWN["columns"], sizes, strict=True)) | KNOWN["families"][sizes[0]]
+    positions = [limit for word in words if words[0] != "Llama" and (limit := KNOWN["variants"].get(word)) is not None]
+    values["max_position_embeddings"] = min(positions, default=values["max_position_embeddings"])
+    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    counted = {key: value for key, value in values.items() if value and key not in KNOWN["uncounted"]}
+    experts = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
+    return SimpleNamespace(name=name, dimensions=json.dumps(counted, sort_keys=True), **experts | values)

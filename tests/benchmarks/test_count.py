@@ -1,0 +1,98 @@
+"""Counts on fake tensors: beside real tensors, closed formulas and other numbers of layers; those that the package ships."""
+
+import json
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+from torch import distributed
+
+from benchmarks.count import real, ship
+from benchmarks.count.fake_step import count, measure
+from benchmarks.count.shapes import Work
+from oar_plugin.runs.plan.known import COUNTS, at
+from oar_plugin.runs.plan.planning import Plan
+from oar_plugin.runs.recipe import compose_recipe, find_recipe
+
+DENSE, SMALL, work = real.DENSE, real.SMALL, cache(count)
+dimensions = partial(json.dumps, sort_keys=True)
+LAYERS, LENGTH = 6, 5000  # not among those that are counted
+EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+def test_bytes_are_those_of_a_real_rank():
+    # In float32, because products in bf16 take workspace on some CPUs.
+    keys = [replace(SMALL, element="fp32", recompute=recompute) for recompute in (True, False)]
+    for key, measured in zip(keys, real.measured(keys), strict=True):
+        assert real.counted(measure(key, real.LAYERS, key.tokens)) == pytest.approx(measured, rel=0.03)
+
+
+def products(config):
+    """Numbers of products of one token and all weights of a layer, of one token and the projection, of two tokens."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    attention = 2 * hidden * (heads + config["num_key_value_heads"] * config["head_dim"])
+    width = config["intermediate_size"]
+    if visits := config.get("num_experts_per_tok", 0):
+        width, attention = visits * config["moe_intermediate_size"], attention + hidden * config["num_experts"]
+    return attention + 3 * hidden * width, hidden * config["vocab_size"], heads
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_flops_follow_a_closed_formula(config):
+    counted = work(Work(dimensions(config), recompute=False))["flops"]
+    flops = {name: at(of, LAYERS, LENGTH) for name, of in counted.items()}
+    layer, head, pairs = products(config)
+    layers, head, row = 2 * LAYERS * layer * LENGTH, 2 * head * LENGTH, 2 * head
+    attention = 2 * LAYERS * pairs * LENGTH**2  # a causal mask leaves half of 4
+    assert flops["layers"] == pytest.approx(layers + attention, rel=0.01)
+    assert flops["head"] == pytest.approx(head)
+    # The backward of attention computes five products where the forward has two.
+    assert flops["update"] == pytest.approx(3 * (layers + head) + 3.5 * attention, rel=0.01)
+    backward = layers + 2.5 * attention + 2 * row  # one pooled row, projected and back
+    assert flops["importance"] - flops["log-probs"] == pytest.approx(backward, rel=0.01)
+
+
+def test_checkpointing_computes_layers_again_and_torchs_leaves_out_the_last_projection():
+    kinds = (Work(dimensions(DENSE), *how) for how in ((False,), (True,), (True, True)))
+    plain, torchs, megatrons = (work(kind)["flops"] for kind in kinds)
+    for phase in ("importance", "update"):
+        first, again, whole = (at(of[phase], LAYERS, LENGTH) for of in (plain, torchs, megatrons))
+        assert whole - first == pytest.approx(at(plain["layers"], LAYERS, LENGTH), rel=1e-3)
+        assert whole - again == pytest.approx(2 * LAYERS * 256 * 704 * LENGTH, rel=1e-3)
+
+
+SHAPES = {"experts": {"shards": 8, "model": dimensions(EXPERTS)}, "fused": {"lora_rank": 4, "fused": True, "shards": 2}}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_bytes_and_collectives_are_linear_in_the_number_of_layers(changes):
+    key = replace(SMALL, **changes)
+    counted, found = count(key), measure(key, LAYERS, key.tokens)
+    for section, numbers in counted.items():
+        assert {name: at(of, LAYERS) for name, of in numbers.items()} == pytest.approx(found[section], rel=1e-4)
+    # An all-gather for each layer, for the embedding, and for the root, with the projection in it or beside it.
+    assert at(counted["collectives"]["log-probs"], LAYERS) == LAYERS + (2 if changes.get("fused") else 3)
+
+
+def test_a_count_of_today_is_the_shipped_one_and_a_lacking_one_is_added(tmp_path, monkeypatch):
+    shipped, file = json.loads(ship.SHIPPED.read_text()), tmp_path / "counts.json"
+    monkeypatch.setattr(ship, "SHIPPED", file)
+    config = compose_recipe(find_recipe("qwen2_5_7b_lora"))
+    update = Plan(config).setup.memory(True)
+    for name in [name for name, of in shipped.items() if "sent" in of]:
+        monkeypatch.delitem(COUNTS, name)
+    assert ship.ship("qwen2_5_7b_lora", []).endswith(": 1"), "the same micro-batches in log-probs and update"
+    added = json.loads(file.read_text())
+    assert added == {name: of for name, of in shipped.items() if name in added}
+    assert Plan(config).setup.memory(True) == update
+
+
+def test_a_process_group_that_exists_is_refused_and_ours_is_gone():
+    measure(SMALL, 1, 512)
+    assert not distributed.is_initialized()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="process group"):
+            count(SMALL)
+    finally:
+        distributed.destroy_process_group()
