@@ -27,7 +27,7 @@ from benchmarks.step.passes import Passes
 from benchmarks.tiny.model import SHAPES
 from benchmarks.workload import Workload, model_line
 from oar_plugin.config import OarConfig
-from oar_plugin.hosts.vllm.versions import installed, untried
+from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.passes.request import Request
 
 TITLES = {
@@ -207,7 +207,6 @@ def report_of(settings: Settings, device: str, facts: dict[str, Any], runs: Mapp
             f"vLLM {vllm}: while PyTorch was timed, its processes used {busy:.3f} processor seconds a second. Beside scoring "
             f"each request generates as many tokens as the response has but at most {MOST_TOKENS}; copies meanwhile are work "
             f"that is then no longer to be done (references included). Requests made twice, in all rounds: {retried}.",
-            *filter(None, [untried(vllm)]),
         ]
     if scaled:
         notes.append(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
+from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS
 
 if TYPE_CHECKING:  # a plan of a run without verl needs this module
@@ -58,9 +58,8 @@ def faults(config: DictConfig) -> Iterator[str]:
 
     if value("name") != "vllm":
         yield fault("name", "copies are scored inside vLLM's workers", "vllm")
-    reason = unsupported(installed())
-    if reason is not None:
-        yield f"algorithm.oar.perturbation.backend=rollout: {reason}; allowed: a vLLM that has it, {_LOCAL}"
+    if installed() is None:
+        yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_LOCAL}"
     if value(key := "agent.agent_loop_manager_class") not in (None, MANAGER):
         yield fault(key, "copies are scored by an agent-loop manager of our own", "null")
     if value(key := "engine_kwargs.vllm.worker_extension_cls") is not None:
@@ -82,8 +81,6 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
     """
     from oar_plugin.hosts.verl import rollout_server
 
-    if note := untried(installed()):
-        logger.warning(note)
     rollout_server.register(oar.perturbation.max_in_flight, oar.perturbation.share_while_generating)
     rollout = config.actor_rollout_ref.rollout
     with open_dict(config):
