@@ -175,7 +175,7 @@ ASKS = [  # feature, changes, what asks for it, what is allowed
 
 @pytest.mark.parametrize(("feature", "changes", "asked", "allowed"), ASKS)
 def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, changes, asked, allowed, monkeypatch):
-    monkeypatch.setattr("oar_plugin.hosts.verl.offload.faults", lambda config: [])
+    monkeypatch.setattr("oar_plugin.hosts.verl.settings.installed", lambda: "0.28.0")
     monkeypatch.setattr(capabilities, "missing", lambda name: ("x: f takes (a)",) if name == feature else ())
     with pytest.raises(OarConfigError) as refused:
         resolve_here(config(**changes))

@@ -15,7 +15,7 @@ import verl
 from verl.models.transformers.dense_common import forward_with_torch_backend
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.hosts.verl import offload
+from oar_plugin.hosts.verl import settings
 from oar_plugin.hosts.verl.fsdp import fused_fault
 from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
@@ -123,7 +123,7 @@ def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
 
 
 def test_without_a_vllm_the_offload_is_refused_and_the_local_backend_is_named(monkeypatch):
-    monkeypatch.setattr(offload, "installed", lambda: None)
+    monkeypatch.setattr(settings, "installed", lambda: None)
     with pytest.raises(OarConfigError, match=r"backend=rollout: vLLM is not installed.*backend=actor"):
         resolve(config(**OFFLOAD))
     assert resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).copies is not None
