@@ -1,7 +1,6 @@
 """What `oar doctor` says of machines that are ready, and of machines that are not.
 
-Most machines here are made up: answers stand in for imports, GPUs, verl and the recipe. Further down packages are imported, with
-broken ones in front of the search path.
+Answers stand in for imports, GPUs, verl and the recipe. Further down broken packages are really imported.
 """
 
 import json
@@ -129,7 +128,7 @@ def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, level, 
     [
         *(({"strategy": "megatron"}, {"absent": [name]}, name) for name in OF_MEGATRON),
         ({"strategy": "megatron"}, {"lacks": {"megatron": ("Y is not there",)}}, "megatron"),
-        ({"trainer": "separate_async"}, {"lacks": {"separate_async": ("no Z",)}}, "separate_async"),
+        *(({"trainer": name}, {"lacks": {name: ("no Z",)}}, name) for name in ("separate_async", "ray_trainer")),
         ({"offloads": True}, {"lacks": {"offload": ("vLLM lacks x",)}}, "offload"),
         ({}, {"found": [Finding("data", "missing", "is not there")]}, "data"),
     ],
@@ -148,35 +147,22 @@ def test_a_login_node_is_told_what_was_not_checked_and_not_that_it_is_ready(exam
     unseen = {name for name, finding in findings.items() if finding["level"] == "not checked"}
     assert (unseen, status, verdict) == ({"GPUs", "vllm", "verl"}, 3, "not checked")
     assert main(["doctor"]) == 3
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "GPUs" in last
-    assert "Ready" not in last
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Not checked: verl, vllm, GPUs")
     assert examined(faults=faults)[1] == 1, "the same errors beside a GPU are there to be mended"
     assert examined(machine=LOGIN, absent=["vllm"])[1] == 1
 
 
-def test_a_verl_that_does_not_look_for_plugins_needs_a_variable(examined, monkeypatch):
-    monkeypatch.setattr(capabilities, "external_modules", lambda: {capabilities.EXTERNAL_MODULES: "mine,ours"})
-    findings, status, _ = examined()
-    assert (findings["oar_plugin"]["level"], status) == ("missing", 1)
-    assert f"export {capabilities.EXTERNAL_MODULES}=mine,ours" in findings["oar_plugin"]["advice"]
-
-
-def test_the_trainer_that_verl_starts_by_default_is_needed(examined):
-    default = {"wanted": Run("ray_trainer"), "absent": ["TransferQueue"]}
-    assert examined(**default, lacks={"sync": ("x is not there",)})[1] == 0
-    assert examined(**default, lacks={"ray_trainer": ("x is not there",)})[1] == 1
-
-
-def test_the_plugin_must_be_registered_and_wanted(examined, monkeypatch):
+def test_the_plugin_must_be_registered_wanted_and_looked_for(examined, monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     assert "=none" in examined()[0]["oar_plugin"]["text"]
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, oar")
     assert examined()[1] == 0
-    monkeypatch.setattr(doctor, "entry_points", registered("cpu"))
+    monkeypatch.setattr(capabilities, "external_modules", lambda: {capabilities.EXTERNAL_MODULES: "mine,ours"})
     findings, status, _ = examined()
     assert (findings["oar_plugin"]["level"], status) == ("missing", 1)
-    assert "pip install --no-deps ." in findings["oar_plugin"]["advice"]
+    assert f"export {capabilities.EXTERNAL_MODULES}=mine,ours" in findings["oar_plugin"]["advice"]
+    monkeypatch.setattr(doctor, "entry_points", registered("cpu"))
+    assert "pip install --no-deps ." in examined()[0]["oar_plugin"]["advice"]
 
 
 @pytest.mark.parametrize(("words", "said"), [(("--recipe", "nope"), "nope: "), (("a.b=1",), "a.b=1: ")])
@@ -240,7 +226,6 @@ cuda = types.SimpleNamespace(device_count=lambda: {count}, get_device_properties
         ("13.0", 0, "", (0, False, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
         ("13.0", 0, "cpu", (0, True, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
         (None, 0, "", (0, True, "torch 2.11.0 sees none")),
-        (None, 0, "cuda", (0, False, "torch 2.11.0 sees none")),
     ],
 )
 def test_the_gpus_that_torch_sees_are_told_or_that_it_sees_none(cuda, count, platform, expected, monkeypatch):
@@ -270,15 +255,12 @@ pytest.importorskip("verl")
 
 @pytest.mark.slow
 def test_this_environment_has_what_is_looked_for(capsys):
-    """The packages that are here: each is imported by a name that exists, and verl is asked."""
     status = main(["doctor", "--json"])
     findings = {one["subject"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert status == 0, findings
     for name in ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "sync", "fsdp", "oar_plugin"):
         assert findings[name]["level"] == "ok", findings[name]
     assert "loaded by verl" in findings["oar_plugin"]["text"]
-    here = {name: one["module"] for name, one in PACKAGES.items() if any(doctor.distributions(name=name))}
-    assert set(import_faults(here).values()) == {None}
 
 
 @pytest.mark.slow

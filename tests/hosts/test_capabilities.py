@@ -28,10 +28,6 @@ NEEDS = {"megatron": "megatron.core", "offload": "vllm"}
 features = pytest.mark.parametrize("feature", FEATURES)
 
 
-def test_the_version_is_verls_own():
-    assert capabilities.host_version() == verl.__version__
-
-
 @features
 def test_the_installed_hosts_have_all_of_it_and_whatever_is_changed_is_named(feature, monkeypatch):
     pytest.importorskip(NEEDS.get(feature, "verl"))
@@ -50,47 +46,42 @@ def test_the_installed_hosts_have_all_of_it_and_whatever_is_changed_is_named(fea
             assert f"{hook}, found {found}" in fault
 
 
-CLASSES = {
-    "trainer": {"OarTrainerMixin": "sync"},
-    "ray_trainer": {"OarRayTrainer": "ray_trainer"},
-    "fsdp": {"OarFSDPMixin": "fsdp"},
-    "megatron": {"OarMegatronMixin": "megatron"},
-    "agent_loop": {"OarAgentLoopWorker": "offload"},
-    "rollout_server": {"OarVLLMHttpServer": "offload"},
-    "rollout_worker": {"OarColocateWorkerExtension": "offload"},
-}
-"""Modules, and their subclasses or mixins of a host's class."""
-PASSED_ON = {"__init__", "open_submission_gate", "config", "__new__", "__module__", "__doc__"}
+OURS = [  # a module, its subclass or mixin of a host's class, and the feature that it makes
+    ("trainer", "OarTrainerMixin", "sync"),
+    ("ray_trainer", "OarRayTrainer", "ray_trainer"),
+    ("fsdp", "OarFSDPMixin", "fsdp"),
+    ("megatron", "OarMegatronMixin", "megatron"),
+    ("agent_loop", "OarAgentLoopWorker", "offload"),
+    ("rollout_server", "OarVLLMHttpServer", "offload"),
+    ("rollout_worker", "OarColocateWorkerExtension", "offload"),
+]
 
 
-@pytest.mark.parametrize("module", CLASSES)
-def test_the_table_has_every_method_that_we_override_with_our_parameters(module):
-    ((name, feature),) = CLASSES[module].items()
+@pytest.mark.parametrize(("module", "name", "feature"), OURS)
+def test_the_table_has_every_method_that_we_override_with_our_parameters(module, name, feature):
     pytest.importorskip(NEEDS.get(feature, "verl"))
     if faults := missing(feature):
         pytest.skip("; ".join(faults))
-    ours = getattr(importlib.import_module(f"oar_plugin.hosts.verl.{module}"), name)
-    places = {place: pkgutil.resolve_name(place) for place in FEATURES[feature]}
-    methods = {
-        n: one for cls in ours.__mro__ if cls.__module__.startswith("oar_plugin") for n, one in vars(cls).items()
-    }
-    overridden = 0
-    for place, host in places.items():
+    ours, overridden = getattr(importlib.import_module(f"oar_plugin.hosts.verl.{module}"), name), 0
+    methods = {n: f for cls in ours.__mro__ if cls.__module__.startswith("oar_plugin") for n, f in vars(cls).items()}
+    for place, hooks in FEATURES[feature].items():
+        host = pkgutil.resolve_name(place)
         if not isinstance(host, type) or (feature == "offload" and not issubclass(ours, host)):
             continue
         host = host.__bases__[-1] if ours in host.__bases__ else host  # `RayPPOTrainer` has been replaced
-        hooks = {hook.partition("(")[0]: hook for hook in FEATURES[feature][place]}
-        for method in [n for n in methods if hasattr(host, n) and n not in PASSED_ON and callable(methods[n])]:
-            overridden += 1
-            wanted = hooks[method].partition("(")[2].removesuffix(")").split(", ")
-            own = [one.name for one in inspect.signature(methods[method]).parameters.values() if one.name != "self"]
-            named = [one for one in wanted if one not in ("...", "")]
-            assert wanted == [""] or own[: len(named)] == named, method
+        expected = {hook.partition("(")[0]: hook.partition("(")[2].rstrip(".)").split(", ") for hook in hooks}
+        for method, function in methods.items():
+            if inspect.isfunction(function) and hasattr(host, method) and method[:2] != "__" and method[:4] != "open":
+                wanted = [parameter for parameter in expected[method] if parameter]
+                own = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+                assert own[: len(wanted)] == wanted, method
+                overridden += 1
     assert overridden
 
 
 def test_v1_trainers_that_the_program_does_not_start_are_missing(monkeypatch):
     """As on verl's branch `neo`, which has their code."""
+    assert capabilities.host_version() == verl.__version__
     monkeypatch.delattr(main_ppo, "TaskRunnerV1", raising=False)
     for mode in TRAINERS:
         assert "verl.trainer.main_ppo: TaskRunnerV1 is not there" in lacking(FEATURES[mode])
@@ -133,23 +124,13 @@ def test_what_a_host_lacks_is_said_with_what_was_expected(place, hook, named, tm
     assert (named in told[0]) if named else told == []
 
 
-@pytest.fixture
-def place(monkeypatch, tmp_path):
-    """A function that puts a file in the place of one of verl's modules."""
-
-    def put(module, text):
-        path = tmp_path / f"{module}.py"
-        path.write_text(text, encoding="utf-8")
-        looked = capabilities.path_of
-        monkeypatch.setattr(capabilities, "path_of", lambda name: path if name == module else looked(name))
-
-    return put
-
-
 @pytest.mark.parametrize("named", ["", "mine", f"mine,{capabilities.PLUGIN}"])
 @pytest.mark.parametrize("looks_for_plugins", [True, False])
-def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_plugins, named, place, monkeypatch):
-    place("verl", '_entry_points(group="verl.plugins")' if looks_for_plugins else "")
+def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_plugins, named, tmp_path, monkeypatch):
+    (tmp_path / "version").mkdir()
+    (tmp_path / "version" / "version").write_text("0.8.0")
+    (package := tmp_path / "__init__.py").write_text('_(group="verl.plugins")' if looks_for_plugins else "")
+    monkeypatch.setattr(capabilities, "path_of", lambda name: package)
     monkeypatch.setenv(capabilities.EXTERNAL_MODULES, named)
     told = capabilities.external_modules()
     if looks_for_plugins or capabilities.PLUGIN in named:
@@ -157,7 +138,6 @@ def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_
         return
     value = f"{capabilities.PLUGIN},{named}".strip(",")
     assert told == {capabilities.EXTERNAL_MODULES: value}
-    monkeypatch.setattr(capabilities, "host_version", lambda: "0.8.0")
     with pytest.raises(OarConfigError, match=f"{capabilities.EXTERNAL_MODULES}={value} on every node"):
         resolve_here(config())
 
