@@ -20,17 +20,10 @@ DUMP = [HEADER.line().strip(), json.dumps(vars(replace(RESPONSE, tokens=["größ
 
 AT_ONCE = [  # words, what is said
     ("plan X --gpu-memory 0", "--gpu-memory: 0: must be above 0"),
-    ("plan X --gpu-memory nan", "--gpu-memory: nan: must be above 0"),
-    ("launch X --gpu-memory -1", "--gpu-memory: -1: must be above 0"),
     ("plan X --scored-share 2", "--scored-share: 2: must be above 0 and at most 1"),
-    ("plan X --response-length -5", "--response-length: -5: must be above 0"),
     ("launch X --wait 0", "--wait: 0: at least 1"),
-    ("launch X --hosts --dry-run", "--hosts: expected one argument"),
     ("launch X --on ray --hosts a,,b", "--hosts: 'a,,b': a list"),
-    ("launch X --on ray --hosts=", "--hosts: '': a list"),
-    ("inspect DIR --steps", "--steps: expected one argument"),
     ("inspect --steps 1,x DIR", "--steps: invalid"),
-    ("data gsm8k --out --list", "--out: expected one argument"),
     *((f"{command} X --colour", "--colour") for command in ("plan", "launch", "inspect", "recipes copy Y", "doctor")),
 ]
 
@@ -75,7 +68,6 @@ def folder(tmp_path, monkeypatch):
     ("words", "status", "said"),
     [
         ("lunch", 2, "did you mean launch?"),
-        ("recipes copy qwen2_5_7b_mth mine", 2, "did you mean qwen2_5_7b_math?"),
         *((f"{command} broken", 2, "recipe.yaml") for command in ("plan", "launch --dry-run")),
         *((f"{command} list", 2, "list/oar.yaml does not compose") for command in ("plan", "launch --dry-run")),
         (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
@@ -84,7 +76,6 @@ def folder(tmp_path, monkeypatch):
         ("inspect dump", 0, "4 of 5 lines skipped"),
         ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),
-        ("inspect foreign", 2, "1 of 1 lines skipped"),
         ("inspect nowhere", 2, "nowhere: no such file or folder"),
         ("inspect file", 2, "file: nothing to show: 0 of 0 lines skipped"),
     ],
@@ -157,7 +148,7 @@ def test_a_model_that_is_not_known_is_said_without_a_network(capsys, monkeypatch
 
     monkeypatch.setattr(socket, "getaddrinfo", connect)
     assert main(["plan", RECIPE, "actor_rollout_ref.model.path=nobody/Model-7B"]) == 2
-    assert "--model DIR" in capsys.readouterr().err
+    assert "--model names one of" in capsys.readouterr().err
 
 
 def test_a_shell_can_complete_every_command():

@@ -1,8 +1,10 @@
-"""What is said of a verl: its version, what it lacks, and that a run which asks for that is told while others are not."""
+"""What is found of a host, and that a run which asks for what it lacks is told while others are not."""
 
 import importlib
+import inspect
 import logging
 import os
+import pkgutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,76 +14,123 @@ import pytest
 pytest.importorskip("verl")
 
 import verl
+from verl.trainer import main_ppo
 
 from oar_plugin.config import OarConfigError
-from oar_plugin.hosts.required_api import requirements
+from oar_plugin.hosts.required_api import lacking
 from oar_plugin.hosts.verl import capabilities, hydra_conf, plugin
-from oar_plugin.hosts.verl.capabilities import accepted, missing, unchecked, version_note
+from oar_plugin.hosts.verl.capabilities import FEATURES, TRAINERS, accepted, missing
 from oar_plugin.hosts.verl.settings import resolve_here
 from tests.hosts.test_settings import OFFLOAD, config
 from tests.limits import PROCESS_S
 
-
-def test_a_module_that_cannot_be_imported_here_was_not_checked_and_is_not_missing(monkeypatch):
-    def fail(module):
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    assert unchecked("sync") == []
-    monkeypatch.setattr(importlib, "import_module", fail)
-    modules = requirements(capabilities.FEATURES["fsdp"]).modules
-    capabilities._unimportable.cache_clear()
-    lines = unchecked("fsdp")
-    capabilities._unimportable.cache_clear()
-    assert len(lines) == len(modules)
-    assert all("(OSError: libcuda.so.1" in line for line in lines)
-    assert missing("fsdp") == []
+NEEDS = {"megatron": "megatron.core", "offload": "vllm"}
+features = pytest.mark.parametrize("feature", FEATURES)
 
 
-def test_the_version_is_verls_own():
+@features
+def test_the_installed_hosts_have_all_of_it_and_whatever_is_changed_is_named(feature, monkeypatch):
+    pytest.importorskip(NEEDS.get(feature, "verl"))
+    if faults := missing(feature):
+        assert verl.__version__.startswith("0.8") or "TaskRunnerV1" in faults[0]
+        pytest.skip("; ".join(faults))
+    for place, hooks in FEATURES[feature].items():
+        owner = pkgutil.resolve_name(place)
+        for hook in hooks:
+            name, _, parameters = hook.partition("(")
+            with monkeypatch.context() as changed:
+                changed.setattr(owner, name, (lambda self, renamed: None) if parameters else None)
+                (fault,) = lacking(FEATURES[feature])
+            found = f"{name}(renamed)" if parameters else "nothing"
+            assert fault.startswith(place.partition(":")[0])
+            assert f"{hook}, found {found}" in fault
+
+
+OURS = [  # a module, its subclass or mixin of a host's class, and the feature that it makes
+    ("trainer", "OarTrainerMixin", "sync"),
+    ("ray_trainer", "OarRayTrainer", "ray_trainer"),
+    ("fsdp", "OarFSDPMixin", "fsdp"),
+    ("megatron", "OarMegatronMixin", "megatron"),
+    ("agent_loop", "OarAgentLoopWorker", "offload"),
+    ("rollout_server", "OarVLLMHttpServer", "offload"),
+    ("rollout_worker", "OarColocateWorkerExtension", "offload"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "feature"), OURS)
+def test_the_table_has_every_method_that_we_override_with_our_parameters(module, name, feature):
+    pytest.importorskip(NEEDS.get(feature, "verl"))
+    if faults := missing(feature):
+        pytest.skip("; ".join(faults))
+    ours, overridden = getattr(importlib.import_module(f"oar_plugin.hosts.verl.{module}"), name), 0
+    methods = {n: f for cls in ours.__mro__ if cls.__module__.startswith("oar_plugin") for n, f in vars(cls).items()}
+    for place, hooks in FEATURES[feature].items():
+        host = pkgutil.resolve_name(place)
+        if not isinstance(host, type) or (feature == "offload" and not issubclass(ours, host)):
+            continue
+        host = host.__bases__[-1] if ours in host.__bases__ else host  # `RayPPOTrainer` has been replaced
+        expected = {hook.partition("(")[0]: hook.partition("(")[2].rstrip(".)").split(", ") for hook in hooks}
+        for method, function in methods.items():
+            if inspect.isfunction(function) and hasattr(host, method) and method[:2] != "__" and method[:4] != "open":
+                wanted = [parameter for parameter in expected[method] if parameter]
+                own = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+                assert own[: len(wanted)] == wanted, method
+                overridden += 1
+    assert overridden
+
+
+def test_v1_trainers_that_the_program_does_not_start_are_missing(monkeypatch):
+    """As on verl's branch `neo`, which has their code."""
     assert capabilities.host_version() == verl.__version__
+    monkeypatch.delattr(main_ppo, "TaskRunnerV1", raising=False)
+    for mode in TRAINERS:
+        assert "verl.trainer.main_ppo: TaskRunnerV1 is not there" in lacking(FEATURES[mode])
+    assert missing("ray_trainer") == ()
+
+
+HOST = """
+class Machine:
+    def step(self, a, b=1): ...
+    @staticmethod
+    def of(name, *, kind: int, **more): ...
+"""
 
 
 @pytest.mark.parametrize(
-    "version", ["0.8.0", "0.9.0", "0.9.1", "0.9.2", "0.10.0.dev", "0.10.0.dev0+gabc", "0.10.0", "1.2", "0.1-fork"]
+    ("place", "hook", "named"),
+    [
+        ("host_of_two:Machine", "step(a, b)", None),
+        ("host_of_two:Machine", "step(a, ...)", None),
+        ("host_of_two:Machine", "step(..., b, ...)", None),
+        ("host_of_two:Machine", "of(name, kind, **more)", None),
+        ("host_of_two:Machine", "step", None),
+        ("host_of_two:Machine", "step(a)", "host_of_two: expected Machine.step(a), found step(a, b)"),
+        ("host_of_two:Machine", "step(a, b, c, ...)", "found step(a, b)"),
+        ("host_of_two:Machine", "step(..., c, ...)", "found step(a, b)"),
+        ("host_of_two:Machine", "stop()", "expected Machine.stop(), found nothing"),
+        ("host_of_two:Gone", "step()", "host_of_two: Gone is not there"),
+        ("host_of_two", "Machine", None),
+        ("host_of_two.gone", "step", "host_of_two.gone is not there"),
+        ("host_of_two.broken", "step", None),  # for this process only, perhaps
+        ("host_that_is_absent", "step", None),
+    ],
 )
-def test_no_version_is_refused_for_its_number_but_one_that_is_too_old(version, monkeypatch):
-    monkeypatch.setattr(capabilities, "host_version", lambda: version)
-    assert missing("ray_trainer") == missing("fsdp") == []
-    assert (version_note() is None) == (version in (*capabilities.TRIED, "0.9.2"))
-
-
-@pytest.mark.parametrize("version", ["0.7.1", "0.1"])
-def test_a_version_that_is_too_old_is_refused(version, monkeypatch):
-    monkeypatch.setattr(capabilities, "host_version", lambda: version)
-    (fault,) = missing("ray_trainer")
-    assert [fault] == missing("sync") == missing("fsdp") == missing("offload")
-    assert version in fault
-    assert f"{capabilities.OLDEST} or newer" in fault
-
-
-@pytest.fixture
-def place(monkeypatch, tmp_path):
-    """A function that puts a file in the place of one of verl's modules."""
-
-    def put(module, text):
-        path = tmp_path / f"{module}.py"
-        path.write_text(text, encoding="utf-8")
-        looked = capabilities.path_of
-        monkeypatch.setattr(capabilities, "path_of", lambda name: path if name == module else looked(name))
-
-    return put
-
-
-def test_v1_trainers_that_the_program_does_not_start_are_missing(place):
-    place("verl.trainer.main_ppo", "raise RuntimeError")
-    assert len(missing("sync")) == len(missing("separate_async")) == 1
-    assert missing("ray_trainer") == []
+def test_what_a_host_lacks_is_said_with_what_was_expected(place, hook, named, tmp_path, monkeypatch):
+    (tmp_path / "host_of_two").mkdir()
+    (tmp_path / "host_of_two" / "__init__.py").write_text(HOST)
+    (tmp_path / "host_of_two" / "broken.py").write_text("raise OSError('libcuda.so.1')")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = list(lacking({place: [hook]}))
+    assert (named in told[0]) if named else told == []
 
 
 @pytest.mark.parametrize("named", ["", "mine", f"mine,{capabilities.PLUGIN}"])
 @pytest.mark.parametrize("looks_for_plugins", [True, False])
-def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_plugins, named, place, monkeypatch):
-    place("verl", '_entry_points(group="verl.plugins")' if looks_for_plugins else "")
+def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_plugins, named, tmp_path, monkeypatch):
+    (tmp_path / "version").mkdir()
+    (tmp_path / "version" / "version").write_text("0.8.0")
+    (package := tmp_path / "__init__.py").write_text('_(group="verl.plugins")' if looks_for_plugins else "")
+    monkeypatch.setattr(capabilities, "path_of", lambda name: package)
     monkeypatch.setenv(capabilities.EXTERNAL_MODULES, named)
     told = capabilities.external_modules()
     if looks_for_plugins or capabilities.PLUGIN in named:
@@ -89,7 +138,6 @@ def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_
         return
     value = f"{capabilities.PLUGIN},{named}".strip(",")
     assert told == {capabilities.EXTERNAL_MODULES: value}
-    monkeypatch.setattr(capabilities, "host_version", lambda: "0.8.0")
     with pytest.raises(OarConfigError, match=f"{capabilities.EXTERNAL_MODULES}={value} on every node"):
         resolve_here(config())
 
@@ -107,8 +155,8 @@ ASKS = [  # feature, changes, what asks for it, what is allowed
 
 @pytest.mark.parametrize(("feature", "changes", "asked", "allowed"), ASKS)
 def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, changes, asked, allowed, monkeypatch):
-    monkeypatch.setattr("oar_plugin.hosts.verl.offload.faults", lambda config: [])
-    monkeypatch.setattr(capabilities, "missing", lambda name: ["x: f takes (a)"] if name == feature else [])
+    monkeypatch.setattr("oar_plugin.hosts.verl.settings.installed", lambda: "0.28.0")
+    monkeypatch.setattr(capabilities, "missing", lambda name: ("x: f takes (a)",) if name == feature else ())
     with pytest.raises(OarConfigError) as refused:
         resolve_here(config(**changes))
     text = str(refused.value)
@@ -125,7 +173,7 @@ DOCTORED = """
 import verl
 from oar_plugin.hosts.verl import capabilities
 looked = capabilities.missing
-capabilities.missing = lambda feature: ["f is gone"] if feature in ("separate_async", "fsdp") else looked(feature)
+capabilities.missing = lambda feature: ("f is gone",) if feature in ("separate_async", "fsdp") else looked(feature)
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.workers.engine.base import EngineRegistry
 print("FOUND", *(get_trainer_cls(mode).__name__ for mode in capabilities.TRAINERS))
@@ -143,26 +191,23 @@ def test_what_does_not_fit_stays_verls_own_and_no_process_says_a_word_about_it()
     assert "f is gone" not in done.stdout + done.stderr
 
 
-def test_the_check_before_a_run_notes_a_new_version_and_leaves_the_environment_as_it_was(monkeypatch, caplog):
+def test_the_check_before_a_run_leaves_the_environment_as_it_was(monkeypatch):
     """Ray's workers inherit it, and vLLM sets variables when it is imported."""
     monkeypatch.setattr(hydra_conf, "resolve_here", lambda config: os.environ.update(OAR_TEST="set", PATH="changed"))
-    monkeypatch.setattr(capabilities, "host_version", lambda: "1.2")
     before = dict(os.environ)
-    with caplog.at_level(logging.WARNING):
-        hydra_conf.CheckAtStart().on_run_start(config())
+    hydra_conf.CheckAtStart().on_run_start(config())
     assert dict(os.environ) == before
-    assert "verl 1.2 was not tried with OAR" in caplog.text
 
 
-@pytest.mark.parametrize("lacking", [[], ["x: f takes (a)"]])
-def test_outside_of_our_trainers_the_estimator_explains_itself_and_says_what_is_missing(lacking, monkeypatch):
+@pytest.mark.parametrize("lacks", [(), ("x: f takes (a)",)])
+def test_outside_of_our_trainers_the_estimator_explains_itself_and_says_what_is_missing(lacks, monkeypatch):
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    monkeypatch.setattr(capabilities, "missing", lambda feature: lacking if feature == "sync" else [])
+    monkeypatch.setattr(capabilities, "missing", lambda feature: lacks if feature == "sync" else ())
     with pytest.raises(RuntimeError, match="outside of OAR's trainers") as raised:
         get_adv_estimator_fn("oar")()
     said = [line for line in str(raised.value).splitlines() if "f takes" in line]
-    assert said == [f"this verl: {fault}" for fault in lacking]
+    assert said == [f"this verl: {fault}" for fault in lacks]
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
@@ -171,7 +216,7 @@ def test_a_feature_that_does_not_fit_is_verls_and_only_what_nobody_foresaw_is_a_
 
     def missing(feature):
         if foreseen:
-            return ["x: f takes (a)"]
+            return ("x: f takes (a)",)
         raise OSError("a folder without a version file")
 
     monkeypatch.setattr(capabilities, "missing", missing)

@@ -15,8 +15,7 @@ import verl
 from verl.models.transformers.dense_common import forward_with_torch_backend
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.hosts.required_api import Requirements
-from oar_plugin.hosts.verl import offload
+from oar_plugin.hosts.verl import settings
 from oar_plugin.hosts.verl.fsdp import fused_fault
 from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
@@ -71,7 +70,6 @@ def assert_refused(changes, parts):
         ({ACTOR + "strategy": "veomni"}, ["actor.strategy=veomni", "fsdp, fsdp2, megatron"]),
         ({"actor_rollout_ref__actor__policy_loss": {"loss_mode": "geo_mean"}}, ["loss_mode=geo_mean", "other losses"]),
         ({"trainer__data_plane": "neoproto"}, ["data_plane=neoproto", "allowed: classic"]),
-        ({"trainer__use_neoproto": True}, ["use_neoproto=True", "allowed: False"]),
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
         ({"critic__enable": True}, ["critic.enable=True", "allowed: False"]),
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
@@ -93,7 +91,6 @@ def assert_refused(changes, parts):
             {"actor_rollout_ref__model": {"use_fused_kernels": True, "fused_kernel_options": None}},
             ["impl_backend=None"],
         ),
-        ({"actor_rollout_ref__model__override_config__return_dict": False}, ["return_dict=False", "allowed: True"]),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(changes, parts):
@@ -111,11 +108,7 @@ with_a_vllm = pytest.mark.skipif(versions.installed() is None, reason="without a
         ({ROLLOUT + "agent__agent_loop_manager_class": "my.Manager"}, ["agent_loop_manager_class=my.Manager", "null"]),
         ({ROLLOUT + "engine_kwargs__vllm__worker_extension_cls": "x.Y"}, ["worker_extension_cls=x.Y", "unset"]),
         ({ROLLOUT + "data_parallel_size": 2}, ["data_parallel_size=2", "allowed: 1"]),
-        ({ROLLOUT + "pipeline_model_parallel_size": 2}, ["pipeline_model_parallel_size=2", "allowed: 1"]),
-        ({ROLLOUT + "disaggregation__enabled": True}, ["disaggregation.enabled=True"]),
         ({"algorithm__oar__importance": "hybrid"}, ["importance=hybrid", "backend=rollout", "backend=actor"]),
-        ({COPIES + "budget": 0}, ["algorithm.oar.perturbation.budget=0", "greater than 0"]),
-        ({COPIES + "buget": 0.3}, ["did you mean algorithm.oar.perturbation.budget"]),
     ],
 )
 def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
@@ -123,30 +116,22 @@ def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
     assert_refused(OFFLOAD | changes, parts)
 
 
-@with_a_vllm
-@pytest.mark.parametrize(
-    ("version", "said"), [("0.11.0", r"vLLM 0\.11\.0 lacks what .*: no such file;"), (None, "vLLM is not installed")]
-)
-def test_another_vllm_is_refused_and_the_local_backend_is_named(monkeypatch, version, said):
-    monkeypatch.setattr(offload, "installed", lambda: version)
-    monkeypatch.setattr(versions, "requirements", lambda feature: Requirements(faults=["no such file"]))
-    with pytest.raises(OarConfigError, match=rf"backend=rollout: {said}.*backend=actor"):
+def test_without_a_vllm_the_offload_is_refused_and_the_local_backend_is_named(monkeypatch):
+    monkeypatch.setattr(settings, "installed", lambda: None)
+    with pytest.raises(OarConfigError, match=r"backend=rollout: vLLM is not installed.*backend=actor"):
         resolve(config(**OFFLOAD))
     assert resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).copies is not None
 
 
-def test_without_the_offload_its_conditions_are_not_looked_at():
-    sglang = OFFLOAD | {ROLLOUT + "name": "sglang", "algorithm__oar__importance": "fisher"}
-    assert not resolve(config(**sglang)).offloads
-
-
-@pytest.mark.parametrize("importance", ["fisher", "oar_g"])
 @pytest.mark.parametrize(
-    "engine", [{ROLLOUT + "name": "sglang"}, *({MEGATRON + REPLAY: mode} for mode in ("R2", "R3"))]
+    "engine",
+    [
+        OFFLOAD | {ROLLOUT + "name": "sglang", "algorithm__oar__importance": "fisher"},
+        *({ACTOR + "strategy": "megatron", MEGATRON + REPLAY: mode} for mode in ("R2", "R3")),
+    ],
 )
-def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_replay(engine, importance):
-    strategy = {} if ROLLOUT + "name" in engine else {ACTOR + "strategy": "megatron"}
-    assert resolve(config(**strategy, **engine, algorithm__oar={"importance": importance})).importance == importance
+def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_replay(engine):
+    assert not resolve(config(**engine)).offloads
 
 
 @pytest.mark.parametrize(
@@ -154,14 +139,8 @@ def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_
     [
         ({MEGATRON + "dynamic_context_parallel": True}, ["dynamic_context_parallel=True", "allowed: False"]),
         ({MOE + "moe_expert_capacity_factor": 1.25}, ["moe_expert_capacity_factor=1.25", "allowed: null"]),
-        ({MOE + "moe_input_jitter_eps": 0.01}, ["moe_input_jitter_eps=0.01", "allowed: null"]),
-        ({MEGATRON + "use_megatron_fsdp": True}, ["use_megatron_fsdp=True", "allowed: False"]),
-        ({MEGATRON + "override_transformer_config__fp8": "e4m3"}, ["fp8=e4m3", "allowed: False"]),
-        ({MEGATRON + "qat__enable": True}, ["qat.enable=True", "allowed: False"]),
         ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
-        ({"actor_rollout_ref__model__mtp__enable": True}, ["mtp.enable=True", "allowed: False"]),
-        ({"actor_rollout_ref__model__lora__rank": 8}, ["lora.rank=8", "allowed: 0"]),
         ({"algorithm__oar": {"importance": "oar_p"}}, ["importance=oar_p", "perturbation.backend=rollout"]),
         ({"algorithm__oar": {"importance": "hybrid"}}, ["importance=hybrid", "allowed: fisher, oar_g"]),
     ],
@@ -228,9 +207,8 @@ def settings_of(*overrides: str, name: str = "ppo_trainer", folder: Path = TRAIN
 
 
 def test_hydra_composes_overrides_and_presets():
-    one = settings_of(ON, "oar=published", "algorithm.oar.tau=0.3", "algorithm.oar.seed=7")
+    one = settings_of(ON, "oar=published", "algorithm.oar.tau=0.3")
     assert (one.tau, one.importance, one.beta, one.probe, one.warmup_steps) == (0.3, "oar_g", 2.0, "answer_mean", 20)
-    assert one.seed == 7, "keys that the preset leaves alone are there too"
     assert settings_of(ON) == OarConfig()
 
 

@@ -68,5 +68,5 @@ def test_on_real_responses_it_agrees_with_their_grader():
 def test_the_line_that_installs_everything_has_what_the_reward_imports():
     lines = (Path(__file__).parents[2] / INSTALL.split()[-1]).read_text().splitlines()
     names = {Requirement(line).name for line in lines if not line.startswith("#")}
-    advice = [PACKAGES[name].advice for name in ("math-verify", "pebble") if name in names]
+    advice = [PACKAGES[name]["advice"] for name in ("math-verify", "pebble") if name in names]
     assert advice == [f"{INSTALL} in a checkout"] * 2

@@ -1,136 +1,97 @@
-"""Which of our modules make each feature on verl, and whether the installed verl has what they use (`hosts.required_api`).
+"""What each feature hooks in verl and vLLM. A feature whose hooks the installed ones lack is refused, and no other."""
 
-A feature whose uses are all there is supported; each other one is refused by itself. A version number says less: verl's
-development snapshots keep theirs for months.
-"""
-
-import importlib
 import inspect
 import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from oar_plugin.hosts.required_api import Feature, path_of, requirements
-
-OLDEST = "0.8.0"
-"""Versions before compute log-probs outside of the engines that OAR extends, unless a key says otherwise."""
-
-TRIED = ("0.8.0", "0.9.0", "0.9.1", "0.10.0.dev")
-"""verl versions that whole runs and tests were made with. Others are supported if they have what is used."""
+from oar_plugin.hosts.required_api import Hooks, lacking, path_of
 
 PLUGIN = "oar_plugin.hosts.verl.plugin"
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
 """Environment variable with the modules that `import verl` imports, in every version of verl."""
 
+_V1, _ENGINE = "verl.trainer.ppo.v1", "verl.workers.engine"
+_ROLLOUT, _VLLM = "verl.workers.rollout", "vllm.v1.worker"
 TRAINERS = {
-    "sync": "verl.trainer.ppo.v1.trainer_sync.PPOTrainerSync",
-    "colocate_async": "verl.trainer.ppo.v1.trainer_colocate_async.PPOTrainerColocateAsync",
-    "separate_async": "verl.trainer.ppo.v1.trainer_separate_async.PPOTrainerSeparateAsync",
+    "sync": f"{_V1}.trainer_sync:PPOTrainerSync",
+    "colocate_async": f"{_V1}.trainer_colocate_async:PPOTrainerColocateAsync",
+    "separate_async": f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync",
 }
 """Features that are values of `trainer.v1.trainer_mode`, and the class of verl's trainer."""
 
-_TRAINER = ("hosts.verl.trainer_credit", "hosts.verl.viewer", "hosts.verl.balancing")
-_MIXINS = ("TrainerCredit", "OarTrainerMixin", "OarRayTrainer")
-_ENGINE = ("hosts.verl.importance_pass", "hosts.verl.balancing")
-_ENGINES = "verl.workers.engine"
-
-FEATURES = {
-    **{mode: Feature(("hosts.verl.trainer", *_TRAINER), trainer, _MIXINS) for mode, trainer in TRAINERS.items()},
-    "ray_trainer": Feature(
-        ("hosts.verl.ray_trainer", *_TRAINER), "verl.trainer.ppo.ray_trainer.RayPPOTrainer", _MIXINS
-    ),
-    "fsdp": Feature(
-        ("hosts.verl.fsdp", *_ENGINE),
-        f"{_ENGINES}.fsdp.transformer_impl.FSDPEngineWithLMHead",
-        ("ImportancePass", "OarFSDPMixin"),
-    ),
-    "megatron": Feature(
-        ("hosts.verl.megatron", "passes.megatron_taps", *_ENGINE),
-        f"{_ENGINES}.megatron.transformer_impl.MegatronEngineWithLMHead",
-        ("ImportancePass", "OarMegatronMixin"),
-    ),
-    "offload": Feature(("hosts.verl.agent_loop", "hosts.verl.rollout_server", "hosts.verl.rollout_worker")),
-}
+_V1_TRAINER = [
+    "__init__(config)", "on_init_end()", "_init_tokenizer()", "_balance_batch(batch, metrics, logging_prefix, ...)",
+    "_compute_old_log_prob(batch, metrics)", "_compute_advantage(batch, metrics)",
+]  # fmt: skip
+FEATURES: dict[str, Hooks] = {
+    # verl's branch `neo` has the code of these trainers and does not start them.
+    **{mode: {trainer: _V1_TRAINER, "verl.trainer.main_ppo:TaskRunnerV1": []} for mode, trainer in TRAINERS.items()},
+    "ray_trainer": {
+        "verl.trainer.ppo.ray_trainer:RayPPOTrainer": [
+            "_balance_batch(batch, metrics, logging_prefix, keep_minibatch)", "_compute_old_log_prob(batch)",
+            "_compute_ref_log_prob(batch)", "_update_actor(batch)",
+        ],
+    },
+    "fsdp": {
+        f"{_ENGINE}.fsdp.transformer_impl:FSDPEngineWithLMHead": [
+            "infer_batch(data, loss_function)", "get_data_parallel_group()", "prepare_model_inputs(micro_batch)",
+            "forward_step(micro_batch, loss_function, forward_only)",
+            "prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)",
+        ],
+    },
+    "megatron": {
+        f"{_ENGINE}.megatron.transformer_impl:MegatronEngineWithLMHead": [
+            "infer_batch(data, loss_function)", "forward_backward_batch(data, loss_function, forward_only)",
+            "get_data_parallel_group()", "_lm_head_logits_processor",
+            "forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
+        ],
+        "verl.models.mcore.util": [
+            "preprocess_thd_engine(..., pad_to_length_bucket, ...)", "preprocess_bshd_engine(..., forced_max_seqlen, ...)",
+        ],
+    },
+    "offload": {
+        f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class": [
+            "_run_prompt(prompt, sampling_params, trajectory, trace, ...)", "_compute_score(outputs, kwargs, ...)",
+            "_run_agent_loop(sampling_params, trajectory, ...)", "_agent_loop_postprocess(output, validate, ...)",
+        ],
+        "verl.experimental.agent_loop:AgentLoopOutput": ["as_dict()"],
+        f"{_ROLLOUT}.llm_server:LLMServerClient": ["_acquire_server(request_id, ...)", "_release_server(server_id, ...)"],
+        f"{_ROLLOUT}.vllm_rollout.utils:vLLMColocateWorkerExtension": ["monkey_patch_model(vocab_size, banned_token_ids)"],
+        f"{_ROLLOUT}.vllm_rollout.vllm_async_server:vLLMHttpServer": [
+            "_get_worker_extension_cls()", "generate", "abort_all_requests", "resume_generation()",
+        ],
+        # vLLM has two model runners, and promises nothing about them.
+        f"{_VLLM}.gpu_model_runner:GPUModelRunner": ["_get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens, ...)"],
+        f"{_VLLM}.gpu.model_runner:GPUModelRunner": ["add_requests(scheduler_output, ...)"],
+        f"{_VLLM}.gpu.sample.prompt_logprob:PromptLogprobsWorker": [
+            "compute_prompt_logprobs(logits_fn, hidden_states, input_batch, ...)"
+        ],
+    },
+}  # fmt: skip
 """The three trainers of `trainer.v1`, `RayPPOTrainer`, the two engines, and OAR-P on vLLM's rollout engines."""
 
 
 def host_version() -> str:
-    """verl's own version, also where verl was never installed and is found by PYTHONPATH. Imports nothing.
-
-    Raises:
-        ModuleNotFoundError: there is no verl.
-    """
-    package = path_of("verl")
-    if package is None:
+    """verl's own version, also of sources on the path. Imports nothing. ModuleNotFoundError: there is no verl."""
+    if (package := path_of("verl")) is None:
         raise ModuleNotFoundError("verl is not installed")
     return (package.parent / "version" / "version").read_text(encoding="utf-8").strip()
 
 
-def _parsed(version: str) -> Any:
-    """The version, which can be compared; None for a fork's own, of which nothing is known."""
-    # Not at the top: the doctor looks at environments that lack it.
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return Version(version)
-    except InvalidVersion:
-        return None
-
-
-def version_note() -> str | None:
-    """What there is to say about verl's version: None from the oldest to the newest tried. Never a reason to refuse."""
-    version = host_version()
-    parsed, oldest, newest = map(_parsed, (version, TRIED[0], TRIED[-1]))
-    if parsed and oldest <= parsed <= newest:
-        return None
-    return f"verl {version} was not tried with OAR; these were: {', '.join(TRIED)}"
-
-
-def missing(feature: str) -> list[str]:
-    """What a feature uses and the installed verl lacks, one sentence each; empty where the feature is supported."""
-    version = host_version()
-    parsed, oldest = map(_parsed, (version, OLDEST))
-    if parsed and parsed.release < oldest.release:
-        return [
-            f"verl {version} computes log-probs outside of the engines that OAR extends; OAR needs {OLDEST} or newer"
-        ]
-    faults = list(requirements(FEATURES[feature]).faults)
-    program = path_of("verl.trainer.main_ppo")
-    if feature in TRAINERS and program and "verl.trainer.ppo.v1" not in program.read_text(encoding="utf-8"):
-        # verl's branch `neo` keeps their code.
-        faults.append("verl.trainer.main_ppo does not start the trainers of trainer.v1")
-    return faults
+@cache
+def missing(feature: str) -> tuple[str, ...]:
+    """What a feature hooks and the installed verl lacks, one sentence each; empty where the feature is supported."""
+    return tuple(lacking(FEATURES[feature]))
 
 
 def external_modules() -> dict[str, str]:
-    """The environment variable with which this verl loads OAR, its value extended; empty where it loads OAR without.
-
-    verl 0.8 does not look for the entry points `verl.plugins`. Without a verl, the answer is empty.
-    """
+    """The environment variable with which verl 0.8 loads OAR, its value extended. Later ones look for entry points: empty."""
     package, named = path_of("verl"), os.environ.get(EXTERNAL_MODULES, "")
     if package is None or PLUGIN in named.split(",") or '"verl.plugins"' in package.read_text(encoding="utf-8"):
         return {}
     return {EXTERNAL_MODULES: ",".join(filter(None, [PLUGIN, named]))}
-
-
-def unchecked(feature: str) -> list[str]:
-    """The modules that a feature uses and this process cannot import, one sentence each. It imports the others.
-
-    A driver may run on a node without megatron-core or a GPU's libraries, say.
-    """
-    modules = requirements(FEATURES[feature]).modules
-    return [reason for module in modules if path_of(module) and (reason := _unimportable(module)) is not None]
-
-
-@cache
-def _unimportable(module: str) -> str | None:
-    """Why the module's first import failed: a second one may trip over what the first one left behind."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # a broken CUDA library raises OSError, for example
-        return f"{module} cannot be imported here ({type(error).__name__}: {error})"
-    return None
 
 
 def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
@@ -141,13 +102,7 @@ def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 
 
 def subclass(mixin: type, held: type, host: type, place: str) -> type:
-    """The class to register as `place`: a subclass of `held` with our mixin, or `held` itself if it has the mixin already.
-
-    `held` is the class in the registry: verl's own (`host`), or a subclass of it that another plugin has put there.
-
-    Raises:
-        RuntimeError: another plugin has replaced verl's class already.
-    """
+    """The class for `place` in a registry: `held` with our mixin. RuntimeError: another plugin has put no `host` there."""
     if issubclass(held, mixin):
         return held
     if not issubclass(held, host):

@@ -85,12 +85,11 @@ def make_question(settings: Mapping[str, Any]) -> Callable[[Any, str | None], di
         except ImportError as error:
             return answer | {"fault": f"no oar_plugin ({error})"}
         folder = Path(str(oar_plugin.__file__)).parent
-        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
-        names = {name for name in names if not name.startswith("recipes/")}  # only a wheel has these there
-        contents = b"".join(name.encode() + (folder / name).read_bytes() for name in sorted(names))
-        version = getattr(oar_plugin, "__version__", "0.1.0")  # 0.1.0 does not say it
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+        ours = [name for name in names if not name.startswith("recipes/")]  # only a wheel has these there
+        contents = b"".join(name.encode() + (folder / name).read_bytes() for name in ours)
         answer |= {"sources": hashlib.sha256(contents).hexdigest()[:12], "verl": verl.__version__}
-        answer["plugin"] = f"oar_plugin {version} (its sources' digest: {answer['sources']})"
+        answer["plugin"] = f"oar_plugin {oar_plugin.__version__} (its sources' digest: {answer['sources']})"
         if feature is None:
             return answer
 

@@ -8,7 +8,6 @@ composes exactly what it would without the plugin.
 
 import argparse
 import atexit
-import logging
 import os
 import shutil
 import sys
@@ -27,10 +26,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import PREFIX, OarConfigError, unknown_key
-from oar_plugin.hosts.verl.capabilities import version_note
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-
-logger = logging.getLogger("oar_plugin")
 
 PRIMARY = "ppo_trainer"  # verl's one trainer config; model_engine=dp|megatron selects the rest
 _PROVIDER = "oar_plugin"
@@ -87,8 +83,6 @@ class CheckAtStart(Callback):
                 resolve_here(config)
         except OarConfigError as error:
             sys.exit(f"oar: this configuration cannot work\n{error}")
-        if note := version_note():
-            logger.warning("%s", note)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""OAR-P on the rollout engines, the driver's part: whether it is possible, switching it on, choosing the engines' results.
+"""OAR-P on the rollout engines, the driver's part: switching it on, and choosing between the engines' results and the actor's.
 
 The engines' scores have fields of their own beside the actor's, because the actor writes its fields for all rows when it is
 asked for any. A further field, `oar_offload`, holds how the scoring of each response went.
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.vllm.versions import installed, unsupported, untried
+from oar_plugin.hosts.verl.settings import MANAGER
 from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS
 
 if TYPE_CHECKING:  # a plan of a run without verl needs this module
@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # a plan of a run without verl needs this module
 
 logger = logging.getLogger("oar_plugin")
 
-MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 OFFLOAD = "oar_offload"
 ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS if name != SECONDS}
 
@@ -43,34 +42,6 @@ ACTOR_MAY_HELP = (
 """Statuses from the engines after which the actor can still score a response (`perturbation.fallback`)."""
 
 _DECILES = 11
-_LOCAL = "or algorithm.oar.perturbation.backend=actor"
-
-
-def faults(config: DictConfig) -> Iterator[str]:
-    """Why the rollout engines of this configuration cannot score: each key, its value and what is allowed."""
-    rollout = "actor_rollout_ref.rollout"
-
-    def value(key: str) -> Any:
-        return OmegaConf.select(config, f"{rollout}.{key}")
-
-    def fault(key: str, why: str, allowed: str) -> str:
-        return f"{rollout}.{key}={value(key)}: {why}; allowed: {allowed}, {_LOCAL}"
-
-    if value("name") != "vllm":
-        yield fault("name", "copies are scored inside vLLM's workers", "vllm")
-    reason = unsupported(installed())
-    if reason is not None:
-        yield f"algorithm.oar.perturbation.backend=rollout: {reason}; allowed: a vLLM that has it, {_LOCAL}"
-    if value(key := "agent.agent_loop_manager_class") not in (None, MANAGER):
-        yield fault(key, "copies are scored by an agent-loop manager of our own", "null")
-    if value(key := "engine_kwargs.vllm.worker_extension_cls") is not None:
-        yield fault(key, "vLLM takes one worker extension, and this needs its own", "unset")
-    for key in ("data_parallel_size", "pipeline_model_parallel_size"):
-        if (value(key) or 1) > 1:
-            yield fault(key, "a response and its copies must meet the same engine, which was tested with 1 only", "1")
-    for key in ("disaggregation.enabled", "mtp.enable_rollout"):
-        if value(key):
-            yield fault(key, "not tested with copies in the engine", "False")
 
 
 def switch_on(config: DictConfig, oar: OarConfig) -> None:
@@ -82,8 +53,6 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
     """
     from oar_plugin.hosts.verl import rollout_server
 
-    if note := untried(installed()):
-        logger.warning(note)
     rollout_server.register(oar.perturbation.max_in_flight, oar.perturbation.share_while_generating)
     rollout = config.actor_rollout_ref.rollout
     with open_dict(config):

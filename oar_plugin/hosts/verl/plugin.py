@@ -9,14 +9,15 @@ It registers:
 Every process of a cluster pays for start-up time, so nothing of this happens before verl imports the module with the registry.
 A hook on that module imports ours, which registers its class at its end.
 
-If verl lacks something that a feature touches (`capabilities`), its own class stays in place without a message, because these
-hooks run in every process of every run, with OAR or without. The driver of a run with OAR reports it (`settings.resolve_here`,
+If verl lacks something that a feature hooks (`capabilities`), its own class stays in place without a message, because this
+runs in every process of every run, with OAR or without. The driver of a run with OAR reports it (`settings.resolve_here`,
 and `oar` below).
 
 verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr. It imports only the
 standard library at its top, so that it can.
 """
 
+import importlib
 import logging
 import sys
 import traceback
@@ -41,37 +42,24 @@ class _WhereRootIsSilent(logging.StreamHandler[Any]):
             super().emit(record)
 
 
-def _fits(feature: str) -> bool:
+def _register(module: str, *features: str) -> None:
+    """Import a module of ours, which registers its classes, unless verl lacks what all of these features hook."""
     try:
-        faults = capabilities.missing(feature)
+        faults = [capabilities.missing(feature) for feature in features]
+        if not all(faults):
+            importlib.import_module(f"oar_plugin.hosts.verl.{module}")
+        else:
+            logger.info("oar_plugin leaves verl's own %s in place: %s", module, "; ".join(sum(faults, ())))
     except Exception as error:  # an unforeseen verl: its runs go on without OAR
-        logger.warning("oar_plugin leaves verl's own %s in place, for it could not check it: %r", feature, error)
-        return False
-    if faults:
-        logger.info("oar_plugin leaves verl's own %s in place: %s", feature, "; ".join(faults))
-    return not faults
-
-
-def _register_trainers(package: ModuleType) -> None:
-    if any([_fits(mode) for mode in capabilities.TRAINERS]):
-        import oar_plugin.hosts.verl.trainer  # noqa: F401
-
-
-def _register_ray_trainer(module: ModuleType) -> None:
-    if _fits("ray_trainer"):
-        import oar_plugin.hosts.verl.ray_trainer  # noqa: F401
+        logger.warning("oar_plugin leaves verl's own %s in place, for it does not fit: %r", module, error)
 
 
 def _register_engines(package: ModuleType) -> None:
     # A hook on the whole package runs after hooks on its modules. In one of those another plugin may register an engine for
     # its device, and ours is a subclass of that.
-    if _fits("fsdp"):
-        import oar_plugin.hosts.verl.fsdp
-    if f"{package.__name__}.megatron.transformer_impl" in sys.modules and _fits("megatron"):
-        try:
-            import oar_plugin.hosts.verl.megatron  # noqa: F401
-        except ImportError as error:  # verl would take it for its own package's, and start without any engine
-            logger.warning("oar_plugin does not fit this megatron-core; strategy=megatron works without OAR: %s", error)
+    _register("fsdp", "fsdp")
+    if f"{package.__name__}.megatron.transformer_impl" in sys.modules:
+        _register("megatron", "megatron")
 
 
 def _register_estimator(core_algos: Any) -> None:
@@ -90,8 +78,8 @@ def _register_estimator(core_algos: Any) -> None:
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {
-    "verl.trainer.ppo.v1": _register_trainers,
-    "verl.trainer.ppo.ray_trainer": _register_ray_trainer,
+    "verl.trainer.ppo.v1": lambda package: _register("trainer", *capabilities.TRAINERS),
+    "verl.trainer.ppo.ray_trainer": lambda module: _register("ray_trainer", "ray_trainer"),
     "verl.workers.engine": _register_engines,
     "verl.trainer.ppo.core_algos": _register_estimator,
 }

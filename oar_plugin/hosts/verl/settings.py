@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.importance import of_engines, without_contexts, without_copies
 from oar_plugin.hosts.verl import capabilities
+from oar_plugin.hosts.vllm.versions import installed
 
 ESTIMATOR = "oar"
 TRAINER_MODES = tuple(capabilities.TRAINERS)
@@ -66,6 +67,22 @@ MEGATRON_REFUSED = (
     Refused(f"{_MODEL}.lora.rank", (0, None), "adapters under Megatron were not tested"),
 )  # fmt: skip
 
+_ROLLOUT = "actor_rollout_ref.rollout"
+MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
+_ONE_ENGINE = "a response and its copies must meet the same engine, which was tested with 1 only"
+_OR_LOCAL = "or algorithm.oar.perturbation.backend=actor"
+OFFLOAD_REFUSED = (
+    Refused(f"{_ROLLOUT}.name", ("vllm", _OR_LOCAL), "copies are scored inside vLLM's workers"),
+    Refused(f"{_ROLLOUT}.agent.agent_loop_manager_class", (None, MANAGER, "null", _OR_LOCAL),
+            "copies are scored by an agent-loop manager of our own"),
+    Refused(f"{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls", (None, "unset", _OR_LOCAL),
+            "vLLM takes one worker extension, and this needs its own"),
+    Refused(f"{_ROLLOUT}.data_parallel_size", (1, None, _OR_LOCAL), _ONE_ENGINE),
+    Refused(f"{_ROLLOUT}.pipeline_model_parallel_size", (1, None, _OR_LOCAL), _ONE_ENGINE),
+    Refused(f"{_ROLLOUT}.disaggregation.enabled", (False, None, _OR_LOCAL), "not tested with copies in the engine"),
+    Refused(f"{_ROLLOUT}.mtp.enable_rollout", (False, None, _OR_LOCAL), "not tested with copies in the engine"),
+)  # fmt: skip
+
 CONTEXTS_REFUSED = (
     Refused("algorithm.use_kl_in_reward", (False, None),
             "a contrast needs the sign of the advantage, which is not known before the log-probs"),
@@ -113,12 +130,7 @@ def resolve(config: DictConfig) -> OarConfig:
         OarConfigError: names each key at fault, its value and what is allowed.
     """
     oar = parsed(config.algorithm)
-    faults = list(_faults(config, oar))
-    if oar.offloads and trainer_of(config) != RAY_TRAINER:
-        from oar_plugin.hosts.verl import offload
-
-        faults += offload.faults(config)
-    if faults:
+    if faults := list(_faults(config, oar)):
         raise OarConfigError("\n".join(faults))
     return oar
 
@@ -177,7 +189,11 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             f"algorithm.oar.importance={oar.importance} with fully_async_policy (async_training): its trainer gets no right "
             f"answers; allowed: {without_contexts()}"
         )
+    engines = oar.offloads and not ray_trainer
+    if engines and installed() is None:
+        yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
     more = (MEGATRON_REFUSED if megatron else ()) + (CONTEXTS_REFUSED if oar.contexts else ())
+    more += OFFLOAD_REFUSED if engines else ()
     for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + more:
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
