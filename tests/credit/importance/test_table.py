@@ -8,7 +8,7 @@ import pytest
 import oar_plugin
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.importance import IMPORTANCES, importance_of
-from oar_plugin.credit.importance.check import problems
+from oar_plugin.credit.importance.check import check
 
 PACKAGE = Path(oar_plugin.__file__).parent
 # name: (backward, draw) of each forward of the first draw, of the second draw, attributes that are true
@@ -32,7 +32,7 @@ def test_every_importance_of_the_table_passes_the_check_that_a_users_own_must_pa
     for name, importance in IMPORTANCES.items():
         assert importance_of(name) is importance
         assert importance.name == name
-        assert problems(type(importance)) == []
+        check(type(importance))
 
 
 @pytest.mark.parametrize("name", PLANS)
