@@ -46,8 +46,8 @@ class PerturbationConfig(_Settings):
     )
     budget: float | None = Field(None, gt=0)
     """How many units of a response get a copy of their own: a value up to 1 is a share, a value above 1 is a number. null: all
-    units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block; the other units get a
-    calibrated estimate."""
+    units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block (backend=rollout only); the
+    other units get a calibrated estimate."""
     span: int = Field(1, ge=1, le=1024)
     """Number of consecutive tokens that one copy replaces. They share its score evenly."""
     replacement: Literal["pad", "sampled"] = "pad"
