@@ -33,8 +33,6 @@ class Throttle:
     def __init__(
         self, max_in_flight: int, share: float, seats: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if max_in_flight < 1 or not 0 <= share <= 1:
-            raise ValueError(f"max_in_flight={max_in_flight} must be at least 1, share={share} within [0, 1]")
         self._max_in_flight = max_in_flight
         self._share = share
         self._seats = seats

@@ -2,7 +2,6 @@
 
 import sys
 from fnmatch import fnmatchcase
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from oar_plugin.credit.importance import (
 )
 from oar_plugin.credit.importance.check import check
 from oar_plugin.credit.importance.contrast import Contrast
-from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY
 from tests import own_importance
 from tests.own_importance import Saliency
 
@@ -215,56 +213,6 @@ def test_a_backward_starts_from_rows_that_there_are():
 
 class OwnContexts(Contrast):
     """It can be used, but contexts are the package's alone."""
-
-
-class Recorder(Importance):
-    """Records the arguments of its methods."""
-
-    name = help = "records"
-    reads = frozenset({"entropy", "log_prob"})
-    backwards = (Backward("probe", noise=True), Backward("probe"), Backward("reasoning", noise=True))
-    seen = SimpleNamespace()
-
-    def coefficients(self, number, rows):
-        self.seen.rows.append((number, rows))
-        return rows.logits_NV
-
-    def score(self, gradient, embedding):
-        self.seen.gradients.append((gradient, embedding))
-        return gradient.sum(-1)
-
-    def combine(self, parts):
-        self.seen.parts.append(parts)
-        return parts.score_KBL[0]
-
-
-def test_a_trial_gives_what_a_pass_gives():
-    seen = Recorder.seen
-    seen.rows, seen.gradients, seen.parts = [], [], []
-    check(Recorder)
-    for count in (3, 0):
-        whole = [(number, one) for number, one in seen.rows if one.vocabulary is WHOLE_VOCABULARY]
-        rows = [(number, one) for number, one in whole if len(one.logits_NV) == count]
-        kinds = [(n, one.token_N is None, one.clean_NV is not None, one.entropy_N is not None) for n, one in rows]
-        assert kinds == [
-            (0, True, True, False), (0, False, False, False), (1, True, False, False), (1, False, False, False),
-            (2, False, False, True),
-        ]  # fmt: skip
-    assert [(one.clean_NV - one.logits_NV).unique().shape[0] > 0 for _, one in seen.rows[:1]] == [True]
-    single = (pair for pair in seen.gradients if {one.dtype for one in pair} == {torch.float32})
-    ((gradient_TH, _),) = (pair for pair in single if pair[0].shape == (3, 7))
-    assert gradient_TH.sum(-1).min() < 0 < gradient_TH.sum(-1).max()
-    assert (gradient_TH.amin(0) < 0.1).all()
-    assert (gradient_TH.amax(0) > 0).all(), "both signs at once"
-    assert gradient_TH.unique().numel() > 18
-    (parts,) = (parts for parts in seen.parts if len(parts.reasoning_BL) == 3)
-    assert parts.reasoning_BL.sum(-1).tolist() == [3, 2, 0]
-    assert not parts.reasoning_BL[0, 0]
-    assert not parts.reasoning_BL[1, 2:].any()
-    for value_BL in (parts.score_KBL[0], parts.entropy_BL, -parts.log_prob_BL):
-        assert torch.equal(value_BL > 0, parts.reasoning_BL)
-        assert value_BL.max() < 1
-    assert parts.seed_BL.unique().numel() == 12
 
 
 def test_names_for_messages():

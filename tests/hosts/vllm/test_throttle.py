@@ -191,12 +191,6 @@ def test_a_turn_given_and_cancelled_at_once_goes_to_the_next(engine):
     assert one.names == ["third"]
 
 
-@pytest.mark.parametrize(("max_in_flight", "share"), [(0, 0.5), (1, -0.1), (1, 1.1)])
-def test_nonsense_is_refused(max_in_flight, share):
-    with pytest.raises(ValueError, match="max_in_flight"):
-        Throttle(max_in_flight, share)
-
-
 @pytest.mark.parametrize(
     ("share", "generations", "times", "timers"),
     [(1.0, [2, 2, 5, 9], [2.0, 2.0, 3.0, 3.0], 20), pytest.param(0.5, [100], [100.0], 5, id="with credit")],
