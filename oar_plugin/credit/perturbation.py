@@ -94,7 +94,7 @@ def _rounds(
         return _spread(unit_list, torch.tensor(exact, dtype=torch.float64), length)
     if gradient_L is not None:
         estimate_U = torch.tensor([sum(gradient_L[t] for t in unit) for unit in unit_list], dtype=torch.float64)
-        chosen = estimate_U.argsort(descending=True, stable=True)[:copies].sort().values
+        chosen = estimate_U.argsort(descending=True, stable=True)[:copies]
     else:
         index_B = torch.arange(len(unit_list)).split(max(BLOCK, math.ceil(len(unit_list) / copies)))
         scores = yield [tuple(t for i in index for t in unit_list[i]) for index in index_B]

@@ -97,6 +97,8 @@ def test_a_small_budget_takes_larger_blocks_and_no_second_round():
     importance, (asked,) = run(singles(40), 40, lambda unit: float(unit[0]), budget=4)
     assert [len(unit) for unit in asked] == [10, 10, 10, 10]
     assert importance[39] == 3.0
+    _, (asked,) = run(singles(41), 41, lambda unit: 1.0, budget=4)
+    assert [len(unit) for unit in asked] == [11, 11, 11, 8]
 
 
 def test_one_copy_that_is_left_over_is_run_and_a_score_below_zero_or_nan_is_nobodys_best():
@@ -104,6 +106,8 @@ def test_one_copy_that_is_left_over_is_run_and_a_score_below_zero_or_nan_is_nobo
     assert [len(round) for round in asked] == [2, 1]
     # A quarter each of the block's, times what the one that was run says.
     assert importance.tolist() == [0] * 8 + [2] * 8
+    nothing, _ = run(singles(16), 16, lambda unit: -1.0 if len(unit) > 1 else 0.5, budget=4)
+    assert nothing.tolist() == [0.5, 0.5, *[0] * 14], "a block that helped the answer says nothing about the scale"
     unknown, _ = run(singles(16), 16, lambda unit: math.nan if 9 in unit else 0.8, budget=2)
     assert unknown[:8].tolist() == [0.1] * 8
     assert unknown[8:].isnan().all()

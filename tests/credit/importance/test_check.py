@@ -118,6 +118,14 @@ def keeps_its_columns(self, number, rows):
     return rows.vocabulary.softmax(rows.logits_NV) * self.columns
 
 
+def wants_noise(self, number, rows):
+    return rows.clean_NV * 1 if rows.token_N is None else rows.vocabulary.softmax(rows.logits_NV)
+
+
+def fails_with_tokens(self, number, rows):
+    return rows.vocabulary.softmax(rows.logits_NV) if rows.token_N is None else None
+
+
 SHARED = "where processes share the vocabulary (tensor parallelism), coefficients"
 
 
@@ -128,7 +136,7 @@ def waits_on_one_process(self, number, rows):
 NOT_READ = '*entropy_BL is not computed; write reads = frozenset({"entropy", "log_prob"}) in the class*'
 NOT_4 = "combine returned (1, 3, 4), wanted a tensor of shape (3, 4)"
 NOT_7 = "coefficients returned (3,), wanted a tensor of shape (3, 7)"
-LOG_PROB = frozenset({"log_prob"})
+LOG_PROB, ENTROPY = frozenset({"log_prob"}), frozenset({"entropy"})
 NO_CLASS = "it must be a class derived from Importance"
 NO_TUPLE = "backwards must be a tuple of Backward: (Backward(...),)"
 NO_COEFFICIENTS = "*it has backwards and no method coefficients (the factor of each logit)*"
@@ -165,7 +173,19 @@ NO_SCORE = "*it has backwards and no method score (one number per token from its
         own(NOT_4, combine=lambda self, parts: parts.score_KBL),
         own("combine returned negative*", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
         own("combine failed*max()*", combine=of_every_response_with_reasoning),
-        own("combine failed: KeyError('of mine') (test_check.py, line *)", combine=lambda self, parts: {}["of mine"]),
+        own("combine failed: KeyError('of mine') (test_check.py, line [0-9]*)", combine=lambda *given: {}["of mine"]),
+        own(
+            "coefficients failed*(test_check.py, line [0-9]*)",
+            coefficients=lambda *given: given[2].vocabulary.softmax(3),
+        ),
+        # What a pass does not give: noise-free logits without noise, entropies of rows that predict no reasoning.
+        own("coefficients failed*", backwards=(Backward(),), coefficients=wants_noise),
+        own(
+            "coefficients failed*", reads=ENTROPY, coefficients=lambda *given: given[2].entropy_N * given[2].logits_NV.T
+        ),
+        # Rows of the probe have tokens where they are not pooled.
+        own("*returned NoneType*", backwards=(Backward(),), coefficients=fails_with_tokens),
+        own("score of a token changes*", score=lambda self, gradient, _: gradient.abs().sum(-1) * gradient.dim()),
         # Other numbers on another layout.
         own(f"{SHARED} differ *write rows.vocabulary.softmax(rows.logits_NV) in place*", coefficients=whole_softmax),
         own(f"{SHARED} exchange other tensors*", coefficients=waits_on_one_process),

@@ -407,17 +407,6 @@ class TestOneRank(EitherRunner):
             small.call("oar_mask_tail", vocabulary=None)
         right(one, result)
 
-    def test_requests_that_a_host_aborts(self, small):
-        async def abort():
-            scoring = asyncio.ensure_future(small.scorer.score(task(seed=92, every=1)))
-            await small.under_way()
-            await small.engine.pause_generation(mode="abort", clear_cache=True)
-            result = await scoring
-            await small.engine.resume_generation()
-            return result
-
-        assert small.run(abort()).fault == "aborted"
-
 
 class TestSecondRunner(EitherRunner):
     every, seldom, densely = 16, 24, 16
