@@ -130,12 +130,6 @@ def test_credit_is_capped(engine):
     assert one.run(late(), generating=True) - 1000 == pytest.approx((5 - 0.25) / 0.5, abs=0.2)
 
 
-def test_nothing_of_a_share_keeps_copies_out_until_generation_ends(engine):
-    two = engine(max_in_flight=2, share=0.0)
-    two.run(two.generate(3.0), two.copy(), two.copy())
-    assert two.times == [3.0, 3.0]
-
-
 def test_the_whole_share_limits_number_but_not_time(engine):
     many = engine(max_in_flight=100, share=1.0)
     assert many.run(*[many.copy() for _ in range(80)], generating=True) == pytest.approx(0.1)
