@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from oar_plugin.credit import called
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.credit.gate import GATES, Gate, gate_of
 from oar_plugin.credit.importance import IMPORTANCES, Copies, Importance, importance_of, of_engines, without_copies
@@ -45,8 +46,8 @@ class PerturbationConfig(_Settings):
     )
     budget: float | None = Field(None, gt=0)
     """How many units of a response get a copy of their own: a value up to 1 is a share, a value above 1 is a number. null: all
-    units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block; the other units get a
-    calibrated estimate."""
+    units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block (backend=rollout only); the
+    other units get a calibrated estimate."""
     span: int = Field(1, ge=1, le=1024)
     """Number of consecutive tokens that one copy replaces. They share its score evenly."""
     replacement: Literal["pad", "sampled"] = "pad"
@@ -262,11 +263,7 @@ class OarConfig(_Settings):
     def _check_conflicts(self, importance: Importance) -> None:
         settings = self.model_dump() | {"tau": self.quantile}
         settings["perturbation"] |= {"budget": self.budget}
-        try:
-            conflicts = list(importance.conflicts(settings))
-        except Exception as error:  # a user's class runs code of its own
-            raise ValueError(f"importance={importance.name}: conflicts failed: {error!r}") from error
-        if conflicts:
+        if conflicts := called(f"importance={importance.name}: conflicts", lambda: [*importance.conflicts(settings)]):
             raise ValueError("; ".join(conflicts))
 
     @classmethod

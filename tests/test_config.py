@@ -37,6 +37,18 @@ def test_what_a_configuration_says(given, values):
         ({"num_draws": 0}, ["algorithm.oar.num_draws=0"]),
         ({"warmup_steps": -1}, ["algorithm.oar.warmup_steps=-1"]),
         ({"importance": "hybrid", "perturbation": {"budget": 1}}, ["importance=hybrid", "perturbation.budget=1"]),
+        (
+            {"importance": "oar_p", "perturbation": {"budget": 0.3}},
+            [
+                "importance=oar_p",
+                "perturbation.budget=0.3",
+                "backend=actor",
+                "importance=hybrid",
+                "backend=rollout",
+                "budget=1",
+            ],
+        ),
+        ({"importance": "span_masking", "perturbation": {"budget": 5}}, ["perturbation.budget=5", "budget=1 or 10"]),
         ({"perturbation": {"span": "lines"}}, ["algorithm.oar.perturbation.span='lines'", "integer"]),
         ({"perturbation": {"replacement": "mean"}}, ["algorithm.oar.perturbation.replacement='mean'", "'pad'"]),
         ({"context": {"template": "{answer}"}}, ["context.template='{answer}'", "prompt"]),

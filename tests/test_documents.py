@@ -11,7 +11,7 @@ from oar_plugin.cli.main import COMMANDS, make_parser
 from oar_plugin.config import GROUPS, OarConfig
 from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.importance import IMPORTANCES, Parts, Rows
-from oar_plugin.credit.importance.check import problems
+from oar_plugin.credit.importance.check import check
 from tests.default_yaml import FILE, MADE, shown
 from tests.own_importance import Saliency
 
@@ -58,7 +58,7 @@ def test_the_example_of_an_importance_is_the_one_that_is_tested():
     assert inspect.getsource(Saliency) in block
     names: dict[str, type] = {}
     exec(block, names)
-    assert problems(names["Saliency"]) == []
+    check(names["Saliency"])
 
 
 def test_what_can_be_called_without_a_configuration_has_its_defaults():

@@ -7,7 +7,12 @@ Shape suffixes: T tokens (packed), N rows of logits, B responses, L longest resp
 
 import importlib
 import operator
+import os
+import traceback
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 def imported(name: str, allowed: str) -> Any:
@@ -26,3 +31,18 @@ def imported(name: str, allowed: str) -> Any:
         raise ValueError(
             f"cannot be imported: {error!r}; the module must be on PYTHONPATH in the driver and on every worker"
         ) from error
+
+
+def called(name: str, call: Callable[[], Any]) -> Any:
+    """Returns the result of `call()`, a user's code that messages call `name`.
+
+    Raises:
+        ValueError: it raised. The message has the error, and the file and line of the user's code that it came from.
+    """
+    try:
+        return call()
+    except Exception as error:  # a user's code may raise anything
+        not_theirs = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(not_theirs)]
+        place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+        raise ValueError(f"{name} failed: {error!r}{place}") from error

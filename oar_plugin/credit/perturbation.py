@@ -2,9 +2,9 @@
 
 `oar_plugin.credit.importance.oar_p` defines the score of a copy. A *unit* is the tokens that one copy replaces: one token, or
 up to `span` consecutive tokens, which share the score evenly. With a `budget` only some units get a copy of their own:
-* `_by_gradient`: the units with the largest gradient score.
-* `_by_blocks`: first each block of eight units is replaced as a whole, then the units of the blocks that moved the answer
-  most, until the budget is used up. It needs no gradient, so an inference engine can do it.
+* By gradient (`hybrid`, in the actor): the units with the largest gradient score.
+* By blocks (`oar_p` on the rollout engines, which have no gradient, and `span_masking`): first each block of eight units is
+  replaced as a whole, then the units of the blocks that moved the answer most, until the budget is used up.
 
 Every other unit gets an estimate in nats: its gradient score (or its share of its block's score) times the median ratio of
 exact to estimated scores over the units with a copy, and at most the largest exact score. So units without a copy keep their
@@ -22,8 +22,6 @@ from oar_plugin.credit.noise import gumbel, position_seeds, response_seeds
 
 Unit: TypeAlias = tuple[int, ...]
 """Positions in the response that one copy replaces, ascending."""
-
-_Rounds: TypeAlias = Generator[list[Unit], Sequence[float], Tensor]
 
 BLOCK = 8
 
@@ -76,13 +74,7 @@ class Search:
     def __init__(
         self, unit_list: Sequence[Unit], length: int, budget: float = 1.0, gradient_L: Sequence[float] | None = None
     ) -> None:
-        copies = copies_of_budget(budget, len(unit_list))
-        if copies == len(unit_list):
-            self._rounds = _exhaustive(unit_list, length)
-        elif gradient_L is not None:
-            self._rounds = _by_gradient(unit_list, length, copies, gradient_L)
-        else:
-            self._rounds = _by_blocks(unit_list, length, copies)
+        self._rounds = _rounds(unit_list, length, copies_of_budget(budget, len(unit_list)), gradient_L)
         self.importance: Tensor | None = None
         self.wanted: list[Unit] = next(self._rounds)
 
@@ -93,39 +85,27 @@ class Search:
         except StopIteration as stop:
             self.importance, self.wanted = stop.value, []
 
-    @staticmethod
-    def most_rounds(budget: float, with_gradient: bool) -> int:
-        """Maximum number of rounds of a response, for hosts whose ranks run equal numbers of rounds."""
-        return 1 if budget == 1 or with_gradient else 2
 
-
-def _exhaustive(unit_list: Sequence[Unit], length: int) -> _Rounds:
-    exact = yield list(unit_list)
-    return _spread(unit_list, torch.tensor(exact, dtype=torch.float64), length)
-
-
-def _by_gradient(unit_list: Sequence[Unit], length: int, copies: int, gradient_L: Sequence[float]) -> _Rounds:
-    estimate_U = torch.tensor([sum(gradient_L[t] for t in unit) for unit in unit_list], dtype=torch.float64)
-    chosen = estimate_U.argsort(descending=True, stable=True)[:copies].sort().values
-    exact = yield [unit_list[i] for i in chosen.tolist()]
-    return _spread(unit_list, _fill(estimate_U, chosen, exact), length)
-
-
-def _by_blocks(unit_list: Sequence[Unit], length: int, copies: int) -> _Rounds:
-    size = max(BLOCK, math.ceil(len(unit_list) / copies))
-    blocks = [list(range(i, min(i + size, len(unit_list)))) for i in range(0, len(unit_list), size)]
-    scores = yield [tuple(t for i in block for t in unit_list[i]) for block in blocks]
-    estimate_U = torch.empty(len(unit_list), dtype=torch.float64)
-    positive = torch.tensor(scores, dtype=torch.float64).clamp_min(0.0)  # NaN stays
-    for block, score in zip(blocks, positive.tolist(), strict=True):
-        estimate_U[block] = score / len(block)
-    left = copies - len(blocks)
-    if left <= 0:
-        return _spread(unit_list, estimate_U, length)
-    ranked = sorted(range(len(blocks)), key=lambda b: -scores[b])
-    chosen = torch.tensor(sorted([i for b in ranked for i in blocks[b]][:left]))
-    exact = yield [unit_list[i] for i in chosen.tolist()]
-    return _spread(unit_list, _fill(estimate_U, chosen, exact), length)
+def _rounds(
+    unit_list: Sequence[Unit], length: int, copies: int, gradient_L: Sequence[float] | None
+) -> Generator[list[Unit], Sequence[float], Tensor]:
+    if copies == len(unit_list):
+        exact = yield list(unit_list)
+        return _spread(unit_list, torch.tensor(exact, dtype=torch.float64), length)
+    if gradient_L is not None:
+        estimate_U = torch.tensor([sum(gradient_L[t] for t in unit) for unit in unit_list], dtype=torch.float64)
+        chosen = estimate_U.argsort(descending=True, stable=True)[:copies]
+    else:
+        index_B = torch.arange(len(unit_list)).split(max(BLOCK, math.ceil(len(unit_list) / copies)))
+        scores = yield [tuple(t for i in index for t in unit_list[i]) for index in index_B]
+        share_B = [max(score, 0.0) / len(index) for score, index in zip(scores, index_B, strict=True)]
+        estimate_U = torch.tensor(share_B, dtype=torch.float64).repeat_interleave(torch.tensor([*map(len, index_B)]))
+        ranked = sorted(range(len(scores)), key=lambda b: -scores[b])
+        chosen = torch.cat([index_B[b] for b in ranked])[: copies - len(index_B)].sort().values
+    if len(chosen):
+        exact = yield [unit_list[i] for i in chosen.tolist()]
+        estimate_U = _fill(estimate_U, chosen, exact)
+    return _spread(unit_list, estimate_U, length)
 
 
 def _fill(estimate_U: Tensor, chosen: Tensor, exact: Sequence[float]) -> Tensor:

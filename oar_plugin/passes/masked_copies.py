@@ -103,7 +103,8 @@ class MaskedCopies:
             unit_list = units((segments_L == Segment.REASONING).tolist(), request.config.perturbation.span)
             chooser = gradient_L.tolist() if copies.by_gradient else None
             searches[row] = Search(unit_list, len(segments_L), request.config.budget, chooser)
-        for _ in range(Search.most_rounds(request.config.budget, copies.by_gradient)):
+        # All copies, or those that a gradient chooses, are one round; blocks (`span_masking`) and what they choose are two.
+        for _ in range(1 if request.config.budget == 1 or copies.by_gradient else 2):
             under_way = {row: search for row, search in searches.items() if search.wanted}
             forwards = self.forwards([(candidates[row], search.wanted) for row, search in under_way.items()])
             most = max_over_ranks(forwards)

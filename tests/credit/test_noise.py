@@ -59,22 +59,6 @@ def assert_independent(sign_NV):
     assert (sign_NV @ sign_NV.T / size).fill_diagonal_(0).abs().max() < 6 / size**0.5
 
 
-def test_signs_are_balanced_and_independent():
-    sign = signs(torch.arange(64) * 7919, 0, 4096)
-    assert set(sign.unique().tolist()) == {-1.0, 1.0}
-    assert sign.mean().abs() < 5 / (64 * 4096) ** 0.5
-    assert_independent(sign)
-
-
-def test_uniform_is_flat_and_open_at_both_ends_and_gumbel_is_finite():
-    values, drawn = uniform(torch.arange(200), 500).flatten(), gumbel(torch.arange(200), 500)
-    assert 0 < values.min() < values.max() < 1
-    assert abs(values.mean().item() - 0.5) < 0.005
-    assert torch.histc(values, 10, 0, 1).sub(10_000).abs().max() < 500
-    assert torch.isfinite(drawn).all()
-    assert abs(drawn.mean().item() - 0.5772) < 0.02
-
-
 def test_a_response_has_the_same_seed_alone_and_in_a_batch():
     second = torch.tensor([7, 6, 5, 5])
     together = response_seeds(torch.cat([IDS, second]), torch.tensor([0, 0, 0, 1, 1, 1, 1]), 2, seed=3)

@@ -132,7 +132,7 @@ def test_no_response_stops_a_step_and_each_keeps_its_total_or_is_counted(family,
     tokenizer, token_bytes = tokenizer_and_bytes(family)
     encoded = [tokens(tokenizer, parts)[:400] for parts in responses]
     given = given | ({} if given["answer_patterns"] else {"probe": "last"})
-    given |= {"perturbation": {"budget": 2}} if given["importance"] in ("oar_p", "hybrid") else {}
+    given |= {"perturbation": {"budget": 2}} if given["importance"] == "hybrid" else {}
     config = OarConfig.parse(given)
     request = Request.of_step(config, 1, max_response_length=300, replacement_token=tokenizer.pad_token_id)
     rows = [(ids, owned(len(ids), seed), number != 3) for number, ids in enumerate(encoded)]

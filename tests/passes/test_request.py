@@ -30,7 +30,7 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
         ({"importance": "python:tests.own_importance:Saliency"}, "python:tests.own_importance:Saliency", None),
         ({"importance": "oar_p"}, "oar_p", (1.0, 1)),
         ({"importance": "hybrid", "perturbation": {"span": 4}}, "hybrid", (0.3, 4)),
-        ({"importance": "oar_p", "perturbation": {"budget": 9}}, "oar_p", (9, 1)),
+        ({"importance": "span_masking"}, "span_masking", (10, 1)),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "fisher", None),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "decision"}}, "decision", None),
     ],

@@ -5,10 +5,11 @@ To add one: its file, its class in the table, a test. To bring one of your own, 
 """
 
 import functools
+from typing import Any
 
 from oar_plugin.credit import imported
 from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
-from oar_plugin.credit.importance.check import problems
+from oar_plugin.credit.importance.check import check
 from oar_plugin.credit.importance.contrast import Contrast, OwnContrast
 from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.importance.entropy import Entropy
@@ -41,10 +42,14 @@ def importance_of(name: str) -> Importance:
 
 
 @functools.cache
-def _built(name: str, kind: type[Importance] | None) -> Importance:
+def _built(name: str, kind: Any) -> Importance:
     # The key holds the class, not only its name: a notebook can define a class anew.
-    if (faults := problems(kind)) or kind is None:
-        raise ValueError(f"{name} cannot be used: {'; '.join(faults)}")
+    try:
+        check(kind)
+        if kind.contexts:
+            raise ValueError("contexts of your own are not supported; allowed: contrast, contrast_own")
+    except ValueError as fault:
+        raise ValueError(f"{name} cannot be used: {fault}") from fault
     return kind()
 
 

@@ -10,7 +10,7 @@ Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B re
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
+Start = Literal["probe", "answer", "reasoning", "later"]
 Reading = Literal["entropy", "log_prob"]
 Shown = Literal["truth", "own"]
 """An answer that another prompt of a response shows: the right one, or the response's own one, which is wrong."""
@@ -36,8 +37,12 @@ class Backward:
     pass is then noise-free.
     """
 
-    rows: Literal["probe", "answer", "reasoning", "later"] = "probe"
+    rows: Start = "probe"
     noise: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows not in get_args(Start):
+            raise ValueError(f"Backward(rows={self.rows!r}); allowed: {', '.join(get_args(Start))}")
 
     @property
     def of_reasoning(self) -> bool:
@@ -131,14 +136,18 @@ class Importance:
 
     def coefficients(self, number: int, rows: Rows) -> Tensor:
         """The factors of the logits in the scalar of backward `number`, `[N, V]`; those of a row depend on that row only."""
-        raise NotImplementedError
+        raise NotImplementedError("it has backwards and no method coefficients (the factor of each logit)")
 
     def score(self, gradient: Tensor, embedding: Tensor) -> Tensor:
         """One number per token from gradient and embedding, `[..., H]` to float32 `[...]`."""
-        raise NotImplementedError
+        raise NotImplementedError("it has backwards and no method score (one number per token from its gradient)")
 
     def combine(self, parts: Parts) -> Tensor:
         """The importance, `[B, L]`: finite and not negative where `reasoning_BL` is true, anything elsewhere."""
+        if len(self.backwards) != 1:
+            raise NotImplementedError(
+                f"{len(self.backwards)} backwards and no method combine that makes the importance"
+            )
         return parts.score_KBL[0]
 
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:

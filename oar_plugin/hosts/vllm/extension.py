@@ -65,9 +65,6 @@ class OutcomeExtension:
         install(runner, recorder)
         runner.oar_recorder = recorder
 
-    def oar_counts(self) -> dict[str, int]:
-        return self.model_runner.oar_recorder.counts()
-
 
 def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
     """Replace the first runner's function for prompt log-probabilities by one that also answers tagged requests."""

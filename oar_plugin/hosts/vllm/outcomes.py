@@ -197,10 +197,6 @@ class OutcomeRecorder:
         """Keep only the rows of these requests. An aborted request never ends, so its rows must be dropped here."""
         self._tallies = {request: tally for request, tally in self._tallies.items() if request in requests}
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of stored references, and the number of requests whose prompt has not ended."""
-        return {"references": len(self._references), "requests": len(self._tallies)}
-
     def _read(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> None:
         wanted: list[tuple[_Tally, int]] = []
         index: list[int] = []

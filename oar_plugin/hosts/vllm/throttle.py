@@ -24,7 +24,7 @@ class Throttle:
 
     Args:
         max_in_flight: maximum number of copies that run at once.
-        share: fraction of the time, in `[0, 1]`; 0 admits no copies during generation, 1 does not limit time.
+        share: fraction of the time, above 0; 1 does not limit time.
         seats: number of requests that the engine runs at once (vLLM's `max_num_seqs`); None: no limit. A copy needs a
             free seat: in a full engine it would wait for generation, and spend credit although it does not run.
         clock: returns seconds, ascending.
@@ -33,8 +33,6 @@ class Throttle:
     def __init__(
         self, max_in_flight: int, share: float, seats: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if max_in_flight < 1 or not 0 <= share <= 1:
-            raise ValueError(f"max_in_flight={max_in_flight} must be at least 1, share={share} within [0, 1]")
         self._max_in_flight = max_in_flight
         self._share = share
         self._seats = seats
@@ -111,7 +109,7 @@ class Throttle:
                 self.in_flight += 1
                 turn.set_result(None)
         # If a copy is in flight, its end admits the next one. Otherwise a timer waits until there is credit.
-        if self._waiters and self._generating and not self.in_flight and self._credit_s <= 0 and self._share > 0:
+        if self._waiters and self._generating and not self.in_flight and self._credit_s <= 0:
             wait_s = (_MARGIN_S - self._credit_s) / self._share
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._admit_waiters)
 

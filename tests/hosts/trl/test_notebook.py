@@ -27,6 +27,7 @@ def test_it_is_made_from_the_script():
     assert NOTEBOOK.read_text("utf-8") == written(SCRIPT.read_text("utf-8")), "python recipes/trl_notebook/notebook.py"
 
 
+@pytest.mark.nightly
 def test_it_runs_and_shows_the_curves_and_what_tokens_were_paid(tmp_path, monkeypatch):
     monkeypatch.setenv("OAR_NOTEBOOK_QUICK", "1")
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]

@@ -4,10 +4,8 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import Gemma2Config
-from trl.chat_template_utils import qwen3_instruct_2507_chat_template
 
 import oar_plugin
-from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from tests.hosts.trl import tiny
@@ -17,7 +15,7 @@ from tests.passes.batch import random_model
 OWN = "python:tests.own_importance:Saliency"
 
 
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p", "hybrid", "decision", OWN])
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "hybrid", OWN])
 def test_scores_and_weights_equal_the_front_doors(tmp_path, importance):
     """Prompts of different length stand padded on the left; responses are sampled at another temperature than 1."""
     # oar_g reads the difference of two distributions that noise of 1e-3 keeps apart: here more noise, or rounding shows.
@@ -61,47 +59,6 @@ def test_scores_equal_the_front_doors_with_these_settings(tmp_path, name):
     assert [seen.step for seen in trainer.seen] == STEPS.get(name, [1, 2])
     for seen in trainer.seen:
         assert seen.error() < 1e-5
-
-
-def test_what_a_tool_wrote_is_no_reasoning_and_keeps_weight_1(tmp_path, monkeypatch):
-    """TRL's own loop around a real tool; only what the model says is scripted, for a tiny one calls none."""
-    tokenizer = make_tokenizer(340, by_bytes=True)
-    tokenizer.chat_template, tokenizer.eos_token = qwen3_instruct_2507_chat_template, "<|im_end|>"
-    tokenizer.padding_side = "left"
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
-    turns = [[f"I ask. {call}", "It is 7. #### 7<|im_end|>"], [f"so {call}", "#### 5 or #### 5<|im_end|>"]]
-
-    def turn(self, prompt_ids, *arguments, **named):
-        said = [turns[row % 2].pop(0) if row < 2 else None for row in range(len(prompt_ids))]
-        return [tokenizer(text)["input_ids"] for text in said], None
-
-    def add(a: int, b: int) -> int:
-        """Adds.
-
-        Args:
-            a: one number
-            b: the other
-        """
-        return a + b
-
-    monkeypatch.setattr(Watched, "_generate_single_turn", turn)
-    monkeypatch.setattr(tiny, "TOKENIZER", tokenizer)
-    model = tiny.make_model(max_position_embeddings=1024)
-    prompts = [[{"role": "user", "content": "3 + 4?"}]]
-    named = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 400, "max_steps": 1}
-    trainer = tiny.make(Watched, tmp_path, model=model, rollout=None, tools=[add], prompts=prompts, **named)
-    trainer.compare = {}
-    trainer.train()
-    (seen,) = trainer.seen
-    tool_BL = (seen.output["tool_mask"] == 0) & seen.output["completion_mask"].bool()
-    assert tool_BL.any(-1).all()
-    written = tokenizer.decode(seen.output["completion_ids"][0][tool_BL[0]])
-    assert written.count("<tool_response>\n7\n</tool_response>") == 1
-    assert seen.error() < 1e-5
-    assert (seen.segments_BL[tool_BL] == Segment.OUTSIDE).all()
-    weight_BL = seen.output["advantages"] / seen.plain_B[:, None]
-    assert weight_BL[tool_BL].eq(1).all()
-    assert not weight_BL[~tool_BL].eq(1).all()
 
 
 def test_the_masks_of_a_rollout_function_and_of_cut_off_responses(tmp_path):

@@ -12,7 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 
 from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import PROBES
-from oar_plugin.hosts.vllm import scorer as scorer_module
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, OutcomeSpec
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask, numbers_of, tagged_request
 from oar_plugin.hosts.vllm.throttle import Throttle
@@ -166,10 +165,6 @@ class Host:
         """Returns once this many requests are in the engine."""
         while len(self.engine.output_processor.request_states) < requests:
             await asyncio.sleep(0.002)
-
-    def restarts_within_answers(self) -> int:
-        """Of tagged requests; see `CountingExtension`."""
-        return self.call("oar_restarts_within_answers")[0]
 
     def preemptions(self) -> float:
         """Of all requests, as vLLM counts them."""
@@ -368,33 +363,6 @@ class TestOneRank(EitherRunner):
         assert result.copies == len(one.units) - 10
         assert not result.importance[:30].any()
 
-    def test_copies_preempted_within_their_answer(self, small, right):
-        """Copies of a late priority give way to whatever comes, wherever they are, and start over or go on from the cache."""
-        before = small.restarts_within_answers()
-        one = task(seed=30, every=2)
-        crowded = ResponseScorer(small.engine, Throttle(16, 1.0), MAX_MODEL_LEN)
-        prompts = [tokens(200 + i, 90) for i in range(4)]
-
-        async def busy():
-            scoring = asyncio.ensure_future(crowded.score(one))
-            generated = 0
-            while not scoring.done():
-                await asyncio.gather(*[small.generate(p[generated % 7 :], max_tokens=60) for p in prompts])
-                generated += 1
-            return await scoring
-
-        for _ in range(50):
-            right(one, small.run(busy()))
-            if small.restarts_within_answers() > before:
-                break
-        else:
-            pytest.fail("no copy was preempted within its answer")
-
-    def test_scoring_again_gives_the_same(self, small, right):
-        one = task(seed=20, every=48)  # few, so that the cache still has them all
-        for _ in range(3):
-            assert right(one, small.score(one)).retried == 0, "nothing of the last time is within reach"
-
     def test_answer_rows_in_the_cache_are_noticed(self, small, plain):
         """The same copy a second time under the same salt finds its answer in the prefix cache, and its rows have no hidden
         states. Stock vLLM returns uninitialised memory in their place: numbers, no error."""
@@ -421,20 +389,6 @@ class TestOneRank(EitherRunner):
         numbers, _ = small.run(ask(copy, "copy", key="unknown", use_cache=False))
         assert numbers == pytest.approx([math.nan, NO_REFERENCE], nan_ok=True)
 
-    def test_such_a_copy_is_run_again_without_the_cache(self, small, right, monkeypatch):
-        """A run whose salt was used before: every copy's first attempt reads answer rows from the cache."""
-        one = task(seed=22, every=48)  # few, so that the cache keeps them all
-        real, results = uuid.uuid4, []
-        for _ in range(2):
-            fresh = iter([uuid.UUID(int=1)])
-            monkeypatch.setattr(scorer_module.uuid, "uuid4", lambda fresh=fresh: next(fresh, None) or real())
-            results.append(right(one, small.score(one)))
-        first, second = results
-        assert first.retried == 0
-        assert second.retried == second.copies + 1
-        assert second.copies == first.copies
-        assert second.tokens == first.tokens + second.retried * LENGTH
-
     def test_tokens_that_are_never_sampled_belong_to_the_outcome(self, small, right):
         """verl masks them in `compute_logits` of the model's instance; the actor, and the plain model here, do not."""
         one = task(seed=43, every=8)
@@ -452,34 +406,6 @@ class TestOneRank(EitherRunner):
         finally:
             small.call("oar_mask_tail", vocabulary=None)
         right(one, result)
-
-    def test_time_runs_out(self, small):
-        slowly = ResponseScorer(small.engine, Throttle(4, 1.0), MAX_MODEL_LEN)
-        results = small.run(together(*[slowly.score(task(seed=60 + i, every=1), 1e-4) for i in range(10)]))
-        assert [r.fault for r in results] == ["timed_out"] * 10
-        assert all(r.importance is None for r in results)
-        assert all(r.tokens == 0 for r in results), "the first request was given up"
-        assert small.score(task(seed=60), timeout_s=0.0).fault == "timed_out"
-        assert slowly.throttle.in_flight == slowly.throttle.waiting == 0
-        small.assert_idle()
-
-    def test_requests_that_a_host_aborts(self, small):
-        async def abort():
-            scoring = asyncio.ensure_future(small.scorer.score(task(seed=92, every=1)))
-            await small.under_way()
-            await small.engine.pause_generation(mode="abort", clear_cache=True)
-            result = await scoring
-            await small.engine.resume_generation()
-            return result
-
-        assert small.run(abort()).fault == "aborted"
-
-    def test_too_long(self, small):
-        length = MAX_MODEL_LEN - PROMPT
-        fits = task(token_ids=tokens(90, MAX_MODEL_LEN - 1), response_length=length, every=16)
-        assert small.score(fits).fault is None
-        result = small.score(replace(fits, token_ids=tokens(90, MAX_MODEL_LEN)))
-        assert (result.fault, result.tokens) == ("too_long", 0)
 
 
 class TestSecondRunner(EitherRunner):
@@ -516,11 +442,3 @@ class TestTwoRanks:
     def test_scores_are_those_of_a_plain_model(self, two_ranks, right, probe, replacement_token):
         one = task(seed=100, probe=probe, every=4, replacement_token=replacement_token)
         assert right(one, two_ranks.score(one)).cached_tokens > 0
-
-    def test_several_beside_generation(self, two_ranks, right):
-        responses = [task(seed=110 + i, every=4) for i in range(3)]
-        generations = [two_ranks.generate(tokens(150 + i, 40), max_tokens=60) for i in range(4)]
-        results = two_ranks.run(together(*[two_ranks.scorer.score(one) for one in responses], *generations))
-        for one, result in zip(responses, results[:3], strict=True):
-            right(one, result)
-        assert two_ranks.left_over() == NOTHING

@@ -91,6 +91,14 @@ def test_a_copy_that_makes_the_answer_likelier_counts_nothing(monkeypatch):
     assert Engine(monkeypatch, {COPY: [[-0.25, ROWS]]}).score().importance[0] == 0
 
 
+def test_what_is_too_long_for_the_engine_is_not_sent(monkeypatch):
+    engine = Engine(monkeypatch)
+    engine.scorer.max_model_len = len(TASK.token_ids)  # every request generates one token
+    assert (engine.score().fault, engine.requests) == ("too_long", [])
+    engine.scorer.max_model_len += 1
+    assert engine.score().fault is None
+
+
 def test_time_runs_out(monkeypatch):
     engine = Engine(monkeypatch, seconds=1e6)
     assert engine.score(seconds=0.05).fault == "timed_out"

@@ -130,12 +130,6 @@ def test_credit_is_capped(engine):
     assert one.run(late(), generating=True) - 1000 == pytest.approx((5 - 0.25) / 0.5, abs=0.2)
 
 
-def test_nothing_of_a_share_keeps_copies_out_until_generation_ends(engine):
-    two = engine(max_in_flight=2, share=0.0)
-    two.run(two.generate(3.0), two.copy(), two.copy())
-    assert two.times == [3.0, 3.0]
-
-
 def test_the_whole_share_limits_number_but_not_time(engine):
     many = engine(max_in_flight=100, share=1.0)
     assert many.run(*[many.copy() for _ in range(80)], generating=True) == pytest.approx(0.1)
@@ -189,12 +183,6 @@ def test_a_turn_given_and_cancelled_at_once_goes_to_the_next(engine):
 
     one.run(main())
     assert one.names == ["third"]
-
-
-@pytest.mark.parametrize(("max_in_flight", "share"), [(0, 0.5), (1, -0.1), (1, 1.1)])
-def test_nonsense_is_refused(max_in_flight, share):
-    with pytest.raises(ValueError, match="max_in_flight"):
-        Throttle(max_in_flight, share)
 
 
 @pytest.mark.parametrize(
