@@ -15,7 +15,7 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
-from oar_plugin.page.dumps import choose
+from oar_plugin.page.dumps import Sibling, choose
 from oar_plugin.page.record import parse_header, parse_response
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.answer import answer_of
@@ -30,34 +30,28 @@ SCORED, NOT_NEEDED, NO_ANSWER = Status.SCORED, Status.NOT_NEEDED, Status.NO_ANSW
     ("rewards", "statuses", "groups", "chosen"),
     [
         # Three groups of two: the one with both outcomes, then the one that was scored, then the one that fell back.
-        ([1, 1, 1, 0, 1, 0], [SCORED, SCORED, SCORED, SCORED, NO_ANSWER, NO_ANSWER], 3, [[2, 3], [0, 1], [4, 5]]),
-        ([1, 0, 1, 0, 1, 0], [NO_ANSWER, NO_ANSWER, SCORED, NO_ANSWER, SCORED, SCORED], 2, [[2, 3], [4, 5]]),
+        ([1, 1, 1, 0, 1, 0], [SCORED, SCORED, SCORED, SCORED, NO_ANSWER, NO_ANSWER], 3, ["b", "a", "c"]),
+        ([1, 0, 1, 0, 1, 0], [NO_ANSWER, NO_ANSWER, SCORED, NO_ANSWER, SCORED, SCORED], 2, ["b", "c"]),
         # A reward for the form alone is no right answer.
-        ([0.1, 0, 1, 0.1, 0, 0], [SCORED] * 6, 1, [[2, 3]]),
+        ([0.1, 0, 1, 0.1, 0, 0], [SCORED] * 6, 1, ["b"]),
         # Siblings come whole, and where nothing matters nothing is shown.
-        ([1, 0, 1, 1, 0, 0], [SCORED, NOT_NEEDED, *[NOT_NEEDED] * 4], 3, [[0, 1]]),
+        ([1, 0, 1, 1, 0, 0], [SCORED, NOT_NEEDED, *[NOT_NEEDED] * 4], 3, ["a"]),
         ([1, 1, 1, 1, 1, 1], [NOT_NEEDED] * 6, 3, []),
     ],
 )
 def test_groups_with_both_outcomes_are_chosen_first(rewards, statuses, groups, chosen):
-    rows = [
-        (f"{uid}_x_{session}_0", reward, status)
-        for uid, session, reward, status in zip("aabbcc", (0, 1) * 3, rewards, statuses, strict=True)
-    ]
+    siblings = list(map(Sibling, "aabbcc", "012345", rewards, statuses))
+    pairs = {"a": ["0", "1"], "b": ["2", "3"], "c": ["4", "5"]}
+    assert [[one.uid for one in group] for group in choose(siblings, groups)] == [pairs[group] for group in chosen]
 
-    def shown(rows, own=True):
-        """Numbers of the rows, as verl's batch has them."""
-        keys, rewards, statuses = zip(*rows, strict=True)
-        scores = {"rm_scores": nested([torch.tensor([0.0, reward]) for reward in rewards])}
-        own_B = torch.full((6,), own)
-        batch = QueuedBatch(
-            1, keys, own_B, own_B, torch.tensor(statuses), lambda keys, select_fields: TensorDict(scores, 6)
-        )
-        return [[keys.index(one.uid) for one in group] for group in choose(batch.siblings(), groups)]
 
-    assert shown(rows) == chosen
-    assert all(a > b for a, b in shown(rows[::-1])), "siblings as they were sampled"
-    assert shown(rows, own=False) == [], "rows that fill up a batch"
+def test_siblings_come_in_the_order_of_sampling_without_rows_that_verl_added():
+    keys = ["b_x_10_0", "a_2_0", "b_x_2_1", "b_x_2_0", "a_0_0"]
+    own_B, scores = torch.tensor([1, 1, 1, 1, 0]).bool(), nested([torch.tensor([0.0, row]) for row in range(5)])
+    read = lambda keys, select_fields: TensorDict({"rm_scores": scores}, 5)  # noqa: E731
+    found = list(QueuedBatch(1, keys, own_B, own_B, torch.tensor([0, 1, 2, 3, 4]), read).siblings())
+    assert [one.uid for one in found] == ["b_x_2_0", "b_x_2_1", "b_x_10_0", "a_2_0"]
+    assert found[0] == Sibling("b_x", "b_x_2_0", 3.0, 3)
 
 
 class World:
