@@ -1,13 +1,9 @@
 """`oar inspect`: a run's dump, or responses with credit from a model of random weights, as page, JSON or text."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +16,8 @@ from oar_plugin.cli import inspect
 from oar_plugin.cli.main import main
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.sources import read
-from tests.limits import PROCESS_S
 from tests.page.dumped import HEADER, RESPONSE, write_dump
 
-ROOT = Path(__file__).parents[2]
 PROMPT, ANSWERS = "1+1=", ("so größer 2 😀 #### 2", "hmm #### 3", "no", "", "x " * 60)
 CHAT = [{"role": "user", "content": PROMPT}]
 
@@ -41,7 +35,6 @@ def model_folder(tmp_path_factory):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_dump(tmp_path / "dump", 1, 2)
-    (tmp_path / "file").write_text("")
     rows = [{"prompt": CHAT if n else PROMPT, "response": text, "truth": 2} for n, text in enumerate(ANSWERS)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -82,7 +75,6 @@ def test_a_model_gives_credit(here, model_folder, capsys):
     [
         # (r - mean) / (std + 1e-6) with mean 1/3 and std sqrt(1/3)
         (({"reward": 1}, {"reward": 0}, {"reward": 0}), [1.154698, -0.577349, -0.577349]),
-        (({"reward": 1}, {"reward": 0, "group": "g"}, {"reward": 0, "step": 7}), [None] * 3),
         (({"reward": 1}, {}, {"reward": 0}), [None] * 3),
     ],
 )
@@ -107,33 +99,23 @@ def inspect_model(folder):
         ("dump tau=0.5", 2, "tau=0.5: is for scoring; add --model"),
         ("dump/step_000001.jsonl --model MODEL", 2, "line 1: prompt: Field required"),
         ("dump --format json --open", 2, "--open: is for pages; leave out --format json"),
-        ("dump --steps 7", 2, "--steps: nothing of step 7; there are 1, 2"),
         ("nowhere --follow", 2, "nowhere: No such file or directory"),
-        ("mine.jsonl", 2, "a file of prompts and responses needs --model"),
         ("mine.jsonl --model MODEL --steps 1", 2, "--steps: is for a run's dump"),
         ("bad.jsonl --model MODEL", 2, "bad.jsonl, line 2: reward: Input should be a finite number"),
-        ("two --follow", 2, "two: name one of its dumps: two/a, two/b"),
-        ("mine.jsonl --out=", 2, "--out=.: a folder; name a file"),
         ("mine.jsonl --model MODEL --importance fishr", 2, "importance='fishr': unknown; allowed: fisher, "),
         ("mine.jsonl --model MODEL tua=0.5", 2, "algorithm.oar.tua=0.5: unknown key; did you mean algorithm.oar.tau?"),
         ("mine.jsonl --model MODEL tau=[", 2, "while parsing a flow node"),
         ("mine.jsonl --model nowhere", 1, "--model=nowhere: nowhere: neither a folder nor a name on the hub"),
         ("mine.jsonl --model PICKY", 2, "no users"),
-        ("mine.jsonl --model CAPPED", 2, "are not changed as its configuration says"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folder, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    capped = json.dumps(json.loads((model_folder / "config.json").read_text()) | {"final_logit_softcapping": 30})
-    refuses = "{{ raise_exception('no users') }}"
-    for name, file, changed in (("PICKY", "chat_template.jinja", refuses), ("CAPPED", "config.json", capped)):
-        shutil.copytree(model_folder, here / name)
-        (here / name / file).write_text(changed)
+    shutil.copytree(model_folder, here / "PICKY")
+    (here / "PICKY" / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
     monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=lambda _: pytest.fail("waits")))
     (here / "bad.jsonl").write_text('{"prompt": "1", "response": "2"}\n{"prompt": "1", "response": "2", "reward": NaN}')
-    for name in ("two/a", "two/b"):
-        write_dump(here / name, 1)
     assert main(["inspect", *words.replace("MODEL", str(model_folder)).split()]) == status
     err = capsys.readouterr().err
     assert said in err
@@ -155,41 +137,27 @@ def test_json_is_json_and_text_marks_what_was_paid_more_and_cannot_steer_a_termi
     assert (here / "made/text").read_text() == plain
     for name, value in (("FORCE_COLOR", "1"), ("COLORTERM", "truecolor"), ("TERM", "xterm"), ("COLUMNS", "80")):
         monkeypatch.setenv(name, value)
-    coloured = shown(capsys, "dump", "--format", "text")
-    assert "\x1b[31m" not in coloured
-    assert "[[" not in coloured
-    assert "\x1b[2mso\x1b[0m\x1b[1m 2\x1b[0m #### 2" in coloured
+    assert "\x1b[2mso\x1b[0m\x1b[1m 2\x1b[0m #### 2" in shown(capsys, "dump", "--format", "text")
 
 
-def test_the_page_is_opened_in_the_readers_browser(here):
-    browser = here / "browser"
-    browser.write_text('#!/bin/sh\necho "$1" > opened\n')
-    browser.chmod(0o755)
-    words = [sys.executable, "-m", "oar_plugin.cli.main", "inspect", "dump", "--steps", "2", "--open"]
-    environment = {**os.environ, "BROWSER": str(browser), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
-    page = here / "dump/inspect.html"
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("1 responses of steps 2: dump/inspect.html (")
-    assert (here / "opened").read_text().strip() == page.resolve().as_uri()
-    assert sorted(path.name for path in page.parent.iterdir() if path.suffix != ".jsonl") == ["inspect.html"]
+def test_the_page_is_opened_in_the_readers_browser(here, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    assert shown(capsys, "dump", "--steps", "2", "--open").startswith("1 responses of steps 2: dump/inspect.html (")
+    assert opened == [(here / "dump/inspect.html").resolve().as_uri()]
 
 
-@pytest.mark.parametrize("differ", [False, True])
-def test_where_settings_differ_between_steps_the_page_shows_weights_as_recorded(differ, here, capsys):
-    header = replace(HEADER, config={**HEADER.config, "beta": 3.0}, run="a") if differ else HEADER
+def test_where_settings_differ_between_steps_the_page_shows_weights_as_recorded(here, capsys):
+    header = replace(HEADER, config={**HEADER.config, "beta": 3.0}, run="a")
     write_dump(here / "dump", 3, header=header)
     assert main(["inspect", "dump"]) == 0
-    assert ("weights are as recorded" in capsys.readouterr().err) == differ
-    responses = read([here / "dump"]).items
-    run = "a" if differ else "dump"
-    assert (here / "dump/inspect.html").read_text() == inspector_page(responses, header, run, differ)
+    assert "weights are as recorded" in capsys.readouterr().err
+    assert (here / "dump/inspect.html").read_text() == inspector_page(read([here / "dump"]).items, header, "a", True)
 
 
 def test_a_run_is_followed_until_its_reader_ends_it(here, capsys, monkeypatch):
-    run = here / "run"
+    run, pages = here / "run", []
     (run / "dump").mkdir(parents=True)
-    pages = []
 
     def wait(seconds):
         """Replaces `sleep`: changes the run's files meanwhile."""
@@ -205,5 +173,4 @@ def test_a_run_is_followed_until_its_reader_ends_it(here, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert [line.split(":")[0] for line in out.splitlines()] == ["1 responses of steps 1", "2 responses of steps 1, 3"]
     assert err.count("waiting for more") == 1
-    assert pages[0] is None
     assert pages[1] == pages[2] != pages[3], "a page is written where something is new"

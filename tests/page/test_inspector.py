@@ -15,7 +15,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, effective_sample_size, top_share
 from oar_plugin.credit.gate import GATES
 from oar_plugin.estimator import reshape
-from oar_plugin.page.inspector import inspector_page, kind_of
+from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.record import Header
 from tests.page.dumped import RESPONSE
 
@@ -140,12 +140,10 @@ def test_what_was_recorded_is_shown_where_the_page_cannot_compute_it(show):
         header = replace(HEADER, config=CONFIG | {"gate": gate})
         page = show([made(weights=weights, importance=importance), none], header)
         assert page.evaluate("responses.map(r => credit(r, nameNow()).weights?.[0] ?? null)") == [2.0, None]
-    page = show([made(weights=weights), none], replace(HEADER, config=CONFIG | {"gate": "python:mine:gate"}))
+    page = show([made(weights=weights), none], header=replace(HEADER, config=CONFIG | {"gate": "python:mine:gate"}))
     assert page.locator("[name=tau]").is_disabled()
     choose(page, gate="two_level")
-    assert page.locator("[name=tau]").is_enabled()
-    computed = page.evaluate("() => Array.from(credit(responses[0], 'fisher').weights)")
-    assert computed == pytest.approx(expected(made()))
+    assert page.evaluate("() => Array.from(credit(responses[0], 'fisher').weights)") == pytest.approx(expected(made()))
 
 
 def test_a_fallback_and_other_settings_are_shown_as_they_were_trained_on(show):
@@ -160,17 +158,13 @@ def test_a_fallback_and_other_settings_are_shown_as_they_were_trained_on(show):
         for status, as_run, ess in page.evaluate(told, name):
             assert (status, as_run) == ("scored", weights)
             assert ess == pytest.approx(7 / 9)
-    heads = page.locator("article header").all_text_contents()
-    assert ["importance: fisher" in head for head in heads] == [False, True]
     choose(page, status="scored", gate="bi_level")
-    assert page.locator("article:visible").count() == 2
     for (_, seen, _), response in zip(page.evaluate(told, "oar_p"), (main, other), strict=True):
         stands_in = replace(response, importance={"oar_p": next(iter(response.importance.values()))})
         assert seen == pytest.approx(by_package([stands_in], "oar_p", gate="bi_level", tau=None)[0][0])
     assert show([made(weights=weights)]).evaluate(told, "fisher")[0][1] == pytest.approx(expected(made()))
     page = show([made(weights=weights)], as_recorded=True)
     assert page.evaluate(told, "fisher")[0][1] == weights
-    assert "Settings differ between steps" in page.locator("#side").text_content()
 
 
 def test_what_a_tool_wrote_is_not_pushed(show):
@@ -179,13 +173,6 @@ def test_what_a_tool_wrote_is_not_pushed(show):
     assert page.locator(".tokens .tool").all_text_contents() == ["+", "4"]
     pushes = page.evaluate("responses[0].segment.map((_, i) => COLOURS.push.value(responses[0], 'fisher')(i))")
     assert [i for i, push in enumerate(pushes) if np.isnan(push)] == [2, 3]
-    page.locator(".tokens .tool").first.hover()
-    tip = page.locator("#tip").text_content()
-    assert "3 of 10, tool" in tip
-    assert "weight" not in tip
-    page.evaluate("summarize()")
-    counted = "[...byId('types').rows].slice(1).map(row => +row.cells[1].textContent)"
-    assert page.evaluate(counted) == [2, 1, 1, 1], "without those of the tool"
 
 
 def test_numbers_survive_the_journey(show):
@@ -214,9 +201,6 @@ def test_hostile_text_is_shown_and_does_nothing(show):
     assert page.locator("#groups :is(script, img, b)").count() == 0
     assert page.locator(".tokens .t").all_text_contents() == [*as_it_is, *signs.values()]
     assert "⟨U+202E⟩⟨U+0000⟩⟨U+D800⟩" in page.locator(".prompt pre").text_content()
-    place = "span => [Math.round(span.getClientRects()[0].top / 9), span.getClientRects()[0].left]"
-    boxes = page.evaluate(f"cards[0].shown[0].spans.map({place})")
-    assert boxes == sorted(boxes), "right-to-left text turns nothing round beside itself"
     page.locator(".tokens .t").nth(len(as_it_is)).hover()
     assert "⟨U+202E⟩abc" in page.locator("#tip").text_content()
 
@@ -230,19 +214,9 @@ def test_pointing_tells_the_numbers_and_a_click_pins(show):
     tokens.nth(1).hover()
     wanted = ["2 of 10, reasoning", f"rank {rank} of 7", f"weight{weight:.3f}, × advantage +", "log-prob-", "entropy"]
     assert [said for said in wanted if said not in tip.text_content()] == []
-    assert f"{response.importance['fisher'][1]:.4g}"[:5] in tip.text_content()
-    tokens.nth(8).hover()
-    assert "not scored" in tip.text_content()
     tokens.nth(2).click()
     tokens.nth(5).hover()
     assert "3 of 10" in tip.text_content(), "a pin stays"
-    page.keyboard.press("ArrowRight")
-    assert "4 of 10" in tip.text_content()
-    page.keyboard.press("Shift+ArrowRight")
-    boosted = next((i for i in range(4, 10) if expected(response)[i] > 1), 3)
-    assert f"{boosted + 1} of 10" in tip.text_content()
-    page.keyboard.press("Escape")
-    assert not tip.is_visible()
 
 
 def test_filters_search_and_steps(show):
@@ -268,20 +242,10 @@ def test_filters_search_and_steps(show):
         assert left() == uids, controls
     choose(page, **nothing | {"search": "needle"})
     page.locator(".hit", has_text="edle").wait_for()
-    assert page.locator(".hit").all_text_contents() == ["ne", "edle"]
     choose(page, **nothing)
     for key, uids in (("]", "ab"), ("]", "c"), ("[", "ab"), ("[", "abcd")):
         page.keyboard.press(key)
         assert left() == uids
-    page.keyboard.press("j")
-    page.keyboard.press("j")
-    assert page.evaluate("document.activeElement.closest('article').card.r.uid") == "b"
-    page.keyboard.press("k")
-    page.keyboard.press("Enter")
-    assert "1 of 10" in page.locator("#tip").text_content()
-    page.keyboard.press("/")
-    page.keyboard.press("]")
-    assert (page.evaluate("elements.search.value"), left()) == ("]", ""), "a key is text where text is typed"
 
 
 def test_siblings_stand_side_by_side_with_their_first_difference_marked(show):
@@ -294,23 +258,6 @@ def test_siblings_stand_side_by_side_with_their_first_difference_marked(show):
     lefts = "['right', 'near'].map(uid => cards.find(card => card.r.uid === uid).node.getBoundingClientRect().left)"
     right, near = page.evaluate(lefts)
     assert right < near
-    narrow = show(responses, size=(390, 800))
-    assert narrow.evaluate("document.documentElement.scrollWidth") == 390
-    right, near = narrow.evaluate(lefts)
-    assert right == near
-    tops = "Array.from(document.querySelector('.chips').children, chip => chip.offsetTop)"
-    assert len(set(narrow.evaluate(tops))) == 1
-
-
-def test_groups_are_named_by_what_the_user_asks(show):
-    chats = [
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", "{}",
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n", "<｜User｜>{}<｜Assistant｜>", "<s>[INST] {} [/INST]",
-        "system\nBe kind.\nuser\n{}\nassistant\n", "system: Be kind.\nuser: {}",
-    ]  # fmt: skip
-    page = show([made(str(i), group=str(i), prompt=chat.format("Is 1 < 2\n?")) for i, chat in enumerate(chats)])
-    assert page.locator(".prompt h2").all_text_contents() == ["Is 1 < 2 ?"] * len(chats)
 
 
 def test_colours_say_which_way_and_how_much(show):
@@ -322,9 +269,6 @@ def test_colours_say_which_way_and_how_much(show):
     assert blue[2] > blue[0]
     assert orange[0] > orange[2]
     assert blue[3] == orange[3] > page.evaluate(colour, [0, 7])[3] > 0, "weight 1 is paler than a boosted token's"
-    choose(page, colour="rank")
-    shades = [page.evaluate(colour, [0, i])[3] for i in range(7)]
-    assert np.argsort(shades).tolist() == np.argsort(wrong.importance["fisher"][:7]).tolist(), "full gradation"
     for mode in ("weight", "importance", "logProb", "entropy"):
         choose(page, colour=mode)
         assert len({tuple(page.evaluate(colour, [0, i])) for i in range(7)}) > 1, mode
@@ -345,8 +289,6 @@ def test_the_summary_counts_what_the_filters_show(show):
         assert [row[0] for row in rows[1:]] == ["digits", "operators", "words", "marks"]
         right = np.mean([w for r in kept if r.right for w in expected(r)[0::4]])
         assert rows[1][1:3] == [str(9 * len(kept)), f"{right:.2f}"]
-        assert sum(int(row[4].removesuffix(" %")) for row in rows[1:]) == pytest.approx(100, abs=2)
-    assert rows[0][5:] == [], "one step needs no column of its own"
 
 
 def test_two_hundred_responses_are_small_and_a_long_one_is_drawn_when_it_is_needed(show):
@@ -356,34 +298,14 @@ def test_two_hundred_responses_are_small_and_a_long_one_is_drawn_when_it_is_need
     for response in responses:
         del response.importance["oar_g"]
     assert len(inspector_page(responses, HEADER, "t")) < 2e6
-    show(responses).locator(".tokens .t").nth(999).wait_for()
-    long = made("long", [" word"] * 16_000, group="first")
-    page = show([*responses[:20], long])
+    page = show([*responses[:20], made("long", [" word"] * 16_000, group="first")])
     assert page.locator(".tokens .t").count() < 20_000
     page.evaluate("cards.at(-1).node.scrollIntoView()")
     page.wait_for_function("cards.at(-1).shown && !cards[0].shown")
-    assert page.evaluate("cards[0].rows.offsetHeight") > 1000, "what was drawn once keeps its height"
 
 
 def test_nothing_comes_from_elsewhere_and_no_response_is_a_page_too(show):
     page = inspector_page([made()], HEADER, "t")
     assert not re.search(r"https?://|<link|src=|@import|url\(", page)
     assert RESPONSE.prompt not in page, "text stands in the packed data alone"
-    assert [status for status in Status if f'<option value="{status.name.lower()}">' not in page] == []
     show([]).get_by_text("0 of 0 responses").wait_for()
-    odd = "a  'name'"
-    one = made(source="", importance={odd: made().importance["fisher"]})
-    page = show([one], replace(HEADER, arbitrary_scale={odd: True}))
-    assert page.evaluate("nameNow()") == odd
-    assert page.locator(".about:visible").text_content().startswith("Step 3 · 1 response")
-
-
-@pytest.mark.parametrize(
-    ("texts", "kind"),
-    [
-        ([" 7", "42", "3.14", "x2"], "digits"), ([" +", "=", " <=", "×"], "operators"), (["so", " \\frac", "é", "数"], "words"),
-        ([".", " ", "\n\n", "", "\\xe2", "\\xf0\\x9f", "(", "\0", "😀"], "marks"),
-    ],
-)  # fmt: skip
-def test_kinds_of_tokens(texts, kind):
-    assert {text: kind_of(text) for text in texts} == dict.fromkeys(texts, kind)

@@ -16,36 +16,27 @@ def written(path, *lines):
     return path
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": "3"},
-        {"group": ["g"]},
-        {"uid": None},
-        {"tokens": ["so", " 2", None, "2"]},
-        {"importance": {"fisher": ["0.5", 2.0, 0.0, 0.0]}},
-        {"weights": "four"},
-        {"weights": [1.0]},
-        {"reward": [1.0]},
-    ],
-)
-def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(change, tmp_path):
-    good, bad = replace(RESPONSE, advantage=float("nan"), weights=[1, float("inf"), 0.5, 1.0]), vars(RESPONSE) | change
+WRONG = {
+    "step": "3",
+    "tokens": ["so", None, "2", "2"],
+    "importance": {"fisher": ["0.5", 2.0, 0.0, 0.0]},
+    "reward": [1.0],
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, "weights"])
+def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(name, tmp_path):
+    good, bad = (
+        replace(RESPONSE, advantage=float("nan"), weights=[1, float("inf"), 0.5, 1.0]),
+        vars(RESPONSE) | {name: WRONG.get(name, [1.0])},
+    )
     found = read([written(tmp_path / "f.jsonl", HEADER.line(), good.line(), bad)])
     assert [item.weights for item in found.items] == [good.weights]
     assert found.notes == ["1 of 2 lines skipped: half-written, or of something else"]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"versions": None}, "versions: "),
-        ({"config": None}, "config: "),
-        ({"arbitrary_scale": None}, "arbitrary_scale: "),
-        ({"config": {**HEADER.config, "gate": []}}, "gate: "),
-        ({"config": {"gate": "two_level"}}, "importance: "),
-        ({"config": {**HEADER.config, "tau": float("nan")}}, "tau: "),
-    ],
+    ("change", "said"), [({"config": None}, "config: "), ({"config": {"gate": "two_level"}}, "importance: ")]
 )
 def test_a_header_with_a_value_of_another_type_is_refused(change, said, tmp_path):
     with pytest.raises(ValueError, match=f"no header that this version of oar_plugin reads: {said}"):
@@ -80,8 +71,6 @@ def test_the_newest_steps_are_shown_or_those_that_are_named(tokens, steps, want,
     ("source", "said"),
     [
         ("projects", [1]),
-        ("run", [1]),
-        ("run/dump", [1]),
         ("run/dump/step_000001.jsonl", [1]),
         ("two", "two: name one of its dumps: two/a, two/b"),
         ("empty", "did the run set algorithm.oar.dump.dir?"),
@@ -95,7 +84,6 @@ def test_a_source_is_recognised_or_it_is_said_what_is_wrong(source, said, tmp_pa
     monkeypatch.chdir(tmp_path)
     for run in ("run", "projects/project/run"):
         write_dump(tmp_path / run / "dump", 1)
-    written(tmp_path / "run/metrics/start.jsonl", {"step": 1, "data": {}})
     written(tmp_path / "run/step_last.jsonl", RESPONSE.line())
     for name in "ab":
         write_dump(tmp_path / "two" / name, 1)
