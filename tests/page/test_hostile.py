@@ -94,3 +94,8 @@ def test_a_header_that_is_refused_is_refused_in_letters_that_are_seen(piece, tmp
     (tmp_path / "step_1.jsonl").write_text(line + RESPONSE.line())
     assert main(["inspect", str(tmp_path)]) == 2
     assert not steers(capsys.readouterr(), {})
+
+
+def test_an_importance_that_the_header_does_not_have_is_shown(tmp_path):
+    write_dump(tmp_path, 3, importance={"of nobody": [0.5, 2.0, 0.0, 0.0]})
+    assert main(["inspect", str(tmp_path)]) == 0

@@ -16,30 +16,29 @@ def written(path, *lines):
     return path
 
 
-WRONG = {
-    "step": "3",
-    "tokens": ["so", None, "2", "2"],
-    "importance": {"fisher": ["0.5", 2.0, 0.0, 0.0]},
-    "reward": [1.0],
-}
+WRONG = {"step": "3", "group": ["g"], "uid": None, "token_ids": None, "advantage": "1", "reward": [1.0]}
+WRONG |= {"tokens": ["so", None, "2", "2"], "importance": {"fisher": ["0.5", 2.0, 0.0, 0.0]}, "weights": "four"}
 
 
-@pytest.mark.parametrize("name", [*WRONG, "weights"])
-def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(name, tmp_path):
-    good, bad = (
-        replace(RESPONSE, advantage=float("nan"), weights=[1, float("inf"), 0.5, 1.0]),
-        vars(RESPONSE) | {name: WRONG.get(name, [1.0])},
-    )
-    found = read([written(tmp_path / "f.jsonl", HEADER.line(), good.line(), bad)])
+@pytest.mark.parametrize("change", [*({name: bad} for name, bad in WRONG.items()), {"weights": [1.0]}])
+def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(change, tmp_path):
+    good = replace(RESPONSE, advantage=float("nan"), weights=[1, float("inf"), 0.5, 1.0])
+    found = read([written(tmp_path / "f.jsonl", HEADER.line(), good.line(), vars(RESPONSE) | change)])
     assert [item.weights for item in found.items] == [good.weights]
     assert found.notes == ["1 of 2 lines skipped: half-written, or of something else"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"), [({"config": None}, "config: "), ({"config": {"gate": "two_level"}}, "importance: ")]
-)
-def test_a_header_with_a_value_of_another_type_is_refused(change, said, tmp_path):
-    with pytest.raises(ValueError, match=f"no header that this version of oar_plugin reads: {said}"):
+CONFIGS = {
+    "gate": HEADER.config | {"gate": []},
+    "tau": HEADER.config | {"tau": float("nan")},
+    "importance": {"gate": "g"},
+}
+
+
+@pytest.mark.parametrize("name", ["versions", "config", "arbitrary_scale", *CONFIGS])
+def test_a_header_with_a_value_of_another_type_is_refused(name, tmp_path):
+    change = {"config": CONFIGS[name]} if name in CONFIGS else {name: None}
+    with pytest.raises(ValueError, match=f"no header that this version of oar_plugin reads: {name}: "):
         read([written(tmp_path / "f.jsonl", vars(HEADER) | change, RESPONSE.line())])
 
 
