@@ -278,7 +278,7 @@ class TokenCredit:
     def header(self, **versions: str) -> Header:
         """Returns `header_for` with the name of the run, and with the model that the tokenizer was loaded from."""
         model = str(getattr(self.tokenizer, "name_or_path", ""))
-        return header_for(self.config, run=self.dumps.run, model=model, **versions)
+        return header_for(self.config, None, run=self.dumps.run, model=model, **versions)
 
     def dump(
         self,

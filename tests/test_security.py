@@ -85,7 +85,7 @@ def test_a_model_folders_code_and_pickles_do_not_run(carrier, model_folder, tmp_
     (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "#### 2"}))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    status = main(["inspect", str(tmp_path / "mine.jsonl"), "--model", str(folder), "--device", "cpu"])
+    status = main(["inspect", str(tmp_path / "mine.jsonl"), "--model", str(folder)])
     assert status == 1 or carrier == "tokenizer"  # a tokenizer without its own class may still be one
     assert not made.exists()
 

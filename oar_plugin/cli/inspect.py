@@ -1,37 +1,34 @@
 """`oar inspect`: responses token by token, with the weight of each token."""
 
-from __future__ import annotations
-
 import argparse
 import io
-import json
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
+
+from jinja2 import TemplateError
+from yaml import YAMLError
 
 from oar_plugin.cli.arguments import listed
 from oar_plugin.cli.tables import console, open_page
 from oar_plugin.output import say, write_whole
-from oar_plugin.page.record import Header, Response
-from oar_plugin.page.sources import TOKENS, NothingYet, SourceError, Text, files, read, steps_text, unscored
+from oar_plugin.page.record import header_for
+from oar_plugin.page.sources import TOKENS, NothingYet, files, read, steps_text
 
 LOOK_AGAIN_S = 3.0
 _HELP = """\
 Show responses token by token, with the weight of each token: one page that needs no network.
 
-A SOURCE is the folder of a run's dump (algorithm.oar.dump.dir) or the run's folder; a folder of verl's own dump
-(trainer.rollout_data_dir, trainer.validation_data_dir); or a file of JSON lines with prompt (a text or the messages of a chat),
-response and, optionally, truth, reward, source, group and step. The last two have credit only with --model. verl's dump lacks
-special tokens, so a model's numbers for it are close to those of the run, not equal.
+A SOURCE is the folder of a run's dump (algorithm.oar.dump.dir) or the run's folder. With --model it is a file of JSON lines
+with prompt, response and, optionally, truth, reward, source, group and step (docs/inspect.md), or of verl's own dump.
 """
 _EXAMPLES = """\
 examples:
   oar inspect RUN --open                                      the newest steps that a run dumped
-  oar inspect rollouts --steps 10,200                         verl's own dump: right and wrong side by side, without credit
   oar inspect mine.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --importance fisher,oar_g tau=0.9
 
-key=value are settings below algorithm.oar (docs/settings.md). Exit status: 0 done, 1 something is missing or failed, 2 wrong
-input; --follow ends with Ctrl-C, or with the run.
+key=value are settings below algorithm.oar (docs/settings.md). Exit status: 0 done, 1 something is missing, 2 wrong input.
 """
 
 
@@ -51,11 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help=text)
     add("--format", choices=("html", "json", "text"), default="html", help="default: %(default)s")
     add("--open", action="store_true", help="open the page in a browser")
-    add("--follow", action="store_true", help="write the page again after each dumped step; reload it to see the step")
+    add("--follow", action="store_true", help="write the page again after each dumped step, until Ctrl-C")
     add("--model", metavar="NAME", help="folder in HuggingFace's format, checkpoint of verl, or name on the hub")
     text = "importances to compute with --model (default: that of algorithm.oar); the first one gives the weights"
     add("--importance", type=listed, metavar="NAME,...", help=text)
-    add("--device", metavar="NAME", help="device of the model: cpu, cuda, cuda:1 (default: a GPU if there is one)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,58 +60,54 @@ def run(args: argparse.Namespace) -> int:
     places = [Path(word) for word in words if word not in settings]
     try:
         if problem := _problem(args, places, settings):
-            raise SourceError(problem)
+            raise ValueError(problem)
         return _follow(args, places) if args.follow else _show(args, places, settings)
-    except SourceError as error:
+    except (ValueError, YAMLError, TemplateError) as error:  # of a setting and of a model's chat template
         say(f"oar inspect: {error}", sys.stderr)
         return 2
 
 
 def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) -> str | None:
     """Return what is wrong with the arguments; None if nothing is."""
-    for_models = [*settings, *(f"--{name}" for name in ("importance", "device") if getattr(args, name))]
+    for_models = settings or (["--importance"] if args.importance else [])
+    for_dumps = [f"--{name}" for name in ("steps", "follow") if getattr(args, name)]
     for_pages = [f"--{name}" for name in ("open", "follow") if getattr(args, name)]
     if not places:
         return "SOURCE is missing: a folder or a file with responses"
     if for_models and not args.model:
         return f"{for_models[0]}: is for scoring; add --model"
-    if args.follow and args.model:
-        return "--follow: is for a run's dump, which is scored already; leave out --model"
+    if for_dumps and args.model:
+        return f"{for_dumps[0]}: is for a run's dump, which is scored already; leave out --model"
     if for_pages and args.format != "html":
         return f"{for_pages[0]}: is for pages; leave out --format {args.format}"
     return f"--out={args.out}: a folder; name a file" if args.out and args.out.is_dir() else None
 
 
 def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> int:
-    configs = {}
     if args.model:
-        from oar_plugin.cli import score
+        from torch import OutOfMemoryError
 
-        configs = score.configs_of(args.importance, settings)
-    loaded = read(places, args.steps)
-    responses = [item for item in loaded.items if isinstance(item, Response)]
-    texts, header = [item for item in loaded.items if isinstance(item, Text)], loaded.header
-    if responses and args.model:
-        raise SourceError(f"--model={args.model}: a run's dump is scored already; leave it out")
-    if texts:
         from oar_plugin.cli import score
         from oar_plugin.runs.evaluate import EvaluationError
 
-        texts = score.graded(texts)
+        configs, as_recorded = score.configs_of(args.importance, settings), False
+        scales = {one.name: one.arbitrary_scale for one in (config.importance_object for config in configs)}
+        header = header_for(configs[0], scales, model=args.model)
         try:
-            responses += score.scored(args.model, args.device, texts, configs) if configs else unscored(texts)
-        except EvaluationError as error:
+            responses = list(score.scored(places, args.model, configs))
+        except (EvaluationError, ImportError, OutOfMemoryError) as error:
             say(f"oar inspect: --model={args.model}: {error}", sys.stderr)
             return 1
-        header = header or score.header_of(configs, args.model or "")
-    assert header is not None
-    for note in loaded.notes():
-        say(f"oar inspect: {note}", sys.stderr)
+    else:
+        loaded = read(places, args.steps)
+        responses, header, as_recorded = loaded.items, loaded.header, loaded.settings_differ
+        for note in loaded.notes:
+            say(f"oar inspect: {note}", sys.stderr)
     if args.format != "html":
-        from oar_plugin.page.terminal import text_of
+        from oar_plugin.page.terminal import json_of, text_of
 
         shown = console(file=io.StringIO() if args.out else None)
-        text = _json(header, responses) if args.format == "json" else text_of(responses, shown)
+        text = json_of(responses, header) if args.format == "json" else text_of(responses, shown)
         if args.out:
             write_whole(args.out, text)
         else:
@@ -125,45 +117,24 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
 
     page = args.out or (places[0] / "inspect.html" if places[0].is_dir() else places[0].with_suffix(".html"))
     run = (header.run if len(places) == 1 else "") or ", ".join(place.resolve().name for place in places)
-    write_whole(page, inspector_page(responses, header, run, loaded.settings_differ))
+    write_whole(page, inspector_page(responses, header, run, as_recorded))
     steps = steps_text(sorted({response.step for response in responses}))
     say(f"{len(responses)} responses of steps {steps}: {page} ({page.stat().st_size / 1e6:.1f} MB)")
     return open_page(page, "inspect") if args.open else 0
 
 
-def _json(header: Header, responses: list[Response]) -> str:
-    document = {"header": vars(header), "responses": list(map(vars, responses))}
-    # JSON has no NaN and no infinity.
-    return json.dumps(json.loads(json.dumps(document), parse_constant=lambda _: None)) + "\n"
-
-
-def _follow(args: argparse.Namespace, places: list[Path]) -> int:
-    """Write the page after each dumped step, until Ctrl-C or the end of the run."""
+def _follow(args: argparse.Namespace, places: list[Path]) -> NoReturn:
+    """Write the page after each dumped step, until Ctrl-C."""
     seen: object = None
-    try:
-        while True:
-            ended = _ended(places)  # before the search for files, so that the last step is shown as well
-            try:
-                state: object = [(file, file.stat().st_mtime_ns) for place in places for _, file in files(place)]
-                if state != seen:
-                    _show(args, places, [])
-                    args.open = False
-            except NothingYet as nothing:
-                state = f"oar inspect: {nothing}; waiting for more"
-                if state != seen:
-                    say(state, sys.stderr)
-            seen = state
-            if ended:
-                say("the run has ended")
-                return 0
-            time.sleep(LOOK_AGAIN_S)
-    except KeyboardInterrupt:
-        return 0
-
-
-def _ended(places: list[Path]) -> bool:
-    """Return whether the records of all these runs say that they ended; False without a record."""
-    from oar_plugin.runs.run_folder import is_begun, state
-
-    folders = [folder for place in places for folder in (place.resolve(), place.resolve().parent) if is_begun(folder)]
-    return bool(folders) and all(state(folder) in ("failed", "finished") for folder in folders)
+    while True:
+        try:
+            state: object = [(file, file.stat().st_mtime_ns) for place in places for file in files(place)]
+            if state != seen:
+                _show(args, places, [])
+                args.open = False
+        except NothingYet as nothing:
+            state = f"oar inspect: {nothing}; waiting for more"
+            if state != seen:
+                say(state, sys.stderr)
+        seen = state
+        time.sleep(LOOK_AGAIN_S)

@@ -1,192 +1,72 @@
-"""Reads the responses for `oar inspect`: a run's dump, verl's own dump of rollouts, or JSON lines of prompts and responses.
+"""Reads the responses for `oar inspect`: files `step_000010.jsonl` of a run's dump (`algorithm.oar.dump.dir`)."""
 
-Names of files in a folder have the step: `step_000010.jsonl` in `algorithm.oar.dump.dir`, `10.jsonl` in
-`trainer.rollout_data_dir` and `trainer.validation_data_dir`. The keys of a line tell its kind. A line that is incomplete or of
-another kind is counted and skipped.
-"""
-
-import hashlib
 import json
-import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any, TypeAlias
 
 from oar_plugin.page.record import Header, Response, Weighing, parse_header, parse_response
 
 TOKENS = 400_000
 """Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
-_FILES = (r"step_(\d+)\.jsonl", r"(\d+)\.jsonl")
-# The dump's folder, a run's, a project's, that of all projects (OAR_CHECKPOINTS).
-_DEPTHS = ("", "*/", "*/*/", "*/*/*/")
-_VERL = {"input": "prompt", "output": "response", "gts": "truth", "score": "reward", "data_source": "source"}
-_TRAJECTORY = re.compile(r"(.+)_\d+_\d+")  # verl's uid of a response: prompt, rollout, output
-_WORD = re.compile(r"\s*\S+|\s+")
-_FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_PLACES = ("", "*/", "*/*/", "*/*/*/")  # the dump's folder, a run's, a project's, OAR_CHECKPOINTS
 
 
-class SourceError(ValueError):
-    """There is nothing to show. The message says what to do."""
-
-
-class NothingYet(SourceError):
+class NothingYet(ValueError):
     """There is nothing to show yet; a run may still write it."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """A response without tokens and credit. The fields are those of `Response`; `chat` has the prompt's messages, if any."""
-
-    step: int
-    group: str
-    uid: str
-    source: str
-    prompt: str
-    chat: list[dict[str, Any]] | None
-    response: str
-    truth: str | None
-    reward: float | None
-
-    def to_response(self, advantage: float | None, **known: Any) -> Response:
-        same = {name: getattr(self, name) for name in ("step", "group", "uid", "source", "prompt", "truth", "reward")}
-        return Response(**{**same, "importance": {}, "advantage": advantage, **known})
-
-
-Item: TypeAlias = Response | Text
-
-
-@dataclass
 class Loaded:
-    """The responses to show, and what is not shown."""
-
-    headers: list[tuple[int, Header]] = field(default_factory=list)  # step and header of each file of a dump
-    items: list[Item] = field(default_factory=list)  # ordered by step
-    lines: int = 0  # read lines, without headers
-    skipped: int = 0  # lines that could not be read
-    left_out: list[int] = field(default_factory=list)  # steps that are not shown
-    cut: int = 0  # responses that are not shown, of steps that are
-
-    @property
-    def header(self) -> Header | None:
-        """The header of the newest step, with the importances of all steps; None without a dump."""
-        headers = [header for _, header in sorted(self.headers, key=itemgetter(0))]
-        scales = {name: scale for each in headers for name, scale in each.arbitrary_scale.items()}
-        return replace(headers[-1], arbitrary_scale=scales) if headers else None
-
-    @property
-    def settings_differ(self) -> bool:
-        """Whether the steps' weights were made with different settings."""
-        made = [Weighing.model_validate(header.config) for _, header in self.headers]
-        return any(other != made[0] for other in made)
-
-    def notes(self) -> list[str]:
-        """Return messages about what is not shown."""
-        notes = {
-            f"{self.skipped} of {self.lines} lines skipped: half-written, or of something else": self.skipped,
-            f"steps {steps_text(self.left_out)} not shown: --steps N,... shows them": self.left_out,
-            f"{self.cut} more responses of these steps not shown: --steps N,... shows them": self.cut,
-            "settings differ between these steps: weights are as recorded": self.settings_differ,
-        }
-        return [note for note, holds in notes.items() if holds]
+    header: Header  # of the newest step, with the importances of all steps
+    items: list[Response]  # ordered by step
+    settings_differ: bool  # whether the steps' weights were made with different settings
+    notes: list[str]  # messages about what is not shown
 
 
 def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
-    """Read responses of files, of dump folders, and of folders with a single dump folder below, in whole groups.
+    """Reads the responses of files, of dump folders, and of folders with a single dump folder below.
 
-    By default these are the newest steps, up to `TOKENS` tokens, at least one group. SourceError: there is nothing to show.
+    By default these are the newest steps, up to `TOKENS` tokens, at least one step. ValueError: there is nothing to show.
     """
-    loaded, parts = Loaded(), defaultdict[int, list[Path | Item]](list)
-    for step, file in (pair for source in sources for pair in files(source)):
-        if step is not None:
-            parts[step].append(file)
-            continue
-        for item in _read(file, 0, loaded):
-            parts[item.step].append(item)
-    if unknown := sorted(set(steps or ()) - parts.keys()):
-        raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(sorted(parts))}")
-    wanted, room = sorted(set(steps or parts), reverse=True), math.inf if steps else TOKENS
-    for place, step in enumerate(wanted):
-        groups: dict[str, list[Item]] = defaultdict(list)
-        for part in parts[step]:
-            for item in _read(part, step, loaded) if isinstance(part, Path) else [part]:
-                groups[item.group].append(item)
-        shown: list[Item] = []
-        for group in groups.values():
-            used = sum(map(_size, group))
-            if used > room and (loaded.items or shown):
-                room = 0
-                break
-            shown += group
-            room -= used
-        if groups and not shown:
-            loaded.left_out = sorted(wanted[place:])
+    dumped = sorted(((_step(file), file) for source in sources for file in files(source)), reverse=True)
+    known = sorted({step for step, _ in dumped})
+    if unknown := sorted(set(steps or ()) - set(known)):
+        raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(known)}")
+    headers, items, skipped, used, left_out = list[Header](), list[Response](), 0, 0, list[int]()
+    for step, file in [pair for pair in dumped if not steps or pair[0] in steps]:
+        header, responses, broken = _read(file)
+        used += sum(len(response.tokens) for response in responses)
+        if items and used > TOKENS and not steps:
+            left_out = [other for other in known if other <= step]
             break
-        loaded.items[:0] = shown
-        loaded.cut += sum(map(len, groups.values())) - len(shown)
-    shown_steps = {item.step for item in loaded.items}
-    loaded.headers = [(step, header) for step, header in loaded.headers if step in shown_steps]
-    if not loaded.items:
-        names, skipped = ", ".join(map(str, sources)), f"{loaded.skipped} of {loaded.lines} lines skipped"
-        raise NothingYet(f"{names}: nothing to show: {skipped}: neither of a dump nor with prompt and response")
-    return loaded
+        items, skipped = responses + items, skipped + broken
+        headers += [header] if responses else []
+    note = f"{skipped} of {skipped + len(items)} lines skipped: half-written, or of something else"
+    if not items:
+        raise NothingYet(f"{', '.join(map(str, sources))}: nothing to show: {note}")
+    scales = {name: scale for header in headers for name, scale in header.arbitrary_scale.items()}
+    settings = [Weighing.model_validate(header.config) for header in headers]
+    differ = any(other != settings[0] for other in settings)
+    notes = [note] if skipped else []
+    notes += [f"steps {steps_text(left_out)} not shown: --steps N,... shows them"] if left_out else []
+    notes += ["settings differ between these steps: weights are as recorded"] if differ else []
+    return Loaded(replace(headers[0], arbitrary_scale=scales), items, differ, notes)
 
 
-def files(source: Path) -> list[tuple[int | None, Path]]:
-    """Return the files of a source, each with the step in its name. Raises SourceError."""
-    if source.is_file():
-        return [(None, source)]
+def files(source: Path) -> list[Path]:
+    """Returns the files of a source. ValueError: there are none, or those of several dumps."""
     if not source.is_dir():
-        raise SourceError(f"{source}: no such file or folder")
-    for pattern in _FILES:
-        for depth in _DEPTHS:
-            dumps = defaultdict[Path, list[tuple[int | None, Path]]](list)
-            for path in sorted(source.glob(f"{depth}*.jsonl")):
-                if match := re.fullmatch(pattern, path.name):
-                    dumps[path.parent].append((int(match[1]), path))
-            if len(dumps) > 1:
-                raise SourceError(f"{source}: name one of its dumps: {', '.join(map(str, dumps))}")
-            if dumps:
-                return dumps.popitem()[1]
-    raise NothingYet(
-        f"{source}: no step_N.jsonl (of algorithm.oar.dump.dir) and no N.jsonl (of trainer.rollout_data_dir), there or up to "
-        "three folders below; did the run set one of them? Other files are named one by one"
-    )
-
-
-def advantages(texts: Sequence[Text]) -> list[float | None]:
-    """Return GRPO's advantages; None in a group of one, and in a group in which a reward is unknown."""
-    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for text in texts:
-        groups[text.step, text.group].append(math.nan if text.reward is None else text.reward)
-
-    def advantage(text: Text) -> float | None:
-        group = groups[text.step, text.group]
-        if text.reward is None or len(group) == 1 or any(map(math.isnan, group)):
-            return None
-        return (text.reward - mean(group)) / (stdev(group) + 1e-6)
-
-    return list(map(advantage, texts))
-
-
-def unscored(texts: Sequence[Text]) -> list[Response]:
-    """Return responses without credit. Their tokens are words, with the ids -1, -2, ..."""
-    from oar_plugin.config import OarConfig  # imports torch
-    from oar_plugin.credit.answer import make_finder, segment_tokens
-
-    finder, numbers, responses = make_finder(OarConfig().answer_patterns), dict[str, int](), []
-    for text, advantage in zip(texts, advantages(texts), strict=True):
-        words = _WORD.findall(text.response)
-        ids = [numbers.setdefault(word, -1 - len(numbers)) for word in words]
-        segments_N = segment_tokens([word.encode() for word in words], finder)
-        segments = [0] * len(words) if segments_N is None else segments_N.tolist()
-        known: dict[str, Any] = {"token_ids": ids, "tokens": words, "segments": segments, "status": "not_scored"}
-        responses.append(text.to_response(advantage, **known))
-    return responses
+        return [source]
+    for place in _PLACES:
+        found = [file for file in source.glob(f"{place}step_*.jsonl") if _step(file)]
+        dumps = sorted({str(file.parent) for file in found})
+        if len(dumps) > 1:
+            raise ValueError(f"{source}: name one of its dumps: {', '.join(dumps)}")
+        if found:
+            return found
+    raise NothingYet(f"{source}: no step_N.jsonl, three folders down; did the run set algorithm.oar.dump.dir?")
 
 
 def steps_text(steps: Sequence[int]) -> str:
@@ -194,51 +74,26 @@ def steps_text(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps)) if len(steps) <= 10 else f"{steps[0]} to {steps[-1]} ({len(steps)} steps)"
 
 
-def _read(file: Path, step: int, loaded: Loaded) -> list[Item]:
-    """Return the responses of a file; of lines with one step and uid the last one counts. `step`: for lines without a step."""
-    # Not splitlines: verl does not escape characters, and some of them end a line for Python but not for JSON.
-    lines = [line for line in file.read_text(encoding="utf-8-sig", errors="replace").split("\n") if line.strip()]
-    head, items = None, dict[tuple[int, str], Item]()
-    if lines and re.search(r'"(oar_dump|weights)":', lines[0]):
-        try:
-            head = parse_header(lines.pop(0))
-        except ValueError as error:
-            text = f"its first line is no header that this version of oar_plugin reads: {error}"
-            raise SourceError(f"{file}: {text}") from None
-    for number, line in enumerate(lines, start=1):
+def _step(file: Path) -> int:
+    """Returns the step in a file's name; 0 if there is none."""
+    match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+    return int(match[1]) if match else 0
+
+
+def _read(file: Path) -> tuple[Header, list[Response], int]:
+    """Returns the header of a file, its responses, and the number of lines that are neither."""
+    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    try:
+        header = parse_header(lines[0] if lines else "")
+    except ValueError as error:
+        fault = f"its first line is no header that this version of oar_plugin reads: {error}"
+        raise ValueError(f"{file}: {fault}; a file of prompts and responses needs --model") from None
+    responses = []
+    for line in lines[1:]:
         try:
             if "\\ud" in line.lower():  # half of a character, which JSON allows and UTF-8 does not
                 line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
-            item = parse_response(line) if head else _text(json.loads(line), step, f"{file.stem}:{number}")
-            items[item.step, item.uid] = item
-        except _FAULTS:  # a run may be writing the line, or was killed while it wrote
-            loaded.skipped += 1
-    loaded.lines += len(lines)
-    if head:
-        loaded.headers += [(of, head) for of in {of for of, _ in items}]
-    return list(items.values())
-
-
-def _text(record: Mapping[str, Any], step: int, place: str) -> Text:
-    """A line of verl's dump, or of a file of prompts and responses. Raises one of `_FAULTS`."""
-    uid, trajectory = place, None
-    if "input" in record:
-        record = {_VERL.get(key, key): value for key, value in record.items()}
-        uid = str(record.get("uid") or place)
-        trajectory = _TRAJECTORY.fullmatch(uid)
-    prompt, answer = record["prompt"], record["response"]
-    chat = None
-    if isinstance(prompt, list):
-        chat, prompt = prompt, "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    if not prompt or not isinstance(prompt, str) or not isinstance(answer, str):
-        raise ValueError("a prompt is a text or the messages of a chat, a response is a text")
-    group = record.get("group") or (trajectory[1] if trajectory else hashlib.sha256(prompt.encode()).hexdigest()[:8])
-    source, step = str(record.get("source") or ""), int(record.get("step", step))
-    truth = None if record.get("truth") is None else str(record["truth"])
-    reward = None if record.get("reward") is None else float(record["reward"])
-    reward = reward if reward is not None and math.isfinite(reward) else None
-    return Text(step, str(group), uid, source, prompt, chat, answer, truth, reward)
-
-
-def _size(item: Item) -> int:
-    return 1 + len(item.tokens if isinstance(item, Response) else _WORD.findall(item.response))
+            responses.append(parse_response(line))
+        except (ValueError, RecursionError):  # a disk that was full, or another program's line
+            continue
+    return header, responses, len(lines) - 1 - len(responses)

@@ -1,5 +1,6 @@
 """Responses in a terminal: tokens with a weight above 1 are bold, below 1 dim; without styles, above 1 is in [[ ]]."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -12,7 +13,13 @@ from rich.text import Text as Line
 from oar_plugin.credit.answer import Segment
 from oar_plugin.output import printable
 from oar_plugin.page.inspector import KINDS, kind_of
-from oar_plugin.page.record import Response
+from oar_plugin.page.record import Header, Response
+
+
+def json_of(responses: Sequence[Response], header: Header) -> str:
+    """Returns one JSON object, with null for NaN and infinity, which JSON does not have."""
+    document = json.dumps({"header": vars(header), "responses": list(map(vars, responses))})
+    return json.dumps(json.loads(document, parse_constant=lambda _: None)) + "\n"
 
 
 def text_of(responses: Sequence[Response], console: Console) -> str:

@@ -20,7 +20,6 @@ from benchmarks.tiny.warm_start import LEARNED, WarmStart, accuracy, train
 from benchmarks.tiny.words import make_tokenizer, text
 from oar_plugin.page import sources
 from oar_plugin.page.inspector import inspector_page
-from oar_plugin.page.record import Response
 from recipes.cpu_demo import report
 from recipes.cpu_demo.report import Accuracy, MethodResult, Share
 from recipes.cpu_demo.training import PROMPTS, TASK, Method, Run, TrainingFailed, run_training
@@ -58,7 +57,6 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
 
     run = Run(folder, "oar", steps, seed)
     dumped = sources.read([run.weights_folder])
-    responses = [item for item in dumped.items if isinstance(item, Response)]
     files = {
         "curves": folder / "curves.png",
         "tokens and weights": folder / "tokens.html",
@@ -67,12 +65,13 @@ def run_demo(folder: Path, methods: Sequence[Method], steps: int, seed: int) -> 
         "the trained model": run.trained_model,
     }
     report.draw_curves({method: result.metrics for method, result in results.items()}, files["curves"])
-    assert dumped.header is not None
-    page = inspector_page(responses, dumped.header, "demo of OAR")
+    page = inspector_page(dumped.items, dumped.header, "demo of OAR")
     files["tokens and weights"].write_text(page, encoding="utf-8")
     numbers = {"before": before.plain(), "after": {method: result.plain() for method, result in results.items()}}
     files["numbers"].write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    report.print_summary(console, before, results, report.weights_by_kind(responses), time.monotonic() - started, files)
+    report.print_summary(
+        console, before, results, report.weights_by_kind(dumped.items), time.monotonic() - started, files
+    )
 
 
 def warm_start(console: Console, seed: int) -> tuple[PreTrainedModel, Accuracy]:

@@ -1,32 +1,23 @@
 """`oar inspect`: a run's dump, or responses with credit from a model of random weights, as page, JSON or text."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma2Config
 
 import oar_plugin
 from benchmarks.tiny.model import Shape, model_of
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.cli import inspect
 from oar_plugin.cli.main import main
-from oar_plugin.cli.score import _log_probs_and_entropies
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.sources import read
-from tests.limits import PROCESS_S
 from tests.page.dumped import HEADER, RESPONSE, write_dump
-from tests.passes.batch import random_model
 
-ROOT = Path(__file__).parents[2]
 PROMPT, ANSWERS = "1+1=", ("so größer 2 😀 #### 2", "hmm #### 3", "no", "", "x " * 60)
 CHAT = [{"role": "user", "content": PROMPT}]
 
@@ -44,7 +35,6 @@ def model_folder(tmp_path_factory):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_dump(tmp_path / "dump", 1, 2)
-    (tmp_path / "file").write_text("")
     rows = [{"prompt": CHAT if n else PROMPT, "response": text, "truth": 2} for n, text in enumerate(ANSWERS)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -55,10 +45,10 @@ def shown(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_a_model_gives_credit_log_probs_and_entropies(here, model_folder, capsys):
+def test_a_model_gives_credit(here, model_folder, capsys):
     words = f"mine.jsonl probe=last --importance oar_g,fisher --format json --model {model_folder}".split()
     document = json.loads(shown(capsys, *words, "algorithm.oar.sigma=0.01", "tau=0.5"))
-    first, second, silent, empty, long = document["responses"]
+    first, second, silent, empty, _ = document["responses"]
     model, tokenizer = inspect_model(model_folder)
     settings = {"probe": "last", "sigma": 0.01, "tau": 0.5}
     asked = tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -70,34 +60,30 @@ def test_a_model_gives_credit_log_probs_and_entropies(here, model_folder, capsys
             assert row["importance"][name] == credit.importance[0, begin:].tolist()
             if name == "oar_g":
                 assert row["weights"] == credit.weights[0, begin:].tolist()
-        with torch.no_grad():
-            log_p_LV = model(credit.input_ids).logits[0, begin - 1 : -1].log_softmax(-1)
-        log_probs = log_p_LV.gather(-1, credit.input_ids[0, begin:, None])[:, 0]
-        assert torch.allclose(torch.tensor(row["log_probs"]), log_probs, atol=1e-5)
-        assert torch.allclose(torch.tensor(row["entropies"]), -(log_p_LV.exp() * log_p_LV).sum(-1), atol=1e-5)
+        assert row["prompt"] == prompt
     assert "\\xc3" in first["tokens"], "a half of a character"
     assert [row["reward"] for row in document["responses"]] == [1, 0, 0, 0, 0], "graded"
     assert [row["advantage"] for row in (first, second)] == [None, pytest.approx(0)], "PROMPT and CHAT are two groups"
-    assert [row["status"] for row in (first, silent, empty, long)] == ["scored", "no_answer", "no_answer", "too_long"]
-    assert (long["weights"], len(long["tokens"])) == (None, 120)
+    assert [row["status"] for row in (first, silent, empty)] == ["scored", "no_answer", "no_answer"]
     header = document["header"]
     assert (header["config"]["tau"], header["config"]["importance"]) == (0.5, "oar_g")
     assert header["arbitrary_scale"] == {"oar_g": False, "fisher": True}
-    words_only = json.loads(shown(capsys, "mine.jsonl", "--format", "json"))
-    assert words_only["header"]["config"]["tau"] == 0.85
-    assert [row["reward"] for row in words_only["responses"]] == [1, 0, 0, 0, 0]
 
 
-def test_log_probs_and_entropies_of_a_model_that_caps_its_logits():
-    model, ids = (
-        random_model(Gemma2Config, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.3),
-        torch.arange(9),
-    )
-    with torch.no_grad():
-        log_p_LV = model(ids[None]).logits[0, 2:-1].log_softmax(-1)
-    log_probs, entropies = _log_probs_and_entropies(model, ids, 3)
-    assert torch.allclose(log_probs, log_p_LV.gather(-1, ids[3:, None])[:, 0], atol=1e-5)
-    assert torch.allclose(entropies, -(log_p_LV.exp() * log_p_LV).sum(-1), atol=1e-5)
+@pytest.mark.parametrize(
+    ("rows", "read"),
+    [
+        # (r - mean) / (std + 1e-6) with mean 1/3 and std sqrt(1/3)
+        (({"reward": 1}, {"reward": 0}, {"reward": 0}), [1.154698, -0.577349, -0.577349]),
+        (({"reward": 1}, {}, {"reward": 0}), [None] * 3),
+    ],
+)
+def test_advantages_are_those_of_grpo_where_all_rewards_of_a_group_are_known(rows, read, here, model_folder, capsys):
+    lines = [{"input": PROMPT, "output": "x #### 2", "data_source": "d", **row} for row in rows]  # verl's names
+    (here / "mine.jsonl").write_text("\ufeff" + "".join(json.dumps(line) + "\n" for line in lines))
+    document = json.loads(shown(capsys, "mine.jsonl", "--format", "json", "--model", str(model_folder)))
+    assert [row["advantage"] for row in document["responses"]] == [x and pytest.approx(x, abs=1e-6) for x in read]
+    assert [row["source"] for row in document["responses"]] == ["d"] * 3
 
 
 def inspect_model(folder):
@@ -111,40 +97,25 @@ def inspect_model(folder):
     [
         ("tau=0.5", 2, "SOURCE is missing"),
         ("dump tau=0.5", 2, "tau=0.5: is for scoring; add --model"),
-        ("dump --importance fisher", 2, "--importance: is for scoring; add --model"),
-        ("dump --model MODEL", 2, "a run's dump is scored already"),
-        ("dump --model MODEL --follow", 2, "--follow: is for a run's dump"),
+        ("dump/step_000001.jsonl --model MODEL", 2, "line 1: prompt: Field required"),
         ("dump --format json --open", 2, "--open: is for pages; leave out --format json"),
-        ("dump --steps 7", 2, "--steps: nothing of step 7; there are 1, 2"),
-        ("nowhere --follow", 2, "nowhere: no such file or folder"),
-        ("two --follow", 2, "two: name one of its dumps: two/a, two/b"),
-        ("mine.jsonl --out=", 2, "--out=.: a folder; name a file"),
+        ("nowhere --follow", 2, "nowhere: No such file or directory"),
+        ("mine.jsonl --model MODEL --steps 1", 2, "--steps: is for a run's dump"),
+        ("bad.jsonl --model MODEL", 2, "bad.jsonl, line 2: reward: Input should be a finite number"),
         ("mine.jsonl --model MODEL --importance fishr", 2, "importance='fishr': unknown; allowed: fisher, "),
         ("mine.jsonl --model MODEL tua=0.5", 2, "algorithm.oar.tua=0.5: unknown key; did you mean algorithm.oar.tau?"),
-        ("mine.jsonl --model MODEL tau=[", 2, "tau=[: not valid"),
-        ("mine.jsonl --out x.html --model MODEL tau=2", 2, "algorithm.oar.tau=2: "),
+        ("mine.jsonl --model MODEL tau=[", 2, "while parsing a flow node"),
         ("mine.jsonl --model nowhere", 1, "--model=nowhere: nowhere: neither a folder nor a name on the hub"),
-        ("mine.jsonl --model nobody/nothing", 1, "nobody/nothing: neither a folder nor a name on the hub: "),
-        ("mine.jsonl --model MODEL --device gpu", 1, ": not loaded on --device=gpu: "),
-        ("mine.jsonl --model BARE", 2, "no chat template"),
-        ("mine.jsonl --model PICKY", 2, "mine:2: the model's chat template refuses its prompt: no users"),
-        ("mine.jsonl --model MODEL importance=oar_p perturbation.backend=rollout", 2, "backend=rollout: there are no"),
-        ("mine.jsonl --model CAPPED", 1, "are not changed as its configuration says"),
+        ("mine.jsonl --model PICKY", 2, "no users"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folder, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    capped = json.dumps(json.loads((model_folder / "config.json").read_text()) | {"final_logit_softcapping": 30})
-    chat, refuses = "chat_template.jinja", "{{ raise_exception('no users') }}"
-    for name, file, changed in (("BARE", chat, None), ("PICKY", chat, refuses), ("CAPPED", "config.json", capped)):
-        shutil.copytree(model_folder, here / name)
-        (here / name / file).unlink()
-        if changed:
-            (here / name / file).write_text(changed)
+    shutil.copytree(model_folder, here / "PICKY")
+    (here / "PICKY" / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
     monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=lambda _: pytest.fail("waits")))
-    for name in ("two/a", "two/b"):
-        write_dump(here / name, 1)
+    (here / "bad.jsonl").write_text('{"prompt": "1", "response": "2"}\n{"prompt": "1", "response": "2", "reward": NaN}')
     assert main(["inspect", *words.replace("MODEL", str(model_folder)).split()]) == status
     err = capsys.readouterr().err
     assert said in err
@@ -166,63 +137,40 @@ def test_json_is_json_and_text_marks_what_was_paid_more_and_cannot_steer_a_termi
     assert (here / "made/text").read_text() == plain
     for name, value in (("FORCE_COLOR", "1"), ("COLORTERM", "truecolor"), ("TERM", "xterm"), ("COLUMNS", "80")):
         monkeypatch.setenv(name, value)
-    coloured = shown(capsys, "dump", "--format", "text")
-    assert "\x1b[31m" not in coloured
-    assert "[[" not in coloured
-    assert "\x1b[2mso\x1b[0m\x1b[1m 2\x1b[0m #### 2" in coloured
+    assert "\x1b[2mso\x1b[0m\x1b[1m 2\x1b[0m #### 2" in shown(capsys, "dump", "--format", "text")
 
 
-def test_the_page_is_opened_in_the_readers_browser(here):
-    browser = here / "browser"
-    browser.write_text('#!/bin/sh\necho "$1" > opened\n')
-    browser.chmod(0o755)
-    words = [sys.executable, "-m", "oar_plugin.cli.main", "inspect", "dump", "--steps", "2", "--open"]
-    environment = {**os.environ, "BROWSER": str(browser), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
-    page = here / "dump/inspect.html"
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("1 responses of steps 2: dump/inspect.html (")
-    assert (here / "opened").read_text().strip() == page.resolve().as_uri()
-    assert sorted(path.name for path in page.parent.iterdir() if path.suffix != ".jsonl") == ["inspect.html"]
+def test_the_page_is_opened_in_the_readers_browser(here, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    assert shown(capsys, "dump", "--steps", "2", "--open").startswith("1 responses of steps 2: dump/inspect.html (")
+    assert opened == [(here / "dump/inspect.html").resolve().as_uri()]
 
 
-@pytest.mark.parametrize("differ", [False, True])
-def test_where_settings_differ_between_steps_the_page_shows_weights_as_recorded(differ, here, capsys):
-    header = replace(HEADER, config={**HEADER.config, "beta": 3.0}, run="a") if differ else HEADER
+def test_where_settings_differ_between_steps_the_page_shows_weights_as_recorded(here, capsys):
+    header = replace(HEADER, config={**HEADER.config, "beta": 3.0}, run="a")
     write_dump(here / "dump", 3, header=header)
     assert main(["inspect", "dump"]) == 0
-    assert ("weights are as recorded" in capsys.readouterr().err) == differ
-    responses = read([here / "dump"]).items
-    run = "a" if differ else "dump"
-    assert (here / "dump/inspect.html").read_text() == inspector_page(responses, header, run, differ)
+    assert "weights are as recorded" in capsys.readouterr().err
+    assert (here / "dump/inspect.html").read_text() == inspector_page(read([here / "dump"]).items, header, "a", True)
 
 
-@pytest.mark.parametrize("end", ["finished", KeyboardInterrupt])
-def test_a_run_is_followed_until_it_or_the_reader_ends(end, here, capsys, monkeypatch):
-    run = here / "run"
+def test_a_run_is_followed_until_its_reader_ends_it(here, capsys, monkeypatch):
+    run, pages = here / "run", []
     (run / "dump").mkdir(parents=True)
-    record = "state: {}\nstart: ''\nversions: ''\nsettings: {{}}\n"
-    (run / "run.yaml").write_text(record.format("unfinished"))
-    pages = []
 
     def wait(seconds):
         """Replaces `sleep`: changes the run's files meanwhile."""
         page = run / "dump/inspect.html"
         pages.append(page.read_bytes() if page.exists() else None)
+        if len(pages) == 4:
+            raise KeyboardInterrupt
         if len(pages) in (1, 3):
             write_dump(run / "dump", len(pages))
-        if len(pages) == 4 and end == "finished":
-            write_dump(run / "dump", 4)
-            (run / "run.yaml").write_text(record.format(end))
-        elif len(pages) == 4:
-            raise end
 
     monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=wait))
-    out = shown(capsys, "run/dump", "--follow").splitlines()
-    assert [line.split(":")[0] for line in out] == [
-        "1 responses of steps 1",
-        "2 responses of steps 1, 3",
-        *(["3 responses of steps 1, 3, 4", "the run has ended"] if end == "finished" else []),
-    ]
-    assert pages[0] is None
+    assert main(["inspect", "run/dump", "--follow"]) == 130
+    out, err = capsys.readouterr()
+    assert [line.split(":")[0] for line in out.splitlines()] == ["1 responses of steps 1", "2 responses of steps 1, 3"]
+    assert err.count("waiting for more") == 1
     assert pages[1] == pages[2] != pages[3], "a page is written where something is new"

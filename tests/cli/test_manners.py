@@ -76,8 +76,9 @@ def folder(tmp_path, monkeypatch):
         ("inspect dump", 0, "4 of 5 lines skipped"),
         ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),
-        ("inspect nowhere", 2, "nowhere: no such file or folder"),
-        ("inspect file", 2, "file: nothing to show: 0 of 0 lines skipped"),
+        ("inspect foreign", 2, "needs --model"),
+        ("inspect nowhere", 2, "nowhere: No such file or directory"),
+        ("inspect file", 2, "file: its first line is no header"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message_that_names_it(words, status, said, folder, capsys):

@@ -5,18 +5,21 @@ import logging
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
+from verl.protocol import DataProto
 
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.verl.viewer import QueuedBatch, show
-from oar_plugin.page.dumps import choose
+from oar_plugin.hosts.verl.viewer import QueuedBatch, padded_batch, show
+from oar_plugin.page.dumps import Sibling, choose
 from oar_plugin.page.record import parse_header, parse_response
+from oar_plugin.passes.request import SHOWN, WEIGHTS
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
@@ -26,62 +29,54 @@ IDS = TOKENIZER.encode(" 3 so 4 then 7", add_special_tokens=False)
 SCORED, NOT_NEEDED, NO_ANSWER = Status.SCORED, Status.NOT_NEEDED, Status.NO_ANSWER
 
 
-@pytest.mark.parametrize(
-    ("rewards", "statuses", "groups", "chosen"),
-    [
+def test_groups_with_both_outcomes_are_chosen_first():
+    for rewards, statuses, groups, chosen in (
         # Three groups of two: the one with both outcomes, then the one that was scored, then the one that fell back.
-        ([1, 1, 1, 0, 1, 0], [SCORED, SCORED, SCORED, SCORED, NO_ANSWER, NO_ANSWER], 3, [[2, 3], [0, 1], [4, 5]]),
-        ([1, 0, 1, 0, 1, 0], [NO_ANSWER, NO_ANSWER, SCORED, NO_ANSWER, SCORED, SCORED], 2, [[2, 3], [4, 5]]),
-        # A reward for the form alone is no right answer.
-        ([0.1, 0, 1, 0.1, 0, 0], [SCORED] * 6, 1, [[2, 3]]),
-        # Siblings come whole, and where nothing matters nothing is shown.
-        ([1, 0, 1, 1, 0, 0], [SCORED, NOT_NEEDED, *[NOT_NEEDED] * 4], 3, [[0, 1]]),
+        ([1, 1, 1, 0, 1, 0], [SCORED, SCORED, SCORED, SCORED, NO_ANSWER, NO_ANSWER], 3, ["23", "01", "45"]),
+        ([1, 0, 1, 0, 1, 0], [NO_ANSWER, NO_ANSWER, SCORED, NO_ANSWER, SCORED, SCORED], 2, ["23", "45"]),
+        ([0.1, 0, 1, 0.1, 0, 0], [SCORED] * 6, 1, ["23"]),  # a reward for the form alone is no right answer
+        ([1, 0, 1, 1, 0, 0], [SCORED, *[NOT_NEEDED] * 5], 3, ["01"]),  # siblings come whole
         ([1, 1, 1, 1, 1, 1], [NOT_NEEDED] * 6, 3, []),
-    ],
-)
-def test_groups_with_both_outcomes_are_chosen_first(rewards, statuses, groups, chosen):
-    rows = [
-        (f"{uid}_x_{session}_0", reward, status)
-        for uid, session, reward, status in zip("aabbcc", (0, 1) * 3, rewards, statuses, strict=True)
-    ]
+    ):
+        siblings = map(Sibling, "aabbcc", "012345", rewards, statuses)
+        assert ["".join(one.uid for one in group) for group in choose(siblings, groups)] == chosen
 
-    def shown(rows, own=True):
-        """Numbers of the rows, as verl's batch has them."""
-        keys, rewards, statuses = zip(*rows, strict=True)
-        scores = {"rm_scores": nested([torch.tensor([0.0, reward]) for reward in rewards])}
-        own_B = torch.full((6,), own)
-        batch = QueuedBatch(
-            1, keys, own_B, own_B, torch.tensor(statuses), lambda keys, select_fields: TensorDict(scores, 6)
-        )
-        return [[keys.index(one.uid) for one in group] for group in choose(batch.siblings(), groups)]
 
-    assert shown(rows) == chosen
-    assert all(a > b for a, b in shown(rows[::-1])), "siblings as they were sampled"
-    assert shown(rows, own=False) == [], "rows that fill up a batch"
+def test_siblings_come_in_the_order_of_sampling_without_rows_that_verl_added():
+    keys = ["b_x_10_0", "a_2_0", "b_x_2_1", "b_x_2_0", "a_0_0"]
+    own_B, scores = torch.tensor([1, 1, 1, 1, 0]).bool(), nested([torch.tensor([0.0, row]) for row in range(5)])
+    read = lambda keys, select_fields: TensorDict({"rm_scores": scores}, 5)  # noqa: E731
+    found = list(QueuedBatch(1, keys, own_B, own_B, torch.tensor([0, 1, 2, 3, 4]), read).siblings())
+    assert [one.uid for one in found] == ["b_x_2_0", "b_x_2_1", "b_x_10_0", "a_2_0"]
+    assert found[0] == Sibling("b_x", "b_x_2_0", 3.0, 3)
+
+
+LENGTHS = torch.tensor([6, 4, 5, 5, 3, 6])
+PLACE_BL = torch.arange(6).expand(6, 6)
+REAL_BL, LAST_BL = LENGTHS[:, None] > PLACE_BL, LENGTHS[:, None] - 1 == PLACE_BL
 
 
 class World:
-    """Three groups of two, each right and wrong, the rows as long as `lengths`."""
+    """Three groups of two, each right and wrong, of `LENGTHS`; the batch of the trainers of v1, or (`padded`) of the other."""
 
-    lengths = (6, 4, 5, 5, 3, 6)
-
-    def __init__(self, folder, without=(), **dump):
+    def __init__(self, folder, without=(), padded=False, **dump):
         self.oar = OarConfig.parse({"dump": {"dir": "dump", "every": 3} | dump})
-        self.folder, self.asked = folder / "dump", []
-        self.keys = [f"{uid}_{session}_0" for uid in "abc" for session in (0, 1)]
-        ids = [torch.tensor([*IDS[: length - 1], TOKENIZER.eos_token_id]) for length in self.lengths]
-        self.fields = {
-            "rm_scores": nested([torch.eye(length)[-1] * (row % 2 == 0) for row, length in enumerate(self.lengths)]),
-            "prompts": nested([torch.tensor(IDS[:2])] * 6),
-            "responses": nested(ids),
-            "old_log_probs": nested([-torch.arange(length) / 8 for length in self.lengths]),
-            "entropy": nested([torch.arange(length) / 4 for length in self.lengths]),
-            "response_mask": nested([torch.arange(length) != 1 for length in self.lengths]).long(),
-            "reward_model": NonTensorStack(*[{"ground_truth": 7}] * 6),
-            "data_source": NonTensorStack(*["sums"] * 6),
+        self.folder, self.asked, self.padded = folder / "dump", [], padded
+        self.others = {
+            "reward_model": np.array([{"ground_truth": 7}] * 6),
+            "data_source": np.array(["sums"] * 6, object),
+        }
+        self.tensors = {
+            "rm_scores": LAST_BL * torch.tensor([1.0, 0.0] * 3)[:, None],
+            "prompts": torch.tensor([IDS[:2]] * 6),
+            "responses": torch.tensor([*IDS, 0])[PLACE_BL].masked_fill(LAST_BL, TOKENIZER.eos_token_id),
+            "old_log_probs": -PLACE_BL / 8,
+            "entropy": PLACE_BL / 4,
+            "response_mask": (PLACE_BL != 1).long(),
+            "advantages": torch.tensor([1.0, -1.0] * 3)[:, None] * REAL_BL,
         }
         for name in without:
-            del self.fields[name]
+            (self.others if name in self.others else self.tensors).pop(name)
         self.restart()
 
     def restart(self):
@@ -90,24 +85,27 @@ class World:
     def read(self, keys, select_fields):
         self.asked.append((len(keys), tuple(select_fields)))
         rows = [self.keys.index(key) for key in keys]
-        found = {name: [self.fields[name][row] for row in rows] for name in select_fields if name in self.fields}
-        plain = ("reward_model", "data_source")
-        stacks = {n: NonTensorStack(*values) if n in plain else nested(values) for n, values in found.items()}
-        return TensorDict(stacks, len(keys))
+        columns = {name: self.tensors[name][rows] for name in select_fields if name in self.tensors}
+        real = {"prompts": torch.ones(len(rows), 2).bool()}
+        fields = {name: torch.nested.masked_select(c, real.get(name, REAL_BL[rows])) for name, c in columns.items()}
+        plain = {name: NonTensorStack(*self.others[name][rows]) for name in select_fields if name in self.others}
+        return TensorDict(fields | plain, len(keys))
 
     def show(self, step, loggers=()):
-        generator = torch.Generator().manual_seed(step)
-        mask = torch.arange(6) < torch.tensor(self.lengths)[:, None]
-        segments = torch.where(mask, int(Segment.REASONING), 0)
-        segments[torch.arange(6), torch.tensor(self.lengths) - 1] = int(Segment.ANSWER)
-        importance = torch.rand(6, 6, generator=generator) * mask
-        advantage = torch.tensor([1.0, -1.0] * 3)[:, None] * mask
-        rows = [
-            [row[:n] for row, n in zip(field, self.lengths, strict=True)] for field in (importance, segments, advantage)
-        ]
-        self.fields |= answer_of(*rows[:2], [SCORED] * 6, self.oar) | {"advantages": nested(rows[2])}
-        every_B = torch.ones(6).bool()
-        batch = QueuedBatch(step, self.keys, every_B, every_B, torch.zeros(6).long(), self.read)
+        segments_BL = torch.where(LAST_BL, int(Segment.ANSWER), int(Segment.REASONING)) * REAL_BL
+        importance_BL = torch.rand(6, 6, generator=torch.Generator().manual_seed(step)) * REAL_BL
+        rows = ([row[:n] for row, n in zip(field, LENGTHS, strict=True)] for field in (importance_BL, segments_BL))
+        answer = answer_of(*rows, [SCORED] * 6, self.oar)
+        self.tensors |= {name: answer[name].to_padded_tensor(0) for name in (*SHOWN, WEIGHTS)}
+        status_B, every_B = torch.zeros(6).long(), torch.ones(6).bool()
+        self.keys = [f"{uid}_{session}_0" for uid in "abc" for session in (0, 1)]
+        batch = QueuedBatch(step, self.keys, every_B, every_B, status_B, self.read)
+        if self.padded:
+            mask_BT = torch.cat([torch.ones(6, 2), REAL_BL], 1).long()
+            proto = DataProto.from_dict(
+                self.tensors | {"attention_mask": mask_BT}, {"uid": np.array([*"aabbcc"]), **self.others}
+            )
+            batch = padded_batch(step, proto, status_B, {})
         return show(self.credit, batch, dict(loggers))
 
     def lines(self, step):
@@ -118,11 +116,11 @@ class World:
         return sorted(path.name for path in self.folder.iterdir())
 
 
-def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_path):
-    world = World(tmp_path)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(padded, tmp_path):
+    world = World(tmp_path, padded=padded)
     metrics = world.show(1)
     assert metrics["oar/dump_failed"] == 0
-    assert metrics["timing_s/oar_dump"] > 0
     head, rows = world.lines(1)
     assert head.versions.keys() >= {"verl", "torch", "transformers"}
     assert (head.run, head.model) == (tmp_path.name, TOKENIZER.name_or_path)
@@ -136,8 +134,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(tmp_pat
     assert row.mask == [1, 0, 1, 1]
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
     assert max(row.importance["fisher"]) > 0
-    assert [rows for rows, _ in world.asked] == [6, 4], "text and scores of the chosen rows only"
-    assert world.asked[0] == (6, ("rm_scores",))
+    assert padded or [rows for rows, _ in world.asked] == [6, 4], "text and scores of the chosen rows only"
 
 
 def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):
@@ -150,7 +147,7 @@ def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):
     assert World(tmp_path, dir=None).show(3) == {}, "nothing is asked for"
 
 
-def test_steps_after_the_one_that_a_run_resumed_from_are_no_longer_its_newest(tmp_path, monkeypatch, caplog):
+def test_steps_after_the_one_that_a_run_resumed_from_are_no_longer_its_newest(tmp_path, caplog):
     world = World(tmp_path, groups=1)
     for step in (3, 6, 9):
         world.show(step)
@@ -159,15 +156,10 @@ def test_steps_after_the_one_that_a_run_resumed_from_are_no_longer_its_newest(tm
     world.restart()
     with caplog.at_level(logging.WARNING, "oar_plugin"):
         metrics = [world.show(step)["oar/dump_failed"] for step in (5, 6, 12, 9)]
-    ends = ("03.jsonl", "06.jsonl", "09.jsonl", "09.jsonl.discarded", "12.jsonl")
-    names = [f"step_0000{end}" for end in ends]
+    names = [f"step_0000{end}" for end in ("03.jsonl", "06.jsonl", "09.jsonl", "09.jsonl.discarded", "12.jsonl")]
     assert (metrics, world.files()) == ([0] * 4, [*names, "step_of_mine.jsonl"])
     assert (world.folder / names[3]).read_text() != "older"
     assert "1 files of steps after 6" in caplog.text
-    world.restart()
-    monkeypatch.setattr(Path, "replace", full)
-    assert world.show(3)["oar/dump_failed"] == 1
-    assert world.lines(3)[1], "the step is written all the same"
 
 
 def test_what_nobody_computed_is_none(tmp_path):
@@ -196,12 +188,6 @@ def test_what_fails_is_counted_said_once_and_leaves_no_half_file(tmp_path, monke
     assert world.files() == []
     monkeypatch.undo()
     assert world.show(6)["oar/dump_failed"] == (where == "no prompts"), "it goes on where it can"
-
-
-@pytest.mark.parametrize(("given", "where"), [("dump", "dump"), ("{root}/own/one", "own/one")])
-def test_files_are_beside_the_checkpoints_unless_told_otherwise_and_the_log_says_where(tmp_path, capsys, given, where):
-    assert World(tmp_path, dir=given.format(root=tmp_path)).credit.dumps.folder == tmp_path / where
-    assert str(tmp_path / where) in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path):

@@ -170,12 +170,9 @@ def test_whole_groups_are_dumped_with_all_that_is_known_of_them(three_steps, lau
         assert ("timing_s/oar_dump" in step) == (step["step"] < 3)
 
 
-def test_tensorboard_has_histograms_and_responses_beside_verls_scalars(launched):
-    board = EventAccumulator(str(launched.folder / "tensorboard"), {"histograms": 0, "tensors": 0}).Reload()
-    assert [event.step for event in board.Histograms("oar/weights")] == [1, 2]
+def test_tensorboard_has_responses_beside_verls_scalars(launched):
+    board = EventAccumulator(str(launched.folder / "tensorboard"), {"tensors": 0}).Reload()
     assert [event.step for event in board.Tensors("oar/responses/text_summary")] == [1, 2]
-    counted = board.Histograms("oar/weights")[0].histogram_value
-    assert counted.sum / counted.num == pytest.approx(1, abs=1e-3), "weights average 1"
     assert {"oar/ess_ratio", "actor/grad_norm", "oar/dump_failed"} <= set(board.Tags()["scalars"])
 
 

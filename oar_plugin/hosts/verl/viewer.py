@@ -110,9 +110,8 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
     def known(place: int) -> dict[str, Any]:
         one = {name: column[place] for name, column in columns.items()}
         asked, oar = one.get("reward_model"), credit.config
-        name = oar.actor_importance if by_actor[place] else oar.importance
+        name = oar.actor_importance if by_actor[place] else oar.importance  # the engines' where they score
         return {
-            # The engines' importance where they score, and the actor's.
             "importance": importance_of(name or oar.importance).name,
             "source": str(one.get("data_source", "")),
             "prompt": credit.tokenizer.decode(one["prompts"]),
@@ -124,8 +123,7 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
     response_BL = pad_sequence([torch.ones_like(row) for row in columns["responses"]], batch_first=True).bool()
     own_BL = padded("response_mask").bool() if "response_mask" in columns else None
     advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, CREDIT)
-    status_B = batch.status_B[rows]
-    credited = CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B)
+    credited = CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows])
     return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
 
 

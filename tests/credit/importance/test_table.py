@@ -20,8 +20,8 @@ PLANS = {
     "hybrid": ([(0, 0)], [(0, 1)], set()),
     "grail": ([(0, 0)], [(0, 1)], set()),
     "span_masking": ([], [], set()),
-    "contrast": ([(None, 0)], [], {"reasoning_rows"}),
-    "contrast_own": ([(None, 0)], [], {"reasoning_rows"}),
+    "contrast": ([], [], set()),
+    "contrast_own": ([], [], set()),
     "entropy": ([(None, 0)], [], {"reasoning_rows"}),
     "random": ([], [], set()),
 }
