@@ -117,7 +117,8 @@ def _read(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> tu
         from oar_plugin.runs.recipe import check_config, compose_recipe, gpus_needed
 
         if recipe is None:
-            return Run(trainer_of(OmegaConf.load(config_folder() / "ppo_trainer.yaml"))), []
+            trainer = OmegaConf.load(config_folder() / "ppo_trainer.yaml").trainer
+            return Run(trainer_of(OmegaConf.create({"trainer": trainer}))), []
         check_config(config := compose_recipe(recipe, "oar", overrides))
         actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.name
         bridge = "mbridge" if OmegaConf.select(actor, "megatron.vanilla_mbridge") else "megatron-bridge"
