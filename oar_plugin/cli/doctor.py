@@ -109,7 +109,7 @@ def look_at_gpus() -> Machine:
 def _read(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> tuple[Run, list[Finding]]:
     """What a recipe needs, or verl's default trainer, and the findings of `oar launch` for the recipe."""
     try:
-        from omegaconf import DictConfig, OmegaConf
+        from omegaconf import OmegaConf
 
         from oar_plugin.hosts.verl.hydra_conf import config_folder
         from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
@@ -117,9 +117,8 @@ def _read(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> tu
         from oar_plugin.runs.recipe import check_config, compose_recipe, gpus_needed
 
         if recipe is None:
-            defaults = OmegaConf.load(config_folder() / "ppo_trainer.yaml")
-            assert isinstance(defaults, DictConfig)
-            return Run(trainer_of(defaults)), []
+            trainer = OmegaConf.load(config_folder() / "ppo_trainer.yaml").trainer
+            return Run(trainer_of(OmegaConf.create({"trainer": trainer}))), []
         check_config(config := compose_recipe(recipe, "oar", overrides))
         actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.name
         bridge = "mbridge" if OmegaConf.select(actor, "megatron.vanilla_mbridge") else "megatron-bridge"

@@ -10,8 +10,7 @@ from subprocess import DEVNULL, PIPE, TimeoutExpired, run
 
 from oar_plugin.output import cause
 
-LIMIT_S = 300.0
-"""Time limit of one import, in seconds. It takes ten seconds, or minutes from a slow network disk."""
+LIMIT_S = 300.0  # seconds of one import, which takes ten, or minutes from a slow network disk
 
 
 def import_faults(modules: Mapping[str, str]) -> dict[str, str | None]:

@@ -32,7 +32,8 @@ features = pytest.mark.parametrize("feature", FEATURES)
 def test_the_installed_hosts_have_all_of_it_and_whatever_is_changed_is_named(feature, monkeypatch):
     pytest.importorskip(NEEDS.get(feature, "verl"))
     if faults := missing(feature):
-        assert verl.__version__.startswith("0.8") or "TaskRunnerV1" in faults[0]
+        assert verl.__version__ in ("0.8.0", "0.9.0.dev")  # `neo` is the second one
+        assert feature not in ("ray_trainer", "fsdp")
         pytest.skip("; ".join(faults))
     for place, hooks in FEATURES[feature].items():
         owner = pkgutil.resolve_name(place)
@@ -181,6 +182,7 @@ print("FOUND", EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__
 """
 
 
+@pytest.mark.skipif(bool(missing("sync")), reason="without the trainers of trainer.v1")
 def test_what_does_not_fit_stays_verls_own_and_no_process_says_a_word_about_it():
     command = [sys.executable, "-c", DOCTORED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_S, check=True)

@@ -12,8 +12,7 @@ PLUGIN = "oar_plugin.hosts.verl.plugin"
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
 """Environment variable with the modules that `import verl` imports, in every version of verl."""
 
-_V1, _ENGINE = "verl.trainer.ppo.v1", "verl.workers.engine"
-_ROLLOUT, _VLLM = "verl.workers.rollout", "vllm.v1.worker"
+_V1, _ENGINE, _ROLLOUT, _VLLM = "verl.trainer.ppo.v1", "verl.workers.engine", "verl.workers.rollout", "vllm.v1.worker"
 TRAINERS = {
     "sync": f"{_V1}.trainer_sync:PPOTrainerSync",
     "colocate_async": f"{_V1}.trainer_colocate_async:PPOTrainerColocateAsync",
