@@ -147,7 +147,9 @@ class ImportancePass:
             order, num_ahead = self._scored_first(data, status_B)
             importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
         else:
-            importance = self._importance_without_a_forward(data, request, segments)
+            packed = packed_of(data)
+            nothing = Scores(request.importance_object, len(packed.token_T), torch.device("cpu"))
+            importance = of_responses(importance_field(request, packed, nothing), segments)
         if num_ahead:
             scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
             if scored is None:
@@ -156,10 +158,10 @@ class ImportancePass:
             else:
                 output, seconds = scored
                 outputs.append(output)
-                for index, row in zip(
-                    order[:num_ahead].tolist(), output["model_output"][IMPORTANCE].unbind(), strict=True
-                ):
-                    importance[index] = row[len(row) - len(segments[index]) :]
+                ahead = order[:num_ahead].tolist()
+                rows = of_responses(output["model_output"][IMPORTANCE], [segments[index] for index in ahead])
+                for index, row in zip(ahead, rows, strict=True):
+                    importance[index] = row
         if not request.importance_only and num_ahead < len(order):
             outputs.append(self._infer_unscored(data, order[num_ahead:]))
 
@@ -212,7 +214,7 @@ class ImportancePass:
         if self._is_dynamic(data):
             ahead = math.ceil(ahead / divisor) * divisor
         else:  # as few micro-batches as possible, all of one size
-            micro_batches = math.ceil(ahead / (divisor * self._most_scored_at_once(data))) * divisor
+            micro_batches = math.ceil(ahead / (divisor * self._most_at_once(data)[1])) * divisor
             ahead = math.ceil(ahead / max(1, micro_batches)) * micro_batches
         ahead = min(len(scored_B), ahead)
         return scored_first(scored_B, data["input_ids"].offsets().diff().cpu(), ahead), ahead
@@ -242,26 +244,20 @@ class ImportancePass:
         """Returns whether the size of micro-batches is limited in tokens (dynamic) rather than in rows."""
         return bool(tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True))
 
-    def _most_scored_at_once(self, data: TensorDict) -> int:
-        """Maximum number of rows per micro-batch of the scoring pass, if batches are not dynamic.
+    def _most_at_once(self, data: TensorDict) -> tuple[str, int]:
+        """Name and value of the limit of the scoring pass's micro-batches: the smaller one of log-prob pass and actor update.
 
-        It is the smaller one of verl's sizes for log-probs and for the actor update.
+        Both the update and the scoring pass keep activations for a backward.
         """
-        sizes = data["micro_batch_size_per_gpu"], self.engine_config.micro_batch_size_per_gpu
-        return min(size for size in sizes if size)
-
-    def _most_tokens_at_once(self, data: TensorDict) -> int:
-        """Maximum number of tokens per micro-batch of the scoring pass and rank, if batches are dynamic."""
-        return min(most for most in (data["max_token_len_per_gpu"], self.engine_config.max_token_len_per_gpu) if most)
+        name = "max_token_len_per_gpu" if self._is_dynamic(data) else "micro_batch_size_per_gpu"
+        return name, min(most for most in (data[name], getattr(self.engine_config, name)) if most)
 
     def _limit_micro_batches(self, data: TensorDict) -> None:
-        """Limit the scoring pass to micro-batches of the actor update's size: both keep activations for a backward."""
-        if self._is_dynamic(data):
-            tu.assign_non_tensor(data, max_token_len_per_gpu=self._most_tokens_at_once(data))
-        else:
-            rows, most = len(data) // self._micro_batch_multiple(), self._most_scored_at_once(data)
-            size = next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
-            tu.assign_non_tensor(data, micro_batch_size_per_gpu=size)
+        name, most = self._most_at_once(data)
+        if not self._is_dynamic(data):  # verl needs whole micro-batches
+            rows = len(data) // self._micro_batch_multiple()
+            most = next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
+        tu.assign_non_tensor(data, **{name: most})
 
     def _infer_unscored(self, data: TensorDict, rows: Tensor) -> dict[str, Any]:
         """verl's own pass over the other rows. It needs whole micro-batches: the shortest row fills the last one up."""
@@ -271,14 +267,6 @@ class ImportancePass:
             rows = torch.cat([rows, shortest.expand(fill)])
         output: dict[str, Any] = super().infer_batch(tu.index_select_tensor_dict(data, rows), None)  # type: ignore[misc]
         return output
-
-    def _importance_without_a_forward(self, data: TensorDict, request: Request, segments: list[Tensor]) -> list[Tensor]:
-        """Importance of each row, for an importance that needs no gradient pass; zeros if only masked copies compute it."""
-        packed = packed_of(data)
-        nothing = Scores(request.importance_object, len(packed.token_T), torch.device("cpu"))
-        importance_T = importance_of_scores(request, packed, nothing)
-        rows = importance_T.split(packed.offsets.diff().tolist())
-        return [row[len(row) - len(segment) :] for row, segment in zip(rows, segments, strict=True)]
 
     def max_over_ranks(self, count: int) -> int:
         """Returns the maximum of a count over the data-parallel ranks."""
@@ -316,6 +304,11 @@ def packed_of(data: TensorDict) -> Packed:
 def importance_field(request: Request, packed: Packed, scores: Scores) -> Tensor:
     """The field `IMPORTANCE` of `_score`: one value per token of a sequence. `scores` are the sums over ranks."""
     return torch.nested.nested_tensor_from_jagged(importance_of_scores(request, packed, scores), packed.offsets)
+
+
+def of_responses(field: Tensor, segments: Sequence[Tensor]) -> list[Tensor]:
+    """The responses' part of a nested field with a value per token of whole sequences."""
+    return [row[len(row) - len(segment) :] for row, segment in zip(field.unbind(), segments, strict=True)]
 
 
 def zero_non_finite(importance: list[Tensor], status_B: Tensor) -> None:

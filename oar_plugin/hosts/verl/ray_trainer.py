@@ -30,18 +30,7 @@ from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import padded_batch, show
-from oar_plugin.passes.request import (
-    FIELDS,
-    MEASURES,
-    NEEDED,
-    REQUEST,
-    SECONDS,
-    SEGMENTS,
-    SHOWN,
-    STATUS,
-    USED,
-    WEIGHTS,
-)
+from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own

@@ -191,9 +191,8 @@ class OarTrainerMixin(TrainerCredit):
             else:
                 weights, status_B, by_actor_B = data[WEIGHTS], data[STATUS].values(), torch.ones_like(asked_B)
                 measure_B4 = data[MEASURES].values().view(len(status_B), -1)
-            credited = credit_metrics(measure_B4, status_B)
-            metrics.update(credited)
-            self._credit.watch.see(self.global_steps, credited, data["rm_scores"].values().sum().item() / len(batch))
+            metrics.update(credit_metrics(measure_B4, status_B))
+            self._credit.watch.see(self.global_steps, metrics, data["rm_scores"].values().sum().item() / len(batch))
             advantages = weighted(data["advantages"], weights)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
